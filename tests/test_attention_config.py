@@ -60,11 +60,8 @@ def test_numbers_that_nothing_reads_may_be_any() -> None:
     for settings in (
         {"kind": "clustered", "clusters": 9, "top_k": 65},
         {"kind": "full", "clusters": 65, "top_k": 65},
-        {
-            "kind": "improved_clustered",
-            "clusters": 65,
-            "min_length": 65,
-        },  # never used
+        # Sequences shorter than min_length use exact attention.
+        {"kind": "improved_clustered", "clusters": 65, "min_length": 65},
     ):
         tasks.check(Config(training=MASKED, attention=Attention(**settings)))
 

@@ -24,6 +24,7 @@ BASELINES = sorted(TOOLS.glob("baselines/*.json"))
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Returns a function that imports a module of tools/benchmark."""
     monkeypatch.syspath_prepend(str(TOOLS))
     return importlib.import_module
 
@@ -135,6 +136,7 @@ def test_a_bound_knows_neither_bias_nor_cached_block(tool: Callable) -> None:
 
 
 def run(script: str, *flags: str) -> str:
+    """Runs a script of tools/benchmark and returns what it prints."""
     done = subprocess.run(
         [sys.executable, TOOLS / script, *flags], capture_output=True, text=True, cwd=ROOT
     )

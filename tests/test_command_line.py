@@ -32,17 +32,20 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(**texts: str) -> None:
+    """Writes .gin files; write(a="...") writes a.gin."""
     for name, text in texts.items():
         Path(f"{name}.gin").write_text(text, encoding="utf-8")
 
 
 def resolve(*flags: str, base: Config | None = None) -> Resolved:
+    """Returns the config that a command reads from flags, which change the config `base`."""
     parser = command_line.parser("A command.")
     command_line.add_config_flags(parser)
     return command_line.resolve(parser.parse_args(flags), base)
 
 
 def refusal(*flags: str) -> str:
+    """Returns the error that flags cause, which must be one line."""
     with pytest.raises(ConfigError) as caught:
         resolve(*flags)
     message = str(caught.value)
@@ -133,7 +136,8 @@ def test_every_file_that_comes_with_brt_is_understood() -> None:
         if file.parent.name == "sweeps":  # Sweeps are no configs of runs.
             continue
         text = file.read_text()
-        asked = re.findall(r"^#.*\((Model\.\w+ = \d+)\)", text, re.M)  # required of users
+        # Some files name, in a comment, a setting that a file that includes them must bind.
+        asked = re.findall(r"^#.*\((Model\.\w+ = \d+)\)", text, re.M)
         bound = [f"--gin_bindings={one}" for one in asked]
         for task in ("", "summarization", "speech_recognition"):
             chosen = [f"--gin_bindings=Training.task = '{task}'"] if task else []

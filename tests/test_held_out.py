@@ -18,6 +18,7 @@ ROWS = (Pairs, Sentences, Questions, Speech)
 
 
 def bound(base: Config | None = None, **values: object) -> bindings.Resolved:
+    """Binds settings, such as Data__train for Data.train, and returns the resulting config."""
     own = [Binding(name.replace("__", "."), value, "--x") for name, value in values.items()]
     return bindings.resolve({"--x": Source(own, [])}, base=base)
 

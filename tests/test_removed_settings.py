@@ -32,6 +32,7 @@ HOLDS = [(name, removed.value) for name, removed in REMOVED.items()]
 
 
 def saved(name: str, value: Any) -> dict[str, dict[str, Any]]:
+    """Returns a config, as it is saved, with the value of one setting."""
     section, _, field = name.partition(".")
     return {section: {field: value}}
 

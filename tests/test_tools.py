@@ -1,4 +1,4 @@
-"""The scripts under tools/ find what they import."""
+"""Tests that the modules and names exist that the scripts under tools/ import from brt."""
 
 import ast
 import importlib

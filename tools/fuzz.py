@@ -161,6 +161,7 @@ def _corpus(directory: Path) -> None:
 
 
 def _session(memory: Memory) -> Session:
+    """Returns a session that has no model and can only load files."""
     session = object.__new__(Session)
     session.memory, session._config = memory, config.Config()
     return session

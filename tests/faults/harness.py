@@ -36,7 +36,7 @@ TASKS: dict[str, Callable[[Path], Config]] = {
     "questions": CASES["questions"],
     "speech": CASES["speech"],
 }
-# Compiles in a third of the time of "language"; the quick case alone takes it.
+# This task compiles in a third of the time of "language". Only the quick case uses it.
 QUICK_TASK = "window"
 # Phases in the order in which successive starts reach them, and at which entry the fault strikes.
 PHASES = {
@@ -49,7 +49,7 @@ CODES = {
     "kill": {-9, 137}, "terminate": {0, 75}, "interrupt": {0, 75}, "hang": {70, 75, 134},
     "sleep": {70, 75, 134}, "full": {0, 4}, "stop": {75, 137},
 }  # fmt: skip
-LONGEST_LIFE = 1800  # seconds; generous, because tests may share the machine
+LONGEST_LIFE = 1800  # seconds; long, because other tests may run on the same machine
 
 
 class Life(NamedTuple):
@@ -121,6 +121,7 @@ class Runs:
         )  # fmt: skip
 
     def live(self, workdir: Path, *bindings: str, **strike: Any) -> Life:
+        """Starts the command as `start` does, and waits until it ends."""
         with self.start(workdir, *bindings, **strike) as process:
             late = threading.Timer(LONGEST_LIFE, os.killpg, [process.pid, signal.SIGKILL])
             late.start()

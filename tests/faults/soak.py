@@ -64,6 +64,7 @@ class Soak:
         return Path(tempfile.mkdtemp(dir=own.place)) / "run"
 
     def at_most(self, name: str, value: float) -> None:
+        """Keeps the maximum of the values that are recorded under a name."""
         self.most[name] = round(max(value, self.most.get(name, 0.0)), 2)
 
     def fail(self, what: str) -> None:
@@ -173,6 +174,7 @@ def _outcome(own: Runs, workdir: Path, life: Life, kind: str) -> str:
 
 
 def full_disks(soak: Soak, task: str) -> None:
+    """Fills the disk in each phase of a run of its own."""
     own = soak.runs(task, 1)
     for phase, number in PHASES.items():
         disk = own.place / f"disk-{phase}"

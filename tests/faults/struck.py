@@ -39,7 +39,7 @@ _watched: list[tuple[PhaseTracker, Path]] = []
 
 
 def hang() -> None:
-    """Hangs. The watchdog gets a short limit only now, as a busy machine may be slow before."""
+    """Hangs. The watchdog gets a short limit only now, because a busy machine may be slow."""
     with contextlib.ExitStack() as stack:
         for phases, stacks in _watched:
             stack.enter_context(_watching(phases, 0.2, stacks))
@@ -77,7 +77,8 @@ def strike(phase: str, count: int, fault: object) -> None:
     make, seen = PhaseTracker.__init__, []
 
     def heard(now: RunStatus) -> None:
-        unwatched = fault is hang and not _watched  # without a watchdog it would hang forever
+        # Only a running watchdog ends a process that hangs.
+        unwatched = fault is hang and not _watched
         if phase in (now.phase, now.background) and not unwatched:
             seen.append(now)
             if len(seen) == count:

@@ -31,7 +31,7 @@ def test_a_peer_is_missed_and_nothing_is_lost(
 
 @pytest.mark.slow
 def test_a_peer_whose_step_hangs_ends_both(two: Runs, tmp_path: Path) -> None:
-    """The watchdog's time limit is set as users set it."""
+    """The watchdog has a time limit that is set by Training.watchdog_seconds, as users set it."""
     limit = "Training.watchdog_seconds = 60"
     life = two.strike(tmp_path / "run", "evaluating", "sleep", 1, limit, process=1)
     assert life.struck and life.code in (70, 75)

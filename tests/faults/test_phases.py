@@ -14,6 +14,8 @@ from .harness import PHASES, QUICK_TASK, TASKS, Runs, small_disk
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Runs]]:
+    """Returns the runs of a task and a number of processes, which are created when first used."""
+
     class Made(dict):
         def __missing__(self, key: tuple[str, int]) -> Runs:
             self[key] = Runs(tmp_path_factory.mktemp("-".join(map(str, key))), *key)

@@ -1,4 +1,4 @@
-"""Compares the costs of a stack's products on whole segments with those of block by block.
+"""Compares the costs of a stack's products over whole segments and over one block at a time.
 
     python tools/benchmark/block_products.py --topology=v4:2x2x1 --sequences=1
 

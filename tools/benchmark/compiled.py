@@ -132,6 +132,7 @@ def side_by_side(found: Mapping[str, Figures]) -> list[str]:
 
 
 def memory(name: str, found: Figures) -> str:
+    """Returns a sentence with the temporary and the peak memory of a step."""
     temporaries, peak = (found[f"{what}_bytes"] / 2**30 for what in ("temporary", "peak"))
     return f"{name}: {temporaries:.2f} GiB of temporaries, peak {peak:.2f} GiB"
 

@@ -38,7 +38,7 @@ TOKENS, CLUSTERS = 4096, 100
 
 
 def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Window attention of two blocks, with and without dropout, and attention to states."""
+    """Builds the case of window attention, with and without dropout, and attention to states."""
     size, tokens, heads = args.window, 2 * args.window, 8
     by_token, cached = (array(args.lanes, n, heads, args.head_dim) for n in (tokens, size))
     bias, cache_mask = array(heads, size, dtype="float32"), array(args.lanes, 2, dtype="bool")
@@ -74,7 +74,7 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def local(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Local attention of a segment in which documents may start at each block.
+    """Builds the case of local attention of a segment in which documents may start at each block.
 
     A block has half a window, but at most 256 tokens. The numbers of heads are those of Gemma 3
     270M if heads have size 256, and those of SmolLM2-135M otherwise.
@@ -101,7 +101,7 @@ def local(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 def recurrent(
     array: Callable[..., Any], args: argparse.Namespace, model_dim: int = 256, blocks: int = 1
 ) -> Case:
-    """The scan of a recurrent cell over blocks of tokens, with one state per token of a block."""
+    """Builds the case of a recurrent cell that is scanned over blocks of tokens."""
     size, heads = args.window, 8
     by_head, of_heads = (model_dim, heads, args.head_dim), array(heads, dtype="float32")
     wide = partial(array, dtype="float32")
@@ -129,7 +129,7 @@ def recurrent(
 
 
 def cell(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """The kernel of a whole recurrent cell with two blocks; states are as wide as all heads."""
+    """Builds the case of the kernel of a whole recurrent cell; states are as wide as all heads."""
     args.lanes = max(2, args.lanes)  # Two cores of a chip share the lanes.
     if args.implementation == "pallas_tpu":
         args.implementation = "pallas_tpu_cell"
@@ -137,7 +137,7 @@ def cell(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Cross-entropy of 4,096 tokens per lane, vectors of eight heads, vocabulary 32,000."""
+    """Builds the case of the cross-entropy of 4,096 tokens per lane with a vocabulary of 32,000."""
     width = 8 * args.head_dim
     hidden, embedding = array(args.lanes, 4096, width), array(32000, width, dtype="float32")
     targets, mask = (array(args.lanes, 4096, dtype=dtype) for dtype in ("int32", "bool"))
@@ -155,7 +155,7 @@ def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """SRformer's cross-attention with the sizes of T5-small."""
+    """Builds the case of SRformer's cross-attention with the sizes of T5-small."""
     config = cross_config(CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGETS))
     shapes = jax.eval_shape(
         lambda: cross_attention.initial_parameters(jax.random.key(0), config, HEADS, WIDTH)
@@ -177,7 +177,7 @@ def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "clustered") -> Case:
-    """Clustered attention with its k-means."""
+    """Builds the case of clustered attention with its k-means."""
     config = clustered_config(Attention(kind=kind, clusters=CLUSTERS))
     name = args.implementation
     size = jnp.dtype(args.dtype).itemsize // 2
@@ -198,7 +198,7 @@ def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "
 
 
 def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Causal clustered attention of two blocks to 64 centroids that keep 16 keys each."""
+    """Builds the case of causal clustered attention to 64 centroids that keep 16 keys each."""
     size, heads, clusters, slots = args.window, 8, 64, 16
     by_head = heads, args.head_dim
     q, k = array(args.lanes, 2 * size, *by_head), array(args.lanes, 3 * size, *by_head)
@@ -226,7 +226,7 @@ def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Gradients of weights of a layer, summed over eight steps of a loop."""
+    """Builds the case of the gradients of weights, summed over eight steps of a loop."""
     heads, rows = (8, args.head_dim), (8, args.lanes, args.window)
     x, dy, by_head = (array(*rows, *axes) for axes in ((8 * args.head_dim,), (4096,), heads))
 
@@ -241,7 +241,7 @@ def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """The forward and backward products of a layer that reads one block after the other."""
+    """Builds the case of the products of a layer that reads one block after the other."""
     heads, name = (8, args.head_dim), {"implementation": args.implementation}
     model = 8 * args.head_dim
     into, back = array(4, model, *heads), array(2, *heads, model)
