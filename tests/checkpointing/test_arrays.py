@@ -22,6 +22,7 @@ WANTED = {
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the directory of a checkpoint with the arrays in WANTED."""
     path = tmp_path_factory.mktemp("arrays") / "state"
     tree = {name: jnp.ones(leaf.shape, leaf.dtype) for name, leaf in WANTED.items()}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -19,6 +19,7 @@ FROZEN = ("params/kernel", "params/none")
 
 
 def state(step: int) -> dict[str, dict[str, jax.Array]]:
+    """Returns parameters of which only `norm` depends on the step; `none` has no elements."""
     return {
         "params": {
             "kernel": jnp.arange(4096.0).reshape(64, 64), "none": jnp.zeros((0, 3)),
@@ -28,6 +29,7 @@ def state(step: int) -> dict[str, dict[str, jax.Array]]:
 
 
 def save(directory: Path, steps: range, source: int | None = None, frozen=FROZEN) -> None:
+    """Saves steps with frozen arrays; `source` is the checkpoint that the run was restored from."""
     with CheckpointWriter(directory, keep=2) as writer:
         writer.freeze(frozen, source)
         for step in steps:

@@ -8,6 +8,7 @@ from brt.checkpointing import manifest
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
+    """Returns a directory with two files and a manifest of their checksums."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a/x.bin").write_bytes(bytes(range(256)))
     (tmp_path / "y").write_text("text")

@@ -201,7 +201,7 @@ def test_a_step_that_was_saved_but_not_named_as_the_last_is_named(tmp_path: Path
     with CheckpointWriter(directory) as writer:
         writer.save(1, state(1), META)
         writer.save(2, state(2), META)
-    (tmp_path / reader.LAST).write_text("1\n")  # as if the disk was full when step 2 was noted
+    (tmp_path / reader.LAST).write_text("1\n")  # as if the disk had been full when step 2 was noted
     CheckpointWriter(directory).close()
     assert reader.last_saved(directory) == 2
     (tmp_path / reader.LAST).write_text("7\n")  # Step 7 was saved, but its directory is gone.
@@ -417,7 +417,7 @@ def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
             print("run", file=process.stdin, flush=True)
             child = int(process.stdout.readline())
             assert int(process.stdout.readline().split()[1]) >= last, "a saved step is lost"
-            last = int(process.stdout.readline().split()[1])  # every run saves at least once
+            last = int(process.stdout.readline().split()[1])  # Every run saves at least once.
             threading.Timer(random.uniform(0, 0.3), os.kill, (child, signal.SIGKILL)).start()
             while (line := process.stdout.readline()) != "dead\n":
                 last = int(line.split()[1])

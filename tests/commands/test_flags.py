@@ -15,6 +15,7 @@ FILE = "Training.steps = 100\nOptimizer.warmup_steps = 30\nOptimizer.schedule = 
 
 
 def resolve(*flags: str, base: Config | None = None) -> Resolved:
+    """Resolves the flags of a command; `base` is the saved config of a run."""
     parser = command_line.parser("A command.")
     command_line.add_config_flags(parser)
     return command_line.resolve(parser.parse_args(flags), base)

@@ -14,6 +14,7 @@ SIZES = {"batch_size": 4, "segment_length": 32, "window": 8}
 
 
 def reader(cache: Path, train: tuple[str, ...], *steps: int) -> LaneReader:
+    """Returns a reader of prepared documents whose later stages begin at these steps."""
     data = Data(train=train, curriculum=steps, cache_dir=str(cache), validation_fraction=0.0)
     return curriculum.reader(data, prepare(data, progress=False).split("train"), **SIZES)
 

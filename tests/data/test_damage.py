@@ -17,6 +17,7 @@ from brt.errors import DataError
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
+    """Returns the directory of a prepared dataset, which tests must not change."""
     place = tmp_path_factory.mktemp("corpus")
     for i in range(3):
         (place / f"{i}.txt").write_text(f"document {i}\n" * 9)
@@ -27,6 +28,7 @@ def prepared(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def dataset(prepared: Path, tmp_path: Path) -> Path:
+    """Returns a copy of the prepared dataset, which a test may damage."""
     return Path(shutil.copytree(prepared, tmp_path / "corpus"))
 
 

@@ -15,6 +15,7 @@ COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstan
 
 
 def read(*names, **settings):
+    """Returns the (name, text) pairs of the documents in the named sources."""
     return [(d.name, "".join(d.chunks)) for d in documents.read([*map(str, names)], **settings)]
 
 

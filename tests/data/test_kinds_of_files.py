@@ -21,20 +21,24 @@ TEXTS = ["One text.\r\nIts\u2028second\x0cline.", "Zwei Täxte \U0001f600"]
 
 
 def read(*names: Path | str, **settings: str) -> list[str]:
+    """Returns the texts of all documents in the named sources."""
     return ["".join(d.chunks) for d in documents.read([*map(str, names)], **settings)]
 
 
 def lines() -> bytes:
+    """Returns TEXTS as a file of JSON lines with a further column."""
     return b"".join(json.dumps({"text": text, "n": 1}).encode() + b"\n" for text in TEXTS)
 
 
 def parquet(kind: pa.DataType) -> bytes:
+    """Returns TEXTS as a Parquet file whose text column has the given type."""
     file = io.BytesIO()
     pq.write_table(pa.table({"n": [1, 2], "text": pa.array(TEXTS, kind)}), file)
     return file.getvalue()
 
 
 def csv() -> bytes:
+    """Returns TEXTS as a CSV file with a further column."""
     return b"n,text\n" + b"".join(f'1,"{text}"\n'.encode() for text in TEXTS)
 
 

@@ -27,7 +27,7 @@ CHINESE = "山上的老房子沒有人知道是誰建的。"
 
 
 def model(path: Path, normalization: str) -> tokenizers.Tokenizer:
-    """Trains a sentencepiece model that, like most, has no pieces for single bytes."""
+    """Trains a sentencepiece model without pieces for single bytes, like most such models."""
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([ENGLISH] * 20), model_writer=written, vocab_size=50,

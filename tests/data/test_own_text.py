@@ -29,6 +29,7 @@ def data(tmp_path: Path) -> Make:
 
 
 def book(seed: int, paragraphs: int = 80) -> str:
+    """Returns a random text of paragraphs, each of which begins with the seed and its number."""
     words = "the sea was calm and grey while we sat on the deck of an old ship".split()
     draw = np.random.default_rng(seed)
     lines = (" ".join(draw.choice(words, draw.integers(9, 40))) for _ in range(paragraphs))

@@ -22,6 +22,8 @@ def books(tmp_path):
 
 @pytest.fixture
 def data(tmp_path, books):
+    """Returns a function that makes a section Data from the books and changed settings."""
+
     def make(**settings):
         settings = {"train": (str(books),), "validation": (), "test": (), **settings}
         return config.Data(cache_dir=str(tmp_path / "cache"), **settings)
@@ -206,6 +208,7 @@ def test_progress_is_one_line_per_split_without_a_terminal(data, capsys):
 
 
 def command(*args, directory):
+    """Runs `python -m brt.prepare` in a directory."""
     return subprocess.run(
         [sys.executable, "-m", "brt.prepare", *map(str, args)],
         capture_output=True, text=True, timeout=60,

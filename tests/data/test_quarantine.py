@@ -32,6 +32,7 @@ BAD_FILES = {
 
 
 def texts(path: Path, bad: Quarantine | None = None) -> list[str]:
+    """Returns the texts of the documents in a file; `bad` collects documents that are skipped."""
     return ["".join(d.chunks) for d in documents.read([str(path)], bad=bad)]
 
 

@@ -11,6 +11,7 @@ from brt.errors import ConfigError, DataError
 
 
 def read(*names, **settings):
+    """Returns the (name, text) pairs of the documents in the named sources."""
     return [(d.name, "".join(d.chunks)) for d in documents.read([*map(str, names)], **settings)]
 
 

@@ -10,6 +10,7 @@ from brt.errors import DataError
 
 @pytest.fixture
 def books(tmp_path):
+    """Returns a directory with text files, one of them compressed, and another file."""
     for name in ("b.txt", "a.txt", "deep/c.txt.gz", "notes.md"):
         path = tmp_path / "books" / name
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -18,6 +19,7 @@ def books(tmp_path):
 
 
 def names(source):
+    """Returns the names of the files that a source consists of, in order."""
     return [file.path.name for file in sources.files(str(source))]
 
 

@@ -17,6 +17,7 @@ HASHES = {name: hashlib.sha256(content).hexdigest() for name, content in CONTENT
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a directory with the files in CONTENT; an empty cache directory is set."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "store").mkdir()
     for name, content in CONTENT.items():

@@ -12,6 +12,7 @@ from brt.errors import DataError
 
 @pytest.fixture
 def books(tmp_path: Path) -> Path:
+    """Returns a directory with links to files, to other directories, to itself and to nothing."""
     for name in ("shelf/far.txt", "shelf/deep/farther.txt", "books/near.txt", "books/b/c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -23,6 +24,7 @@ def books(tmp_path: Path) -> Path:
 
 
 def names(source: Path | str) -> list[str]:
+    """Returns the names of the files that a source consists of, in order."""
     return [file.path.name for file in sources.files(str(source))]
 
 

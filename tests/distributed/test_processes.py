@@ -94,6 +94,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _waited(condition: Any) -> None:
+    """Waits until a condition holds, for at most 10 seconds."""
     end = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < end

@@ -14,6 +14,7 @@ from brt.training.state import parameter_axes
 
 
 def mesh(**axes: int) -> AbstractMesh:
+    """Returns a mesh without devices, whose axes have size 1 unless a size is given."""
     shape = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1} | axes
     return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * 4)
 

@@ -83,6 +83,8 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
 
 
 class Result(NamedTuple):
+    """The exit code and the output of a command."""
+
     code: int
     out: str
     err: str
@@ -157,6 +159,7 @@ def write_books(directory: Path, last: str) -> Path:
 
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    """Returns the runner of commands, whose directory all pytest workers share."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
     (shared / "commands").mkdir(exist_ok=True)

@@ -70,7 +70,7 @@ def test_settings_are_refused_where_nothing_is_probed(trained: Path) -> None:
         inspect.main(inspect.parser().parse_args(flags))
 
 
-@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
+@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
 def test_a_follower_that_is_stopped_goes_on_later(
     commands: Commands, trained: Path, tmp_path: Path
 ) -> None:

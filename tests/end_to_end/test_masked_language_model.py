@@ -35,6 +35,7 @@ Checkpoint.every = 4
 
 @pytest.fixture(scope="module")
 def gin(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a config of a masked language model with the data of the other tests."""
     path = tmp_path_factory.mktemp("masked") / "masked.gin"
     data = [line for line in commands.config.read_text().splitlines() if line.startswith("Data.")]
     path.write_text("\n".join([CONFIG, *data, ""]))
@@ -43,6 +44,7 @@ def gin(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workdir(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains the model and returns the run's directory."""
     path = tmp_path_factory.mktemp("runs") / "masked"
     done = commands.run("train", f"--gin_file={gin}", f"--workdir={path}")
     assert "bits per masked token (entropy of single tokens: 3." in done.out

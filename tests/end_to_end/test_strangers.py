@@ -93,6 +93,7 @@ def trace() -> Trace:
 
 @pytest.fixture(autouse=True)
 def _fresh(trace: Trace) -> Iterator[None]:
+    """Forgets what was recorded before, and stops recording after each test."""
     trace.paths.clear()
     trace.others.clear()
     yield
@@ -256,6 +257,7 @@ def check_in_table(kind: str, place: Path, trace: Trace, damaged: list[str]) -> 
 
 
 def run_command(name: str, flags: list[str], trace: Trace) -> None:
+    """Runs a command in this process and records the files that it opens."""
     command = importlib.import_module(f"brt.{name}")
     arguments = command.parser().parse_args(flags)
     trace.on = True

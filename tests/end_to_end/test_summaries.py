@@ -55,6 +55,7 @@ COUNTS = {"train": 22, "validation": 5, "test": 6}
 
 @pytest.fixture(scope="module")
 def gin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a config with random documents, whose summaries are their first words."""
     directory, draw = tmp_path_factory.mktemp("pairs"), random.Random(0)
     for split, count in COUNTS.items():
         rows = []
@@ -70,6 +71,7 @@ def gin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def summariser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains a summarizer and returns the run's directory."""
     workdir = tmp_path_factory.mktemp("summariser") / "run"
     done = commands.run("train", f"--gin_file={gin}", f"--workdir={workdir}")
     assert "a batch of another shape" in done.err, "there are two lengths of documents"

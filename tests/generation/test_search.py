@@ -86,6 +86,7 @@ def write(tables: Tables, decoding: Decoding, ids: SpecialTokens, how: Any = sea
 
 
 def described(case: dict) -> str:
+    """Returns a test id for a recorded case."""
     words = [f"{k}={v}" for k, v in case["decoding"].items()]
     return ",".join([*words, "bart" if case["ids"]["start"] else "t5"])
 

@@ -54,6 +54,8 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def build(random_params: Callable) -> Callable[[str], Case]:
+    """Returns a function that builds the session of a model by name; results are reused."""
+
     @functools.cache
     def case(name: str) -> Case:
         model = MODELS[name]
@@ -88,6 +90,7 @@ def build(random_params: Callable) -> Callable[[str], Case]:
     ]
 )
 def case(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
+    """Returns the case of each model in turn, with an empty memory."""
     found = build(request.param)
     found.session.restart(Variables(found.params, found.learnt))
     return found
@@ -95,6 +98,7 @@ def case(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
 
 @pytest.fixture
 def recurrent(build: Callable[[str], Case]) -> Case:
+    """Returns the case of the recurrent model, with an empty memory."""
     found = build("recurrent")
     found.session.restart(Variables(found.params, found.learnt))
     return found

@@ -20,12 +20,14 @@ GATES = "Recurrence.layers = (-1,)\nSweep.grid = {'Recurrence.gate': ('fixed', '
 
 @pytest.fixture(autouse=True)
 def _compiled_once(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes commands compile quickly and use the compilation cache."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE")
 
 
 def rows() -> list[dict[str, str]]:
+    """Returns the rows of the sweep's report."""
     with Path("out/report.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 

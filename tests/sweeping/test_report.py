@@ -228,6 +228,7 @@ def test_a_report_follows_no_link(points: list[Point], tmp_path: Path, name: str
 
 
 def _read(workdir: Path, points: list[Point]) -> tuple[list[results.Row], list[results.Group]]:
+    """Returns the rows and groups of a report."""
     rows = results.read(workdir, points, "validation")
     return rows, results.group(rows, "")
 

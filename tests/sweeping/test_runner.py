@@ -30,6 +30,7 @@ def _plain_ctrl_c() -> Iterator[None]:
 
 
 def status(sweeps: Sweeps, seed: int) -> tuple[str, str]:
+    """Returns the status of a point and the reason for it."""
     saved = json.loads((sweeps.directory / f"out/seed={seed}/point.json").read_text())["progress"]
     return saved["status"], saved["reason"]
 

@@ -10,6 +10,7 @@ from brt.sweeping.results import Group, Row
 
 
 def row(name: str, seconds: float, tokens: float) -> Row:
+    """Returns a report row of a point with the given seconds and tokens per step."""
     return Row(
         point=Point(0, name, name, name, {}, Resolved(Config(), {}, {})), status="finished",
         reason="", metrics={"bits_per_byte": 2.0}, step_seconds=seconds,
@@ -19,6 +20,7 @@ def row(name: str, seconds: float, tokens: float) -> Row:
 
 
 def grouped(*rows: Row) -> list[Group]:
+    """Returns the groups of the rows; the first row is the baseline."""
     return results.group(rows, rows[0].point.name)
 
 

@@ -44,6 +44,7 @@ def questions(tmp_path):
 
 
 def changed(config, section, **values):
+    """Returns the config with changed values in one section."""
     return dataclasses.replace(
         config, **{section: dataclasses.replace(getattr(config, section), **values)}
     )

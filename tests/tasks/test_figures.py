@@ -61,6 +61,7 @@ class Case(NamedTuple):
 
 
 def case(config: Config) -> Case:
+    """Evaluates a model with random parameters on the training split."""
     task = tasks.from_config(config)
     dataset = task.open(config, progress=False)
     config = task.resolve(config, dataset)
@@ -199,6 +200,7 @@ def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Ca
 
 
 def heads(task: str, **sections: Any) -> Config:
+    """Returns a config of an encoder task."""
     return Config(
         encoder=ENCODER, training=Training(task=task),
         evaluation=Evaluation(batch_size=2), **sections,

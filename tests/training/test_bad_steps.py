@@ -79,6 +79,7 @@ def results(path: Path) -> tuple[str, list[dict[str, Any]], str]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
+    """Returns the records in a run's file of bad batches."""
     return [json.loads(line) for line in Workdir(path).bad_batches.read_text().splitlines()]
 
 

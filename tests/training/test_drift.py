@@ -37,6 +37,7 @@ def changed(section: str, **changes: object) -> Config:
 
 
 def history(path: Path) -> list[dict]:
+    """Returns the recorded changes of the config, which the newest checkpoint contains, too."""
     provenance = json.loads(Workdir(path).provenance.read_text())
     newest = reader.find(path / "checkpoints").meta["provenance"]
     assert newest["config_changes"] == provenance["config_changes"]

@@ -22,6 +22,7 @@ from brt.training.workdir import Workdir
 
 @pytest.fixture
 def run(tmp_path: Path) -> Workdir:
+    """Returns a run directory with one checkpoint, at step 7."""
     workdir = Workdir(tmp_path / "run")
     meta = {
         "seed": 3, "data": {"step": 7}, "tokenizer": "", "config": config_json(Config()),

@@ -26,10 +26,12 @@ def lines(run: workdir.Workdir) -> list[dict[str, Any]]:
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record of metrics without the time."""
     return {tag: value for tag, value in record.items() if tag != "perf/time"}
 
 
 def write(run: workdir.Workdir, *steps: int, resume: int = 0) -> None:
+    """Writes metrics of these steps as a run does that resumes at the step `resume`."""
     writer = MetricsWriter(run, resume, fail)
     for step in steps:
         writer.write(step, {"train/loss": step / 2})
@@ -200,6 +202,8 @@ def test_metrics_that_cannot_be_written_stop_the_run(run: workdir.Workdir) -> No
 
 
 class Clock:
+    """A clock whose time the tests set."""
+
     now = 100.0
 
     def __call__(self) -> float:

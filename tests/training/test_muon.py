@@ -20,6 +20,7 @@ MUON = Optimizer(name="muon", learning_rate=0.1, schedule="constant", warmup_ste
 
 
 def tree(seed: int) -> dict:
+    """Returns random arrays like a model's parameters, with layers stacked on the first axis."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
@@ -34,6 +35,7 @@ def tree(seed: int) -> dict:
 
 
 def step(params: dict, gradients: dict, optimizer: Optimizer = MUON) -> dict:
+    """Returns the parameter updates of the first step."""
     transform = optimizers.build(optimizer, 3, AXES)
     updates, _ = jax.jit(transform.update)(gradients, transform.init(params), params)
     return updates

@@ -28,6 +28,7 @@ def fail(message: str) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> workdir.Workdir:
+    """Returns a run directory with metrics of training and evaluation."""
     run = workdir.create(tmp_path / "a run")
     writer = MetricsWriter(run, 0, fail)
     for step in range(10, 310, 10):

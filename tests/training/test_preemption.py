@@ -24,6 +24,7 @@ with StopSignal() as stop:
 
 
 def start(seconds: float) -> subprocess.Popen:
+    """Starts a process that waits for signals for some seconds."""
     process = subprocess.Popen(
         [sys.executable, "-c", WAIT, str(seconds)],
         stdout=subprocess.PIPE,

@@ -38,6 +38,7 @@ def settings(name: str, **changes: Any) -> Optimizer:
 
 
 def arrays(seed: int) -> dict[str, dict[str, jax.Array]]:
+    """Returns random arrays of two layers, stacked on the first axis."""
     rng = np.random.default_rng(seed)
     shapes = {"gate": (2, 8, 2, 4), "kernel": (2, 8, 6), "norm": (2, 8)}
     return {
@@ -100,6 +101,7 @@ def test_the_first_pattern_counts() -> None:
 
 
 def run_config(tmp_path: Path, own: tuple, trainable: tuple[str, ...] = ()) -> Config:
+    """Returns the config of a run of two steps with these rates and trainable parameters."""
     made = with_optimizer(CASES["recurrent"](tmp_path), "adamw", 2)
     return dataclasses.replace(
         made,

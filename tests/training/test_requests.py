@@ -32,6 +32,7 @@ class Asked:
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[contextlib.ExitStack]:
+    """Lets requests be looked for at every call, and closes what a test enters on the stack."""
     monkeypatch.setattr(requests, "_LOOK_SECONDS", 0.0)
     with contextlib.ExitStack() as opened:
         yield opened

@@ -143,6 +143,7 @@ def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
 
 
 def resolved(config: Config) -> Config:
+    """Returns the config with the settings that follow from an empty dataset of bytes."""
     dataset = Dataset(Path(), ByteTokenizer(), {})
     return tasks.from_config(config).resolve(config, dataset)
 

@@ -47,6 +47,7 @@ def text(seed: int, words: int) -> str:
 
 
 def language_model(place: Path) -> Config:
+    """Writes documents and returns the config of a language model that trains on them."""
     books = place / "books"
     books.mkdir()
     for i in range(6):
@@ -61,6 +62,7 @@ def language_model(place: Path) -> Config:
 
 
 def summariser(place: Path) -> Config:
+    """Writes pairs and returns the config of a summarizer that trains on them."""
     books = place / "books"
     books.mkdir()
     rows = [{"id": f"{i}", "document": text(i, 30), "summary": text(i, 6 + i)} for i in range(24)]
@@ -79,6 +81,7 @@ def summariser(place: Path) -> Config:
 
 
 def open_model(workdir: Path, **changes: object) -> SavedModel:
+    """Loads a run's model, with changed settings of the section of its data."""
     place, found, config = saved_model.load_config(workdir)
     section = tasks.from_config(config).data
     changed = dataclasses.replace(getattr(config, section), **changes)
@@ -86,6 +89,7 @@ def open_model(workdir: Path, **changes: object) -> SavedModel:
 
 
 def written(workdir: Path) -> str:
+    """Returns a text that a run's model generates greedily."""
     return api.Model(open_model(workdir)).generate("the sea was", max_tokens=8)
 
 

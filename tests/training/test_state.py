@@ -21,6 +21,7 @@ EMBEDDING = 32128 * 1024
 
 
 def recurrent(gate: str, layout: str) -> Model:
+    """Returns the paper's model with a recurrent layer of this gate and layout."""
     return with_settings(
         PAPER,
         {

@@ -71,6 +71,7 @@ class Service(ModuleType):
 
 @pytest.fixture
 def services(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
+    """Replaces the modules of W&B and MLflow and returns the replacements by name."""
     made = {name: Service() for name in ("wandb", "mlflow")}
     for name, service in made.items():
         monkeypatch.setitem(sys.modules, name, service)

@@ -20,6 +20,7 @@ STEPS = 3
 
 
 def config(tmp_path: Any, optimizer: str = "adafactor", **training: Any) -> Config:
+    """Returns the config of a recurrent model in which only the parameters in PATTERNS train."""
     made = with_optimizer(CASES["recurrent"](tmp_path), optimizer, STEPS)
     changed = dataclasses.replace(made.training, trainable=PATTERNS, **training)
     return dataclasses.replace(made, training=changed)

@@ -26,6 +26,7 @@ each = pytest.mark.parametrize("task", TASKS)
 
 
 def texts(task: str, split: str, count: int, more: str = "") -> dict[str, bytes]:
+    """Returns documents of a memory task by name; `more` has further parameters of the task."""
     source = f"memory:{task}/{split}/{count}?{TASKS[task][0]}{more}"
     return {d.name: "".join(d.chunks).encode() for d in documents.read([source])}
 

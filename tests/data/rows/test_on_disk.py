@@ -16,6 +16,7 @@ from brt.errors import DataError
 
 @pytest.fixture(params=["|u1", "<u2", "<u4", "<f4"])
 def numbers(request, tmp_path):
+    """Returns random values, and the same values as an array on disk."""
     values = np.random.default_rng(0).integers(0, 200, 5000).astype(request.param)
     values.tofile(tmp_path / "numbers.bin")
     return values, OnDisk(tmp_path / "numbers.bin", values.dtype, len(values))

@@ -75,6 +75,7 @@ def speech(place: Path, rows: range) -> Config:
 
 
 def ids(dataset: Any) -> dict[str, set[str]]:
+    """Returns the ids of the rows of each split."""
     return {split: set(store.ids) for split, store in dataset.splits.items()}
 
 

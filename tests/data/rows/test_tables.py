@@ -26,11 +26,13 @@ COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstan
 
 
 def as_jsonl(pairs):
+    """Returns (id, document, summary) tuples as a file of JSON lines."""
     lines = [json.dumps({"id": i, "article": d, "highlights": s}) for i, d, s in pairs]
     return ("\n".join(lines) + "\n\n").encode()
 
 
 def as_csv(pairs):
+    """Returns (id, document, summary) tuples as a CSV file."""
     file = io.StringIO(newline="")
     writer = csv.writer(file)
     writer.writerows([("id", "article", "highlights"), *pairs])
@@ -38,6 +40,7 @@ def as_csv(pairs):
 
 
 def as_parquet(path, pairs, **types):
+    """Writes a Parquet file, with the given types of some columns, and returns its path."""
     names = ("id", "article", "highlights")
     columns = {
         name: pyarrow.array(values, types.get(name))
@@ -53,6 +56,7 @@ def write(path, content):
 
 
 def texts(*names):
+    """Returns the pairs in files as (id, document, summary) tuples."""
     return [(pair.id, pair.source, pair.target) for pair in read(names)]
 
 
@@ -110,6 +114,7 @@ def test_directories_globs_and_the_embedded_corpus(tmp_path):
 
 
 def bad(*names):
+    """Returns the unusable rows in files."""
     return [item for item in read(names) if isinstance(item, BadRow)]
 
 

@@ -1,8 +1,8 @@
 """Tests decoders of Hugging Face: logits equal those of transformers, and exports are bit-equal.
 
 tests/data/decoders has a tiny random model of each family, made by tools/make_decoder_fixtures.py.
-The document in it is longer than four windows, and longer than the context before the scaling of
-rotary positions.
+Each document is longer than four windows, and longer than the context before the scaling of rotary
+positions.
 """
 
 import json
@@ -27,6 +27,8 @@ TOLERANCE = 1e-5  # of float32 logits, relative to the largest logit
 
 
 class Case(NamedTuple):
+    """A Hugging Face config, its weights, and the recorded logits of a document."""
+
     described: dict[str, Any]
     arrays: dict[str, np.ndarray]
     ids: np.ndarray
@@ -43,6 +45,7 @@ def case(family: str) -> Case:
 
 
 def model_of(described: dict[str, Any]) -> Model:
+    """Returns the float32 model for a Hugging Face config, with blocks of 8 tokens."""
     model = config.from_theirs(described, WindowChoice(sinks=0))
     return with_settings(model, {"dtype": "float32", "Window.block": 8})
 

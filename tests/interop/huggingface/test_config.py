@@ -33,6 +33,7 @@ T5_SMALL = {
 
 
 def theirs(settings: dict[str, Any], tied: bool = True, **changes: Any) -> config.Described:
+    """Reads changed settings of Hugging Face; `tied` says whether embeddings are tied."""
     return config.from_theirs({**settings, **changes}, {}, tied=tied)
 
 

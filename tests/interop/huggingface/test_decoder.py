@@ -196,7 +196,7 @@ SPELT_NUL = "\u0100"
 
 
 def test_a_tokenizer_of_others_begins_with_bos(tmp_path: Path) -> None:
-    """The tokenizer adds BOS although the original file adds nothing and truncates."""
+    """The exported tokenizer adds BOS and does not truncate, whatever the original file does."""
     (tmp_path / "own").mkdir()
     settings = tokenizer.byte_tokenizer()
     settings["pre_tokenizer"] = settings["pre_tokenizer"] | {"add_prefix_space": True}

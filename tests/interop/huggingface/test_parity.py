@@ -23,6 +23,8 @@ TOLERANCE = 5e-6
 
 
 class Compiled(NamedTuple):
+    """The recorded arrays of a model, its parameters, and its compiled functions."""
+
     expected: dict[str, np.ndarray]
     params: Any
     prefill: Callable
@@ -60,6 +62,7 @@ def compiled(read: Callable, directory: Callable[[str], Path]) -> Callable[[str]
 
 
 def assert_close(actual: Any, expected: np.ndarray, where: np.ndarray | bool = True) -> None:
+    """Compares arrays within TOLERANCE, at the positions where `where` is True."""
     difference = np.abs(np.where(where, np.asarray(actual) - expected, 0)).max()
     assert difference <= TOLERANCE * np.abs(expected).max(), f"{difference:.1e}"
 

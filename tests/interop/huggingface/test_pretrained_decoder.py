@@ -22,6 +22,7 @@ from brt.models.flops import forward_flops_per_token
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory with a tiny decoder in Hugging Face's format."""
     place = tmp_path_factory.mktemp("hub") / "tiny"
     write_decoder(place)
     return place

@@ -54,6 +54,7 @@ def source(tmp_path: Path, directory: Callable) -> Path:
 
 @functools.cache
 def loaded(directory: Path) -> tuple[Any, dict[str, np.ndarray]]:
+    """Returns the converted parameters with their description, and the recorded arrays."""
     return roberta.read(directory)[0], arrays(directory / "expected.npz")
 
 

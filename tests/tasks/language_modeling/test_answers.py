@@ -89,6 +89,7 @@ def test_answers_take_whole_tokens(tmp_path: Path) -> None:
 
 
 def evaluate(config: Config, dataset: Dataset, params: Any, **options: Any) -> EvaluationResult:
+    """Returns the result of evaluating the split test."""
     request = EvaluationRequest(config, dataset, "test", **options)
     result = DocumentEvaluator(request)(Variables(params))
     assert result is not None

@@ -36,6 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(place: Path, window: int, kinds: Any = RECURRENT, **training: Any) -> Config:
+    """Returns a config of training a decoder with `kinds` of memory; the teacher has a `window`."""
     return Config(
         model=Model(window=WINDOW, sliding=Window(block=WINDOW), kinds=kinds),
         data=Data(train=(str(place / "text.txt"),), cache_dir=str(place / "cache")),

@@ -70,6 +70,7 @@ def store(dataset: Dataset) -> token_store.TokenStore:
 
 
 def evaluator(dataset: Dataset, batch_size: int, segment_length: int, **given: Any) -> Any:
+    """Returns an evaluator of the split test with this batch size and segment length."""
     config = Config(
         model=MODEL,
         training=Training(batch_size=1, segment_length=segment_length, loss_chunk=8),
@@ -113,6 +114,7 @@ def token_nats(params: Any, store: token_store.TokenStore) -> Callable[..., list
 
 
 def document_nats(result: SplitScores) -> np.ndarray:
+    """Returns the nats of each document."""
     return np.array([score.nats for score in result.documents])
 
 

@@ -49,6 +49,7 @@ MODEL = Model(
 
 
 def config(where: Path | str = "", kinds: Any = (), **model: Any) -> Config:
+    """Returns a config of training that starts from the weights at a path."""
     training = Training(init_from=str(where), segment_length=8, batch_size=2, loss_chunk=8)
     return Config(training=training, model=Model(**{"window": 4, "kinds": kinds, **model}))
 

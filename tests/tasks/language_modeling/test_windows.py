@@ -28,6 +28,7 @@ MODEL = Model(
 
 @pytest.fixture(scope="module")
 def request_and_variables(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """Returns the request to evaluate three test documents, and random variables."""
     import flax.linen as nn
 
     folder: Path = tmp_path_factory.mktemp("documents")

@@ -51,6 +51,7 @@ def params() -> Any:
 
 
 def batch() -> Batch:
+    """Returns three rows with 20, 9 and 0 tokens."""
     tokens = np.random.default_rng(0).integers(256, size=(3, LENGTH)).astype(np.int32)
     scored = np.arange(LENGTH)[None] < np.array([[LENGTH], [9], [0]])
     start = jnp.ones((3, 1), bool)

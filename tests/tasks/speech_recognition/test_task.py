@@ -24,6 +24,7 @@ def config(tmp_path):
 
 
 def changed(config, section, **values):
+    """Returns the config with changed values in one section."""
     return dataclasses.replace(
         config, **{section: dataclasses.replace(getattr(config, section), **values)}
     )
@@ -53,7 +54,10 @@ def test_a_model_that_does_not_fit_is_refused(config, values, message):
 
 
 def test_numbers_that_no_utterance_reaches_are_refused(config):
-    """The limit is the frames of the longest utterance; shorter ones use fewer clusters."""
+    """The limit is the number of frames of the longest utterance.
+
+    For shorter utterances, fewer clusters and keys are used.
+    """
     longest = max(s.lengths.max() for s in prepare(config, progress=False)[1].splits.values())
     for name in ("clusters", "top_k"):
         values = {"clusters": 3, "top_k": 3, "kind": "improved_clustered"}

@@ -17,6 +17,7 @@ CONTEXT = "Mars is red. Venus is the hottest planet, and caf\u00e9 is warm. Eart
 
 
 def entry(id, text, *answers, **more):
+    """Returns a question in SQuAD's format, with the positions of its answers in CONTEXT."""
     found = [{"text": a, "answer_start": CONTEXT.find(a)} for a in answers]
     return {"id": id, "question": text, "answers": found, **more}
 

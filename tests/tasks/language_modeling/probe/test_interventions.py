@@ -115,7 +115,7 @@ def test_a_model_that_ignores_its_states_loses_nothing(
 ) -> None:
     layer = params["stack"]["recurrent_0"]
     output = jnp.asarray(layer["tokens"]["output"])
-    output = output.at[:, 1].set(0)  # the weights of what was read from the states
+    output = output.at[:, 1].set(0)  # the weights that apply to what was read from the states
     deaf = params | {
         "stack": {"recurrent_0": layer | {"tokens": layer["tokens"] | {"output": output}}}
     }

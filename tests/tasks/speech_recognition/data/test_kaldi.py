@@ -18,6 +18,7 @@ def matrices():
 
 @pytest.fixture
 def directory(tmp_path, matrices, write_ark):
+    """Returns a data directory in Kaldi's format with the matrices as features."""
     place = tmp_path / "data"
     place.mkdir()
     lines = write_ark(tmp_path / "a.ark", matrices)

@@ -33,6 +33,7 @@ def reader(store, **settings):
 
 
 def epoch_of(read, epoch):
+    """Returns all batches of an epoch."""
     first = epoch * read.steps_per_epoch
     return [read[step] for step in range(first, first + read.steps_per_epoch)]
 

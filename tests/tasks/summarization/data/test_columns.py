@@ -55,6 +55,7 @@ def test_columns_that_are_not_there_are_named(there, asked, message):
 
 
 def pair(values, source="document", id=""):
+    """Reads the pair of a row, whose number is 7."""
     return columns.read_pair(Row("f:1", values), Columns(source, "summary", id), 7)
 
 

@@ -100,7 +100,7 @@ def test_protocols_are_rouge_score_of_prepared_summaries(
             np.testing.assert_allclose(score, expected[name], atol=TOLERANCE)
 
 
-@pytest.mark.slow  # Other tasks have a quick test of this.
+@pytest.mark.slow  # The next test checks stems of single words quickly.
 def test_stems_are_nltks_for_every_word_of_the_novels() -> None:
     porter = pytest.importorskip("nltk.stem.porter").PorterStemmer()
     words = set()

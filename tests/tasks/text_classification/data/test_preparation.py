@@ -31,6 +31,7 @@ def make(tmp_path):
 
 
 def jsonl(directory, name, rows):
+    """Writes rows, which are JSON values or lines of text, to a file and returns its path."""
     path = directory / f"{name}.jsonl"
     path.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)

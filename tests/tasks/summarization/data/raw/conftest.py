@@ -39,6 +39,7 @@ def _cnn_dailymail(place):
 
 
 def _xsum(place):
+    """Writes the summary files and the list of splits of XSum."""
     (place / "bbc-summary-data").mkdir()
     members = {s: [f"{s}{i}" for i in range(2)] for s in ("train", "validation", "test")}
     (place / "XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json").write_text(json.dumps(members))
@@ -51,6 +52,7 @@ def _xsum(place):
 
 
 def _papers(place):
+    """Writes the files of arXiv or PubMed, which have the same format."""
     for split in ("train", "val", "test"):
         rows = [
             {
@@ -64,6 +66,7 @@ def _papers(place):
 
 
 def _media_sum(place):
+    """Writes the transcripts and the list of splits of MediaSum."""
     members = {split: [f"NPR-{split}{i}" for i in range(2)] for split in ("train", "val", "test")}
     (place / "train_val_test_split.json").write_text(json.dumps(members))
     transcripts = [
