@@ -56,7 +56,7 @@ def test_a_model_that_does_not_fit_is_refused(config, values, message):
 def test_numbers_that_no_utterance_reaches_are_refused(config):
     """The limit is the number of frames of the longest utterance.
 
-    For shorter utterances, fewer clusters and keys are used.
+    Shorter utterances use fewer clusters.
     """
     longest = max(s.lengths.max() for s in prepare(config, progress=False)[1].splits.values())
     for name in ("clusters", "top_k"):

@@ -25,6 +25,7 @@ def directory(tmp_path):
 
 
 def _cnn_dailymail(place):
+    """Writes the story files of CNN and the Daily Mail, and the lists of their splits."""
     for split in ("train", "val", "test"):
         addresses = [f"http://{split}.org/{i}" for i in range(2)]
         (place / f"all_{split}.txt").write_text("".join(f"{a}\n" for a in addresses))
