@@ -36,6 +36,8 @@ ToySection.__name__ = "Toy"  # This is the section's name in .gin files.
 
 
 class ToyState(NamedTuple):
+    """The state of a `Toy` layer."""
+
     total: jax.Array  # [B, D], the sum of the mean vectors of all earlier blocks
 
 

@@ -22,11 +22,13 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def section(kind: str, **options: int) -> Attention:
+    """Returns settings of a kind of attention, with few clusters, keys and buckets."""
     small = {"clusters": 3, "top_k": 4, "rounds": 2, "buckets": 8, "chunk": 4}
     return Attention(kind=kind, **{**small, **options})
 
 
 def arrays(lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> dict[str, jax.Array]:
+    """Returns queries, keys, values and the mask of valid tokens, with one example per length."""
     rng = np.random.default_rng(0)
     shape = (len(lengths), tokens, 2, 4)
     x = {n: jnp.asarray(rng.normal(size=shape), jnp.float32) for n in ("queries", "keys", "values")}

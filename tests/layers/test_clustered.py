@@ -56,6 +56,7 @@ def compiled(model: Model) -> Callable:
 def read(
     params: Any, x: jax.Array, state: ClusteredState, model: Model = MODEL
 ) -> tuple[jax.Array, ClusteredState]:
+    """Returns the output and the next state of the layer for a segment without document starts."""
     start = jnp.asarray(NOWHERE)
     output = compiled(model)({"params": params}, x, state=state, document_start=start)
     return output[:2]
@@ -162,7 +163,7 @@ def test_the_past_is_a_part_of_the_state_by_itself(params: Any) -> None:
     np.testing.assert_array_equal(read(params, inputs(), unread)[0], fresh)
 
 
-@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
+@pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.
 def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
     mesh = build(Mesh(data=2), {})
     by_lane = jax.NamedSharding(mesh, jax.P("data"))

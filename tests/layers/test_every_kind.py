@@ -67,6 +67,8 @@ def _registered() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def build(random_params: Callable) -> Callable[[str], Case]:
+    """Returns a function that builds the `Case` of a model, given its name."""
+
     @functools.cache
     def build(name: str) -> Case:
         model = MODELS[name]

@@ -77,6 +77,7 @@ def reader(model: Model) -> Any:
 def read(
     model: Model, params: Any, ids: Any, state: Any = None, start: Any = START, learnt: Any = None
 ) -> DecoderOutput:
+    """Returns the decoder's output for a segment, by default from a new state."""
     state = new_state(model, LANES) if state is None else state
     learnt = new_model_state(model) if learnt is None else learnt
     return reader(model)(params, ids, state, start, learnt)

@@ -31,6 +31,7 @@ def _registered() -> Iterator[None]:
 
 
 def replace_kind(**changes: Any) -> None:
+    """Changes fields of the registered kind `decay`."""
     kinds.KINDS["decay"] = token_recurrence.DECAY._replace(**changes)
 
 
@@ -40,17 +41,23 @@ def test_correct_kinds_are_accepted() -> None:
 
 
 class DecodesAnother(Layer):
+    """A wrong layer that decodes a token to another output than it gives it in a segment."""
+
     def decode_step(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
         y, state, *_ = super().decode_step(x, block=block)
         return LayerOutput(y + 0.1 * x**2, state)
 
 
 class ForgetsAfterBlock(Layer):
+    """A wrong layer that loses its state at the end of a block in decoding."""
+
     def end_block(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
         return LayerOutput(x, State(jnp.zeros_like(block.total)))
 
 
 class ReadsLater(Layer):
+    """A wrong layer in which tokens read later tokens of their block."""
+
     def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
         y, state, *_ = super().__call__(x, **keywords)
         blocks = x.reshape(len(x), -1, self.model.block_length, x.shape[-1])
@@ -62,6 +69,8 @@ class ReadsLater(Layer):
 
 
 class ReadsOtherRows(Layer):
+    """A wrong layer in which rows of the batch read each other."""
+
     def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
         y, state, *_ = super().__call__(x, **keywords)
         return LayerOutput(y + x[::-1], state)
@@ -72,11 +81,15 @@ class ReadsOtherRows(Layer):
 
 
 class ReadsEarlierDocuments(Layer):
+    """A wrong layer that ignores the starts of documents."""
+
     def __call__(self, x: Any, *, document_start: Any, **keywords: Any) -> LayerOutput:
         return super().__call__(x, document_start=document_start & False, **keywords)
 
 
 class DropsState(Layer):
+    """A wrong layer that loses its state at the end of a segment."""
+
     def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
         y, state, *_ = super().__call__(x, **keywords)
         return LayerOutput(y, State(jnp.zeros_like(state.total)))

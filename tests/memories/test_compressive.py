@@ -62,6 +62,7 @@ def read(
     params: Any, x: jax.Array, state: CompressedState, start: np.ndarray = NOWHERE,
     model: Model = MODEL,
 ) -> tuple:  # fmt: skip
+    """Returns the output, the next state and the auxiliary results of the layer for a segment."""
     start = jnp.asarray(start)
     output = compiled(model)({"params": params}, x, state=state, document_start=start)
     return output[:3]

@@ -55,6 +55,7 @@ def read(
     params: Any, x: jax.Array, state: DenseState, start: np.ndarray = NOWHERE,
     model: Model = MODEL,
 ) -> tuple:  # fmt: skip
+    """Returns the output and the next state of the layer for a segment."""
     start = jnp.asarray(start)
     output = compiled(model)({"params": params}, x, state=state, document_start=start)
     return output[:2]

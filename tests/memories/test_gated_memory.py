@@ -56,12 +56,16 @@ def compiled(model: Model) -> Callable:
 
 
 def params_of(random_params: Callable, model: Model, gate: float = 0.5) -> Any:
+    """Returns random parameters of the layer in which all heads have this value of the gate."""
     (kind,) = model.layer_types
     params = jax.tree.map(lambda x: x[0], random_params(model)["stack"][f"{kind}_0"])
     return {**params, "memory_gate": jnp.full((model.heads,), gate)}
 
 
 def read(params: Any, model: Model, x: jax.Array, state: Any = None) -> tuple:
+    """Returns the output and the next state of the layer for a segment, by default from a new
+    state.
+    """
     (kind,) = model.layer_types
     if state is None:
         state = kinds.of(kind).new_state(model, LANES, jnp.dtype("float32"))

@@ -58,6 +58,7 @@ def read(
     params: Any, x: jax.Array, state: MemoryState, start: np.ndarray = NOWHERE,
     model: Model = MODEL,
 ) -> tuple[jax.Array, MemoryState]:  # fmt: skip
+    """Returns the output and the next state of the layer for a segment."""
     start = jnp.asarray(start)
     output = compiled(model)({"params": params}, x, state=state, document_start=start)
     return output[:2]
@@ -194,7 +195,7 @@ def test_bfloat16_goes_through(params: Any) -> None:
     assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
 
 
-@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
+@pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.
 def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
     mesh = build(Mesh(data=2), {})
     by_lane = jax.NamedSharding(mesh, jax.P("data"))

@@ -25,6 +25,7 @@ each_option = pytest.mark.parametrize(
 
 
 def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries of a segment, and keys and values of the memory followed by the segment."""
     rng = np.random.default_rng(0)
     past = (LANES, HEADS, SIZE + WINDOW * BLOCKS, WIDTH)
     shapes = ((LANES, WINDOW * BLOCKS, HEADS, WIDTH), past, past)

@@ -37,6 +37,7 @@ def queries(seed: int = 0) -> jax.Array:
 
 
 def routed(q: jax.Array, values: jax.Array | None = None) -> RoutedTokens:
+    """Returns tokens whose keys are `q`, in the clusters with the nearest centroids."""
     return RoutedTokens(
         q, queries(100) if values is None else values, nearest_clusters(q, STATISTICS)
     )
@@ -60,6 +61,7 @@ def read(
     tokens: RoutedTokens, rings: Rings | None = None, start: np.ndarray = NOWHERE,
     bias: jax.Array = BIAS, name: str | None = None,
 ) -> tuple[np.ndarray, Rings]:  # fmt: skip
+    """Returns the output of the attention, and the rings of stored keys after the segment."""
     rings = new_rings() if rings is None else rings
     y, after = compiled(name)(2 * tokens.keys, tokens, rings, jnp.asarray(start), bias)
     return np.asarray(y), after
@@ -94,7 +96,7 @@ def test_a_token_reads_the_last_ones_of_its_cluster_in_its_document() -> None:
 
 
 def top_w(q: np.ndarray, w: int) -> np.ndarray:
-    """Routes like the published code, on one head: a cluster takes its w nearest queries."""
+    """Returns the outputs of one head by the published code: a cluster takes its w nearest queries."""
     cosines = q @ np.asarray(l2_normalize(STATISTICS.sums))[0].T
     y, count = np.zeros_like(q), np.zeros(len(q))
     for column in cosines.T:

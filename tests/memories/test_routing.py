@@ -58,6 +58,7 @@ def read(
     params: Any, x: jax.Array, state: RoutedState, start: np.ndarray = NOWHERE,
     learnt: ClusterStatistics = LEARNT, model: Model = MODEL,
 ) -> tuple:  # fmt: skip
+    """Returns the output, the next state and the auxiliary results of the layer for a segment."""
     output = compiled(model)(
         {"params": params}, x, state=state, document_start=jnp.asarray(start), model_state=learnt
     )
@@ -143,7 +144,7 @@ def test_rings_are_a_part_of_the_state_by_themselves(params: Any) -> None:
 
 def test_a_run_that_starts_from_another_takes_its_centres() -> None:
     """Layers that keep their kind take the old centroids, and the new layer 2 keeps its initial
-    ones.
+    centroids.
     """
     old = with_settings(MODEL, {"layers": 3, "Routing.layers": (0, 1)})
     new = with_settings(MODEL, {"layers": 3, "Routing.layers": (1, 2)})

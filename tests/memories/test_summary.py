@@ -65,6 +65,7 @@ def read(
     params: Any, stream: Stream, state: LongSummaryState, start: np.ndarray = NOWHERE,
     model: Model = MODEL,
 ) -> tuple[Stream, LongSummaryState]:  # fmt: skip
+    """Returns the outputs (tokens and summaries) and the next state of the layer for a segment."""
     output = compiled(model)(
         {"params": params}, stream.x, summaries=stream.summaries, state=state,
         document_start=jnp.asarray(start),
@@ -77,6 +78,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 def differs(one: jax.Array, other: jax.Array) -> np.ndarray:
+    """Returns a boolean array that is True where vectors of two arrays differ."""
     return np.any(np.asarray(one != other), axis=-1)
 
 

@@ -32,6 +32,7 @@ LOWEST = np.finfo(np.float32).min
 
 
 def attention(kind: str, **options: int) -> Attention:
+    """Returns settings of a kind of attention, with few clusters, keys and buckets."""
     small = {"clusters": 3, "top_k": 4, "rounds": 2, "buckets": 8, "chunk": 4}
     return Attention(kind=kind, **{**small, **options})
 
@@ -86,6 +87,9 @@ def forward(network: nn.Module, params: Any, x: Any, there: Any, key: Any) -> ja
 def run(
     network: encoder.Encoder, params: Any, x: Any, there: Any, seed: int = 0, dropped: int = 0
 ) -> Any:
+    """Returns hidden vectors and gradients. `seed` is the key of attention, `dropped` that of
+    dropout.
+    """
     keys = jax.random.key(seed), jax.random.key(dropped)
     return hidden_and_gradients(network, params, x, there, *keys)
 

@@ -50,6 +50,8 @@ MODELS = {
 
 
 class Pairs(NamedTuple):
+    """A batch of sources, the mask of their tokens, and the inputs of the decoder."""
+
     source: jax.Array
     mask: jax.Array
     targets_in: jax.Array
@@ -69,6 +71,7 @@ def network(
     training: bool = False,
     attention: Attention = Attention(),  # noqa: B008 - frozen
 ) -> seq2seq.Seq2Seq:
+    """Returns the network with a kind of cross-attention, which is a key of `KINDS`."""
     cross = CrossAttention(**{"segment_size": 3, "q_ref": TARGET, **KINDS[kind]})
     return seq2seq.Seq2Seq(model, cross, training, attention)
 

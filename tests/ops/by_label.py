@@ -58,6 +58,7 @@ def by(name: str) -> Any:
 
 
 def assert_close(found: Any, expected: Any, dtype: str = "float32") -> None:
+    """Compares all arrays of two trees, relative to the largest magnitude of each array."""
     for (path, a), b in zip(
         jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
     ):

@@ -59,6 +59,7 @@ def without_keys(x: Arrays) -> Arrays:
 
 
 def arrays(tokens: int = TOKENS, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Arrays:
+    """Returns queries, keys, values and the mask of valid tokens, with one example per length."""
     rng = np.random.default_rng(seed)
     shape = (len(lengths), tokens, HEADS, WIDTH)
     x = {name: rng.normal(size=shape) for name in ("queries", "keys", "values")}

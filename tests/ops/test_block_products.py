@@ -24,10 +24,12 @@ KINDS = [(1, (640,)), (2, (3, 64)), (4, (4, 128)), (1, (2, 3, 64)), (1, (2, 1024
 
 
 def some(*shape: int, seed: int = 0, dtype: str = "bfloat16") -> jax.Array:
+    """Returns a random array."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def watched() -> pltpu.InterpretParams:
+    """Returns settings of the interpreter, which fill memory with NaN and detect data races."""
     return pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
 
@@ -42,6 +44,7 @@ def close(found: jax.Array, wanted: np.ndarray) -> None:
 
 
 def kernels(count: int, axes: tuple[int, ...], *, narrow_first: bool) -> list[jax.Array]:
+    """Returns `count` float32 weights of one shape: NARROW rows or columns, and `axes`."""
     shape = (NARROW, *axes) if narrow_first else (*axes, NARROW)
     return [some(*shape, seed=i, dtype="float32") for i in range(count)]
 

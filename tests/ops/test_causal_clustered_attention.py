@@ -77,6 +77,9 @@ def read(
     x: Inputs, state: State, start: jax.Array, *, attend_to_self: bool = True,
     implementation: str = "xla",
 ) -> tuple[jax.Array, State]:  # fmt: skip
+    """Returns the outputs of a segment, and the state after it. `start` [lanes, blocks] marks the
+    first blocks of documents.
+    """
     keys = jnp.concatenate([state.keys, x.keys], axis=1)
     values = jnp.concatenate([state.values, x.values], axis=1)
     cache_mask = jnp.concatenate([state.valid[:, None] & ~start[:, :1], ~start[:, 1:]], axis=1)
@@ -236,6 +239,7 @@ def test_every_token_of_the_past_counts_and_nothing_of_other_documents() -> None
 
 
 def part_of(x: Inputs, tokens: slice) -> Inputs:
+    """Returns the inputs of some tokens only."""
     return Inputs(*(leaf[:, tokens] for leaf in x[:3]), *x[3:])
 
 

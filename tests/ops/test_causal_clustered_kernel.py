@@ -53,6 +53,7 @@ def inputs(
 
 
 def both_passes(function: Any, given: list[Any], **options: Any) -> list[np.ndarray]:
+    """Returns the output of an implementation, and the gradients of all differentiable inputs."""
     q, part, k, v, cache_mask, past, centroids, bias = given
 
     def run(q: Any, part: Any, k: Any, v: Any, kept: Any, bias: Any) -> jax.Array:

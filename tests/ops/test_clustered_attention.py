@@ -317,7 +317,7 @@ def test_bfloat16_is_close(config: ClusteredConfig) -> None:
     assert np.mean(np.abs(np.asarray(z, np.float32) - y)) < 0.01
 
 
-@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
+@pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.
 def test_shards_make_no_difference() -> None:
     x, config, key = arrays(), CONFIGS["paper"], jax.random.key(0)
     x, valid = [np.concatenate([a, a[:1]]) for a in x], np.concatenate([VALID, VALID[:1]])
@@ -406,6 +406,7 @@ def modes(sharpness: float, noise: float) -> tuple[np.ndarray, ...]:
 
 
 def error(x: tuple[np.ndarray, ...], **settings: Any) -> float:
+    """Returns the relative L2 error of clustered attention compared with full attention."""
     q, k, v = x
     q, valid = q / (8 * SCALE), np.ones((1, 512), bool)
     y = run(q, k, v, valid, clustered_config(Attention(**settings)), jax.random.key(0))

@@ -47,6 +47,7 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 
 
 def config_of(name: str, **changes: Any) -> CrossConfig:
+    """Returns the config of a variant by its name, with further changes."""
     return dataclasses.replace(SRFORMER, **VARIANTS[name] | changes)
 
 
@@ -167,6 +168,7 @@ def seen(
 
 
 def rnn(x: np.ndarray, w: Any) -> np.ndarray:
+    """Returns the states of an RNN that reads all heads of a row together, in the shape of x."""
     states, h = [], np.zeros(x[0].size)
     for row in x.reshape(len(x), -1):
         h = np.tanh(row @ w.input_kernel + h @ w.kernel + w.bias)
@@ -175,6 +177,7 @@ def rnn(x: np.ndarray, w: Any) -> np.ndarray:
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-5, what: str = "") -> None:
+    """Compares two arrays, relative to the largest expected magnitude."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape
     error = np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-3)

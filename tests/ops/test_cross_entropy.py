@@ -34,6 +34,8 @@ def plain(hidden: jax.Array, embedding: jax.Array, targets: jax.Array, scored: j
 
 
 def chunked(chunk: int) -> callable:
+    """Returns a jitted function that computes the loss in chunks of tokens, and its gradients."""
+
     def loss(*given: jax.Array) -> jax.Array:
         return cross_entropy(*given, scale=SCALE, chunk=chunk)[0]
 
@@ -109,6 +111,7 @@ def test_unscored_tokens_count_for_nothing(compiled: callable) -> None:
 
 
 def compiled_for(tokens: int, vocabulary: int, width: int) -> jax.stages.Compiled:
+    """Compiles the loss and its gradients for one lane, in 16 chunks."""
     shape = jax.ShapeDtypeStruct
     lowered = chunked(tokens // 16).lower(
         shape((1, tokens, width), jnp.float32), shape((vocabulary, width), jnp.float32),

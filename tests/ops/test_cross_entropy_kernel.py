@@ -22,6 +22,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
+    """Returns hidden vectors, the embedding, targets, and the mask of scored targets."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(LANES, TOKENS, WIDTH)), dtype)
     embedding = jnp.asarray(rng.normal(size=(VOCABULARY, WIDTH)), jnp.float32)
@@ -31,6 +32,10 @@ def inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
 
 
 def summed(function: Callable[..., Any], smoothing: float, **options: Any) -> Callable[..., Any]:
+    """Returns a jitted function that computes the results of an implementation, and its
+    gradients.
+    """
+
     def loss(hidden: jax.Array, embedding: jax.Array, *given: jax.Array) -> tuple:
         return function(
             hidden, embedding, *given, None, scale=SCALE, chunk=16, smoothing=smoothing, **options
@@ -46,6 +51,7 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
 
 
 def in_float64(arrays: tuple[jax.Array, ...], smoothing: float) -> Any:
+    """Returns the loss and gradients of the reference in float64."""
     hidden, embedding, *given = arrays
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (hidden, embedding)]

@@ -6,11 +6,12 @@ import numpy as np
 
 from brt.ops.ctc import ctc_nats
 
-FRAMES, TOKENS, LONGEST = 6, 4, 4  # the last token is the blank
+FRAMES, TOKENS, LONGEST = 6, 4, 4  # The last of the TOKENS is the blank.
 ROWS = [(6, [0, 1]), (6, [1, 1, 2]), (4, [2, 0, 2, 1]), (5, []), (0, [])]
 
 
 def batch():
+    """Returns logits, the mask of valid frames, the texts, and the mask of their tokens."""
     logits = np.random.default_rng(0).normal(size=(len(ROWS), FRAMES, TOKENS))
     valid = np.arange(FRAMES) < np.array([[frames] for frames, _ in ROWS])
     targets = np.zeros((len(ROWS), LONGEST), np.int32)

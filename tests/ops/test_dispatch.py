@@ -13,6 +13,7 @@ from brt.ops.window_attention import api, window_part
 
 
 def small(x: float, **_: Any) -> str | None:
+    """Returns the reason for which numbers of 10 and more are refused, or None."""
     return f"takes numbers below 10, not {x}" if x >= 10 else None
 
 

@@ -69,6 +69,7 @@ def tokens(*more: int) -> tuple[int, ...]:
 
 
 def qkv(seed: int = 0) -> list[jax.Array]:
+    """Returns random queries, keys and values."""
     return normal(seed, *[(LANES, TOKENS, HEADS, SIZE)] * 3)
 
 
@@ -223,7 +224,7 @@ def masked(biased: bool) -> tuple[Run, list]:
 
 def local(has_globals: bool) -> tuple[Run, list]:
     radius = 3
-    table = normal(1, (HEADS, 2 * radius + 1))[0]  # one bias an offset
+    table = normal(1, (HEADS, 2 * radius + 1))[0]  # one bias for each offset
     global_keys = normal(2, *[(LANES, 3, HEADS, SIZE)] * 2, (LANES, HEADS, TOKENS, 3))
     offsets = np.arange(3 * radius + 3)[None] - (radius + 1) - np.arange(radius + 1)[:, None]
     exist = jnp.asarray([[True, True, False], [True, False, False]])

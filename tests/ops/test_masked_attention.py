@@ -15,6 +15,7 @@ KEY = jax.random.key(0)
 
 
 def attend(seen: np.ndarray, **x: np.ndarray) -> jax.Array:
+    """Returns the attention of queries to the keys that the mask `seen` shows."""
     return jax.jit(lambda x: masked_attention.attend(**x))({**x, "mask": seen})
 
 
@@ -133,7 +134,7 @@ def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
 
 
 def test_dropout_draws_the_same_however_the_queries_are_tiled() -> None:
-    """A device that has fewer lanes reads more queries at once, and must draw what others draw."""
+    """A device with fewer lanes reads more queries at once, but must draw the same numbers."""
     x, seen = jax.tree.map(jnp.asarray, arrays()), jnp.ones((2, 1, 5), bool)
     drawn = [
         xla.attend_part(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile).output
@@ -149,7 +150,7 @@ def test_dropout_draws_the_same_however_the_queries_are_tiled() -> None:
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("own_masks", [True, False])
 def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:
-    """Three queries in tiles of two: the last tile is not full."""
+    """Three queries fill tiles of two queries, so the last tile is not full."""
     x, rng = arrays(), np.random.default_rng(2)
     bias = jnp.asarray(x.pop("bias"))
     bias = bias if biased else None

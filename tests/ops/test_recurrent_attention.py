@@ -36,6 +36,9 @@ each_case = pytest.mark.parametrize(
 
 
 def weights(kind: str, layout: str) -> CellWeights:
+    """Returns random float64 weights of a cell, with only the fields that its gate and layout
+    have.
+    """
     rng, attended, by_head = np.random.default_rng(0), (2, HEADS, SIZE), (WIDTH, HEADS, SIZE)
 
     def normal(*shape: int) -> np.ndarray:

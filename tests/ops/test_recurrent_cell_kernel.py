@@ -75,6 +75,7 @@ def plain(
     weights: CellWeights, initial: Any, vectors: Any, cached: Any, keys: Any, *others: Any,
     normalize_qk: bool, **options: Any,
 ) -> Any:  # fmt: skip
+    """Returns the results of plain XLA, with the tokens' keys normalized before if asked for."""
     if normalize_qk:
         cached, keys = (l2_normalize(cached[0]), cached[1]), l2_normalize(keys)
     return xla.state_scan(
@@ -207,6 +208,7 @@ def kernels_that_are_read(jaxpr: Any) -> int:
 
 
 def chip(kind: str) -> SimpleNamespace:
+    """Returns a device of this kind of TPU."""
     return SimpleNamespace(device_kind=f"TPU {kind}")
 
 

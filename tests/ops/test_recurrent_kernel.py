@@ -89,7 +89,7 @@ def test_equals_plain_xla_in_float32(
 
 
 def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFixture) -> None:
-    arrays, cache_mask = inputs(states=48)  # three tiles of rows
+    arrays, cache_mask = inputs(states=48)  # The kernel reads 48 states in three tiles.
     options = {"normalize_qk": True, "null_keys": True}
     kernel = partial(pallas_tpu.state_attention, interpret=WATCHED, **options)
     first, again = (both_passes(kernel, arrays, cache_mask) for _ in range(2))

@@ -122,7 +122,7 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
+@pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.
 @pytest.mark.parametrize(
     "mesh", [Mesh(data=2, tensor=2), pytest.param(Mesh(fsdp=4), marks=pytest.mark.slow)]
 )

@@ -22,7 +22,7 @@ from brt.ops.softmax_attention import (
     reference,
 )
 
-SHAPE = {"queries": (2, 3, 5, 4), "keys": (2, 3, 7, 4), "values": (2, 3, 7, 4)}  # B H Q|S K
+SHAPE = {"queries": (2, 3, 5, 4), "keys": (2, 3, 7, 4), "values": (2, 3, 7, 4)}  # [B, H, Q or S, K]
 
 
 V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.

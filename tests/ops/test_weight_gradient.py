@@ -23,6 +23,7 @@ KINDS = [((640,), (384,)), ((640,), (2, 3, 64)), ((640,), (4, 128)), ((2, 6, 64)
 def pairs(
     inputs: tuple[int, ...], outputs: tuple[int, ...], dtype: str = "bfloat16"
 ) -> tuple[jax.Array, jax.Array, int, int]:
+    """Returns inputs and output gradients of three steps, and the numbers of their feature axes."""
     rng = np.random.default_rng(0)
     x, dy = (jnp.asarray(rng.normal(size=(3, 2, 24, *axes)), dtype) for axes in (inputs, outputs))
     return x, dy, len(inputs), len(outputs)

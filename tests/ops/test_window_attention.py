@@ -9,7 +9,7 @@ from brt.ops.window_attention import window_part, window_part_step, xla_cpu
 # Relative to the largest magnitude of an array.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 LANES, HEADS, SIZE = 2, 2, 8
-CASES = {  # window, blocks, attend_to_self, null_keys
+CASES = {  # name: (window, blocks, attend_to_self, null_keys)
     "self": (4, 3, True, False),
     "past": (4, 3, False, False),
     "self, null keys": (4, 3, True, True),

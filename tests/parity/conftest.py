@@ -9,6 +9,7 @@ DEFAULT = Path(__file__).parent.parent / "data" / "golden"
 
 
 def golden_files(config: pytest.Config) -> list[Path]:
+    """Returns the paths of all recordings."""
     directory = Path(config.getoption("--golden_dir") or DEFAULT)
     return sorted(directory.rglob("*.npz"))
 

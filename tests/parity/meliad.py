@@ -100,10 +100,12 @@ def _by_head(part: str, name: str, value: np.ndarray, model: Model) -> np.ndarra
 
 
 def _subtree(arrays: Arrays, prefix: str) -> dict[str, np.ndarray]:
+    """Returns the arrays whose names begin with the prefix, by the rest of their names."""
     return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
 
 
 def _stacked(layers: list[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[str, Array]]:
+    """Returns parameters of several layers, stacked along a new first axis."""
     return {
         part: {name: jnp.stack([layer[part][name] for layer in layers]) for name in layers[0][part]}
         for part in layers[0]
@@ -194,6 +196,7 @@ def _positions_of(part: Arrays) -> str:
 
 
 def _gates_of(part: Arrays) -> dict[str, Any]:
+    """Returns the settings of a recurrent layer, which the names of its parameters determine."""
     cell = _subtree(part, "recurrent_tbase/")
     projects, has_mlp = "post_attn_mlp/output_layer/kernel" in cell, "ffn/hidden0/kernel" in cell
     layout = "skip" if not has_mlp else "dual" if projects else "single"

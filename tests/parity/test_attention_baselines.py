@@ -24,6 +24,7 @@ def tokens_first(x: np.ndarray) -> jnp.ndarray:
 
 
 def assert_the_same(actual: jnp.ndarray, golden: dict, valid: np.ndarray) -> None:
+    """Compares outputs with the recorded ones for the tokens of the mask `valid` only."""
     rows, expected = np.asarray(actual)[valid], golden["out"].swapaxes(1, 2)[valid]
     assert len(rows)
     np.testing.assert_allclose(rows, expected, atol=TOLERANCE, rtol=0)

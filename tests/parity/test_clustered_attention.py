@@ -25,6 +25,7 @@ def signs(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def planes_of(golden: dict) -> Planes:
+    """Returns the recorded planes, whose last column holds the offsets."""
     return Planes(jnp.asarray(golden["planes"][:, :-1]), jnp.asarray(golden["planes"][:, -1]))
 
 

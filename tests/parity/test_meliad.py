@@ -29,8 +29,8 @@ def positions(golden: Golden) -> str:
 def keep_cached_keys(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     """Lets layers read cached keys of any norm without normalizing them.
 
-    The recordings begin with cached keys of any norm. The original code reads cached
-    keys as they are, because it normalizes keys before it caches them.
+    The recordings begin with cached keys of any norm. The original code reads cached keys
+    as they are, because it normalizes keys before it caches them.
     """
 
     def joined(keys: jax.Array) -> jax.Array:

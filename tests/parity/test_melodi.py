@@ -48,6 +48,7 @@ MEMORY = "_memory/previous_mems_train"
 
 
 def model_of(golden: Golden) -> Model:
+    """Returns the model that a recording describes."""
     cfg = golden.meta["cfg"]
     long = tuple(cfg.get("long_layers", [0] if cfg.get("kind") == "long" else []))
     layers = cfg["layers"] if "long_layers" in cfg else 1
@@ -108,6 +109,7 @@ def check_state(state: Any, arrays: dict[str, np.ndarray], name: str) -> None:
 
 
 def starts(flags: np.ndarray, tokens: int, model: Model) -> jax.Array:
+    """Returns a boolean array [lanes, blocks] with these flags in the first block of each lane."""
     return jnp.zeros((len(flags), tokens // model.window), bool).at[:, 0].set(flags)
 
 

@@ -241,6 +241,7 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
 
 
 def named(kernel: str, dtype: str = "bfloat16") -> str:
+    """Returns the metadata of an instruction that calls a kernel for one grid step."""
     return f'metadata={{op_name="jit(f)/{kernel}_{dtype}_1_steps"}}'
 
 

@@ -84,6 +84,7 @@ def text(seed: int, words: int) -> str:
 
 
 def _lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Writes rows to a JSON Lines file, and returns its path in a tuple."""
     (place / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return (str(place / "a.jsonl"),)
 

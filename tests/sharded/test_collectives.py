@@ -30,6 +30,7 @@ EACH = [
 def lowered(
     name: str, mesh: Mesh, place: Path, state: str = "auto", optimizer: str = "adafactor"
 ) -> jax.stages.Lowered:
+    """Returns the lowered train step of a case. `state` is the setting Optimizer.state."""
     config = with_optimizer(CASES[name](place), optimizer, 8)
     section = dataclasses.replace(config.optimizer, state=state)
     with factored():

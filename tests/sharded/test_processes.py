@@ -97,6 +97,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 
 def assert_same_curve(found: list[dict], expected: list[dict]) -> None:
+    """Compares losses, gradient norms and evaluations of two runs, row by row."""
     tags = "train/loss", "train/gradient_norm", "eval/validation/bits_per_byte"
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for row, other in zip(found, expected, strict=True):
@@ -173,6 +174,7 @@ def test_two_processes_train_every_task_and_kind_of_layer_as_one_device(
 
 
 def _until(condition: Callable[[], object], seconds: float = 120) -> None:
+    """Waits until the condition is true, or fails after this time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
