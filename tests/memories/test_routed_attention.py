@@ -96,7 +96,7 @@ def test_a_token_reads_the_last_ones_of_its_cluster_in_its_document() -> None:
 
 
 def top_w(q: np.ndarray, w: int) -> np.ndarray:
-    """Returns the outputs of one head by the published code: a cluster takes its w nearest queries."""
+    """Returns one head's outputs by the published code: a cluster takes its w nearest queries."""
     cosines = q @ np.asarray(l2_normalize(STATISTICS.sums))[0].T
     y, count = np.zeros_like(q), np.zeros(len(q))
     for column in cosines.T:

@@ -104,7 +104,7 @@ def test_products_of_parts_equal_one_of_all(taps: bool) -> None:
 
 
 def test_the_sum_of_parts_is_kept_where_layers_are_computed_again() -> None:
-    """The backward pass of the next operation does not repeat the product of a part."""
+    """The sum is saved, so that the backward pass of the next operation repeats no product."""
     kernel, part = jnp.ones((2, 2, 3, WIDTH)), jnp.ones((LANES, 5, 2, 3))
 
     def loss(parts: tuple[jax.Array, ...], kernel: jax.Array) -> jax.Array:

@@ -99,7 +99,7 @@ def test_states_and_gradients_are_those_of_xla(
 
 
 def test_many_segments_run_in_a_loop() -> None:
-    """17 is a prime number above the number of iterations that the kernel unrolls."""
+    """17 segments are more than the kernel unrolls, and a prime number, which it cannot group."""
     shape = 17, 1, 1, 8, WIDTH
     rng = np.random.default_rng(2)
     keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
