@@ -5,6 +5,7 @@ time. The differences between windows are therefore paired by document. The diff
 small and the largest window shows how much a memory could improve a model with the small window.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -214,7 +215,7 @@ class BlockNats:
         """
         sums = np.zeros(len(edges))
         for place, value in self._nats.items():
-            sums[np.searchsorted(edges, place * block, side="right") - 1] += value
+            sums[bisect.bisect_right(edges, place * block) - 1] += value
         return sums
 
 
