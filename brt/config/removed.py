@@ -81,8 +81,8 @@ def refusal(name: str, value: Any) -> str:
 def note(name: str, value: Any) -> str:
     """Returns a warning that the value which an old config gives a removed setting has no effect.
 
-    The result is "" if brt always behaves as the value says, or if other values of the setting are
-    errors (see `refusal`).
+    The result is "" if brt always behaves as this value says. It is also "" for settings of which
+    brt supports one value only and refuses every other value with an error (see `refusal`).
 
     Args:
       name: the setting, a key of `REMOVED`.

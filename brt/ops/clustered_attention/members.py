@@ -38,8 +38,9 @@ def tile_size(tokens: int, clusters: int) -> int:
     """Returns the number of slots of a tile: the largest power of 2 up to the mean number of
     queries of a cluster, but at least 8 and at most 128.
 
-    The empty slots are fewer than one tile for each cluster. If a cluster has 8 or more queries on
-    average, a tile has at most this mean number of slots, so at most half of all slots are empty.
+    Each cluster fills its tiles except the last one, so fewer than `clusters` tiles of slots are
+    empty. If a cluster has 8 or more queries on average, a tile is not larger than this average.
+    Then there are fewer empty slots than queries, so less than half of all slots are empty.
 
     Args:
       tokens: the number of queries of a head.

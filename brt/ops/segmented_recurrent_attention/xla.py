@@ -57,7 +57,7 @@ def attend(
     recur: Callable[..., RecurrentStates] = recurrence,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Returns the attention output of the T target positions from t0 on, and metrics of the
-    accumulate-and-fire neurons.
+    accumulate-and-fire neurons, the activation function of the recurrence.
 
     Args:
       queries: already multiplied by any scale.
@@ -65,9 +65,9 @@ def attend(
       parameters: the learned parameters of the recurrence.
       config: settings of cross-attention.
       t0: the first target position. If t0 is an array, the form is "dense".
-      target_length: the number of target positions of the padded batch, over which
-        `config.index_mode = "batch"` distributes the segments. None in decoding, where
-        `config.q_ref` takes its place.
+      target_length: with `config.index_mode = "batch"`, the segments are distributed evenly over
+        this number of target positions, that of the padded batch. None in decoding, where the
+        number is not known; the segments are then distributed over `config.q_ref` positions.
       dropout: dropout of the softmax weights; None for no dropout.
       recur: the function that computes the states of the recurrence, with the arguments and the
         result of `recurrence.recurrence`.

@@ -218,8 +218,8 @@ class _RowTile(NamedTuple):
         both = dot_float32(current[self.current], x, NT), dot_float32(before[self.before], x, NT)
         if first is None:
             return self.fold(both[0], both[1] + unseen)
-        # Counted from the start of the current block, the first key of `self.before` has the
-        # position `begin`.
+        # `self.before` selects keys of the previous block. Counted from the start of the current
+        # block, the first of these keys has the position `begin`, a negative number.
         begin = self.before.start - len(before)
         return self.fold(_hide_before(first, both[0]), _hide_before(first - begin, both[1]))
 
@@ -261,8 +261,8 @@ def forward_kernel(
     the backward pass without an additional operation (`dispatch.output_residual`).
 
     Args:
-      first: [B, D], for each of the B lanes and D parts of the segment, the place of the first
-        token of the part's document. The segment begins at place 0.
+      first: [B, D], for each of the B lanes and D parts of the segment (`settings.part` tokens
+        each), the place of the first token of the part's document. The segment begins at place 0.
       inputs: references to the other inputs of the block.
       outputs: references to the two outputs.
       settings: static settings of the kernel.
@@ -298,8 +298,8 @@ def backward_kernel(
     `inputs.scale` and of the bias tile are sums, to which every step of a head adds.
 
     Args:
-      first: [B, D], for each of the B lanes and D parts of the segment, the place of the first
-        token of the part's document. The segment begins at place 0.
+      first: [B, D], for each of the B lanes and D parts of the segment (`settings.part` tokens
+        each), the place of the first token of the part's document. The segment begins at place 0.
       inputs: references to the inputs of the step, including the gradient of the output.
       results: references to the gradients.
       keys_sum, values_sum: [2, W, K], float32 scratch memory, in which the gradients of keys and

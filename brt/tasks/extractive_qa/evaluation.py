@@ -1,8 +1,8 @@
 """Evaluation of extractive question answering: exact match and F1 of predicted answers.
 
-A model reads the question together with a window, a part of the text that contains the answer, and
-predicts the span of tokens that is the answer. In shapes, B is the number of windows in a batch and
-T their padded number of tokens.
+Long texts are cut into windows. A model reads the question together with one window of the text,
+and predicts the span of tokens of the window that is the answer; not every window contains it. In
+shapes, B is the number of windows in a batch and T their padded number of tokens.
 """
 
 import math
