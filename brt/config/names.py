@@ -156,7 +156,7 @@ def declaration(name: str) -> Setting:
 
     A `Setting` says whether a resumed run may change the value, which value a run that starts from
     weights has, whether prepared data depend on the value, whether the value names a path, and
-    whether the field is derived.
+    whether the field is derived (computed by brt, so that users cannot set it).
     """
     section, _, field = fields_of(name)[0].partition(".")
     return settings(section_types()[section])[field]

@@ -147,9 +147,9 @@ class ClusteredLayer(WindowLayer):
         self.tokens = TransformerBlock(
             m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
         )
-        # Centroids are initialised with the distribution of queries: about unit vectors if queries
-        # are normalised, otherwise vectors whose entries have variance 1. The centroids are
-        # multiplied by the learned scale of the queries.
+        # Centroids are initialised with the distribution of queries before these are multiplied by
+        # their scale: about unit vectors if queries are normalised, otherwise vectors whose entries
+        # have variance 1. `_centroids` multiplies the centroids by the same scale.
         spread = m.head_dim**-0.5 if m.attention.normalize_qk else 1.0
         self.centroids = parameter(
             self, "centroids", (m.heads, section.clusters, m.head_dim), ("heads", "clusters", None),

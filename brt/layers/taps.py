@@ -34,10 +34,10 @@ NO_TAPS = TokenTaps()
 
 def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int) -> TokenTaps:
     """Returns the accumulators for a scan over the blocks of a segment, separately for each layer
-    of a run.
+    of a run, which is a group of neighbouring layers of one kind.
 
     Args:
-      model: the settings of the model, as the layers see them.
+      model: the settings of the model, with the window of these layers (`Model.for_layer`).
       params: the parameters of the run, stacked by layer.
       blocks: the number of blocks, which is axis 0 of the accumulators.
       lanes: the number of lanes (rows of the batch).

@@ -21,9 +21,10 @@ from brt.training.run import Run
 from brt.training.session import Session
 from brt.training.workdir import Workdir
 
-# The order of the hooks matters. A step is reported and evaluated before it is saved. If a request
-# to stop interrupts an evaluation or a sample, the run saves a checkpoint and ends; the resumed run
-# then only has to repeat that evaluation or sample.
+# The order of the hooks matters. A step is reported, evaluated and sampled from before it is saved,
+# so a saved step usually has its evaluation. The exception is a request to stop that interrupts an
+# evaluation or a sample: the step is then saved without them, and the run ends. The resumed run
+# makes up for them by the hooks WHEN_RESUMED.
 WHEN_RESUMED: tuple[Hook, ...] = (evaluate, sample)
 BEFORE_STEP: tuple[Hook, ...] = (stop_if_requested, start_profile)
 AFTER_STEP: tuple[Hook, ...] = (

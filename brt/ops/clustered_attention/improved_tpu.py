@@ -126,7 +126,8 @@ def improved_clustered(
       queries: queries, already multiplied by any scale.
       keys, values: the keys and the values.
       valid: False for padding, which no query sees.
-      labels: the cluster of each query; the number of clusters for padding, which gets zeros.
+      labels: the index of the cluster of each query. Queries that are padding have the label C, the
+        number of clusters, which is no index of a cluster; their output is 0.
       config: the settings of clustered attention.
       dropout, bias: None, because the kernels support neither.
       interpret: True runs the kernels on any device, slowly, and with heads of any size.

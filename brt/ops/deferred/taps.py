@@ -87,8 +87,9 @@ def tap(
       inputs: the number of axes that the products sum over.
       parts: the number of inputs of a `dot_of_parts` that multiplies its inputs separately; 0 for a
         single input.
-      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. A
-        kernel that computes the weight gradient then reads the integers, without a copy.
+      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. The
+        Pallas kernel that computes the weight gradient then takes the integers, so that no copy
+        converts them back to floating-point numbers.
     """
     shapes = tuple(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype) for kernel in kernels)
     return _tap(kernels, _TapSpec(shapes, rows, dtype, inputs, parts, as_bits))
@@ -112,8 +113,9 @@ def layer_taps(
       inputs: the number of axes that the products sum over.
       of_parts: True if the taps are for `dot_of_parts`, whose number of parts is the size of the
         kernels' first input axis.
-      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. A
-        kernel that computes the weight gradient then reads the integers, without a copy.
+      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. The
+        Pallas kernel that computes the weight gradient then takes the integers, so that no copy
+        converts them back to floating-point numbers.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])

@@ -342,10 +342,9 @@ def backward_kernel(
             )
 
     d_keys, d_values = keys_sum[before], values_sum[before] * settings.scale
-    # To differentiate the normalization of the keys, the step needs the keys of block n - 1. They
-    # are usually the keys of the previous block. In the additional step after the last block,
-    # however, the inputs are still those of the last block, so block n - 1 is the block that the
-    # inputs call their own.
+    # To differentiate the normalization of the keys, step n needs the keys of block n - 1. In a
+    # step with a block n, these are the previous block's keys in `inputs.keys`. The additional step
+    # after the last block has the inputs of the last block, which is block n - 1 itself.
     if inputs.scale is not None:
         block_keys, last = inputs.keys.previous_and_own(n == 0)
         d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, block_keys, last), d_keys)[0]

@@ -57,7 +57,9 @@ class Encoder:
         return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
-        """Returns the token ids of documents, cut to `max_source_length`, after the prefix."""
+        """Returns the token ids of documents. The prefix stands before each document, and both
+        together are cut to `max_source_length` tokens.
+        """
         texts = [self.prefix + document for document in documents]
         tail = self.truncation == "head_tail"
         return [self._wrap(ids, self.max_source_length, tail) for ids in self._encode(texts)]
