@@ -32,9 +32,9 @@ class Questions:
     # The training questions are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
     # The validation questions are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. The default is 'auto'. If `train` has only sources
-    # 'generated:NAME/COUNT', 'auto' stands for 'generated:validation/200'. Otherwise, it stands for
-    # 'part:0.05'.
+    # training rows, and () means no validation. Users get the default 'auto'. If `train` has only
+    # sources 'generated:NAME/COUNT', 'auto' stands for the sources that are named here; otherwise,
+    # it stands for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # The test questions are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))

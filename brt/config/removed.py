@@ -10,8 +10,8 @@ class Removed(NamedTuple):
     """A setting of earlier versions that no longer exists.
 
     Attributes:
-      value: the value of the setting that describes how brt now always behaves; None if saved
-        configs may have any value.
+      value: brt now always behaves as if the setting had this value, so saved configs with the
+        value are accepted. None if brt accepts saved configs with any value.
       now: the end of an error or a warning, which says how brt behaves instead.
       ignored: True if other values are accepted but have no effect; False if they are refused.
     """

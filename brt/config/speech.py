@@ -43,7 +43,8 @@ class Speech:
     join: int = fixed(1, cached=True)
     # All training recordings are joined in this number of random orders, if join is above 1.
     join_orders: int = fixed(1, cached=True)
-    # WAV files have this number of samples per second; 0 takes the rate of the training data.
+    # WAV files must have this number of samples per second; other files are refused. 0 takes the
+    # rate of the training data.
     sample_rate: int = fixed(0, cached=True)
     # A frame of a WAV file has this number of mel bands as its features.
     mel_bands: int = fixed(40, cached=True)

@@ -79,8 +79,8 @@ def window_part(
         queries, keys = rotate(queries, own), rotate(keys, own)
     inputs = (cached, past.values), keys, tokens.values
     if not m.window_is_block:
-        # The window and the block have different lengths. `with_cache` then returns a cache with
-        # `first`, the place where each block's document begins.
+        # The window and the block have different lengths. In this case, the function `with_cache`,
+        # which made `past`, has set `first`, the place where each block's document begins.
         assert past.first is not None
         return local_attention(
             queries, *inputs, bias, past.first, dropout, attend_to_self=m.sliding.attend_to_self,

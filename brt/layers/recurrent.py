@@ -160,7 +160,7 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale"),
         )  # fmt: skip
         if section.gate_layout == "single":
-            # The MLP reads the outputs of all heads, so the heads of its kernel are not sharded.
+            # This MLP reads the outputs of all heads, so every device has its whole first kernel.
             return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
             output=parameter(

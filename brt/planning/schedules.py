@@ -98,8 +98,8 @@ def cycles(attributes: str, chip: str) -> float:
 
 
 def kernels(attributes: str) -> set[str]:
-    """Returns the name of the Pallas kernel that an instruction calls, as a set; the set is empty
-    if the instruction calls none.
+    """Returns the name of the Pallas kernel that an instruction calls, or an empty set if it calls
+    none. The result is a set so that callers can unite the results of several instructions.
 
     The name contains the sizes and the dtype. `attributes` are the attributes of the instruction,
     as in `Instruction.attributes`.

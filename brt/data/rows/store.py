@@ -125,8 +125,9 @@ def opened(
       what: the noun for the directory in error messages.
 
     Raises:
-      DataError: the store is missing, incomplete or has another format; or an error that is raised
-        within the context shows that the store is damaged.
+      DataError: the store is missing, incomplete or has another format; or the body of the `with`
+        statement raises an error that shows that the store is damaged (OSError, ValueError or
+        KeyError, for example), which is then converted to a DataError.
     """
     directory = Path(directory)
     kind = {"fingerprint": str, "sha256": {str: str}, **({} if lists else {"texts": [str]})}
