@@ -127,8 +127,8 @@ class RowReader(Reader):
         """Returns the rows of each batch, int [batches, B] (-1 is empty), and padded lengths."""
         size, bucket = self.batch_size, self._bucket[order]
         used = np.unique(bucket)
-        # `left` has the indices in `order` of rows of shorter buckets that did not fill a batch. They
-        # go into batches of the next longer bucket.
+        # `left` has the indices in `order` of rows of shorter buckets that did not fill a batch.
+        # They go into batches of the next longer bucket.
         left = np.zeros(0, np.int64)
         batches, lengths = [], []
         for i in used:
