@@ -90,6 +90,8 @@ def adapted(command: str) -> list[str] | None:
     for word, flag in ONLY_RESOLVED.items():
         if any(w == word or w.endswith(f"={word}") or f"'{word}'" in w for w in words):
             return [sys.executable, *words[1:], flag] if flag else None
+    # A page's own number of steps is replaced by 20 if it has three digits or more.
+    words = [re.sub(r"^(--gin\.Training\.steps=)\d{3,}$", r"\g<1>20", word) for word in words]
     short = [binding for binding in SHORT if binding.split()[0] not in command]
     bindings = [f"--gin_bindings={binding}" for binding in short if "brt.train" in words]
     known = {"python": sys.executable, LAUNCHER: str(ROOT / LAUNCHER)}
