@@ -44,6 +44,8 @@ ONLY_RESOLVED = {
     "configs/sweeps/memory_distance.gin": "--list",  # training of five models
     "configs/sweeps/memory.gin": "--list",  # training of 18 models
     "configs/sweeps/recurrence.gin": "--list",  # training of 42 models
+    "configs/sweeps/retrofit.gin": "--list",  # the weights of SmolLM2-135M, and a GPU
+    "--topology=h100x1": "--print_config",  # packages with a GPU compiler
     "--gin.Training.segment_length=512": "--print_config",  # minutes of training
     "runs/far": None,  # the run of the command above
     "runs/table1/Rec-fixed-skip,seed=0/point.gin": None,  # a run of the sweep table1.gin
@@ -113,6 +115,9 @@ def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "validation", "test"):
         (path / "pieces" / split).mkdir(parents=True)
     shutil.copy(path / "books/2.txt", path / "pieces/test")
+    for number, split in enumerate(("train", "validation", "test")):
+        (path / "papers" / split).mkdir(parents=True)
+        shutil.copy(path / f"books/{number}.txt", path / f"papers/{split}/paper.tex")
     shutil.copytree(FIXTURES / "huggingface/roberta", path / "roberta-base")
     shutil.copytree(FIXTURES / "huggingface/t5", path / "DIRECTORY")
     write_decoder(path / "SmolLM2-135M")
