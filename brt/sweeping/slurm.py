@@ -14,15 +14,15 @@ from brt.training.workdir import check_writable
 # The script that `script` returns ends with these commands, which run the task of one point. The
 # file launch/slurm/sweep.sh ends with the same commands.
 BODY = """\
-# A task gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
-# queued again; it goes on from its checkpoint.
+# A task gets SIGTERM two minutes before its time limit. It saves a checkpoint, ends with exit code
+# 75 and is queued again; then it continues from the checkpoint.
 stopped=
 trap 'stopped=yes; kill -TERM "$child"' TERM
 "${PYTHON:-python}" -m brt.sweep "$@" --array_index="$SLURM_ARRAY_TASK_ID" &
 child=$!
 wait "$child"
 code=$?
-while [ -n "$stopped" ]; do # the signal has ended the wait, not the child
+while [ -n "$stopped" ]; do # The signal has ended only `wait`; the child is still running.
   stopped=
   wait "$child"
   code=$?
