@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from brt import durable, locks, tasks
+from brt.checkpointing import reader
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands, report
 from brt.sweeping.directory import PointDirectory, check_unchanged
@@ -16,6 +17,8 @@ from brt.sweeping.points import Point
 from brt.sweeping.runner import Runner
 from brt.sweeping.settings import Sweep
 from brt.training import workdir as workdirs
+from brt.training.start import warm_start
+from brt.training.workdir import Workdir
 
 
 def run(
@@ -46,7 +49,7 @@ def run(
     if len(todo) < len(chosen):
         _say(f"{len(chosen) - len(todo)} of {len(chosen)} points are finished already")
     if todo:
-        _prepare(todo, sweep.split)
+        _prepare(workdir, todo, sweep.split)
         _create(workdir)
         runner.run(todo)
     text = write_report(workdir, points, sweep)
@@ -86,10 +89,19 @@ def _check_jobs(jobs: int) -> None:
         )
 
 
-def _prepare(points: Sequence[Point], split: str) -> None:
-    """Prepares each dataset once, so that parallel points do not do the same work."""
+def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
+    """Prepares each dataset once, so that parallel points do not do the same work.
+
+    A point that has started has prepared its data already, and the weights that it started from may
+    be gone.
+    """
     datasets = {}
-    for config in (point.config for point in points):
+    for point in points:
+        if reader.present(Workdir(workdir / point.directory).checkpoints):
+            continue
+        config, weights = point.config, warm_start.find_weights(point.config)
+        if weights:  # The tokenizer may be that of the weights.
+            config = warm_start.with_model(config, weights)
         task = tasks.from_config(config)
         datasets[task.name, getattr(config, task.data)] = task, config
     for task, config in datasets.values():
@@ -98,7 +110,7 @@ def _prepare(points: Sequence[Point], split: str) -> None:
 
 def _create(workdir: Path) -> None:
     workdirs.check_writable(workdir)
-    workdirs.refuse_links(workdirs.Workdir(workdir))
+    workdirs.refuse_links(Workdir(workdir))
 
 
 def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:

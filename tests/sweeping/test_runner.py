@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiny_decoder import write_decoder
 
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands
@@ -18,6 +21,16 @@ from brt.sweeping import commands
 from .conftest import ROOT, RUN, Sweeps
 
 GRID = "Sweep.grid = {'Training.seed': (0, 1, 2)}"
+PRETRAINED = """
+Model.window = 32
+Training.init_from = 'decoder'
+Training.steps = 5
+Training.segment_length = 64
+Data.train = 'train.txt'
+Data.validation = 'validation.txt'
+Data.test = 'test.txt'
+Data.cache_dir = 'cache'
+"""
 ALL = [f"{name} seed={seed}" for seed in range(3) for name in ("train", "evaluate")]
 
 
@@ -238,3 +251,20 @@ def test_documents_are_read_before_anything_runs(quick: Sweeps) -> None:
     message = quick.refusal(GRID, "--gin_bindings=Data.validation = 'no.txt'")
     assert message == "no.txt does not exist"
     assert quick.starts() == []
+
+
+def test_documents_are_prepared_with_the_tokenizer_of_the_weights(
+    quick: Sweeps, capsys: pytest.CaptureFixture
+) -> None:
+    write_decoder(quick.directory / "decoder")
+    quick.write(GRID, run=PRETRAINED)
+    behave(quick, 2, "if name == 'evaluate': sys.exit(1)")
+    with pytest.raises(BrtError, match="1 of 3 points failed"):
+        quick()
+    pattern = r"prepared \w+: 1 document (\d+) bytes (\d+) tokens"
+    sizes = re.findall(pattern, capsys.readouterr().err.replace(",", ""))
+    assert len(sizes) == 3 and all(int(tokens) < int(size) for size, tokens in sizes)
+    # A point that has started needs the weights no longer.
+    shutil.rmtree("decoder")
+    behave(quick, 2, "")
+    quick()
