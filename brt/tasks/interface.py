@@ -205,20 +205,6 @@ class Task(abc.ABC):
           inputs: batch, random key, carry and model state.
         """
 
-    @abc.abstractmethod
-    def predict(self, config: Config, params: PyTree[Array], batch: Any, **options: Any) -> Any:
-        """Returns the hidden vectors or logits of a batch.
-
-        Loss and evaluation share this forward pass. If `options` has no random keys, there is no
-        dropout, and random choices are the same in every call.
-
-        Args:
-          config: config of the model.
-          params: parameters.
-          batch: a batch of the task's reader.
-          options: further arguments, which depend on the task.
-        """
-
     def flops(self, config: Config, batch: Any) -> int | None:
         """Returns the FLOPs of a training step on a batch; None if they are not known.
 

@@ -29,7 +29,7 @@ from brt.layers.runs import (
     next_model_state,
     state_axes,
 )
-from brt.models.decoder import Decoder, DecoderOutput, new_state
+from brt.models.decoder import Decoder, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
 from brt.tasks.evaluators import Evaluator
@@ -45,7 +45,6 @@ from brt.tasks.interface import (
 from brt.tasks.language_modeling import distillation, exporting, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
-from brt.tasks.language_modeling.forward import predict
 from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.states import StateProbe
@@ -189,21 +188,6 @@ class LanguageModeling(Task):
         """
         own, teacher = distillation.split_teacher(model_state)
         return {**next_model_state(config.model, own), **teacher}
-
-    def predict(
-        self, config: Config, params: PyTree[Array], batch: Batch, **options: Any
-    ) -> DecoderOutput:
-        """Returns the hidden vectors of a segment, the state after the segment, the next model
-        state, auxiliary losses and metrics.
-
-        Args:
-          config: config of the model.
-          params: the learned arrays of the model, as `Variables`.
-          batch: a segment of every lane.
-          options: `carry`, the caches and recurrent states before the segment; and optionally
-            `dropout`, a random key.
-        """
-        return predict(config, params, options.pop("carry"), batch, **options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs

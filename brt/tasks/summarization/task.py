@@ -35,7 +35,7 @@ from brt.tasks.summarization.data.batches import PairReader
 from brt.tasks.summarization.data.preparation import PairDataset, Preparation
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.evaluation import SummaryEvaluator
-from brt.tasks.summarization.forward import Prediction, network, predict
+from brt.tasks.summarization.forward import network, predict
 from brt.tasks.summarization.summaries import special_tokens
 from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
@@ -136,20 +136,6 @@ class Summarization(Task):
         `key`.
         """
         return seq2seq.init(network(config), key)
-
-    def predict(
-        self, config: Config, params: PyTree[Array], batch: PairBatch, **options: Any
-    ) -> Prediction:
-        """Returns the hidden vectors from which the tokens of summaries are predicted, the
-        parameters that map these vectors to logits, and metrics.
-
-        Args:
-          config: config of the model.
-          params: parameters of the encoder-decoder.
-          batch: documents with their summaries.
-          options: `key`, the random key of a training step; without `key` there is no dropout.
-        """
-        return predict(config, params, batch, **options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
