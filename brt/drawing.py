@@ -49,6 +49,23 @@ def window_plot(values: Mapping[int, float], ylabel: str) -> Figure:
     return figure
 
 
+def class_plot(values: Mapping[str, tuple[float, float | None]], xlabel: str) -> Figure:
+    """Returns a plot with a horizontal bar for each class, the first class at the top.
+
+    Args:
+      values: for each class, the length of the bar and half of its confidence interval, or None.
+      xlabel: the label of the x axis.
+    """
+    figure, (axes,) = new_figure(1)
+    lengths, halves = zip(*values.values(), strict=True)
+    errors = [half or 0.0 for half in halves]
+    axes.barh(list(values), lengths, xerr=errors, color="tab:blue", ecolor="0.3", capsize=3)
+    axes.axvline(0, color="0.3", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel(xlabel)
+    return figure
+
+
 def distance_plot(lines: Mapping[str, Mapping[int, float]], ylabel: str) -> Figure:
     """Returns a plot of a percentage against a distance in windows, with a line for each name.
 

@@ -2,6 +2,7 @@
 
 python -m brt.evaluate --workdir=runs/quickstart --split=test --ablate=state
 python -m brt.evaluate --workdir=models/smol --windows=256,512,1024   # compare three windows
+python -m brt.evaluate --workdir=runs/recurrent --compare=runs/sliding   # compare two models
 python -m brt.evaluate --workdir=runs/quickstart --split=validation --follow   # while it trains
 """
 
@@ -33,10 +34,15 @@ def main(args: argparse.Namespace) -> None:
         workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
         config = command_line.resolve(args, base=config).config
         model = saved_model.load(workdir, checkpoint, config)
+        other = None
+        if args.compare:
+            their_workdir, checkpoint, config = saved_model.load_config(Path(args.compare))
+            config = command_line.resolve(args, base=config).config
+            other = saved_model.load(their_workdir, checkpoint, config)
         evaluated = job.evaluate(
             model, args.split, args.ablate,
             lambda result: print(printable(result.text), flush=True),
-            windows=_windows(args.windows),
+            windows=_windows(args.windows), other=other,
         )  # fmt: skip
         processes.wait_for_all("end")
     if args.json and processes.is_first():
@@ -58,8 +64,9 @@ def _follow(args: argparse.Namespace) -> None:
     from brt.evaluation import follow
     from brt.training.workdir import Workdir
 
-    if args.windows:
-        raise ConfigError("--windows evaluates one checkpoint; leave out --follow")
+    for flag in ("windows", "compare"):
+        if getattr(args, flag):
+            raise ConfigError(f"--{flag} evaluates one checkpoint; leave out --follow")
     if args.step is not None:
         raise ConfigError("--follow evaluates every checkpoint; leave out --step")
 
@@ -94,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
         "--windows", default="", metavar="N,N,...",
         help="evaluate a language model with each of these windows, to measure what context is "
         "worth",
+    )  # fmt: skip
+    arguments.add_argument(
+        "--compare", default="", metavar="DIR",
+        help="compare a language model token by token with the newest checkpoint of another run, "
+        "which reads the same documents, and with --ablate reads them without a part of its memory",
     )  # fmt: skip
     arguments.add_argument(
         "--follow", action="store_true",

@@ -12,7 +12,7 @@ from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.errors import ConfigError, DataError, NonFiniteError
 from brt.evaluation import progress
-from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest
+from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest, OtherModel
 from brt.tasks.evaluators import Evaluator
 from brt.tasks.report import EvaluationResult
 from brt.training import evaluations
@@ -42,9 +42,12 @@ class SplitEvaluator:
       on_result: called with each result before it is written.
       windows: window sizes in tokens. A language model is evaluated once with each of them, and
         Model.window is not used. An empty tuple evaluates once, with Model.window.
+      other: a model to compare with on the same documents; None for no comparison. Then `ablate`
+        names a part of the memory of this model.
 
     Raises:
-      ConfigError: there are `windows`, but the task does not compare windows.
+      ConfigError: there are `windows` or there is an `other` model, but the task does not compare
+        windows or models.
 
     Attributes:
       evaluator: the function that evaluates a model on the split; None before the first checkpoint.
@@ -52,13 +55,19 @@ class SplitEvaluator:
 
     def __init__(
         self, config: Config, split: str, ablate: str | None, on_result: OnResult = _ignore,
-        *, windows: tuple[int, ...] = (),
+        *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
     ):  # fmt: skip
         self._task, self._config, self._split = tasks.from_config(config), config, split
         self._ablate, self._on_result, self._windows = ablate, on_result, windows
+        self._other = other
         check(
             not windows or self._task.compares_windows,
             f"--windows is for language models, and {config.training.task!r} is none",
+        )
+        task = config.training.task
+        check(
+            other is None or (self._task.compares_models and other.config.training.task == task),
+            f"--compare is for two language models, and {task!r} is none",
         )
         self.evaluator: Evaluator | None = None
 
@@ -78,7 +87,7 @@ class SplitEvaluator:
             dataset = saved_model.open_split(model, self._split)
             request = EvaluationRequest(
                 self._config, dataset, self._split, config_from_json(model.meta["config"]),
-                self._ablate, windows=self._windows,
+                self._ablate, windows=self._windows, other=self._opened_other(),
             )  # fmt: skip
             self.evaluator = self._task.evaluator(request)
         evaluator = self.evaluator
@@ -87,6 +96,15 @@ class SplitEvaluator:
             result = evaluator(model.variables, Control(progress=update))
         self._check_finite(result, model)
         return evaluations.write(model.workdir, model.step, self._split, result, self._on_result)
+
+    def _opened_other(self) -> OtherModel | None:
+        """Returns the other model with the data of the split."""
+        other = self._other
+        if other is None:
+            return None
+        dataset = saved_model.open_split(other, self._split)
+        name = str(other.workdir.path)
+        return OtherModel(name, other.step, other.config, dataset, other.variables)
 
     def _check_finite(self, result: EvaluationResult, model: SavedModel) -> None:
         name, value = next(iter(self._task.select_metrics(result.metrics).items()))
@@ -99,7 +117,7 @@ class SplitEvaluator:
 
 def evaluate(
     model: SavedModel, split: str, ablate: str | None, on_result: OnResult = _ignore,
-    *, windows: tuple[int, ...] = (),
+    *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
 ) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint of a run on one split, and writes and returns the report.
 
@@ -111,6 +129,8 @@ def evaluate(
       on_result: called with the result before it is written.
       windows: window sizes in tokens. A language model is evaluated once with each of them, and
         Model.window is not used. An empty tuple evaluates once, with Model.window.
+      other: a model to compare with on the same documents; None for no comparison. Then `ablate`
+        names a part of the memory of this model.
 
     Raises:
       CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
@@ -125,7 +145,8 @@ def evaluate(
             f"{model.workdir.path} is in Hugging Face's format, and evaluations are stored in run "
             "directories; convert it with brt.convert, or call bits_per_byte"
         )
-    return SplitEvaluator(model.config, split, ablate, on_result, windows=windows)(model)
+    evaluator = SplitEvaluator(model.config, split, ablate, on_result, windows=windows, other=other)
+    return evaluator(model)
 
 
 def inspect(

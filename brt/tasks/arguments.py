@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.types import Variables
 
 
 @runtime_checkable
@@ -73,6 +74,24 @@ class Aux(NamedTuple):
     metrics: Mapping[str, Float[Array, ""]] = {}
 
 
+class OtherModel(NamedTuple):
+    """A model with which an evaluation compares the evaluated model.
+
+    Attributes:
+      name: the run directory of the model.
+      step: the step of the checkpoint.
+      config: config of the model, with all sizes filled in.
+      dataset: opened data that contain the split, encoded with the tokenizer of this model.
+      variables: the learned arrays of the model.
+    """
+
+    name: str
+    step: int
+    config: Config
+    dataset: Dataset
+    variables: Variables
+
+
 class EvaluationRequest(NamedTuple):
     """The split that an evaluator reads, and how it evaluates models on it.
 
@@ -87,6 +106,8 @@ class EvaluationRequest(NamedTuple):
           attention approximates.
       windows: window sizes in tokens. A language model is evaluated once with each of them; an
         empty tuple evaluates once, with Model.window.
+      other: a language model that reads the same documents, to be compared token by token; None
+        for no comparison. Then `ablate` names a part of the memory of this other model.
     """
 
     config: Config
@@ -96,6 +117,7 @@ class EvaluationRequest(NamedTuple):
     ablate: str | None = None
     compare_exact: bool = False
     windows: tuple[int, ...] = ()
+    other: OtherModel | None = None
 
 
 class InspectionRequest(NamedTuple):

@@ -54,6 +54,7 @@ class Task(abc.ABC):
       generates_text: True if models of this task generate text.
       exports: True if models of this task can be exported to another library's format.
       compares_windows: True if the task's evaluators read `EvaluationRequest.windows`.
+      compares_models: True if the task's evaluators read `EvaluationRequest.other`.
     """
 
     name: ClassVar[str]
@@ -66,6 +67,7 @@ class Task(abc.ABC):
     generates_text: ClassVar[bool] = False
     exports: ClassVar[bool] = False
     compares_windows: ClassVar[bool] = False
+    compares_models: ClassVar[bool] = False
 
     # The following methods open and read the data.
 

@@ -38,6 +38,7 @@ class EvaluationResult(NamedTuple):
       name: suffix of the names of the files to which the result is written; not empty if the
         evaluation used other settings than training.
       draw: function that returns the content of a PNG file with a plot; None if there is no plot.
+      page: function that returns an HTML page; None if there is no page.
     """
 
     metrics: dict[str, Any]
@@ -46,6 +47,7 @@ class EvaluationResult(NamedTuple):
     text: str
     name: str = ""
     draw: Callable[[], bytes] | None = None
+    page: Callable[[], str] | None = None
 
 
 def example_indices(count: int) -> Iterable[int]:

@@ -78,7 +78,8 @@ def write(
     """Writes the files of an evaluation, and returns the evaluation's report.
 
     The JSON file with the metrics is written last, so its existence shows that the other files
-    (JSON lines, text and plot) are complete. With several processes, only the first process writes.
+    (JSON lines, text, plot and page) are complete. With several processes, only the first process
+    writes.
 
     Args:
       workdir: the run directory.
@@ -106,6 +107,8 @@ def write(
     write_text(directory / f"{name}.txt", text + "\n", below=workdir.path)
     if result.draw:
         write_bytes(workdir.plots / f"{name}.png", result.draw(), below=workdir.path)
+    if result.page:
+        write_text(workdir.plots / f"{name}.html", result.page(), below=workdir.path)
     write_json(directory / f"{name}.json", finite(report), below=workdir.path)
     return evaluated
 

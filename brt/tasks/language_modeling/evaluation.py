@@ -160,7 +160,7 @@ class DocumentEvaluator:
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._answers = answers.answer_spans(self._store, self._tokenizer)
         self._sampler = Sampler(config, self._store, dataset.tokenizer)
-        self._step = jax.jit(self._segment, static_argnames="part", donate_argnums=1)
+        self._step = jax.jit(self._segment, static_argnames=("part", "by_token"), donate_argnums=1)
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
@@ -177,6 +177,11 @@ class DocumentEvaluator:
                 return None
             results.append(result)
         return _evaluation_result(results, self._config.training.plots)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each document, int64 [D]."""
+        return self._store.lengths
 
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
@@ -195,6 +200,7 @@ class DocumentEvaluator:
         ablate: str | None = None,
         tokens_per_document: int = 0,
         on_blocks: Callable[[np.ndarray, np.ndarray], None] | None = None,
+        on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
     ) -> SplitScores | None:
         """Reads every document once, and returns the scores; None if `control` stopped the reading.
 
@@ -207,6 +213,8 @@ class DocumentEvaluator:
           on_blocks: function that is called after each batch with two arrays [B, N] for the N
             blocks of B lanes: the index of each block's document, -1 for padding, and the nats of
             each block. With None, no function is called.
+          on_tokens: function that is called after each batch with the index of each block's
+            document [B, N] and the nats of each token [B, T]. With None, no function is called.
         """
         config, store = self._config, self._store
         batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
@@ -222,13 +230,17 @@ class DocumentEvaluator:
         ):  # fmt: skip
             if control.stop():
                 return None
-            block_nats, guesses, carry = self._step(variables, carry, batch, forgets, part=part)
+            block_nats, guesses, carry = self._step(
+                variables, carry, batch, forgets, part=part, by_token=on_tokens is not None
+            )
             real = document >= 0
             own = np.asarray(block_nats, np.float64)
             np.add.at(nats, document[real], own[real])
             if on_blocks is not None:
                 on_blocks(document, own)
-            if guesses:
+            if on_tokens is not None:
+                on_tokens(document, np.asarray(guesses[0]))
+            if self._answers:
                 scores.add(document, *map(np.asarray, guesses))
             tokens = int(np.sum(batch.scored))
             timed += tokens if begin else 0
@@ -261,6 +273,7 @@ class DocumentEvaluator:
         forgets: Bool[Array, ""],
         *,
         part: str | None,
+        by_token: bool,
     ) -> tuple[Float[Array, "B N"], tuple[Array, ...], StackState]:
         """Reads a segment.
 
@@ -268,17 +281,19 @@ class DocumentEvaluator:
           forgets: True resets `part` before the segment. The flag is an argument of the program, so
               that the normal and the ablated pass use the same compiled program.
           part: part of the memory that is reset if `forgets` is True; None if no pass resets any.
+          by_token: True also returns scores of tokens, as for memory tasks.
 
         Returns:
-          A tuple: the nats of each block; for memory tasks the nats [B, T] of each token, and True
-          for tokens [B, T] that were the most likely ones, otherwise (); and the new carry.
+          A tuple: the nats of each block; the nats [B, T] of each token and True for tokens [B, T]
+          that were the most likely ones, or () if scores of tokens are not needed; and the new
+          carry.
         """
         if part:
             model = self._config.model
             without = forget(model, carry, parts(model) if part == "both" else (part,))
             carry = jax.tree.map(lambda new, old: jnp.where(forgets, new, old), without, carry)
         arguments = self._config, variables, carry, batch
-        if not self._answers:
+        if not (self._answers or by_token):
             nats, carry = block_nats(*arguments)
             return rules.replicated(nats), (), carry
         nats, right, carry = segment_guesses(*arguments)

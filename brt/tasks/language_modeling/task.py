@@ -44,6 +44,7 @@ from brt.tasks.interface import (
 )
 from brt.tasks.language_modeling import distillation, exporting, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
+from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe import job
@@ -62,7 +63,8 @@ class LanguageModeling(Task):
     name = "language_modeling"
     sections = ("Model", "Data", "Sampling", "Decoding", "Distillation")
     model, data = "model", "data"
-    shows_examples, generates_text, exports, compares_windows = False, True, True, True
+    shows_examples, generates_text, exports = False, True, True
+    compares_windows = compares_models = True
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
@@ -211,8 +213,11 @@ class LanguageModeling(Task):
 
     def evaluator(self, request: EvaluationRequest) -> Evaluator:
         """Returns an evaluator that reads whole documents and measures their bits, with each of
-        `request.windows` if there are any, and otherwise with Model.window.
+        `request.windows` if there are any, and otherwise with Model.window. If the request has
+        another model, the evaluator compares both models.
         """
+        if request.other:
+            return ComparisonEvaluator(request)
         return WindowEvaluator(request) if request.windows else DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:

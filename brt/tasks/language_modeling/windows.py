@@ -10,15 +10,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
 from brt.config import Config
 from brt.config.checks import check
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
+from brt.tasks.language_modeling.differences import paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
 from brt.types import Variables
@@ -26,39 +26,6 @@ from brt.types import Variables
 # Documents are padded to a whole number of blocks. To keep this padding small, a block has at most
 # this number of tokens, however long the windows are.
 _LONGEST_BLOCK = 256
-
-
-class Difference(NamedTuple):
-    """A difference in bits per byte between two readings of the same documents.
-
-    Attributes:
-      value: the difference of the bits of all documents, divided by their bytes.
-      half_width: half of the 95 % confidence interval over documents; None for a single document.
-    """
-
-    value: float
-    half_width: float | None
-
-
-def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:
-    """Returns the bits per byte of a reading of documents, minus the bits per byte of another
-    reading of the same documents, with a confidence interval.
-
-    The difference is the ratio of two sums over documents. The interval uses Student's distribution
-    and says how much the difference would vary with other documents of the same kind.
-
-    Args:
-      nats: float64 [D], the nats of each document in the first reading.
-      other: float64 [D], the nats of each document in the other reading.
-      sizes: int [D], the bytes of each document.
-    """
-    bits, count = (nats - other) / math.log(2), len(nats)
-    value = float(bits.sum() / sizes.sum())
-    if count < 2:
-        return Difference(value, None)
-    residuals = bits - value * sizes
-    error = math.sqrt(count / (count - 1) * float(np.square(residuals).sum())) / float(sizes.sum())
-    return Difference(value, float(stdtrit(count - 1, 0.975)) * error)
 
 
 class WindowEvaluator:

@@ -15,8 +15,9 @@ from brt.errors import ConfigError
 from brt.evaluate import _windows
 from brt.layers.sections import Recurrence
 from brt.tasks.arguments import EvaluationRequest
+from brt.tasks.language_modeling.differences import paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
-from brt.tasks.language_modeling.windows import BlockNats, WindowEvaluator, paired_difference
+from brt.tasks.language_modeling.windows import BlockNats, WindowEvaluator
 from brt.training.state import initial_params
 from brt.types import Variables
 

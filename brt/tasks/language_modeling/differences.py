@@ -1,0 +1,40 @@
+"""Paired differences between two readings of the same documents, with confidence intervals."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+
+class Difference(NamedTuple):
+    """A difference in bits per unit (a byte or a token) between two readings of the same documents.
+
+    Attributes:
+      value: the difference of the bits of all documents, divided by the number of units.
+      half_width: half of the 95 % confidence interval over documents; None for a single document.
+    """
+
+    value: float
+    half_width: float | None
+
+
+def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:
+    """Returns the bits per unit of a reading of documents, minus the bits per unit of another
+    reading of the same documents, with a confidence interval.
+
+    The difference is the ratio of two sums over documents. The interval uses Student's distribution
+    and says how much the difference would vary with other documents of the same kind.
+
+    Args:
+      nats: float64 [D], the nats of each document in the first reading.
+      other: float64 [D], the nats of each document in the other reading.
+      sizes: int [D], the number of units of each document. At least one is positive.
+    """
+    bits, count = (nats - other) / math.log(2), len(nats)
+    value = float(bits.sum() / sizes.sum())
+    if count < 2:
+        return Difference(value, None)
+    residuals = bits - value * sizes
+    error = math.sqrt(count / (count - 1) * float(np.square(residuals).sum())) / float(sizes.sum())
+    return Difference(value, float(stdtrit(count - 1, 0.975)) * error)
