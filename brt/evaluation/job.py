@@ -64,10 +64,11 @@ class SplitEvaluator:
             not windows or self._task.compares_windows,
             f"--windows is for language models, and {config.training.task!r} is none",
         )
-        task = config.training.task
+        compared = [self._task, tasks.from_config(other.config)] if other else []
+        names = " and ".join(task.name for task in compared)
         check(
-            other is None or (self._task.compares_models and other.config.training.task == task),
-            f"--compare is for two language models, and {task!r} is none",
+            all(task.compares_models for task in compared),
+            f"--compare is for two language models, and these runs are of {names}",
         )
         self.evaluator: Evaluator | None = None
 
