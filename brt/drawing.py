@@ -57,11 +57,11 @@ def class_plot(values: Mapping[str, tuple[float, float | None]], xlabel: str) ->
       xlabel: the label of the x axis.
     """
     figure, (axes,) = new_figure(1)
-    lengths, halves = zip(*values.values(), strict=True)
-    errors = [half or 0.0 for half in halves]
-    axes.barh(list(values), lengths, xerr=errors, color="tab:blue", ecolor="0.3", capsize=3)
+    for name, (length, half) in values.items():
+        axes.barh(name, length, xerr=half, color="tab:blue", ecolor="0.3", capsize=3)
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.2g}"))
     axes.set_xlabel(xlabel)
     return figure
 

@@ -93,7 +93,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{'95 % interval':>22}{'share':>8}",
     ]
     for row in report["classes"]:
-        share = "-" if row["share"] is None else f"{100 * row['share']:.0f} %"
+        share = "-" if row["share"] is None else f"{round(100 * row['share'])} %"
         lines.append(
             f"{row['class']:26}{row['tokens']:>10,}{row['bits_per_token']:>9.4f}"
             f"{row['other_bits_per_token']:>9.4f}{row['difference']:>+12.4f}"
