@@ -352,11 +352,14 @@ class Task(abc.ABC):
         return config
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Returns the parameters that training starts with, taken from another model's weights.
+        """Returns the parameters that training starts with, the names of parameters that another
+        model's weights lack, and the names of arrays in these weights that the model does not have.
+
+        The default takes every parameter from the weights that have it.
 
         Args:
           config: config of the model to train.
-          weights: the weights.
+          weights: the weights that training starts from.
           initial: newly initialised parameters, which are used for parameters that the weights
             lack.
 
@@ -373,7 +376,7 @@ class Task(abc.ABC):
 
         Args:
           config: config of the model to train.
-          weights: the weights.
+          weights: the weights that training starts from.
           initial: model state of a new model.
         """
         return initial

@@ -24,7 +24,8 @@ PATIENCE = 4
 # _LONGEST_PAUSE seconds.
 _CHECKS = 10
 _LONGEST_PAUSE = 5.0
-# A process that ends waits at most this number of seconds while it tells the other processes.
+# Before the watchdog ends its process, it announces the reason to the other processes of the run,
+# and waits at most this number of seconds for the announcement.
 _GOODBYE_SECONDS = 5.0
 # A timer outside of Python ends the process this number of seconds later than otherwise necessary,
 # because a busy machine may delay the thread that restarts the timer.

@@ -75,6 +75,7 @@ def summed_matmul(
         return dense_forward(*pairs[0], kernels[0].ndim - 1)[0]
     product = partial(jnp.tensordot, preferred_element_type=jnp.float32)
     first, *others = (product(x, k.astype(x.dtype), axes=k.ndim - 1) for x, k in pairs)
-    # Rematerialized layers save values by name. If the sum had no name, they would save each
-    # product in float32 instead of the sum.
+    # A rematerialized layer may save the results of matrix products, and values with a name. The
+    # name makes it save the sum, in the dtype of the inputs. Without the name, it would save each
+    # product, in float32, and compute the sum again.
     return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL_RESIDUAL)

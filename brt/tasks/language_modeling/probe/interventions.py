@@ -83,8 +83,10 @@ class InterventionResult:
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
-        """Returns bool [B, M], True for the blocks in which an intervention took place, and False
-        for padding.
+        """Returns bool [B, M], True for the blocks that count when an intervention is scored.
+
+        Padding and blocks of other documents than the scored ones do not count. For the
+        intervention "shuffled", only blocks for which `foreign` is True count.
         """
         foreign = self.foreign if intervention.how == "shuffled" else True
         return (self.document >= 0) & foreign
