@@ -16,7 +16,7 @@ from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.tasks.arguments import EvaluationRequest, OtherModel
 from brt.tasks.language_modeling.comparison import page
-from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator
+from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator, TokenNats
 from brt.tasks.language_modeling.comparison.terms import CLASSES, token_classes
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.training.state import initial_params
@@ -117,6 +117,14 @@ def test_other_documents_are_refused(folder: Path, tmp_path: Path) -> None:
         ComparisonEvaluator(
             EvaluationRequest(ours.config, ours.dataset, "test", windows=(16,), other=theirs)
         )
+
+
+def test_nats_are_collected_by_document_without_padding() -> None:
+    collected = TokenNats(np.array([3, 0, 5]))
+    collected(np.array([[0, 0], [2, -1]]), np.array([[1.0, 2, 3, 9], [4, 5, 9, 9]]))
+    collected(np.array([[-1, -1], [2, 2]]), np.array([[9.0, 9, 9, 9], [6, 7, 8, 9]]))
+    found = [nats.tolist() for nats in collected.documents()]
+    assert found == [[1, 2, 3], [], [4, 5, 6, 7, 8]]
 
 
 def classes_of(text: str, window: int, pattern: str = r"\w+|\W") -> list[tuple[str, str]]:

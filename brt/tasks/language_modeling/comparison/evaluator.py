@@ -51,7 +51,9 @@ class TokenNats:
     def documents(self) -> list[np.ndarray]:
         """Returns the nats of the tokens of each document, float64 [T], without padding."""
         pairs = zip(self._blocks, self._lengths, strict=True)
-        return [np.concatenate(parts, dtype=np.float64)[:size] for parts, size in pairs]
+        # An empty document has no blocks, and numpy does not concatenate an empty list.
+        empty = np.zeros(0)
+        return [np.concatenate([empty, *parts], dtype=np.float64)[:size] for parts, size in pairs]
 
 
 class Reading(NamedTuple):
