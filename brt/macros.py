@@ -8,7 +8,8 @@ from brt.config_io import suggestion
 from brt.errors import ConfigError
 
 MAX_NESTING = 50  # Macros, brackets, and included files may be nested at most this deeply.
-MOST_STRINGS = 100  # At most this many strings, which Python concatenates, may be adjacent.
+# At most this number of string literals may stand side by side; Python joins them to one string.
+MOST_STRINGS = 100
 # After its macros are replaced, a value may have at most this number of scalars and containers.
 MOST_VALUES = 10_000
 

@@ -18,8 +18,8 @@ from brt import __version__, durable
 from brt.errors import ConfigError
 from brt.formatting import finite
 
-# A command writes the files that these flags name at its end, and checks at its start whether they
-# can be written.
+# These flags name files that a command writes at its end. At its start, the command checks whether
+# the files can be written.
 FLAGS = {"json", "save_state"}
 
 

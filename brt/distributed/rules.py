@@ -156,11 +156,12 @@ def is_sharded(name: str) -> bool:
 
 
 def can_merge_axes(axes: int) -> bool:
-    """Returns True if the first `axes` axes of an array can be merged to one axis without moving
-    data between devices.
+    """Returns True if it is certain that the first `axes` axes of an array, of which the first is
+    the axis of lanes, can be merged to one axis without moving data between devices.
 
-    The first axis must be the axis of lanes. The result is False if one of the other merged axes
-    might be sharded, because the compiler might then move data.
+    This is certain if the code is not partitioned, or if at most two axes are merged and the mesh
+    shards no axis called "tokens", "embed" or "heads". The function does not know the names of the
+    merged axes.
 
     Args:
       axes: the number of axes that are merged.

@@ -129,8 +129,8 @@ def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     if config.use_raf:
         leak, threshold = config.leak_init, config.threshold_init
         # The settings are the initial leak and threshold that the neurons use. With "bounded", the
-        # neurons use a sigmoid of the stored leak and a softplus of the stored threshold, so the
-        # stored values are computed by the inverse functions.
+        # neurons use a sigmoid of the stored leak, and `smallest_threshold` plus a softplus of the
+        # stored threshold, so the stored values are computed by the inverse functions.
         if config.raf_parameters == "bounded":
             leak = float(np.log(leak / (1 - leak)))
             threshold = float(np.log(np.expm1(threshold - config.smallest_threshold)))

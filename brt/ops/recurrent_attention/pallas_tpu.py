@@ -109,8 +109,8 @@ def state_attention(
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
       normalize_qk: True if the kernel normalizes the keys of states and tokens, and the queries.
-      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
-        False leaves these keys out of the softmax.
+      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
+        that they still take part in the softmax. False leaves them out of the softmax.
       attention: None or "auto"; the kernel always computes the attention itself.
       interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
         slowly, and with any sizes.

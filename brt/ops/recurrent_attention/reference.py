@@ -51,8 +51,8 @@ def state_scan(
       tanh: selects the updates that are bounded by tanh before the gate. 'original' bounds the
         update of the single layout (`CellWeights`), and 'paper' the updates of lstm gates.
       normalize_qk: True normalizes keys and queries of the states.
-      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
-        False leaves these keys out of the softmax.
+      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
+        that they still take part in the softmax. False leaves them out of the softmax.
       taps, unroll, attention: ignored.
 
     Returns:

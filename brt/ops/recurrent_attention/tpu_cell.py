@@ -87,8 +87,8 @@ def state_scan(
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
-      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
-        False leaves these keys out of the softmax.
+      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
+        that they still take part in the softmax. False leaves them out of the softmax.
       interpret: True, or parameters of Pallas's interpreter, runs the kernel on any device, slowly,
         and with any sizes.
       **_: the other arguments of `api.state_scan`, which `refusal` has checked.

@@ -41,8 +41,8 @@ class StateKernelSettings(NamedTuple):
 
     Attributes:
       normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
-      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
-        False leaves these keys out of the softmax.
+      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
+        that they still take part in the softmax. False leaves them out of the softmax.
       interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
         slowly.
     """

@@ -41,8 +41,8 @@ def state_attention(
         tokens are already normalized.
       cache_mask: True if the states may read the tokens of the previous block.
       normalize_qk: True normalizes keys and queries of the states.
-      null_keys: True replaces keys and values of a previous block that may not be read by zeros;
-        False leaves these keys out of the softmax.
+      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
+        that they still take part in the softmax. False leaves them out of the softmax.
       attention: the name of the implementation of both attentions; None or "auto" select the best.
 
     Returns:

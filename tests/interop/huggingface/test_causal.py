@@ -179,3 +179,38 @@ def test_windows_and_sinks_that_the_user_asks_for() -> None:
     assert config.from_theirs(llama, WindowChoice(32, 0)).sliding.sinks == 0
     assert config.from_theirs(mistral, WindowChoice()).sliding.sinks == 0
     assert config.from_theirs(mistral, WindowChoice(6)).sliding.sinks == 4
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_of_qwen_have_a_window_only_if_the_config_uses_it(family: str) -> None:
+    theirs = {**case(family).described, "num_hidden_layers": 3, "layer_types": None}
+    theirs = {name: value for name, value in theirs.items() if value is not None}
+
+    def windows(**keys: Any) -> tuple[int, ...]:
+        return config.from_theirs(theirs | keys, WindowChoice(16)).sliding.by_layer
+
+    windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    theirs = {name: value for name, value in theirs.items() if name not in windowed}
+    assert windows() == windows(sliding_window=8) == ()
+    assert windows(**windowed) == (0, 8, 8)
+    assert windows(**windowed, layer_types=["full_attention"] * 2 + ["sliding_attention"]) == (
+        0, 0, 8,
+    )  # fmt: skip
+    # The first 28 layers attend to everything if the config does not say otherwise.
+    assert windows(use_sliding_window=True) == ()
+    model = config.from_theirs(theirs | windowed | {"max_window_layers": 0}, WindowChoice())
+    assert (model.window, model.sliding.sinks, model.sliding.by_layer) == (8, 0, ())
+
+
+def test_missing_windows_are_those_of_transformers() -> None:
+    mistral, gemma = dict(case("mistral").described), dict(case("gemma3").described)
+    del mistral["sliding_window"]
+    assert config.from_theirs(mistral, WindowChoice()).window == 4096
+    without = config.from_theirs(mistral | {"sliding_window": None}, WindowChoice())
+    assert without.sliding.sinks == 4
+    for name in ("layer_types", "sliding_window_pattern", "_sliding_window_pattern"):
+        gemma.pop(name, None)
+    layers = gemma["num_hidden_layers"] = 7
+    model = config.from_theirs(gemma, WindowChoice())
+    own = gemma["sliding_window"]
+    assert model.sliding.by_layer == tuple(0 if i == 5 else own for i in range(layers))

@@ -25,7 +25,8 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# These keys of config.json are ignored, because they do not affect what the model computes.
+# These keys of config.json are allowed, because they do not affect what the model computes, or are
+# read elsewhere (max_window_layers and quantization_config).
 _SILENT = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
     "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout",
@@ -39,16 +40,18 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }  # fmt: skip
+_QWEN = ("qwen2", "qwen3")
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {
         "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072,
     },
-    "qwen2": {"max_position_embeddings": 32768},
-    "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
+    "qwen2": {"max_position_embeddings": 32768, **_QWEN_WINDOWS},
+    "qwen3": {"max_position_embeddings": 32768, "head_dim": 128, **_QWEN_WINDOWS},
     "gemma3_text": {
         "hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256,
         "sliding_window": 4096, "max_position_embeddings": 131072, "tie_word_embeddings": True,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": 4, "_sliding_window_pattern": 6,
     },
 }  # fmt: skip
 ACTIVATIONS = {
@@ -110,10 +113,10 @@ class _Keys:
         return value
 
     def take_optional(self, name: str) -> Any:
-        """Returns the value of the key `name` without a check of its type, or None if the key is
-        missing or null; marks the key as read.
+        """Returns the value of the key `name` without a check of its type, and marks the key as
+        read. The value is None if the key is null, or if it is missing and has no default.
         """
-        return self._left.pop(name, None)
+        return self._left.pop(name, self._defaults.get(name))
 
     def refuse_rest(self) -> None:
         """Raises CheckpointError if a key that has not been read may change what the model
@@ -208,7 +211,7 @@ def from_theirs(config: Mapping[str, Any], choice: WindowChoice) -> Model:
         "positions": "rotary", "rotary": _rotary(keys, context, gemma),
     }  # fmt: skip
     settings["end_ids"] = end_ids(config, settings["vocab_size"])
-    settings |= _windows(keys, layers, choice, context)
+    settings |= _windows(keys, family, layers, choice, context)
     keys.refuse_rest()
     return Model(**settings)
 
@@ -317,19 +320,35 @@ def _without_nulls(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (values or {}).items() if value is not None}
 
 
-def _windows(keys: _Keys, layers: int, choice: WindowChoice, context: int) -> dict[str, Any]:
-    """Returns the settings `window` and `sliding` of brt's `Model`."""
+def _trained_windows(keys: _Keys, family: str, layers: int) -> tuple[int | None, list[bool]]:
+    """Returns the window that layers were trained with, or None, and for each layer True if it has
+    this window.
+    """
     own = keys.take_optional("sliding_window")
     if keys.take_optional("use_sliding_window") is False:
         own = None
     types = keys.take_optional("layer_types")
-    pattern = keys.take_optional("sliding_window_pattern")
-    pattern = keys.take_optional("_sliding_window_pattern") or pattern
-    if own and types is None and pattern:
-        types = [_GLOBAL if (i + 1) % pattern == 0 else _LOCAL for i in range(layers)]
-    local = [kind == _LOCAL for kind in types] if types else [bool(own)] * layers
+    patterns = (
+        keys.take_optional("sliding_window_pattern"), keys.take_optional("_sliding_window_pattern"),
+    )  # fmt: skip
+    pattern = patterns[0] or patterns[1]
+    if types is not None:
+        local = [kind == _LOCAL for kind in types]
+    elif family in _QWEN:  # The layers below `first` attend to the whole context.
+        first = keys.take("max_window_layers", int)
+        local = [i >= first for i in range(layers)]
+    else:
+        local = [not pattern or (i + 1) % pattern != 0 for i in range(layers)]
     if len(local) != layers:
         raise CheckpointError(f"config.json: layer_types has {len(local)} entries, not {layers}")
+    return own, local if own else [False] * layers
+
+
+def _windows(
+    keys: _Keys, family: str, layers: int, choice: WindowChoice, context: int
+) -> dict[str, Any]:
+    """Returns the settings `window` and `sliding` of brt's `Model`."""
+    own, local = _trained_windows(keys, family, layers)
     if own and all(local):  # All layers were trained with this window.
         window = choice.window or own
         sinks = choice.sinks if choice.sinks is not None else (4 if window < own else 0)
