@@ -14,8 +14,9 @@ _SECRET = (
     r"(?:token|secret|passw(?:or)?d|passphrase|api_?key|access_?key|secret_?key|private_?key|"
     r"signature|credentials?|authorization)"
 )
-# If the name of a value ends with one of the words in _PERHAPS, the value is secret unless it is a
-# number, a truth value or a path, which _PLAIN excludes.
+# If the name of a value is one of the words in _PERHAPS, or ends with one of them after "_", "." or
+# "-", the value is secret unless _PLAIN excludes it: a short number, a truth value, a path, "none"
+# or "auto".
 _PERHAPS = r"(?:key|auth|sig|pass|pwd|cookie)"
 _PLAIN = r"(?!(?:true|false|none|auto|[-+.\d]{1,12}|\.{0,2}/[^&;\s'\"]*)(?:[&;#\s'\")]|$))"
 _VALUE = r"[^&;#\s'\")]+"

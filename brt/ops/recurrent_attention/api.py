@@ -96,9 +96,10 @@ def state_scan(
       unroll: the number of blocks that one iteration of the scan's loop processes.
       implementation: the name of an implementation; None selects the best one that supports the
         inputs.
-      options: the arguments `kind` (of gate), `tanh` (which updates a tanh bounds), `normalize_qk`
-        (of keys and queries), `null_keys` (True keeps unreadable keys in the softmax as zeros) and
-        `attention` (the implementation of attention); `reference.state_scan` explains them.
+      options: the arguments `kind` (of gate), `tanh` (says which updates are bounded by a tanh),
+        `normalize_qk` (of keys and queries), `null_keys` (True keeps unreadable keys in the softmax
+        as zeros) and `attention` (the implementation of attention); `reference.state_scan` explains
+        them.
 
     Returns:
       The states after the last block, float32; and the state keys and values that the tokens of

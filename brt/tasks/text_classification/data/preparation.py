@@ -220,7 +220,8 @@ def truncate_texts(texts: list[np.ndarray], limit: int) -> list[np.ndarray]:
     first, second = map(len, texts)
     excess = max(first + second - limit, 0)
     # The texts lose `excess` ids together, and the first text loses `difference` ids more than the
-    # second text. The longer text is thus cut until both are equally long; then both are cut alike.
+    # second text, or one more than that if the sum of both numbers is odd. The longer text is thus
+    # cut until both are equally long; then both are cut alike.
     difference = min(max(first - second, -excess), excess)
     return [
         texts[0][: first - (excess + difference + 1) // 2],
