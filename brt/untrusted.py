@@ -28,8 +28,9 @@ LARGEST = 1 << 30  # Files that are read into memory have at most this many byte
 NUMBER = int | float  # `check` with this kind accepts JSON numbers with and without a fraction.
 _CHUNK = 1 << 20  # Arrays are read in chunks of this number of bytes.
 _DEEPEST = 100  # Lists and objects in files of a known structure are nested at most this deeply.
-# Lists and objects in other JSON are nested at most this deeply. Functions that call themselves can
-# process such JSON. From Python 3.14 on, the parser itself has no such limit.
+# Lists and objects in other JSON are nested at most this deeply, so that recursive functions can
+# process them without reaching Python's limit of recursion. brt checks the depth itself, because
+# the parser has no limit from Python 3.14 on.
 _DEEPEST_PARSED = 200
 _RATIO = 1032  # Deflate compresses by at most this factor.
 _UNUSUAL = 0x61  # Encrypted or patched members of a zip file have one of these flags.

@@ -200,3 +200,12 @@ def test_the_products_of_a_step_are_found_as_often_as_they_run(tool: Callable) -
     assert sizes == {2 * 8 * 8 * 8: 3, 2 * 2 * 4 * 8 * 4: 1, 2 * 24 * 8 * 8: 1}
     results = jax.jit(alone.program(found)[0])(alone.program(found)[1])
     assert sorted(y.size for y in results) == [32, 64, 64, 64, 192]
+
+
+@pytest.mark.slow
+def test_linear_recurrences_take_turns_with_a_window(tmp_path: Path) -> None:
+    run("linear_recurrences.py", "--rounds=1", f"--json={tmp_path / 'rows'}")
+    rows = json.loads((tmp_path / "rows").read_text())
+    assert [row["model"] for row in rows][:2] == ["Slide", "Rec:fixed:skip"] and len(rows) == 5
+    assert rows[0]["ratio"] == rows[0]["relative_flops"] == 1
+    assert all(row["milliseconds"] > 0 for row in rows)

@@ -45,7 +45,10 @@ class Tokenizer(Protocol):
         """Returns the ids of a text, int32 [T]."""
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text, whose parts are `chunks`, as int32 arrays."""
+        """Yields the ids of a text, whose parts are `chunks`, as int32 arrays.
+
+        No token crosses the end of a chunk, so the ids may differ from those of the whole text.
+        """
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes that ids stand for.

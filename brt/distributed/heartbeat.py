@@ -55,8 +55,8 @@ class Heartbeat:
             thread.start()
 
     def last_activities(self) -> list[str]:
-        """Returns a phrase about the last known activity of each other process, such as "process 1
-        of 2 was stepping after step 3".
+        """Returns a phrase about the last activity of each other process whose activity is known,
+        such as "process 1 of 2 was stepping after step 3".
         """
         return [
             f"{self._peer(index)} was {activity}"

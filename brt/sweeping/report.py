@@ -125,8 +125,8 @@ def _distances(groups: Sequence[Group]) -> list[str]:
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
-    """Returns CSV with a line for each point: all its metrics, and the settings that differ between
-    points. Missing values are empty.
+    """Returns CSV with a line for each point: all its metrics, and all settings that the sweep
+    binds. Missing values are empty.
 
     Args:
       rows: the results of each point.

@@ -316,7 +316,10 @@ class Task(abc.ABC):
     # The following methods initialise a model from the weights of another model (a warm start).
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Returns weights that brt.convert wrote.
+        """Returns weights that brt.convert wrote, or a decoder in Hugging Face's format.
+
+        This method is called if Training.init_from is no run directory with checkpoints. The
+        default always raises the error below.
 
         Args:
           config: config of the run that starts from the weights.

@@ -30,9 +30,9 @@ _KEYS = {"copy": [""], "recall": list(string.ascii_letters), "needle": generated
 _PEOPLE = [name.capitalize() for name in generated.words("people", 8)]
 _THINGS = "bell book coin knife lamp letter map ring".split()
 _PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
-# Facts are drawn at random until one belongs to the split, as at least one of eight facts does on
-# average. If this number of draws is not enough, there are too few different facts, and an error is
-# raised.
+# Facts are drawn at random until one belongs to the split. A drawn fact belongs to a given split
+# with a probability of at least 1/8. If none of this many facts belongs to the split, there are too
+# few different facts, and an error is raised.
 _DRAWS = 1000
 # These characters are removed from filler: < = > because they mark facts, control characters except
 # newlines, and all characters beyond ASCII because they take several bytes.

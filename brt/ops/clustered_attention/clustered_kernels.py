@@ -84,7 +84,9 @@ class ClusteredKernelInputs(NamedTuple):
 
 
 class ClusteredKernelOutputs(NamedTuple):
-    """Outputs of the forward kernel, or only their shapes, for one step of the grid.
+    """Shapes of the outputs of the forward kernel for one step of the grid (one head of a lane).
+
+    The block specs and the shapes of the complete outputs are made from these shapes.
 
     Attributes:
       y: [E, T], the attention output of the queries.

@@ -99,9 +99,9 @@ def compare(
       allowed: settings that the user allows to change; see `check_resumable`.
 
     Raises:
-      ConfigError: a difference is not allowed, or the saved arrays have other shapes than the
-        arrays of the run. A resumed run can never change the shapes of its arrays, not even with
-        --allow_config_change.
+      ConfigError: a difference is not allowed, or a setting has changed and the saved arrays have
+        other shapes than the arrays of the run. A resumed run can never change the shapes of its
+        arrays, not even with --allow_config_change.
     """
     saved = config_from_json(checkpoint.meta["config"])
     lines = check_resumable(saved, config, allowed)
