@@ -45,6 +45,7 @@ ONLY_RESOLVED = {
     "configs/sweeps/memory.gin": "--list",  # training of 18 models
     "configs/sweeps/recurrence.gin": "--list",  # training of 42 models
     "configs/sweeps/retrofit.gin": "--list",  # the weights of SmolLM2-135M, and a GPU
+    "runs/retrofit/Dense-memory,-4-layers": None,  # two runs of the sweep above
     "--topology=h100x1": "--print_config",  # packages with a GPU compiler
     "--gin.Training.segment_length=512": "--print_config",  # minutes of training
     "runs/far": None,  # the run of the command above
@@ -124,6 +125,7 @@ def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(FIXTURES / "user_files/my_layers.py", path)
     trained = "python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/novels"
     subprocess.run(adapted(trained), cwd=path, check=True)
+    shutil.copytree(path / "runs/novels", path / "runs/quickstart")  # `make quickstart` trains it.
     return path
 
 
