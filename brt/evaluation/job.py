@@ -84,6 +84,11 @@ class SplitEvaluator:
           NonFiniteError: the primary metric is not finite.
         """
         _check_writable(model.workdir)
+        check(
+            self._other is None or self._other.mesh == model.mesh,
+            "--compare needs both runs on the same mesh; set Mesh for both, for example with "
+            "--gin.Mesh.data=1",
+        )
         if self.evaluator is None:
             dataset = saved_model.open_split(model, self._split)
             request = EvaluationRequest(

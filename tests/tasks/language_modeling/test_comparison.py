@@ -1,24 +1,29 @@
 """Tests `brt.evaluate --compare`, which compares two models on the same documents."""
 
 import dataclasses
+import functools
 import math
 import re
 from pathlib import Path
 
 import flax.linen as nn
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from brt import evaluate, tasks, train
 from brt.config import Config, Data, Evaluation, Model, Training
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import ConfigError
+from brt.evaluation import job
 from brt.layers.sections import Recurrence
 from brt.tasks.arguments import EvaluationRequest, OtherModel
 from brt.tasks.language_modeling.comparison import page
 from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator, TokenNats
 from brt.tasks.language_modeling.comparison.terms import CLASSES, token_classes
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
+from brt.training.start import saved_model
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -28,6 +33,7 @@ MODEL = Model(
 TEXTS = ("Alice met the Queen. <b> & x_1 = \\alpha. ", "Bob saw Alice, and alice saw Bob. ")
 
 
+@functools.cache
 def prepared(folder: Path, seed: int = 0, **data: object) -> tuple[Config, OtherModel]:
     """Returns a config, and a random model of it with the opened test documents."""
     config = Config(
@@ -100,7 +106,7 @@ def test_models_with_other_tokenizers_are_compared_by_documents(
     _, theirs = prepared(folder, tokenizer=str(tokenizer))
     result = compare(ours, theirs)
     assert "classes" not in result.metrics and result.page is None
-    assert "the tokenizers differ" in result.text
+    assert "the tokenizers differ" in result.text and "bits per token" not in result.text
     expected = result.metrics["bits_per_byte"] - result.metrics["other"]["bits_per_byte"]
     assert result.metrics["difference"] == pytest.approx(expected, rel=1e-6)
     assert result.metrics["difference_95"] > 0
@@ -192,5 +198,8 @@ def test_the_command_writes_a_report_a_plot_and_a_page(folder: Path, tmp_path: P
     assert (tmp_path / "one/evaluations/2/test_comparison.json").exists()
     assert (tmp_path / "one/plots/test_comparison.png").exists()
     assert "<pre>" in (tmp_path / "one/plots/test_comparison.html").read_text()
+    one, two = (saved_model.load(*saved_model.load_config(tmp_path / n)) for n in ("one", "two"))
+    with pytest.raises(ConfigError, match="both runs on the same mesh"):
+        job.evaluate(one, "test", None, other=two._replace(mesh=Mesh(np.array(jax.devices()), "d")))
     with pytest.raises(ConfigError, match="--compare evaluates one checkpoint"):
         evaluate.main(evaluate.parser().parse_args([*flags, "--follow"]))

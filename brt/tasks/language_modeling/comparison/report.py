@@ -76,7 +76,9 @@ def text(report: Mapping[str, Any]) -> str:
         "better",
         "",
     ]
-    for metric in ("bits_per_byte", "bits_per_token"):
+    # Tokens of different tokenizers cannot be compared.
+    metrics = ("bits_per_byte", "bits_per_token") if "classes" in report else ("bits_per_byte",)
+    for metric in metrics:
         ours, theirs = report[metric], other[metric]
         if ours is not None and theirs is not None:
             lines.append(f"{metric.replace('_', ' ')}: {ours:.4f}, other {theirs:.4f}")
