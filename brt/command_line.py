@@ -111,7 +111,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         BINDINGS_FLAG, "--gin_param", action="append", default=[],
         metavar="'Section.field = value'",
-        help="overrides the files; repeatable; short form: --gin.Section.field=value",
+        help="overrides the files; repeatable; short form: --gin.Section.field=value; a text needs "
+        "quotes of its own: --gin.Data.train=\"'books/*.txt'\"",
     )  # fmt: skip
     add_import_flag(parser)
     parser.add_argument(

@@ -309,10 +309,14 @@ def unknown_name(name: str) -> str:
     fields, sections = field_types(), section_types()
     if section not in sections:
         guess = suggestion(name, fields) if field else suggestion(section, sections)
-        others = guess or "; there are " + ", ".join(sections)
+        own = (
+            "a section that a file of yours declares needs --import=FILE.py, and the file must "
+            "call brt.register_kind"
+        )
         return (
-            f"no section {section!r}{others} (a section that a file of yours declares needs "
-            "--import=FILE.py)"
+            f"no section {section!r}{guess} ({own})"
+            if guess
+            else (f"no section {section!r}; {own}; brt has the sections {', '.join(sections)}")
         )
     own = {full.partition(".")[2]: full for full in fields if full.startswith(f"{section}.")}
     moved = {

@@ -188,6 +188,9 @@ def _unreadable(message: str, line: str | None) -> str:
     if match := re.search("Failed to parse token '(.*)'", message):
         word = match[1][:_MOST_QUOTED]
         reason = f"{word} is no value; text needs quotes ({word!r}), booleans are True, False"
+    elif message.startswith("Unable to parse value") and line and "=" in line:
+        word = line.partition("=")[2].strip()[:_MOST_QUOTED]
+        reason = f"{word or 'nothing'} is no value; text needs quotes ({word!r})"
     else:
         reason = " ".join(message.split())[:_MOST_QUOTED].rstrip(".")
     quoted = f" {line.strip()[:_MOST_QUOTED]!r}" if line else " it"

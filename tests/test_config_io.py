@@ -198,7 +198,7 @@ def test_values_of_another_type_are_refused(name: str, value: Any, message: str)
         ("Model.num_layers", "did you mean 'Model.layers'?"),
         ("Model.gated_mlps", "no field 'Model.gated_mlps'; did you mean 'MLP.gated'?"),
         ("Checkpoint.zzz", "no field 'Checkpoint.zzz'; Checkpoint has every, keep, keep_every"),
-        ("Zzzzz", "no section 'Zzzzz'; there are Model, Embedding, SelfAttention"),
+        ("Zzzzz", "no section 'Zzzzz'; a section that a file of yours declares needs --import="),
     ],
 )
 def test_unknown_names_come_with_the_right_one(name: str, phrase: str) -> None:

@@ -168,6 +168,11 @@ def nested(default: T) -> T:
     return dataclasses.field(default=default, metadata={_NESTED: True})
 
 
+def is_declared(field: "dataclasses.Field[Any]") -> bool:
+    """Returns True if a function of this module declared the field of a section."""
+    return any(key in field.metadata for key in (_DECLARED, _NESTED))
+
+
 def settings(section: type) -> dict[str, Setting]:
     """Returns the declaration of every setting of a section, by the name of the field.
 

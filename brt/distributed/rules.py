@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from brt.errors import ConfigError
+
 Names = tuple[str | None, ...]
 Mesh = jax.sharding.Mesh | AbstractMesh
 
@@ -57,8 +59,9 @@ def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
       mesh: the mesh.
 
     Raises:
-      ValueError: a name is not in RULES, the number of names differs from the number of axes, or
-        the same axis of the mesh would shard two axes of the array.
+      ConfigError: a name is not in RULES.
+      ValueError: the number of names differs from the number of axes, or the same axis of the mesh
+        would shard two axes of the array.
     """
     if len(names) != len(shape):
         raise ValueError(f"{names} does not name the axes of an array of shape {shape}")
@@ -72,10 +75,27 @@ def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
     if name is None:
         return ()
-    if name not in RULES:
-        raise ValueError(f"no rule says what cuts axes named {name!r}; add it to RULES")
+    check_names((name,), "an array")
     cut = tuple(axis for axis in RULES[name] if _devices(axis, mesh) > 1)
     return cut if size and size % math.prod(mesh.shape[axis] for axis in cut) == 0 else ()
+
+
+def check_names(names: Names, shown: str) -> None:
+    """Checks that RULES has every name of an axis.
+
+    Args:
+      names: the names of an array's axes; None for an axis that is never sharded.
+      shown: the array or the function that names its axes, for the error message.
+
+    Raises:
+      ConfigError: RULES does not have a name.
+    """
+    for name in names:
+        if name is not None and name not in RULES:
+            raise ConfigError(
+                f"{shown} has an axis named {name!r}; the names of axes are "
+                f"{', '.join(map(repr, RULES))}, and None for an axis that is never sharded"
+            )
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.config import Encoder, Model, Seq2Seq
 from brt.config.fields import RematPolicy
+from brt.distributed.rules import check_names
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import rms_norm
@@ -175,8 +176,13 @@ def parameter(
       name, shape: the name and the shape of the parameter.
       axes: the name of each axis, by which `brt.distributed.rules` shards the parameter; None for
         an axis that is never sharded.
-      init: the initialiser; None selects `kernel_init()`, for a kernel with one axis of inputs.
+      init: the initialiser, a function (key, shape, dtype) that returns the initial values; None
+        selects `kernel_init()`, for a kernel with one axis of inputs.
+
+    Raises:
+      ConfigError: the name of an axis does not exist.
     """
+    check_names(axes, f"the parameter {name!r} of {type(module).__name__}")
     boxed: Callable[..., Any] = nn.with_logical_partitioning(init or kernel_init(), axes)
     # The initialiser returns a box with the array and the names of its axes. Flax stores the box,
     # but returns the array alone.

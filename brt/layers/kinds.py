@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from brt.config import SECTIONS, Model
 from brt.config.kinds import KindSection, register_section
 from brt.config.model import PARTS
+from brt.distributed.rules import check_names
 from brt.errors import ConfigError
 from brt.layers.clustered import (
     CLUSTERED_AXES,
@@ -29,6 +30,7 @@ from brt.layers.recurrent import (
     recurrent_flops,
     recurrent_taps,
 )
+from brt.layers.registration import check_kind
 from brt.layers.sections import Clustered, Recurrence
 from brt.layers.state import LayerAux as LayerAux
 from brt.layers.state import LayerState, new_window_state, window_axes
@@ -44,20 +46,24 @@ class LayerKind(NamedTuple):
     methods together read one block token by token, with the same result:
 
       __call__(x [B, T, D], state, document_start [B, N], feedback, summaries, model_state, taps)
-      begin_block(None, state, document_start [B] or None, model_state, summaries=None)
+      begin_block(None, state, document_start, model_state, summaries=None)
       decode_step(x [B, 1, D], state, block, position, feedback, model_state, summaries=None)
       end_block(None, state, block, model_state, summaries)
 
     All arguments but x are passed by keyword, and every kind gets all of them. A module declares
-    the keywords that it uses and takes the others as `**_`. An open block has the data of a block
-    whose tokens are read one by one. `begin_block` and `decode_step` return the open block in the
-    field `state` of their output. A layer may change its open block with every token, so a
-    recurrence over tokens keeps its state in the open block.
+    the keywords that it uses and takes the others as `**_`. The output x has the shape and the
+    dtype of the input x, and the state keeps the shapes and dtypes of `new_state`.
+
+    An open block has the data of a block whose tokens are read one by one. `begin_block` and
+    `decode_step` return the open block in the field `state` of their output. A layer may change its
+    open block with every token, so a recurrence over tokens keeps its state in the open block.
 
       x: vectors of T tokens in each of B rows of the batch, with D = `Model.model_dim` numbers.
       state: the state of the layer before the segment or the block.
       document_start: True where a block is the first block of a document. The layer must not use
-        anything that it read before such a block.
+        anything that it read before such a block. For `begin_block`, it is None, because a
+        generated document starts with a new state; only a kind that recurs gets [B] there, in
+        models with `Model.feedback`.
       feedback: the keys and values of the highest recurrent layer's states (`StateKV`), to which
         all layers attend if `Model.feedback` is set; otherwise None.
       summaries: the summaries [B, N, U, D] that the layer below computed, U vectors for each block,
@@ -77,17 +83,18 @@ class LayerKind(NamedTuple):
       parts: the names of the state's fields that belong to the part "cache", "state" or "memory".
         None stands for all fields. Evaluation can reset or exchange each part separately. A field
         belongs to at most one part.
-      flops: a function (model) that returns the FLOPs per token of a layer's forward pass. A kind
-        that extends sliding-window layers adds its own FLOPs to
-        `brt.layers.flops.window_flops(model)`.
+      flops: a function (model) that returns the FLOPs per token of a layer's forward pass; a
+        multiplication and an addition are two. A kind that extends sliding-window layers adds its
+        own FLOPs to `brt.layers.flops.window_flops(model)`, and a kind with the usual MLP adds
+        those of `brt.layers.flops.mlp_flops(model)`.
       section: the kind's section of settings, which also lists the indices of the kind's layers.
         None for sliding windows: all layers that no section lists are sliding-window layers.
       recurs: True if the layer carries S state vectors, in the field `vectors` [B, S, D] of the
         state, and if its open block has the keys and values of these vectors in the field `memory`.
         With `Model.feedback`, all layers attend to the vectors of the highest such layer.
-      loops: True if the layer scans over the blocks of a segment. The results of such a layer are
-        stored for its backward pass. Results of other layers are recomputed in the backward pass on
-        backends where this is faster.
+      loops: True if the layer scans over the blocks or the tokens of a segment. The results of such
+        a layer are stored for its backward pass. Results of other layers are recomputed in the
+        backward pass on backends where this is faster.
       summaries: a function (model) that returns the number of vectors in which a layer summarises a
         block for the layer above; None if layers of the kind neither read nor compute summaries.
       taps: a function (model, parameters of a run, blocks, lanes) that returns accumulators of the
@@ -121,11 +128,13 @@ def register_kind(name: str, kind: LayerKind) -> None:
     """Adds a kind of layer, and its section of settings, to the registry under a name.
 
     Raises:
-      ConfigError: another kind or section already has this name; or the kind has a section whose
-        method `layers_by_kind`, which says which layers are of which kind, does not have this name.
+      ConfigError: another kind or section already has this name; the kind lacks something that
+        every kind needs (`brt.layers.registration`); or the method `layers_by_kind` of its section,
+        which says which layers are of which kind, does not have this name.
     """
     if name in KINDS:
         raise ConfigError(f"there is a kind of layers named {name!r} already; take another name")
+    check_kind(name, kind)
     if (section := kind.section) is not None:
         if section.__name__ in (*SECTIONS, *PARTS, "Sweep"):
             raise ConfigError(
@@ -216,8 +225,8 @@ def check_state(name: str, model: Model) -> None:
       model: the settings of the model, as the layers of this kind see them.
 
     Raises:
-      ConfigError: a part names a field that the state does not have, or `axes` does not give an
-        array of the state as many names as it has axes.
+      ConfigError: a part names a field that the state does not have, `axes` does not give an
+        array of the state as many names as it has axes, or the name of an axis does not exist.
     """
     kind = of(name)
     state = jax.eval_shape(lambda: kind.new_state(model, 1, jnp.dtype("float32")))
@@ -228,6 +237,8 @@ def check_state(name: str, model: Model) -> None:
                     f"the kind {name!r} counts a field {field!r} to the part {part!r}, but its "
                     f"state has the fields {', '.join(state._fields)}; correct LayerKind.parts"
                 )
+    for own in jax.tree.leaves(kind.axes(model), is_leaf=is_names):
+        check_names(own, f"LayerKind.axes of the kind {name!r}")
     names = jax.tree.map(lambda leaf: (None,) * leaf.ndim, state)
     axes = jax.tree.map(lambda leaf: (None,) * len(leaf), kind.axes(model), is_leaf=is_names)
     if axes != names:

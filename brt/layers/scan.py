@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Model
 from brt.config.fields import RematPolicy
 from brt.layers.basic import SHARED, learned_at_once, remat_policy, unrolled
+from brt.layers.output_check import check_output
 from brt.layers.runs import Run
 from brt.layers.state import LayerAux, LayerOutput
 from brt.ops import dispatch
@@ -67,6 +68,10 @@ def scan_layers(
     Returns:
       The output of the highest layer, the states of all layers with the layers on `axis`, and
       auxiliary losses, metrics and model states with the layers on axis 0.
+
+    Raises:
+      ConfigError: a layer did not return a `LayerOutput`, or returned arrays of another shape or
+        dtype than it got.
     """
     whole = method == "__call__"
     at_once = _layers_at_once(run.model, run.layers)
@@ -133,7 +138,9 @@ def _saved_for_backward(run: Run) -> RematPolicy | None:
 
 
 def _call(module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, Any]) -> LayerOutput:
-    return getattr(module, method)(x, **inputs)
+    output = getattr(module, method)(x, **inputs)
+    check_output(module, method, output, x, inputs)
+    return output
 
 
 def _call_tied(

@@ -9,6 +9,7 @@ from brt.config import Config, Training
 from brt.config.training import Mesh
 from brt.distributed import rules
 from brt.distributed.mesh import build
+from brt.errors import ConfigError
 from brt.tasks import TASKS
 from brt.training.state import parameter_axes
 
@@ -39,7 +40,9 @@ def test_vectors_are_replicated_and_matrices_sharded() -> None:
 def test_names_that_collide_or_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="'heads', 'mlp'.* collide"):
         rules.spec(("heads", "mlp"), (4, 4), mesh(tensor=2))
-    with pytest.raises(ValueError, match="no rule says what cuts axes named 'width'"):
+    with pytest.raises(
+        ConfigError, match="has an axis named 'width'; the names of axes are 'lanes'"
+    ):
         rules.spec(("width",), (4,), mesh(data=2))
     with pytest.raises(ValueError, match="does not name the axes"):
         rules.spec(("lanes",), (4, 4), mesh())

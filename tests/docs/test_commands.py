@@ -56,7 +56,8 @@ ONLY_RESOLVED = {
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yields the commands in the code blocks of a page. A block of Python is one command.
+    """Yields the commands in the code blocks of a page. A block of Python is one command; if it
+    begins with the name of a file, the command writes this file.
 
     A block may show bindings without a command. They are checked with `brt.train
     --print_config` and the .gin files of the command before.
@@ -64,6 +65,8 @@ def commands(text: str) -> Iterator[str]:
     files = ""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
         if language == "python":
+            if name := re.match(r'"""(\w+\.py):', block):
+                block = f"open({name[1]!r}, 'w').write({block!r})"
             yield shlex.join(["python", "-c", block])
             continue
         for line in block.replace("\\\n", " ").splitlines():
@@ -122,7 +125,6 @@ def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(FIXTURES / "huggingface/roberta", path / "roberta-base")
     shutil.copytree(FIXTURES / "huggingface/t5", path / "DIRECTORY")
     write_decoder(path / "SmolLM2-135M")
-    shutil.copy(FIXTURES / "user_files/my_layers.py", path)
     trained = "python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/novels"
     subprocess.run(adapted(trained), cwd=path, check=True)
     shutil.copytree(path / "runs/novels", path / "runs/quickstart")  # `make quickstart` trains it.

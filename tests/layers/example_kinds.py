@@ -71,7 +71,7 @@ class Toy(nn.Module):
         after, said = jax.lax.scan(body, state.total, xs)
         y = blocks + jnp.moveaxis(said, 0, 1)[:, :, None]
         aux = LayerAux(seen + x.shape[1], {"loud": jnp.mean(y**2)}, {"size": jnp.mean(jnp.abs(x))})
-        return LayerOutput(y.reshape(x.shape), ToyState(after), aux)
+        return LayerOutput(y.reshape(x.shape).astype(x.dtype), ToyState(after), aux)
 
     def begin_block(self, x: None, *, state: ToyState, **_: Any) -> LayerOutput:
         return LayerOutput(x, ToyState(jnp.zeros_like(state.total)))
@@ -80,7 +80,8 @@ class Toy(nn.Module):
         self, x: Any, *, state: ToyState, block: ToyState, model_state: Any, **_: Any
     ) -> LayerOutput:
         y = x + self._said(state.total, model_state)[:, None]
-        return LayerOutput(y, ToyState(block.total + x[:, 0] / self.model.block_length))
+        total = block.total + x[:, 0] / self.model.block_length
+        return LayerOutput(y.astype(x.dtype), ToyState(total))
 
     def end_block(self, x: None, *, state: ToyState, block: ToyState, **_: Any) -> LayerOutput:
         return LayerOutput(x, ToyState(state.total + block.total))
@@ -88,7 +89,7 @@ class Toy(nn.Module):
 
 TOY = LayerKind(
     Toy,
-    lambda model, batch, dtype: ToyState(jnp.zeros((batch, model.model_dim), dtype)),
+    lambda model, batch, dtype: ToyState(jnp.zeros((batch, model.model_dim), jnp.float32)),
     lambda model: ToyState(("lanes", None)),  # type: ignore[arg-type]
     parts={"state": ("total",)},
     flops=lambda model: 3 * model.model_dim,

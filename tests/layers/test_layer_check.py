@@ -4,8 +4,9 @@ breaks.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
+import flax.linen as nn
 import jax.numpy as jnp
 import pytest
 import user_kinds
@@ -13,8 +14,11 @@ from user_kinds import my_layers, token_recurrence
 
 import brt
 from brt.config import Model
+from brt.config.fields import adaptable
+from brt.config.kinds import KindSection
 from brt.errors import ConfigError
 from brt.layers import kinds
+from brt.layers.basic import ONES, parameter
 from brt.layers.state import LayerOutput
 
 Layer, State = token_recurrence.DecayLayer, token_recurrence.DecayState
@@ -95,10 +99,47 @@ class DropsState(Layer):
         return LayerOutput(y, State(jnp.zeros_like(state.total)))
 
 
+class ReadsNextToken(Layer):
+    """A wrong layer in which a token reads the token after it."""
+
+    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
+        return super().__call__(jnp.roll(x, -1, axis=1), **keywords)
+
+
+class ReturnsTuple(Layer):
+    """A wrong layer that returns a tuple of its output and its state."""
+
+    def __call__(self, x: Any, **keywords: Any) -> Any:
+        return tuple(super().__call__(x, **keywords)[:2])
+
+
+class ReturnsFloat32(Layer):
+    """A wrong layer whose output is float32 even if its input is bfloat16."""
+
+    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
+        y, state, *_ = super().__call__(x, **keywords)
+        return LayerOutput(y.astype(jnp.float32), state)
+
+
+class ChangesDtypeOfState(Layer):
+    """A wrong layer that decodes to a state of integers."""
+
+    def end_block(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
+        return LayerOutput(x, State(block.total.astype(jnp.int32)))
+
+
+class NamesNoAxis(Layer):
+    """A wrong layer with a parameter whose axis has a name that does not exist."""
+
+    def setup(self) -> None:
+        self.weight = parameter(self, "weight", (self.model.model_dim,), ("width",), ONES)
+
+
 @pytest.mark.parametrize(
     ("module", "rule"),
     [
         (DropsState, "two calls of __call__, one after the other, must return what one call"),
+        (ReadsNextToken, "__call__ must not let a token read a later one"),
         (ReadsLater, "__call__ must not let a token read a later one"),
         (ReadsOtherRows, "__call__ must not let a row of the batch read another one"),
         (ReadsEarlierDocuments, "__call__ must not read anything from before a block with"),
@@ -112,9 +153,89 @@ def test_the_rule_that_a_kind_breaks_is_named(module: Any, rule: str) -> None:
         brt.check_layers(MODEL)
 
 
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (ReturnsTuple, "ReturnsTuple.__call__ returned a tuple; it must return a brt.layers"),
+        (ReturnsFloat32, r"got x as bfloat16\[.* and returned float32\[.*astype\(bfloat16\)"),
+        (ChangesDtypeOfState, r"ChangesDtypeOfState.end_block got state.total as .* int32\["),
+        (NamesNoAxis, "the parameter 'weight' of NamesNoAxis has an axis named 'width'; the names"),
+    ],
+)
+def test_an_output_of_another_form_is_refused_while_the_model_is_traced(
+    module: Any, sentence: str
+) -> None:
+    replace_kind(module=module)
+    with pytest.raises(ConfigError, match=sentence):
+        brt.check_layers(MODEL)
+
+
+class HasNoBeginning(nn.Module):
+    """A wrong layer without the method `begin_block`."""
+
+    model: Model
+    training: bool = False
+    kernels: Any = None
+
+    def __call__(self, x: Any, **_: Any) -> LayerOutput:
+        return LayerOutput(x, ())
+
+
+class HasOtherFields(nn.Module):
+    """A wrong layer that brt cannot create, because it lacks the field `kernels`."""
+
+    model: Model
+    training: bool = False
+
+
+class AcceptsFewKeywords(Layer):
+    """A wrong layer whose call refuses keywords that brt passes to every kind."""
+
+    def __call__(self, x: Any, *, state: Any, document_start: Any) -> LayerOutput:
+        return super().__call__(x, state=state, document_start=document_start)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainField(KindSection):
+    kind: ClassVar[str] = "wrong"
+    layers: tuple[int, ...] = adaptable(())
+    width: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithoutKind(KindSection):
+    layers: tuple[int, ...] = adaptable(())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"parts": {"states": ("total",)}}, "has the part 'states'; the parts of a state are"),
+        ({"section": None}, "the LayerKind 'wrong' has no section, so no layer can be of this"),
+        ({"section": WithoutKind}, "add the class variable `kind: ClassVar\\[str\\] = 'wrong'`"),
+        ({"section": PlainField}, "the field width of the section PlainField has a plain default"),
+        (
+            {"module": HasNoBeginning},
+            "HasNoBeginning of the kind 'wrong' has no method begin_block",
+        ),
+        ({"module": HasOtherFields}, "must begin with the fields model, training, kernels"),
+        ({"module": AcceptsFewKeywords}, "__call__ does not accept the keyword 'feedback'.*add"),
+    ],
+)
+def test_a_kind_that_lacks_something_is_refused_when_it_is_registered(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        kinds.register_kind("wrong", token_recurrence.DECAY._replace(**changes))
+    assert "wrong" not in kinds.KINDS
+
+
 def test_a_state_without_the_fields_of_a_part_is_refused_before_training() -> None:
     replace_kind(parts={"state": ("sums",)})
     with pytest.raises(ConfigError, match=r"counts a field 'sums' to the part 'state', but its"):
+        brt.check_layers(MODEL)
+    replace_kind(axes=lambda model: State(("batch", None)))
+    with pytest.raises(ConfigError, match="of the kind 'decay' has an axis named 'batch'; the na"):
         brt.check_layers(MODEL)
     replace_kind(axes=lambda model: State(("lanes",)))
     with pytest.raises(ConfigError, match=r"LayerKind.axes of the kind 'decay' returns"):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from brt.config.checks import check
 from brt.data import losses
 from brt.data.cache import say
 from brt.data.lanes import evaluation_batches
@@ -144,6 +145,9 @@ class DocumentEvaluator:
       request: the split and the config. If `request.ablate` is not None, a second pass over the
         split resets a part of the memory before every segment: "state" (recurrent states), "cache"
         (cached keys and values), "memory" (other memories), or "both" for all three.
+
+    Raises:
+      ConfigError: `request.ablate` names a part that no layer of the model has.
     """
 
     unit = "tok"
@@ -153,6 +157,12 @@ class DocumentEvaluator:
             request.config, request.dataset, request.split, request.ablate
         )  # fmt: skip
         self._config, self._split, self._ablate = config, split, ablate
+        present = sorted(parts(config.model))
+        check(
+            ablate in (None, "both", *present),
+            f"--ablate={ablate}: the layers of the model have no such part; they have "
+            f"{' and '.join(present)}",
+        )
         if beyond := config.model.beyond_context():
             say(f"warning: {beyond}", True)
         self._store, self._tokenizer = dataset.split(split), dataset.tokenizer

@@ -27,7 +27,7 @@ class Echo(KindSection):
 
 
 class EchoState(NamedTuple):
-    total: jax.Array  # [B, D], the decaying sum of the mean vectors of earlier blocks
+    total: jax.Array  # [B, D], float32, the decaying sum of the mean vectors of earlier blocks
 
 
 class EchoLayer(nn.Module):
@@ -53,7 +53,8 @@ class EchoLayer(nn.Module):
 
         total, before = jax.lax.scan(step, state.total, (means.swapaxes(0, 1), document_start.T))
         echo = jnp.repeat(before.swapaxes(0, 1), x.shape[1] // blocks, axis=1)
-        return LayerOutput(x + echo * self.weight[None, None], EchoState(total))
+        y = x + echo * self.weight[None, None]
+        return LayerOutput(y.astype(x.dtype), EchoState(total))
 
     def begin_block(self, x: None, *, state: EchoState, **_: Any) -> LayerOutput:
         return LayerOutput(x, jnp.zeros_like(state.total))
@@ -62,7 +63,8 @@ class EchoLayer(nn.Module):
         self, x: jax.Array, *, state: EchoState, block: jax.Array, **_: Any
     ) -> LayerOutput:
         echo = state.total * self.weight[None]
-        return LayerOutput(x + echo[:, None], block + x[:, 0] / self.model.block_length)
+        y = (x + echo[:, None]).astype(x.dtype)
+        return LayerOutput(y, block + x[:, 0] / self.model.block_length)
 
     def end_block(self, x: None, *, state: EchoState, block: jax.Array, **_: Any) -> LayerOutput:
         return LayerOutput(x, EchoState(self.model.of(Echo).decay * state.total + block))
@@ -70,7 +72,7 @@ class EchoLayer(nn.Module):
 
 ECHO = LayerKind(
     EchoLayer,
-    lambda model, batch, dtype: EchoState(jnp.zeros((batch, model.model_dim), dtype)),
+    lambda model, batch, dtype: EchoState(jnp.zeros((batch, model.model_dim), jnp.float32)),
     lambda model: EchoState(("lanes", None)),  # type: ignore[arg-type]
     parts={"state": ("total",)},
     flops=lambda model: 2 * model.model_dim,

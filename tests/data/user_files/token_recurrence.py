@@ -27,7 +27,7 @@ class Decay(KindSection):
 
 
 class DecayState(NamedTuple):
-    total: jax.Array  # [B, D]
+    total: jax.Array  # [B, D], float32, because it sums over many tokens
 
 
 class DecayLayer(nn.Module):
@@ -51,7 +51,8 @@ class DecayLayer(nn.Module):
             return total, total
 
         total, sums = jax.lax.scan(step, state.total, (x.swapaxes(0, 1), starts.T))
-        return LayerOutput(x + sums.swapaxes(0, 1) * self.weight[None, None], DecayState(total))
+        y = x + sums.swapaxes(0, 1) * self.weight[None, None]
+        return LayerOutput(y.astype(x.dtype), DecayState(total))
 
     def begin_block(self, x: None, *, state: DecayState, **_: Any) -> LayerOutput:
         """Starts a block with the state so far, which `decode_step` changes with every token."""
@@ -59,7 +60,8 @@ class DecayLayer(nn.Module):
 
     def decode_step(self, x: jax.Array, *, block: DecayState, **_: Any) -> LayerOutput:
         total = block.total / 2 + x[:, 0]
-        return LayerOutput(x + (total * self.weight[None])[:, None], DecayState(total))
+        y = x + (total * self.weight[None])[:, None]
+        return LayerOutput(y.astype(x.dtype), DecayState(total))
 
     def end_block(self, x: None, *, block: DecayState, **_: Any) -> LayerOutput:
         return LayerOutput(x, block)
@@ -67,7 +69,7 @@ class DecayLayer(nn.Module):
 
 DECAY = LayerKind(
     DecayLayer,
-    lambda model, batch, dtype: DecayState(jnp.zeros((batch, model.model_dim), dtype)),
+    lambda model, batch, dtype: DecayState(jnp.zeros((batch, model.model_dim), jnp.float32)),
     lambda model: DecayState(("lanes", None)),  # type: ignore[arg-type]
     parts={"state": ("total",)},
     flops=lambda model: 2 * model.model_dim,

@@ -1,0 +1,102 @@
+"""Checks of a kind of layer at its registration, which report mistakes before a model is built."""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import flax.linen as nn
+
+from brt.config.fields import is_declared
+from brt.config.kinds import KindSection
+from brt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from brt.layers.kinds import LayerKind
+
+# A state consists of these parts, each of which evaluation can reset or exchange.
+STATE_PARTS = ("cache", "state", "memory")
+# The first fields of every layer's module, in the order in which brt passes them.
+_FIELDS = ("model", "training", "kernels")
+# The keywords that brt passes to each method of a layer.
+_KEYWORDS: Mapping[str, tuple[str, ...]] = {
+    "__call__": ("state", "document_start", "feedback", "summaries", "model_state", "taps"),
+    "begin_block": ("state", "document_start", "summaries", "model_state"),
+    "decode_step": ("state", "block", "position", "feedback", "summaries", "model_state"),
+    "end_block": ("state", "block", "summaries", "model_state"),
+}
+
+
+def check_kind(name: str, kind: "LayerKind") -> None:
+    """Checks the section, the module and the parts of a kind of layer.
+
+    Args:
+      name: the name of the kind.
+      kind: the description of the kind.
+
+    Raises:
+      ConfigError: `LayerKind.parts` has a part that does not exist; the kind has no section; the
+        section has no name of its kind, or a field that no function of `brt.config.fields`
+        declares; or the module lacks a field, a method, or a keyword of a method.
+    """
+    for part in kind.parts:
+        if part not in STATE_PARTS:
+            raise ConfigError(
+                f"LayerKind.parts of the kind {name!r} has the part {part!r}; the parts of a state "
+                f"are {_listed(STATE_PARTS)}"
+            )
+    if kind.section is not None:
+        _check_section(name, kind.section)
+    elif name != "window":
+        raise ConfigError(
+            f"the LayerKind {name!r} has no section, so no layer can be of this kind; set "
+            "LayerKind.section to a subclass of brt.config.kinds.KindSection"
+        )
+    _check_module(name, kind.module)
+
+
+def _check_section(name: str, section: type[KindSection]) -> None:
+    shown = section.__name__
+    own = section.layers_by_kind is not KindSection.layers_by_kind
+    if not own and not isinstance(getattr(section, "kind", None), str):
+        raise ConfigError(
+            f"the section {shown} does not say which kind it describes; add the class variable "
+            f"`kind: ClassVar[str] = {name!r}`"
+        )
+    for field in dataclasses.fields(section):
+        if not is_declared(field):
+            raise ConfigError(
+                f"the field {field.name} of the section {shown} has a plain default; declare it by "
+                f"a function of brt.config.fields, such as `{field.name}: ... = adaptable(...)`"
+            )
+
+
+def _check_module(name: str, module: type[nn.Module]) -> None:
+    shown = f"the module {module.__name__} of the kind {name!r}"
+    fields = tuple(field.name for field in dataclasses.fields(module))
+    if fields[: len(_FIELDS)] != _FIELDS:
+        raise ConfigError(
+            f"{shown} must begin with the fields {', '.join(_FIELDS)}, because brt creates it as "
+            "module(model, training, kernels); it has the fields "
+            f"{', '.join(field for field in fields if field not in ('parent', 'name')) or 'none'}"
+        )
+    for method, keywords in _KEYWORDS.items():
+        # `getattr` would find the `__call__` of the class of classes.
+        found = next((vars(one)[method] for one in module.__mro__ if method in vars(one)), None)
+        if found is None:
+            raise ConfigError(
+                f"{shown} has no method {method}; help(brt.layers.kinds.LayerKind) describes the "
+                "four methods of a layer"
+            )
+        parameters = inspect.signature(found).parameters
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            continue
+        if missing := [keyword for keyword in keywords if keyword not in parameters]:
+            raise ConfigError(
+                f"{shown}: {method} does not accept the keyword {missing[0]!r}, which brt passes "
+                "to every kind; add **_ to its parameters"
+            )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
