@@ -116,7 +116,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_import_flag(parser)
     parser.add_argument(
-        "--print_config", action="store_true", help="print every setting with its origin, and exit"
+        "--print_config", action="store_true", help="print every setting of the run with its origin, and exit"
     )
 
 
@@ -151,9 +151,22 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
     for note in resolved.notes:
         _say(note)
     if args.print_config:
-        print(annotated_text(resolved.config, resolved.origins), end="")
+        print(described(resolved.config, resolved.origins), end="")
         raise SystemExit(0)
     return resolved
+
+
+def described(config: Config, origins: Mapping[str, str]) -> str:
+    """Returns what --print_config prints: every setting that the config's task reads, with the
+    origin of its value and its documentation.
+
+    Args:
+      config: the config.
+      origins: the origin of each setting's value, by the setting's name.
+    """
+    from brt import tasks  # This import takes long, because it imports jax.
+
+    return annotated_text(config, origins, without=tasks.unread_sections(config))
 
 
 def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None) -> Resolved:

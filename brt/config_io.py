@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +72,23 @@ def config_text(config: Config) -> str:
     return "\n".join(f"{name} = {value!r}" for name, value in _used_values(config).items()) + "\n"
 
 
-def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
+def annotated_text(
+    config: Config, origins: Mapping[str, str], without: Collection[str] = ()
+) -> str:
     """Returns `config_text` with comments: the origin and the documentation of each setting.
 
     Args:
       config: the config.
       origins: the origin of each setting's value, such as "default" or "a.gin:3", by the setting's
         name.
+      without: the names of sections that are left out.
     """
     comments = _field_comments()
-    values = {name: repr(value) for name, value in _used_values(config).items()}
+    values = {
+        name: repr(value)
+        for name, value in _used_values(config).items()
+        if name.partition(".")[0] not in without
+    }
     name_width = max(map(len, values))
     value_width = min(max(map(len, values.values())), 32)
     lines, section = [], None
@@ -313,22 +320,20 @@ def unknown_name(name: str) -> str:
             "a section that a file of yours declares needs --import=FILE.py, and the file must "
             "call brt.register_kind"
         )
-        return (
-            f"no section {section!r}{guess} ({own})"
-            if guess
-            else (f"no section {section!r}; {own}; brt has the sections {', '.join(sections)}")
-        )
-    own = {full.partition(".")[2]: full for full in fields if full.startswith(f"{section}.")}
+        if guess:
+            return f"no section {section!r}{guess} ({own})"
+        return f"no section {section!r}; {own}; brt has the sections {', '.join(sections)}"
+    here = {full.partition(".")[2]: full for full in fields if full.startswith(f"{section}.")}
     moved = {
         old.partition(".")[2]: new
         for old, (new, *_) in RENAMED.items()
         if old.startswith(f"{section}.")
     }
     everywhere = {full.partition(".")[2]: full for full in fields}
-    for known in (moved | own, everywhere):
+    for known in (moved | here, everywhere):
         if near := nearest(field, known):
             return f"no field {name!r}; did you mean {known[near]!r}?"
-    return f"no field {name!r}; {section} has {', '.join(own)}"
+    return f"no field {name!r}; {section} has {', '.join(here)}"
 
 
 def configs_directory() -> Path:

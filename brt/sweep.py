@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> None:
     chosen = points.choose(all_points, args.array_index)
     workdir = Path(args.workdir or f"runs/{Path(args.gin_file[0]).stem}")
     if args.print_config:
-        print(command_line.annotated_text(*chosen[0].resolved[:2]), end="")
+        print(command_line.described(*chosen[0].resolved[:2]), end="")
     elif args.list:
         print(points.listing(chosen))
     elif args.slurm is not None or args.submit:

@@ -41,11 +41,12 @@ def check_output(
 
 
 def _check_same(name: str, argument: str, after: Any, before: Any) -> None:
-    structures = jax.tree.structure(after), jax.tree.structure(before)
-    if structures[0] != structures[1]:
+    form: Any = jax.tree.structure(after)
+    expected: Any = jax.tree.structure(before)
+    if form != expected:
         raise ConfigError(
-            f"{name} got {argument} with the structure {structures[1]} and returned "
-            f"{structures[0]}; both must be equal"
+            f"{name} got {argument} with the structure {expected} and returned {form}; both must "
+            "be equal"
         )
 
     def check(path: tuple, one: Any, other: Any) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from brt.config import SECTIONS, Config, Training
 from brt.config.kinds import kind_sections
+from brt.config.model import PARTS
 from brt.config.names import task_field
 from brt.config.shared import register_sections
 from brt.config_io import config_values, suggestion
@@ -92,6 +93,14 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
             )
 
 
+def unread_sections(config: Config) -> set[str]:
+    """Returns the names of the config sections that other tasks read, but not the config's task."""
+    every = set().union(*(_sections(task) for task in TASKS.values()))
+    return every - _sections(from_config(config))
+
+
 def _sections(task: Task) -> set[str]:
-    """Returns the config sections that a task reads, including the sections of kinds of layers."""
-    return {*task.sections, *(kind_sections() if "Model" in task.sections else ())}
+    """Returns the config sections that a task reads. A task that reads `Model` also reads the
+    sections of its parts and of kinds of layers.
+    """
+    return {*task.sections, *((*PARTS, *kind_sections()) if "Model" in task.sections else ())}
