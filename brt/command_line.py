@@ -116,7 +116,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_import_flag(parser)
     parser.add_argument(
-        "--print_config", action="store_true", help="print every setting of the run with its origin, and exit"
+        "--print_config",
+        action="store_true",
+        help="print every setting of the run with its origin, and exit",
     )
 
 

@@ -79,6 +79,11 @@ def test_classes_add_up_to_the_bits_of_both_models(folder: Path) -> None:
         assert sum(row["tokens"] * row[column] for row in rows) == pytest.approx(total, rel=1e-6)
     assert sum(row["tokens"] for row in rows) == metrics["tokens"]
     assert sum(row["share"] for row in rows) == pytest.approx(1)
+    places = metrics["positions"]
+    assert [row["from"] for row in places] == [0, 16, 64]
+    bits = sum(row["tokens"] * row["bits_per_token"] for row in places)
+    assert bits == pytest.approx(metrics["bits"], rel=1e-6)
+    assert places[0]["tokens"] == 16 * metrics["documents"]
     expected = metrics["bits_per_byte"] - metrics["other"]["bits_per_byte"]
     assert metrics["difference"] == pytest.approx(expected, rel=1e-6)
 

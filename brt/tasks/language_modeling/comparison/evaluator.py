@@ -145,6 +145,9 @@ class ComparisonEvaluator:
         if self._same_tokens:
             classes = self._classes()
             metrics["classes"] = report.class_rows(classes, ours.tokens, theirs.tokens)
+            metrics["positions"] = report.position_rows(
+                ours.tokens, theirs.tokens, self._config.model.window
+            )
             html = partial(self._page, classes, ours, theirs)
             if self._config.training.plots:
                 draw = partial(report.draw, metrics["classes"])

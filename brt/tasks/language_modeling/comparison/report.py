@@ -14,40 +14,77 @@ from brt.tasks.language_modeling.differences import Difference, paired_differenc
 def class_rows(
     classes: Sequence[np.ndarray], nats: Sequence[np.ndarray], other: Sequence[np.ndarray]
 ) -> list[dict[str, Any]]:
-    """Returns a row for each class of tokens, as JSON.
-
-    A row has the number of tokens, the bits per token of both models, their difference with half of
-    its 95 % confidence interval over documents, and the share of the class in the difference of all
-    tokens. Classes without tokens are left out.
+    """Returns a row for each class of tokens, as JSON; classes without tokens are left out.
 
     Args:
       classes: the class of each token of each document.
       nats: the nats of each token of each document.
       other: the same of the other model.
     """
+    rows = _rows(classes, len(CLASSES), nats, other)
+    return [{"class": name, **row} for name, row in zip(CLASSES, rows, strict=True) if row]
+
+
+def position_rows(
+    nats: Sequence[np.ndarray], other: Sequence[np.ndarray], window: int
+) -> list[dict[str, Any]]:
+    """Returns a row for each range of positions in the document, as JSON.
+
+    The first range has the length of the window, and each further range ends at four times the
+    position of its start. The last range has no end.
+
+    Args:
+      nats: the nats of each token of each document.
+      other: the same of the other model.
+      window: the window of the first model in tokens.
+    """
+    longest = max((len(own) for own in nats), default=0)
+    starts = [0, window]
+    while 4 * starts[-1] < longest:
+        starts.append(4 * starts[-1])
+    ranges = [np.searchsorted(starts, np.arange(len(own)), side="right") - 1 for own in nats]
+    rows = _rows(ranges, len(starts), nats, other)
+    return [{"from": start, **row} for start, row in zip(starts, rows, strict=True) if row]
+
+
+def _rows(
+    groups: Sequence[np.ndarray], count: int,
+    nats: Sequence[np.ndarray], other: Sequence[np.ndarray],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Compares two models on each of `count` groups of tokens.
+
+    A row has the number of tokens, the bits per token of both models, their difference with half of
+    its 95 % confidence interval over documents, and the share of the group in the difference of all
+    tokens. The row of a group without tokens is empty.
+
+    Args:
+      groups: the group of each token of each document.
+      count: the number of groups.
+      nats: the nats of each token of each document.
+      other: the same of the other model.
+    """
 
     def sums(values: Sequence[np.ndarray] | None) -> np.ndarray:
-        """Returns sums over the tokens of each class [documents, classes]."""
-        weights = [None] * len(classes) if values is None else values
+        """Returns sums over the tokens of each group [documents, groups]."""
+        weights = [None] * len(groups) if values is None else values
         return np.asarray([
-            np.bincount(own, weight, len(CLASSES))
-            for own, weight in zip(classes, weights, strict=True)
+            np.bincount(own, weight, count) for own, weight in zip(groups, weights, strict=True)
         ])  # fmt: skip
 
     counts, ours, theirs = sums(None), sums(nats), sums(other)
     total = float(np.sum(ours - theirs))
-    rows = []
-    for i, name in enumerate(CLASSES):
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
         tokens = int(counts[:, i].sum())
         if not tokens:
+            rows.append({})
             continue
         difference = paired_difference(ours[:, i], theirs[:, i], counts[:, i])
         bits, other_bits = (float(x[:, i].sum()) / math.log(2) / tokens for x in (ours, theirs))
         share = float(np.sum(ours[:, i] - theirs[:, i])) / total if total else None
         rows.append({
-            "class": name, "tokens": tokens, "bits_per_token": bits,
-            "other_bits_per_token": other_bits, "difference": difference.value,
-            "difference_95": difference.half_width, "share": share,
+            "tokens": tokens, "bits_per_token": bits, "other_bits_per_token": other_bits,
+            "difference": difference.value, "difference_95": difference.half_width, "share": share,
         })  # fmt: skip
     return rows
 
@@ -89,24 +126,35 @@ def text(report: Mapping[str, Any]) -> str:
         return "\n".join([
             *lines, "the tokenizers differ, so the models are compared by documents, not by tokens",
         ])  # fmt: skip
-    lines += [
-        "",
-        f"{'bits per token of':26}{'tokens':>10}{'this':>9}{'other':>9}{'difference':>12}"
-        f"{'95 % interval':>22}{'share':>8}",
-    ]
-    for row in report["classes"]:
-        share = "-" if row["share"] is None else f"{round(100 * row['share'])} %"
-        lines.append(
-            f"{row['class']:26}{row['tokens']:>10,}{row['bits_per_token']:>9.4f}"
-            f"{row['other_bits_per_token']:>9.4f}{row['difference']:>+12.4f}"
-            f"{_interval(row['difference'], row['difference_95']):>22}{share:>8}"
-        )
     window = report["protocol"]["window"]
     return "\n".join([
         *lines, "",
+        *_table("bits per token of", [(row["class"], row) for row in report["classes"]]), "",
         f"window: {window:,} tokens; name: identifier, LaTeX command, single letter or capitalised "
-        "word; share: of the difference of all tokens",
+        "word; share: of the difference of all tokens", "",
+        *_table(
+            "bits per token from token",
+            [(f"{row['from']:,} of a document", row) for row in report["positions"]],
+        ),
     ])  # fmt: skip
+
+
+def _table(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Returns the lines of a table: the title and the names of the columns, and a line for each
+    pair of a name and a row.
+    """
+    lines = [
+        f"{title:26}{'tokens':>10}{'this':>9}{'other':>9}{'difference':>12}"
+        f"{'95 % interval':>22}{'share':>8}"
+    ]
+    for name, row in rows:
+        share = "-" if row["share"] is None else f"{round(100 * row['share'])} %"
+        lines.append(
+            f"{name:26}{row['tokens']:>10,}{row['bits_per_token']:>9.4f}"
+            f"{row['other_bits_per_token']:>9.4f}{row['difference']:>+12.4f}"
+            f"{_interval(row['difference'], row['difference_95']):>22}{share:>8}"
+        )
+    return lines
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> bytes:
