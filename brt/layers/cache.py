@@ -133,22 +133,19 @@ def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"
     If a document has fewer than S tokens up to the end of the segment, the missing entries have
     arbitrary values, which no query may read.
     """
-    count = sinks.keys.shape[1]
-    # Sinks are gathered from `joined`, which has the S sinks of the state, followed by the tokens
-    # of the segment. A sink with a negative place was read before the segment, so it is in the
-    # state.
-    order = jnp.arange(count, dtype=jnp.int32)[None, None]
-    places = first[:, :, None] + order
-    indices = jnp.where(places < 0, order, places + count)
+    order = jnp.arange(sinks.keys.shape[1], dtype=jnp.int32)
+    places = first[:, :, None] + order[None, None]
     names = ("lanes", None, "kv_heads", None)
 
     def gathered(old: Float[Array, "B S G K"], new: Float[Array, "B T G K"]) -> Array:
         """Returns the sinks of each block, [B, N, S, G, K], from the sinks of the state (`old`) and
-        the tokens of the segment (`new`).
+        the tokens of the segment (`new`). A sink with a negative place was read before the segment,
+        so it is in the state.
         """
-        joined = jnp.concatenate([old, constrain(new, *names)], axis=1)
-        rows = jnp.minimum(indices, joined.shape[1] - 1).reshape(len(joined), -1, 1, 1)
-        return jnp.take_along_axis(joined, rows, axis=1).reshape(*places.shape, *joined.shape[2:])
+        rows = jnp.clip(places, 0, new.shape[1] - 1).reshape(len(new), -1, 1, 1)
+        found = jnp.take_along_axis(constrain(new, *names), rows, axis=1)
+        found = found.reshape(*places.shape, *new.shape[2:])
+        return jnp.where((places < 0)[..., None, None], old[:, None], found)
 
     return Sinks(gathered(sinks.keys, tokens.keys), gathered(sinks.values, tokens.values))
 

@@ -81,6 +81,8 @@ class BackendPolicy(NamedTuple):
       multiplies_separately: several inputs of one matrix product are multiplied one by one instead
         of being concatenated first.
       gathers_by_product: rows are gathered by a product with a matrix of zeros and ones.
+      turns_by_product: rotary embeddings exchange channels by a product with a matrix of 0, 1 and
+        -1, because operations on halves of heads leave most places of a vector register empty.
       packs_dropout: dropout masks are drawn in the shape in which `dropout_bits` packs masks.
       defers_gradients: weight gradients of a loop over blocks are computed after the loop.
       recomputes_elementwise: the backward pass recomputes elementwise results instead of reading
@@ -100,6 +102,7 @@ class BackendPolicy(NamedTuple):
     stores_barriers: bool = False
     multiplies_separately: bool = False
     gathers_by_product: bool = False
+    turns_by_product: bool = False
     packs_dropout: bool = False
     defers_gradients: bool = True
     recomputes_elementwise: bool = True
@@ -116,7 +119,7 @@ _POLICIES = {
     "gpu": BackendPolicy(),
     "tpu": BackendPolicy(
         stores_barriers=True, multiplies_separately=True, gathers_by_product=True,
-        packs_dropout=True,
+        turns_by_product=True, packs_dropout=True,
     ),
 }  # fmt: skip
 

@@ -7,9 +7,12 @@ of buckets or of pairs of channels, and W of keys that a token sees; *P stands f
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from brt.ops import dispatch
 
 
 def t5_buckets(distances: np.ndarray, *, buckets: int, max_distance: int) -> np.ndarray:
@@ -164,12 +167,25 @@ def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T 
       x: queries or keys.
       rotation: the cosines and sines for the positions of the T tokens.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cosines, sines = (jnp.expand_dims(jnp.asarray(part), -2) for part in rotation)
+    cosines, sines = (
+        jnp.expand_dims(jnp.concatenate([part, part], axis=-1), -2)
+        for part in map(jnp.asarray, rotation)
+    )
     if cosines.ndim < x.ndim:
         cosines, sines = cosines[None], sines[None]
-    rotated = (first * cosines - second * sines, first * sines + second * cosines)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    whole = x.astype(jnp.float32) * cosines + _quarter_turn(x).astype(jnp.float32) * sines
+    return whole.astype(x.dtype)
+
+
+def _quarter_turn(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    """Returns x, with each pair of channels (a, b) = (x_i, x_(i + K / 2)) replaced by (-b, a)."""
+    half = x.shape[-1] // 2
+    if dispatch.policy().turns_by_product:
+        # Every result is a single channel times 1 or -1, so the product is exact in every dtype.
+        turn = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)
+        return jnp.matmul(x, jnp.asarray(turn, x.dtype), precision=jax.lax.Precision.HIGHEST)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([-second, first], axis=-1)
 
 
 def take_positions(rotation: Rotation, places: Int[Array, "*P"]) -> Rotation:

@@ -1,7 +1,9 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt.ops import dispatch
 from brt.ops.positions import (
     alibi_bias,
     relative_bias,
@@ -65,3 +67,22 @@ def test_channels_i_and_half_plus_i_turn_together_each_pair_more_slowly() -> Non
         [0, 0, 1, 0], [0, -np.sin(slow[3]), 0, np.cos(slow[3])],
     ])  # fmt: skip
     np.testing.assert_allclose(y[0, :, 0].astype(jnp.float32), expected, atol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backends_that_exchange_channels_by_a_product_rotate_equally(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8), dtype)
+    rotation = rotations(-2, 5, rotary_speeds(8))
+
+    def rotated() -> tuple[jax.Array, jax.Array]:
+        """Returns the rotated vectors, and the gradient of the sum of their cubes."""
+        y, pull = jax.vjp(lambda x: rotate(x, rotation), x)
+        return y, pull(3 * y**2)[0]
+
+    expected = rotated()
+    policy = dispatch.policy()._replace(turns_by_product=True)
+    monkeypatch.setattr(dispatch, "policy", lambda: policy)
+    for found, wanted in zip(rotated(), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
