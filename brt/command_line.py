@@ -118,7 +118,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print_config",
         action="store_true",
-        help="print every setting of the run with its origin, and exit",
+        help="print every setting that the task of the run reads, with its origin, and exit",
     )
 
 

@@ -81,13 +81,13 @@ def annotated_text(
       config: the config.
       origins: the origin of each setting's value, such as "default" or "a.gin:3", by the setting's
         name.
-      without: the names of sections that are left out.
+      without: the names of config sections whose settings are left out.
     """
-    comments = _field_comments()
+    comments, task = _field_comments(), config.training.task
     values = {
         name: repr(value)
         for name, value in _used_values(config).items()
-        if name.partition(".")[0] not in without
+        if (task_field(name, task) or name).partition(".")[0] not in without
     }
     name_width = max(map(len, values))
     value_width = min(max(map(len, values.values())), 32)
@@ -96,7 +96,7 @@ def annotated_text(
         if section not in (None, name.partition(".")[0]):
             lines.append("")
         section = name.partition(".")[0]
-        own = task_field(name, config.training.task)
+        own = task_field(name, task)
         about = f" | {comments[own]}" if own in comments else ""
         lines.append(f"{name:{name_width}} = {value:{value_width}}  # {origins[name]}{about}")
     return "\n".join(lines) + "\n"

@@ -183,14 +183,19 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
         raise ConfigError(f"{origin(None)}: {_unreadable(str(error.args[0]), None)}") from error
 
 
+def _value_in(line: str | None) -> str:
+    """Returns the text after the = of a line, or "" if there is none or it has brackets."""
+    word = (line or "").partition("=")[2].partition("#")[0].strip()[:_MOST_QUOTED]
+    return "" if word[:1] in ("(", "[", "{") else word
+
+
 def _unreadable(message: str, line: str | None) -> str:
     """Returns a clear sentence for a syntax error of gin's parser."""
     if match := re.search("Failed to parse token '(.*)'", message):
         word = match[1][:_MOST_QUOTED]
         reason = f"{word} is no value; text needs quotes ({word!r}), booleans are True, False"
-    elif message.startswith("Unable to parse value") and line and "=" in line:
-        word = line.partition("=")[2].strip()[:_MOST_QUOTED]
-        reason = f"{word or 'nothing'} is no value; text needs quotes ({word!r})"
+    elif message.startswith("Unable to parse value") and (word := _value_in(line)):
+        reason = f"{word} is no value; text needs quotes ({word!r})"
     else:
         reason = " ".join(message.split())[:_MOST_QUOTED].rstrip(".")
     quoted = f" {line.strip()[:_MOST_QUOTED]!r}" if line else " it"

@@ -171,6 +171,29 @@ def test_print_config_prints_gin_with_origins_and_exits(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
+    ("task", "setting", "absent"),
+    [
+        ("text_classification", "Model.layers = 3", "Window."),
+        ("summarization", "Data.train = ('pairs.jsonl',)", "Speech."),
+        ("speech_recognition", "Decoding.beams = 3", "Recurrence."),
+        ("masked_language_modeling", "Data.tokenizer = 'train:300'", "SelfAttention."),
+        ("extractive_qa", "Model.dropout = 0.2", "Seq2Seq."),
+    ],
+)
+def test_print_config_prints_what_the_task_reads(
+    task: str, setting: str, absent: str, capsys: pytest.CaptureFixture
+) -> None:
+    write(a=f"Training.task = '{task}'\n{setting}")
+    with pytest.raises(SystemExit):
+        resolve("--gin_file=a.gin", "--print_config")
+    text = capsys.readouterr().out
+    assert f"\n{setting.partition(' ')[0]}" in text and f"\n{absent}" not in text
+    write(printed=text)
+    printed, expected = (resolve(f"--gin_file={name}.gin").config for name in ("printed", "a"))
+    assert printed == expected
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("\nModle.layers = 2", "a.gin:2: no section 'Modle'; did you mean 'Model.layers'?"),
@@ -212,6 +235,13 @@ def test_print_config_prints_gin_with_origins_and_exits(capsys: pytest.CaptureFi
             "a.gin:2: cannot read 'Recurrence.gate = lstm': lstm is no value; text needs quotes "
             "('lstm'), booleans are True, False",
         ),
+        (
+            "Data.cache_dir = /tmp  # here",
+            "a.gin:1: cannot read 'Data.cache_dir = /tmp  # here': /tmp is no value; text needs "
+            "quotes ('/tmp')",
+        ),
+        ("Data.train = (/tmp,)", "a.gin:1: cannot read 'Data.train = (/tmp,)': "),
+        ("Model.layers =", "a.gin:1: cannot read"),
         ("Model.layers 2", "a.gin:1: cannot read 'Model.layers 2': Couldn't parse statement"),
         ("Model.layers = 2 3", "a.gin:1: cannot read 'Model.layers = 2 3': Expected newline"),
         ("Model.layers = (2,\n", "a.gin: cannot read it: "),

@@ -63,6 +63,7 @@ def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
       ValueError: the number of names differs from the number of axes, or the same axis of the mesh
         would shard two axes of the array.
     """
+    check_names(names, f"an array with the axes {names}")
     if len(names) != len(shape):
         raise ValueError(f"{names} does not name the axes of an array of shape {shape}")
     cuts = [_cut(name, size, mesh) for name, size in zip(names, shape, strict=True)]
@@ -75,7 +76,6 @@ def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
     if name is None:
         return ()
-    check_names((name,), "an array")
     cut = tuple(axis for axis in RULES[name] if _devices(axis, mesh) > 1)
     return cut if size and size % math.prod(mesh.shape[axis] for axis in cut) == 0 else ()
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Encoder, Model, Seq2Seq
 from brt.config.fields import RematPolicy
 from brt.distributed.rules import check_names
+from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import rms_norm
@@ -180,9 +181,15 @@ def parameter(
         selects `kernel_init()`, for a kernel with one axis of inputs.
 
     Raises:
-      ConfigError: the name of an axis does not exist.
+      ConfigError: the number of names differs from the number of axes, or a name does not exist.
     """
-    check_names(axes, f"the parameter {name!r} of {type(module).__name__}")
+    shown = f"the parameter {name!r} of {type(module).__name__}"
+    if isinstance(axes, str) or len(axes) != len(shape):
+        raise ConfigError(
+            f"{shown} has the shape {shape} and the names of axes {axes!r}; give every axis a name "
+            "or None"
+        )
+    check_names(axes, shown)
     boxed: Callable[..., Any] = nn.with_logical_partitioning(init or kernel_init(), axes)
     # The initialiser returns a box with the array and the names of its axes. Flax stores the box,
     # but returns the array alone.

@@ -46,8 +46,8 @@ class LayerKind(NamedTuple):
     methods together read one block token by token, with the same result:
 
       __call__(x [B, T, D], state, document_start [B, N], feedback, summaries, model_state, taps)
-      begin_block(None, state, document_start, model_state, summaries=None)
-      decode_step(x [B, 1, D], state, block, position, feedback, model_state, summaries=None)
+      begin_block(None, state, document_start, model_state, summaries)
+      decode_step(x [B, 1, D], state, block, position, feedback, model_state, summaries)
       end_block(None, state, block, model_state, summaries)
 
     All arguments but x are passed by keyword, and every kind gets all of them. A module declares
@@ -67,7 +67,7 @@ class LayerKind(NamedTuple):
       feedback: the keys and values of the highest recurrent layer's states (`StateKV`), to which
         all layers attend if `Model.feedback` is set; otherwise None.
       summaries: the summaries [B, N, U, D] that the layer below computed, U vectors for each block,
-        or None.
+        or None. `begin_block` and `decode_step` always get None.
       model_state: statistics that the layer learns without gradients, such as centroids; () for
         kinds without such statistics. Only `__call__` returns the next model state, in `LayerAux`.
       taps: accumulators of deferred weight gradients for a single block, or None.
@@ -237,8 +237,6 @@ def check_state(name: str, model: Model) -> None:
                     f"the kind {name!r} counts a field {field!r} to the part {part!r}, but its "
                     f"state has the fields {', '.join(state._fields)}; correct LayerKind.parts"
                 )
-    for own in jax.tree.leaves(kind.axes(model), is_leaf=is_names):
-        check_names(own, f"LayerKind.axes of the kind {name!r}")
     names = jax.tree.map(lambda leaf: (None,) * leaf.ndim, state)
     axes = jax.tree.map(lambda leaf: (None,) * len(leaf), kind.axes(model), is_leaf=is_names)
     if axes != names:
@@ -247,6 +245,8 @@ def check_state(name: str, model: Model) -> None:
             f"arrays of the shapes {jax.tree.map(lambda leaf: leaf.shape, state)}; give every axis "
             "of every array a name or None"
         )
+    for own in jax.tree.leaves(kind.axes(model), is_leaf=is_names):
+        check_names(own, f"LayerKind.axes of the kind {name!r}")
 
 
 def is_names(leaf: Any) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from brt.errors import ConfigError
 from brt.layers.state import LayerOutput
@@ -45,19 +46,27 @@ def _check_same(name: str, argument: str, after: Any, before: Any) -> None:
     expected: Any = jax.tree.structure(before)
     if form != expected:
         raise ConfigError(
-            f"{name} got {argument} with the structure {expected} and returned {form}; both must "
-            "be equal"
+            f"{name} returned {_form(after)} in place of {argument}, which was {_form(before)}; "
+            "return the same fields"
         )
 
     def check(path: tuple, one: Any, other: Any) -> None:
         """Raises ConfigError if an array of `after` differs in shape or dtype from its input."""
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+        types = [(jnp.shape(x), jnp.result_type(x)) for x in (one, other)]
+        if types[0] != types[1]:
+            (shape, dtype), (old_shape, old_dtype) = types
             field = jax.tree_util.keystr(path, simple=True, separator=".")
             shown = f"{argument}.{field}" if field else argument
-            remedy = f"; convert it, for example by .astype({other.dtype})"
+            remedy = f"; convert it, for example by .astype({old_dtype})"
             raise ConfigError(
-                f"{name} got {shown} as {other.dtype}{list(other.shape)} and returned "
-                f"{one.dtype}{list(one.shape)}{remedy if one.shape == other.shape else ''}"
+                f"{name} got {shown} as {old_dtype}{list(old_shape)} and returned "
+                f"{dtype}{list(shape)}{remedy if shape == old_shape else ''}"
             )
 
     jax.tree.map_with_path(check, after, before)
+
+
+def _form(value: Any) -> str:
+    """Returns the type of a value, with the fields that are not None if it is a NamedTuple."""
+    fields = [field for field in getattr(value, "_fields", ()) if getattr(value, field) is not None]
+    return type(value).__name__ + (f"({', '.join(fields)})" if fields else "")

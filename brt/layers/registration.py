@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 STATE_PARTS = ("cache", "state", "memory")
 # The first fields of every layer's module, in the order in which brt passes them.
 _FIELDS = ("model", "training", "kernels")
+# The class variables of a section.
+_CONSTANTS = ("kind", "any_window", "grouped_keys")
 # The keywords that brt passes to each method of a layer.
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "__call__": ("state", "document_start", "feedback", "summaries", "model_state", "taps"),
@@ -35,15 +37,21 @@ def check_kind(name: str, kind: "LayerKind") -> None:
       kind: the description of the kind.
 
     Raises:
-      ConfigError: `LayerKind.parts` has a part that does not exist; the kind has no section; the
-        section has no name of its kind, or a field that no function of `brt.config.fields`
-        declares; or the module lacks a field, a method, or a keyword of a method.
+      ConfigError: `LayerKind.parts` has a part that does not exist, or a text in place of a tuple;
+        the kind has no section; the section lacks the name of its kind or the field `layers`, or
+        has a field that no function of `brt.config.fields` declares; or the module lacks a field, a
+        method, or a keyword of a method.
     """
-    for part in kind.parts:
+    for part, fields in kind.parts.items():
         if part not in STATE_PARTS:
             raise ConfigError(
                 f"LayerKind.parts of the kind {name!r} has the part {part!r}; the parts of a state "
-                f"are {_listed(STATE_PARTS)}"
+                f"are {', '.join(map(repr, STATE_PARTS))}"
+            )
+        if isinstance(fields, str):
+            raise ConfigError(
+                f"LayerKind.parts of the kind {name!r} has {fields!r} as the fields of the part "
+                f"{part!r}; write ({fields!r},), with a comma"
             )
     if kind.section is not None:
         _check_section(name, kind.section)
@@ -55,23 +63,45 @@ def check_kind(name: str, kind: "LayerKind") -> None:
     _check_module(name, kind.module)
 
 
-def _check_section(name: str, section: type[KindSection]) -> None:
-    shown = section.__name__
-    own = section.layers_by_kind is not KindSection.layers_by_kind
-    if not own and not isinstance(getattr(section, "kind", None), str):
+def _check_section(name: str, section: Any) -> None:
+    if not (isinstance(section, type) and issubclass(section, KindSection)):
         raise ConfigError(
-            f"the section {shown} does not say which kind it describes; add the class variable "
-            f"`kind: ClassVar[str] = {name!r}`"
+            f"LayerKind.section of the kind {name!r} is {section!r}; it must be a subclass of "
+            "brt.config.kinds.KindSection"
         )
-    for field in dataclasses.fields(section):
+    shown, fields = section.__name__, {field.name: field for field in dataclasses.fields(section)}
+    for constant in _CONSTANTS:
+        if constant in fields:
+            raise ConfigError(
+                f"{shown}.{constant} is no setting; annotate it as a class variable, "
+                f"`{constant}: ClassVar[...] = ...`"
+            )
+    if section.layers_by_kind is KindSection.layers_by_kind:
+        if not isinstance(getattr(section, "kind", None), str):
+            raise ConfigError(
+                f"the section {shown} does not say which kind it describes; add the class variable "
+                f"`kind: ClassVar[str] = {name!r}`"
+            )
+        if "layers" not in fields:
+            raise ConfigError(
+                f"the section {shown} has no field `layers`; decorate the class with "
+                "@dataclasses.dataclass(frozen=True, kw_only=True), and declare "
+                "`layers: tuple[int, ...] = adaptable(())`"
+            )
+    for field in fields.values():
         if not is_declared(field):
             raise ConfigError(
-                f"the field {field.name} of the section {shown} has a plain default; declare it by "
-                f"a function of brt.config.fields, such as `{field.name}: ... = adaptable(...)`"
+                f"no function of brt.config.fields declares the field {field.name} of the section "
+                f"{shown}; write, for example, `{field.name}: ... = adaptable(...)`"
             )
 
 
-def _check_module(name: str, module: type[nn.Module]) -> None:
+def _check_module(name: str, module: Any) -> None:
+    if not (isinstance(module, type) and issubclass(module, nn.Module)):
+        raise ConfigError(
+            f"LayerKind.module of the kind {name!r} is {module!r}; it must be a subclass "
+            "of flax.linen.Module"
+        )
     shown = f"the module {module.__name__} of the kind {name!r}"
     fields = tuple(field.name for field in dataclasses.fields(module))
     if fields[: len(_FIELDS)] != _FIELDS:
@@ -83,7 +113,7 @@ def _check_module(name: str, module: type[nn.Module]) -> None:
     for method, keywords in _KEYWORDS.items():
         # `getattr` would find the `__call__` of the class of classes.
         found = next((vars(one)[method] for one in module.__mro__ if method in vars(one)), None)
-        if found is None:
+        if not callable(found):
             raise ConfigError(
                 f"{shown} has no method {method}; help(brt.layers.kinds.LayerKind) describes the "
                 "four methods of a layer"
@@ -96,7 +126,3 @@ def _check_module(name: str, module: type[nn.Module]) -> None:
                 f"{shown}: {method} does not accept the keyword {missing[0]!r}, which brt passes "
                 "to every kind; add **_ to its parameters"
             )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"

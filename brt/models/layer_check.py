@@ -52,9 +52,8 @@ def check_layers(model: Model) -> None:
         it, and the first token whose logits are wrong or the wrong field of the state.
     """
     check_states(model)
-    model = dataclasses.replace(model, vocab_size=_VOCABULARY)
-    _Reader(dataclasses.replace(model, dtype="bfloat16")).trace()
-    reader = _Reader(model)
+    reader = _Reader(dataclasses.replace(model, vocab_size=_VOCABULARY))
+    reader.trace("bfloat16")
     tokens = _tokens(reader, seed=0)
     whole = reader.read(tokens)
     _check_later_tokens_and_lanes(reader, tokens, whole)
@@ -94,15 +93,16 @@ class _Reader:
         weights = output_weights(self.model, self._params)
         return _Reading(np.asarray(logits(self.model, weights, output.hidden)), output.state)
 
-    def trace(self) -> None:
-        """Traces all methods of the layers without computing anything."""
-        state = new_state(self.model, _LANES)
-        tokens = jnp.zeros((_LANES, _BLOCKS * self.model.block_length), jnp.int32)
+    def trace(self, dtype: str) -> None:
+        """Traces all methods of the layers with activations of a dtype, without computing them."""
+        model = dataclasses.replace(self.model, dtype=dtype)
+        decoder, state = Decoder(model), new_state(model, _LANES)
+        tokens = jnp.zeros((_LANES, _BLOCKS * model.block_length), jnp.int32)
         start = jnp.zeros((_LANES, _BLOCKS), bool)
 
         def read(params: PyTree[Array]) -> None:
-            """Reads a segment, and one token and the end of a block."""
-            call = partial(self._decoder.apply, {"params": params})
+            """Reads a segment, begins a block, reads a token and ends the block."""
+            call = partial(decoder.apply, {"params": params})
             call(tokens, state, start, self._model_state)
             block = call(state, self._model_state, method="begin_block")
             position = jnp.zeros((), jnp.int32)

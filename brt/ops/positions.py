@@ -177,15 +177,22 @@ def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T 
     return whole.astype(x.dtype)
 
 
+# The custom gradient hides the product from rematerialization, which would otherwise store it.
+@jax.custom_vjp
 def _quarter_turn(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     """Returns x, with each pair of channels (a, b) = (x_i, x_(i + K / 2)) replaced by (-b, a)."""
     half = x.shape[-1] // 2
     if dispatch.policy().turns_by_product:
-        # Every result is a single channel times 1 or -1, so the product is exact in every dtype.
+        # For finite numbers, the product is exact in every dtype: each result is one channel times
+        # 1 or -1.
         turn = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)
         return jnp.matmul(x, jnp.asarray(turn, x.dtype), precision=jax.lax.Precision.HIGHEST)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([-second, first], axis=-1)
+
+
+# The inverse of a quarter turn is its negative, because two quarter turns change all signs.
+_quarter_turn.defvjp(lambda x: (_quarter_turn(x), None), lambda _, dy: (-_quarter_turn(dy),))
 
 
 def take_positions(rotation: Rotation, places: Int[Array, "*P"]) -> Rotation:

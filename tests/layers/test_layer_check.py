@@ -128,6 +128,21 @@ class ChangesDtypeOfState(Layer):
         return LayerOutput(x, State(block.total.astype(jnp.int32)))
 
 
+class ForgetsState(Layer):
+    """A wrong layer that returns no state at the end of a block."""
+
+    def end_block(self, x: Any, **_: Any) -> LayerOutput:
+        return LayerOutput(x, None)
+
+
+class NamesOneAxis(Layer):
+    """A wrong layer that names one axis of a matrix."""
+
+    def setup(self) -> None:
+        width = self.model.model_dim
+        self.weight = parameter(self, "weight", (width, width), ("embed",), ONES)
+
+
 class NamesNoAxis(Layer):
     """A wrong layer with a parameter whose axis has a name that does not exist."""
 
@@ -156,6 +171,8 @@ def test_the_rule_that_a_kind_breaks_is_named(module: Any, rule: str) -> None:
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
+        (NamesOneAxis, r"the parameter 'weight' of NamesOneAxis has the shape \(16, 16\) and the"),
+        (ForgetsState, r"end_block returned NoneType in place of state, which was DecayState\(tot"),
         (ReturnsTuple, "ReturnsTuple.__call__ returned a tuple; it must return a brt.layers"),
         (ReturnsFloat32, r"got x as bfloat16\[.* and returned float32\[.*astype\(bfloat16\)"),
         (ChangesDtypeOfState, r"ChangesDtypeOfState.end_block got state.total as .* int32\["),
@@ -207,13 +224,38 @@ class WithoutKind(KindSection):
     layers: tuple[int, ...] = adaptable(())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindAsField(KindSection):
+    kind: str = "wrong"  # type: ignore[misc]
+    layers: tuple[int, ...] = adaptable(())
+
+
+class WithoutDecorator(KindSection):
+    kind: ClassVar[str] = "wrong"
+    layers: tuple[int, ...] = ()
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"parts": {"states": ("total",)}}, "has the part 'states'; the parts of a state are"),
         ({"section": None}, "the LayerKind 'wrong' has no section, so no layer can be of this"),
         ({"section": WithoutKind}, "add the class variable `kind: ClassVar\\[str\\] = 'wrong'`"),
-        ({"section": PlainField}, "the field width of the section PlainField has a plain default"),
+        ({"section": PlainField}, "declares the field width of the section PlainField; write, for"),
+        (
+            {"section": KindAsField},
+            "KindAsField.kind is no setting; annotate it as a class variable",
+        ),
+        (
+            {"section": WithoutDecorator},
+            "has no field `layers`; decorate the class with @dataclass",
+        ),
+        (
+            {"section": PlainField()},
+            "of the kind 'wrong' is PlainField.*; it must be a subclass of",
+        ),
+        ({"parts": {"state": "total"}}, r"as the fields of the part 'state'; write \('total',\), "),
+        ({"module": Layer.__call__}, "it must be a subclass of flax.linen.Module"),
         (
             {"module": HasNoBeginning},
             "HasNoBeginning of the kind 'wrong' has no method begin_block",
@@ -237,6 +279,10 @@ def test_a_state_without_the_fields_of_a_part_is_refused_before_training() -> No
     replace_kind(axes=lambda model: State(("batch", None)))
     with pytest.raises(ConfigError, match="of the kind 'decay' has an axis named 'batch'; the na"):
         brt.check_layers(MODEL)
+    for names in ("lanes", ("lanes",)):  # The first is a tuple without its comma.
+        replace_kind(axes=lambda model, names=names: State(names))
+        with pytest.raises(ConfigError, match=r"LayerKind.axes of the kind 'decay' returns"):
+            brt.check_layers(MODEL)
     replace_kind(axes=lambda model: State(("lanes",)))
     with pytest.raises(ConfigError, match=r"LayerKind.axes of the kind 'decay' returns"):
         brt.check_layers(MODEL)

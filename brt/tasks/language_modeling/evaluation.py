@@ -161,7 +161,7 @@ class DocumentEvaluator:
         check(
             ablate in (None, "both", *present),
             f"--ablate={ablate}: the layers of the model have no such part; they have "
-            f"{' and '.join(present)}",
+            f"{' and '.join(present) or 'no parts'}",
         )
         if beyond := config.model.beyond_context():
             say(f"warning: {beyond}", True)

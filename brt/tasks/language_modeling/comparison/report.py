@@ -132,11 +132,15 @@ def text(report: Mapping[str, Any]) -> str:
         *_table("bits per token of", [(row["class"], row) for row in report["classes"]]), "",
         f"window: {window:,} tokens; name: identifier, LaTeX command, single letter or capitalised "
         "word; share: of the difference of all tokens", "",
-        *_table(
-            "bits per token from token",
-            [(f"{row['from']:,} of a document", row) for row in report["positions"]],
-        ),
+        *_table("bits per token at position", _named_positions(report["positions"])), "",
+        "position: number of tokens of the document before the token",
     ])  # fmt: skip
+
+
+def _named_positions(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the rows with names such as "512 to 2,047"."""
+    ends = [f"to {row['from'] - 1:,}" for row in rows[1:]] + ["and later"]
+    return [(f"{row['from']:,} {end}", row) for row, end in zip(rows, ends, strict=True)]
 
 
 def _table(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
