@@ -186,7 +186,7 @@ def test_print_config_prints_what_the_task_reads(
     write(a=f"Training.task = '{task}'\n{setting}")
     with pytest.raises(SystemExit):
         resolve("--gin_file=a.gin", "--print_config")
-    text = capsys.readouterr().out
+    text = "\n" + capsys.readouterr().out
     assert f"\n{setting.partition(' ')[0]}" in text and f"\n{absent}" not in text
     write(printed=text)
     printed, expected = (resolve(f"--gin_file={name}.gin").config for name in ("printed", "a"))
