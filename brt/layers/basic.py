@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.config import Encoder, Model, Seq2Seq
 from brt.config.fields import RematPolicy
-from brt.distributed.rules import check_names
+from brt.distributed.rules import check_names, constrain, is_sharded
 from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
@@ -194,6 +194,25 @@ def parameter(
     # The initialiser returns a box with the array and the names of its axes. Flax stores the box,
     # but returns the array alone.
     return module.param(name, boxed, shape, jnp.float32)
+
+
+def gathered(
+    kernel: Float[Array, "..."], dtype: jnp.dtype, axes: tuple[str | None, ...]
+) -> Float[Array, "..."]:
+    """Returns a kernel for a product, gathered from the devices along `Mesh.fsdp` that share it.
+
+    Without this constraint, XLA may multiply with the shares of the other devices one after the
+    other, and then adds up and copies the partial products. The kernel is gathered in the dtype of
+    the product. Without `Mesh.fsdp`, it is returned unchanged.
+
+    Args:
+      kernel: the parameter.
+      dtype: the dtype of the product.
+      axes: the names of the kernel's axes, as in `parameter`.
+    """
+    if not is_sharded("embed"):
+        return kernel
+    return constrain(kernel.astype(dtype), *(None if name == "embed" else name for name in axes))
 
 
 def norm_parameter(
