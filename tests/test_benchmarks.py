@@ -38,7 +38,8 @@ def figures(attention: float = 30e6, loss: float = 70e6, **others: Any) -> dict[
     }
     total = sum(parts.values())
     memory = {"temporary_bytes": 2**30, "peak_bytes": 2**31}
-    return {"parts": costs, "cycles": total, "memory_bytes": 10 * total, **memory, **others}
+    whole = {"cycles": total, "memory_bytes": 10 * total, "flops": 0.0, "topology": "v5e:1x1"}
+    return {"parts": costs, **whole, **memory, **others}
 
 
 def test_a_part_that_grew_is_named_with_both_numbers(tool: Callable) -> None:
@@ -74,6 +75,15 @@ def test_implementations_stand_side_by_side_with_ratios(tool: Callable) -> None:
     assert lines[-1] == "kernel: 1.00 GiB of temporaries, peak 2.00 GiB"
     on_gpus = compiled.side_by_side({"auto": figures() | {"cycles": 0.0}})
     assert on_gpus[0] == "| part | auto: GB |"
+
+
+def test_the_bound_of_a_part_is_its_products_or_its_traffic(tool: Callable) -> None:
+    compiled, found = tool("compiled"), figures()
+    found["parts"]["loss"]["flops"] = 0.7 * 70e6 / 1.5e9 * 197e12  # v5e: 1.5 GHz, 197 TFLOP/s
+    lines = compiled.bounds(found)
+    assert "| loss | 6.44 | 0.70 | 70.00 | 49.00 | 70% |" in lines
+    assert "| attention | 0.00 | 0.30 | 30.00 | 0.55 | 2% |" in lines  # 0.82 TB/s
+    assert not compiled.bounds(found | {"topology": "h100x8"})
 
 
 def test_costs_of_a_token_leave_the_optimizer_out(tool: Callable) -> None:

@@ -7,6 +7,9 @@ estimate them.
 
 The costs are cycles and bytes of one step on one device. The costs of a loop's body are multiplied
 by the trip count, and the cycles of a kernel are the length of its schedule (see `brt/planning`).
+For a TPU, the table also has the bound of each part, which is the larger of two numbers of cycles:
+those that its matrix products take at the chip's peak, and those that its traffic takes at the peak
+of the memory. "Reached" is the share of the bound in the part's cycles.
 The step is compiled but not run. With --implementations, the table compares implementations of one
 or several operations, with ratios to the first one. With --lengths, the table has the costs per
 token for several lengths of the segment. With --instructions=20, the 20 instructions that take
@@ -28,6 +31,7 @@ from typing import Any, NamedTuple
 
 from brt import command_line, platforms
 from brt.errors import ConfigError
+from brt.planning.topologies import CHIPS, Chip
 
 GROWTH = 1.05  # The costs of a part may grow by this factor.
 LEAST = 0.001  # In addition, a part may grow by this share of the costs of the whole step.
@@ -71,6 +75,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         found = {name: case.figures(*more) for name, more in variants(args.implementations)}
         lines = side_by_side(found)
+        lines += [line for one in found.values() for line in bounds(one)]
     if args.instructions:
         lines += [line for one in found.values() for line in longest(one, args.instructions)]
     print("\n".join(lines))
@@ -101,7 +106,28 @@ def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
 def parts_of(found: Figures) -> dict[str, Mapping[str, float]]:
     """Returns cycles and bytes of each part, the largest part first, and of the whole step."""
     parts = sorted(found["parts"].items(), key=lambda one: (-one[1]["cycles"], -one[1]["bytes"]))
-    return dict(parts) | {"all": {"cycles": found["cycles"], "bytes": found["memory_bytes"]}}
+    total = {"cycles": found["cycles"], "bytes": found["memory_bytes"], "flops": found["flops"]}
+    return dict(parts) | {"all": total}
+
+
+def bound(cost: Mapping[str, float], chip: Chip) -> float:
+    """Returns the cycles that a part's products and its traffic take at least on a TPU."""
+    return chip.clock * max(cost["flops"] / chip.flops, cost["bytes"] / chip.bandwidth)
+
+
+def bounds(found: Figures) -> list[str]:
+    """Returns the lines of a table of the parts with their bounds; none for GPUs."""
+    chip = CHIPS.get(found["topology"].partition(":")[0])
+    if chip is None or not found["cycles"]:
+        return []
+    heads = ("part", "TFLOP of products", "GB", "Mcycles", "bound, Mcycles", "reached")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for part, cost in parts_of(found).items():
+        least = bound(cost, chip)
+        numbers = cost["flops"] / 1e12, cost["bytes"] / 1e9, cost["cycles"] / 1e6, least / 1e6
+        share = f"{least / cost['cycles']:.0%}" if cost["cycles"] else "-"
+        lines.append(f"| {part} | {' | '.join(f'{x:.2f}' for x in numbers)} | {share} |")
+    return ["", *lines]
 
 
 def side_by_side(found: Mapping[str, Figures]) -> list[str]:
