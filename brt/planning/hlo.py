@@ -147,7 +147,9 @@ class Module:
             return int(stated[1])
         condition = self.computations.get(loop.called("condition") or "", {})
         for instruction in condition.values():
-            if instruction.operation == "constant" and instruction.type.startswith("s32[]"):
+            # Loops over the shares of a sharded matrix, which XLA itself writes, count in u32.
+            integer = re.match(r"[su](32|64)\[\]", instruction.type)
+            if instruction.operation == "constant" and integer:
                 return int(instruction.body)
         return 1
 
