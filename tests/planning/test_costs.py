@@ -294,3 +294,25 @@ ENTRY %main (a: f32[9,8,128], q: bf16[8,128]) -> f32[9,8,128] {
     assert found.flops == 99
     # The kernel's operand, and the part that is written.
     assert found.bytes == 2 * 8 * 128 + 4 * 8 * 128
+
+
+@pytest.mark.parametrize("integer", ["s32", "u32"])
+def test_iterations_of_a_loop_are_read_from_its_condition(integer: str) -> None:
+    module = hlo.Module(f"""\
+%body (p: ({integer}[], f32[4])) -> ({integer}[], f32[4]) {{
+  ROOT %p = ({integer}[], f32[4]{{0}}) parameter(0)
+}}
+
+%condition (q: ({integer}[], f32[4])) -> pred[] {{
+  %q = ({integer}[], f32[4]{{0}}) parameter(0)
+  %n = {integer}[]{{:T(128)}} constant(8)
+  %i = {integer}[]{{:T(128)}} get-tuple-element(%q), index=0
+  ROOT %less = pred[]{{:T(512)}} compare(%i, %n), direction=LT
+}}
+
+ENTRY %main (a: ({integer}[], f32[4])) -> ({integer}[], f32[4]) {{
+  %a = ({integer}[], f32[4]{{0}}) parameter(0)
+  ROOT %loop = ({integer}[], f32[4]{{0}}) while(%a), condition=%condition, body=%body
+}}
+""")
+    assert module.trip_count(module.computations["main"]["loop"]) == 8
