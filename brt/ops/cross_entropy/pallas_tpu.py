@@ -60,16 +60,16 @@ def refusal(
     (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
     if reason := bias_refusal(*others):
         return reason
-    if tokens % tpu.LANES or vocabulary % tpu.LANES or width % tpu.LANES:
+    if tokens % tpu.LANES or vocabulary % tpu.LANES:
         return (
-            "takes multiples of 128 tokens, of 128 in the vocabulary and of 128 numbers a "
-            f"vector, not {tokens}, {vocabulary} and {width}"
+            "takes multiples of 128 tokens and of 128 in the vocabulary, not "
+            f"{tokens} and {vocabulary}"
         )
     if hidden.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {hidden.dtype}"
     if any(map(rules.is_sharded, ("vocab", "embed", "tokens"))):
         return "needs the whole vocabulary and whole segments on each device"
-    if not _tiles(tokens, embedding, hidden.dtype):
+    if not _tiles(tokens, vocabulary, width + _padding(width), hidden.dtype):
         return f"keeps tiles on the chip, which vectors of {width} numbers are too long for"
     return None
 
@@ -156,7 +156,13 @@ interpreted = functools.partial(cross_entropy, interpret=True)
 def _shard_by_lane(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
 ) -> _TokenResults:
-    """Computes the results of tokens, on each device for its own lanes."""
+    """Computes the results of tokens, on each device for its own lanes.
+
+    Vectors are padded with zeros, which add nothing to logits.
+    """
+    pads = [(0, _padding(hidden.shape[-1]))]
+    hidden = jnp.pad(hidden, [(0, 0), (0, 0), *pads])
+    embedding = jnp.pad(embedding, [(0, 0), *pads])
     local = functools.partial(_token_results, scale, interpret)
     if rules.partitioned():
         lanes = rules.partition_spec("lanes", shape=hidden.shape[:1])
@@ -165,6 +171,11 @@ def _shard_by_lane(
             axis_names=rules.automatic_axes(), check_vma=False,
         )  # fmt: skip
     return local(hidden, embedding, targets)
+
+
+def _padding(width: int) -> int:
+    """Returns the number of zeros that make `width` a multiple of the vector lanes."""
+    return -width % tpu.LANES
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -286,12 +297,13 @@ def _tile(tokens: int, embedding: Array, dtype: jnp.dtype) -> tuple[int, int, in
     """Returns the tokens, columns of the vocabulary and width of the largest tile that fits into
     VMEM.
     """
-    return *max(_tiles(tokens, embedding, dtype), key=math.prod), embedding.shape[1]
+    return *max(_tiles(tokens, *embedding.shape, dtype), key=math.prod), embedding.shape[1]
 
 
-def _tiles(tokens: int, embedding: Array, dtype: jnp.dtype) -> list[tuple[int, int]]:
-    """Returns all tiles that fit into VMEM in both kernels."""
-    vocabulary, width = embedding.shape
+def _tiles(tokens: int, vocabulary: int, width: int, dtype: jnp.dtype) -> list[tuple[int, int]]:
+    """Returns all tiles of tokens and entries of the vocabulary that fit into VMEM in both kernels,
+    if vectors have `width` numbers.
+    """
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
     # In measurements, the compiler used up to 1 MiB more VMEM than `_vmem_bytes` estimates. Tiles
     # must therefore leave 1 MiB of the limit free.
