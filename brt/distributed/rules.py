@@ -237,6 +237,35 @@ def constrain(x: Array, *names: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(*names, shape=x.shape))
 
 
+def gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
+    """Returns a parameter for a matrix product, gathered along axes called "embed".
+
+    Without this constraint, XLA may multiply with the shards of a parameter one after the other.
+    It then moves, adds up and copies partial products, which takes longer than one product. The
+    parameter is gathered in the dtype of the product, which rounds its numbers as the product would
+    do, and is returned in its own dtype. Its gradient is neither rounded nor gathered. If no axis
+    called "embed" is sharded, x is returned unchanged.
+
+    Args:
+      x: the parameter.
+      dtype: the dtype of the product.
+      names: the names of the axes of x.
+    """
+    return _gathered(x, dtype, names) if is_sharded("embed") else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
+    whole = (None if name == "embed" else name for name in names)
+    return constrain(x.astype(dtype), *whole).astype(x.dtype)
+
+
+_gathered.defvjp(
+    lambda x, dtype, names: (_gathered(x, dtype, names), None),
+    lambda dtype, names, _, gradient: (constrain(gradient, *names),),
+)
+
+
 def replicated(tree: PyTree[Array]) -> PyTree[Array]:
     """Returns the arrays of `tree`, constrained to be replicated on all devices, so that every
     process can read the arrays.

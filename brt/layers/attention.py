@@ -28,6 +28,7 @@ from brt.layers.basic import (
     norm_parameter,
     normed,
     parameter,
+    product_kernel,
     zero_for_states,
 )
 from brt.layers.cache import KVCache, TokenProjections
@@ -87,14 +88,14 @@ class TransformerBlock(nn.Module):
         by_head = (m.model_dim, m.heads, m.head_dim)
         by_key_head = (m.model_dim, m.key_heads, m.head_dim)
         self.norm = norm_parameter(self, m, "norm")
-        self.queries = parameter(self, "queries", by_head, INTO_HEADS)
-        self.keys = parameter(self, "keys", by_key_head, INTO_KEY_HEADS)
-        self.values = parameter(self, "values", by_key_head, INTO_KEY_HEADS)
+        self.queries = product_kernel(self, m, "queries", by_head, INTO_HEADS)
+        self.keys = product_kernel(self, m, "keys", by_key_head, INTO_KEY_HEADS)
+        self.values = product_kernel(self, m, "values", by_key_head, INTO_KEY_HEADS)
         if m.attention.bias != "none":
             self.queries_bias = parameter(self, "queries_bias", by_head[1:], INTO_HEADS[1:], ZEROS)
-            for name in ("keys_bias", "values_bias"):
-                bias = parameter(self, name, by_key_head[1:], INTO_KEY_HEADS[1:], ZEROS)
-                setattr(self, name, bias)
+            shape, axes = by_key_head[1:], INTO_KEY_HEADS[1:]
+            self.keys_bias = parameter(self, "keys_bias", shape, axes, ZEROS)
+            self.values_bias = parameter(self, "values_bias", shape, axes, ZEROS)
         if m.attention.bias == "all":
             self.output_bias = parameter(self, "output_bias", (m.model_dim,), ("embed",), ZEROS)
         if m.norm.queries_keys:
@@ -106,7 +107,7 @@ class TransformerBlock(nn.Module):
         if m.attention.normalize_qk:
             self.scale = parameter(self, "scale", (m.heads,), ("heads",), scale)
         if self.cross_attends:
-            self.cross_queries = parameter(self, "cross_queries", by_head, INTO_HEADS)
+            self.cross_queries = product_kernel(self, m, "cross_queries", by_head, INTO_HEADS)
             if m.attention.normalize_qk:
                 self.cross_scale = parameter(self, "cross_scale", (m.heads,), ("heads",), scale)
         if m.positions == "t5":
@@ -117,11 +118,10 @@ class TransformerBlock(nn.Module):
         if m.positions == "alibi":
             self.alibi_scale = parameter(self, "alibi_scale", (), (), ONES)
             self.alibi_bound = parameter(self, "alibi_bound", (1,), ("buckets",), ONES)
-        attended = (2 if self.cross_attends else 1, m.heads, m.head_dim)
-        init = kernel_init(inputs=3)
+        attended, init = (1 + self.cross_attends, m.heads, m.head_dim, m.model_dim), kernel_init(3)
         if self.cross_attends and m.of(Recurrence).output_init == "zero":
             init = zero_for_states(init)
-        self.output = parameter(self, "output", (*attended, m.model_dim), FROM_HEADS, init)
+        self.output = product_kernel(self, m, "output", attended, FROM_HEADS, init)
         self.mlp = MLP(m, self.training)
         nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.config import Encoder, Model, Seq2Seq
 from brt.config.fields import RematPolicy
-from brt.distributed.rules import check_names, constrain, is_sharded
+from brt.distributed.rules import check_names, gathered
 from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
@@ -196,23 +196,21 @@ def parameter(
     return module.param(name, boxed, shape, jnp.float32)
 
 
-def gathered(
-    kernel: Float[Array, "..."], dtype: jnp.dtype, axes: tuple[str | None, ...]
-) -> Float[Array, "..."]:
-    """Returns a kernel for a product, gathered from the devices along `Mesh.fsdp` that share it.
+def product_kernel(
+    module: nn.Module, model: Model, name: str, shape: tuple[int, ...],
+    axes: tuple[str | None, ...], init: Initializer | None = None,
+) -> Array:  # fmt: skip
+    """Creates a float32 parameter of `module` for a matrix product, and returns the parameter.
 
-    Without this constraint, XLA may multiply with the shares of the other devices one after the
-    other, and then adds up and copies the partial products. The kernel is gathered in the dtype of
-    the product. Without `Mesh.fsdp`, it is returned unchanged.
+    If the axis "embed" is sharded (`Mesh.fsdp`), the returned array is gathered, in the precision
+    of the product (see `brt.distributed.rules.gathered`).
 
     Args:
-      kernel: the parameter.
-      dtype: the dtype of the product.
-      axes: the names of the kernel's axes, as in `parameter`.
+      module, name, shape, axes, init: as for `parameter`.
+      model: the settings of the decoder.
     """
-    if not is_sharded("embed"):
-        return kernel
-    return constrain(kernel.astype(dtype), *(None if name == "embed" else name for name in axes))
+    kernel = parameter(module, name, shape, axes, init)
+    return gathered(kernel, compute_dtype(model), axes)
 
 
 def norm_parameter(

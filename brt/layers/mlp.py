@@ -5,7 +5,14 @@ from jaxtyping import Array, Float
 
 from brt.config import Model
 from brt.distributed.rules import constrain
-from brt.layers.basic import ZEROS, dropout, gathered, norm_parameter, normed, parameter
+from brt.layers.basic import (
+    ZEROS,
+    dropout,
+    norm_parameter,
+    normed,
+    parameter,
+    product_kernel,
+)
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops import deferred
 from brt.ops.activations import activation
@@ -33,13 +40,14 @@ class MLP(nn.Module):
     def setup(self) -> None:
         """Creates the norms, projections and biases that the settings of the model ask for."""
         m = self.model
+        wide = m.model_dim, m.mlp_dim
         self.mlp_norm = norm_parameter(self, m, "mlp_norm")
-        self.mlp_in = parameter(self, "mlp_in", (m.model_dim, m.mlp_dim), INTO_MLP)
+        self.mlp_in = product_kernel(self, m, "mlp_in", wide, INTO_MLP)
         if m.mlp.gated:
-            self.mlp_gate = parameter(self, "mlp_gate", (m.model_dim, m.mlp_dim), INTO_MLP)
+            self.mlp_gate = product_kernel(self, m, "mlp_gate", wide, INTO_MLP)
         if m.norm.outputs:
             self.mlp_output_norm = norm_parameter(self, m, "mlp_output_norm")
-        self.mlp_out = parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), FROM_MLP)
+        self.mlp_out = product_kernel(self, m, "mlp_out", wide[::-1], FROM_MLP)
         if m.mlp.bias:
             self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
             self.mlp_out_bias = parameter(self, "mlp_out_bias", (m.model_dim,), ("embed",), ZEROS)
@@ -68,20 +76,18 @@ class MLP(nn.Module):
         self, h: Float[Array, "B T D"], tokens: str | None, taps: TokenTaps
     ) -> Float[Array, "B T D"]:
         m, first, last = self.model, taps.mlp_in, taps.mlp_out
-        kernel_in = gathered(self.mlp_in, h.dtype, INTO_MLP)
-        kernel_out = gathered(self.mlp_out, h.dtype, FROM_MLP)
         plain = m.activation == "relu" and not m.mlp.gated
         if first and last and plain and not m.mlp.bias:
-            return deferred.relu_mlp(h, (kernel_in, kernel_out), (first, last))
-        hidden = deferred.dot(h, kernel_in, first)
+            return deferred.relu_mlp(h, (self.mlp_in, self.mlp_out), (first, last))
+        hidden = deferred.dot(h, self.mlp_in, first)
         if m.mlp.bias:
             hidden = add_shared(hidden, self.mlp_in_bias)
         if m.mlp.gated:
-            gate = dense(h, gathered(self.mlp_gate, h.dtype, INTO_MLP))
+            gate = dense(h, self.mlp_gate)
             gate = add_shared(gate, self.mlp_gate_bias) if m.mlp.bias else gate
             hidden *= activation(gate, m.activation)
         else:
             hidden = activation(hidden, m.activation, saves_result=last is not None)
         hidden = constrain(hidden, "lanes", tokens, "mlp")
-        out = deferred.dot(hidden, kernel_out, last)
+        out = deferred.dot(hidden, self.mlp_out, last)
         return add_shared(out, self.mlp_out_bias) if m.mlp.bias else out

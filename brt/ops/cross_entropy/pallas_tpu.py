@@ -67,7 +67,7 @@ def refusal(
         )
     if hidden.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {hidden.dtype}"
-    if any(map(rules.is_sharded, ("vocab", "embed", "tokens"))):
+    if any(map(rules.is_sharded, ("vocab", "tokens"))):
         return "needs the whole vocabulary and whole segments on each device"
     if not _tiles(tokens, vocabulary, width + _padding(width), hidden.dtype):
         return f"keeps tiles on the chip, which vectors of {width} numbers are too long for"
@@ -160,6 +160,7 @@ def _shard_by_lane(
 
     Vectors are padded with zeros, which add nothing to logits.
     """
+    embedding = rules.gathered(embedding, hidden.dtype, ("vocab", "embed"))
     pads = [(0, _padding(hidden.shape[-1]))]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), *pads])
     embedding = jnp.pad(embedding, [(0, 0), *pads])
