@@ -1,7 +1,7 @@
 """Collects the evaluations of a sweep in a small JSON file, prints their table, and draws the plot
 of docs/results.md from such files.
 
-python tools/results.py --sweep=runs/latex --json=docs/results/latex.json
+python tools/results.py --sweep=runs/latex --name=LaTeX --json=docs/results/latex.json
 python tools/results.py --table=docs/results/latex.json --baseline=Slide:7L
 python tools/results.py --plot docs/results/*.json --baseline=Slide:7L --output=docs/plots/worth.png
 """
@@ -22,15 +22,16 @@ from brt.tasks.language_modeling.differences import Difference, paired_differenc
 SPLIT = "test"
 
 
-def collected(sweep: Path) -> dict[str, Any]:
+def collected(sweep: Path, name: str) -> dict[str, Any]:
     """Returns the runs of a sweep whose test split was evaluated, as JSON.
 
     Args:
       sweep: the directory of the sweep. Each run in it was evaluated by `brt.evaluate`, with
         `--ablate` or `--compare` if their figures are wanted.
+      name: the name of the corpus, for the legend of the plot.
     """
     runs = [_run(point.parent) for point in sorted(sweep.glob("*/point.json"))]
-    return {"sweep": sweep.name, "runs": [run for run in runs if run]}
+    return {"name": name, "runs": [run for run in runs if run]}
 
 
 def _run(directory: Path) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def plot(all_results: Sequence[dict[str, Any]], baseline: str) -> bytes:
             axes.errorbar(
                 list(points), [one.value for one in points.values()],
                 yerr=[one.half_width or 0.0 for one in points.values()], fmt="o-", markersize=4,
-                capsize=3, label=f"{name}, {results['sweep']}",
+                capsize=3, label=f"{name}, {results['name']}",
             )  # fmt: skip
     axes.axhline(0, color="0.3", linewidth=0.8)
     axes.set(xlabel="training tokens", ylabel=f"bits per byte, compared with {baseline}")
@@ -163,6 +164,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--sweep", type=Path, help="directory of a sweep to collect")
+    flags.add_argument("--name", default="", help="the name of the corpus of --sweep")
     flags.add_argument("--json", type=Path, help="the file to write what --sweep collects to")
     flags.add_argument("--table", type=Path, help="print the table of such a file")
     flags.add_argument("--plot", type=Path, nargs="+", help="draw the plot of such files")
@@ -175,7 +177,7 @@ def main() -> int:
     args = parser().parse_args()
     if args.sweep:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(collected(args.sweep), indent=1) + "\n")
+        args.json.write_text(json.dumps(collected(args.sweep, args.name), indent=1) + "\n")
     if args.table:
         print(table(json.loads(args.table.read_text()), args.baseline))
     if args.plot:
