@@ -298,7 +298,8 @@ def _tile(tokens: int, embedding: Array, dtype: jnp.dtype) -> tuple[int, int, in
     """Returns the tokens, columns of the vocabulary and width of the largest tile that fits into
     VMEM.
     """
-    return *max(_tiles(tokens, *embedding.shape, dtype), key=math.prod), embedding.shape[1]
+    vocabulary, width = embedding.shape
+    return *max(_tiles(tokens, vocabulary, width, dtype), key=math.prod), width
 
 
 def _tiles(tokens: int, vocabulary: int, width: int, dtype: jnp.dtype) -> list[tuple[int, int]]:
