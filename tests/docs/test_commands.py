@@ -41,6 +41,7 @@ ONLY_RESOLVED = {
     "weights/roberta-4k/tokenizer.json": "--print_config",
     "configs/sweeps/table1.gin": "--list",  # hours of training
     "configs/sweeps/gates.gin": "--list",
+    "configs/sweeps/medium.gin": "--list",  # hours of training
     "configs/sweeps/memory_distance.gin": "--list",  # training of five models
     "configs/sweeps/memory.gin": "--list",  # training of 18 models
     "configs/sweeps/recurrence.gin": "--list",  # training of 42 models
@@ -122,6 +123,7 @@ def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, split in enumerate(("train", "validation", "test")):
         (path / "papers" / split).mkdir(parents=True)
         shutil.copy(path / f"books/{number}.txt", path / f"papers/{split}/paper.tex")
+        shutil.copytree(path / "books", path / f"latex/{split}")
     shutil.copytree(FIXTURES / "huggingface/roberta", path / "roberta-base")
     shutil.copytree(FIXTURES / "huggingface/t5", path / "DIRECTORY")
     write_decoder(path / "SmolLM2-135M")
