@@ -242,8 +242,9 @@ def gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
 
     Without this constraint, XLA may multiply with the shards of a parameter one after the other.
     It then moves, adds up and copies partial products, which takes longer than one product. The
-    parameter is gathered in the dtype of the product, which rounds its numbers as the product would
-    do, and is returned in its own dtype. Its gradient is neither rounded nor gathered. If no axis
+    parameter is gathered in the dtype of the product, which rounds its numbers as the product
+    would do, and is returned in its own dtype. Its gradient is not rounded. It is summed over
+    devices as a whole, because XLA would also compute a sharded gradient shard by shard. If no axis
     called "embed" is sharded, x is returned unchanged.
 
     Args:
@@ -256,13 +257,16 @@ def gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
-    whole = (None if name == "embed" else name for name in names)
-    return constrain(x.astype(dtype), *whole).astype(x.dtype)
+    return _whole(x.astype(dtype), names).astype(x.dtype)
+
+
+def _whole(x: Array, names: Names) -> Array:
+    return constrain(x, *(None if name == "embed" else name for name in names))
 
 
 _gathered.defvjp(
     lambda x, dtype, names: (_gathered(x, dtype, names), None),
-    lambda dtype, names, _, gradient: (constrain(gradient, *names),),
+    lambda dtype, names, _, gradient: (_whole(gradient, names),),
 )
 
 

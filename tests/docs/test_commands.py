@@ -123,7 +123,9 @@ def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, split in enumerate(("train", "validation", "test")):
         (path / "papers" / split).mkdir(parents=True)
         shutil.copy(path / f"books/{number}.txt", path / f"papers/{split}/paper.tex")
-        shutil.copytree(path / "books", path / f"latex/{split}")
+        (path / "latex" / split).mkdir(parents=True)
+        text = sorted(CORPORA.rglob("*.txt"))[number].read_bytes()
+        (path / f"latex/{split}/chapter.tex").write_bytes(text[20_000:80_000])
     shutil.copytree(FIXTURES / "huggingface/roberta", path / "roberta-base")
     shutil.copytree(FIXTURES / "huggingface/t5", path / "DIRECTORY")
     write_decoder(path / "SmolLM2-135M")
