@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from brt.layers.kinds import LayerKind
 
 # A state consists of these parts, each of which evaluation can reset or exchange.
-STATE_PARTS = ("cache", "state", "memory")
+STATE_PARTS = ("state", "cache", "memory")
 # The first fields of every layer's module, in the order in which brt passes them.
 _FIELDS = ("model", "training", "kernels")
 # The class variables of a section.

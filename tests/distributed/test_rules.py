@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -75,3 +76,23 @@ def test_activations_are_cut_only_where_a_mesh_is_set() -> None:
             1,
             2,
         )
+
+
+def test_a_gathered_parameter_is_rounded_but_its_gradient_is_not() -> None:
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+    weights = jax.random.normal(jax.random.key(1), (8, 4))
+
+    def gathered(x: jax.Array) -> jax.Array:
+        return rules.gathered(x, jnp.dtype("bfloat16"), ("embed", "mlp"))
+
+    @jax.jit
+    def value_and_gradient(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the gathered parameter, and the gradient of its sum, weighted by `weights`."""
+        y, pull = jax.vjp(gathered, x)
+        return y, pull(weights)[0]
+
+    np.testing.assert_array_equal(gathered(x), x)  # Nothing is sharded without a mesh.
+    with jax.set_mesh(build(Mesh(data=1, fsdp=2), {})):
+        y, gradient = value_and_gradient(x)
+    np.testing.assert_array_equal(y, x.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(gradient, weights)

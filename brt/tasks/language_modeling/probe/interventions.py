@@ -26,13 +26,13 @@ from brt.data.rows.on_disk import InMemory
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import place_like
+from brt.layers.registration import STATE_PARTS
 from brt.layers.runs import StackState, parts, replace_parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import layer_states, state_metrics
 from brt.types import Batch, Variables
 
-PARTS = ("state", "cache", "memory")
 METHODS = ("zeroed", "shuffled", "frozen")
 
 
@@ -124,7 +124,7 @@ def possible_interventions(config: Config, lanes: int) -> list[Intervention]:
     """
     existing = parts(config.model) - (set() if config.model.sliding.cache else {"cache"})
     methods = METHODS if lanes > 1 else tuple(how for how in METHODS if how != "shuffled")
-    return [Intervention(part, how) for part in PARTS if part in existing for how in methods]
+    return [Intervention(part, how) for part in STATE_PARTS if part in existing for how in methods]
 
 
 def evaluate_interventions(
