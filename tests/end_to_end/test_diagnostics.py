@@ -8,7 +8,8 @@ import pytest
 
 from brt import inspect
 from brt.errors import ConfigError
-from brt.tasks.language_modeling.probe.interventions import METHODS, PARTS
+from brt.layers.registration import STATE_PARTS
+from brt.tasks.language_modeling.probe.interventions import METHODS
 from brt.training.metrics import read_metrics
 from brt.training.start.saved_model import load_config
 
@@ -28,7 +29,7 @@ def test_a_probe_says_what_the_memory_is_worth(
     assert kept.items() <= found.items() and found.keys() - kept.keys() == {"run", "version"}
     assert found["step"] == 24 and found["protocol"]["tokens"] == sum(LENGTHS.values())
     replaced = [(row["part"], row["how"]) for row in found["memory"]]
-    assert replaced == [(part, how) for part in PARTS for how in METHODS]
+    assert replaced == [(part, how) for part in STATE_PARTS for how in METHODS]
     assert [(row["from"], row["to"]) for row in found["positions"]] == [(0, 1000)]
     assert found["gradients"]["starved"] == [] and len(found["gradients"]["states"]) == 1
     (layer,) = found["layers"]
