@@ -18,11 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
-from brt.ops import dispatch, window_attention
+from brt.ops import dispatch, gpu, window_attention
 from brt.ops.dropout import DropoutMask
 from brt.ops.window_attention import (
     documents,
-    pallas_gpu,
     pallas_mosaic_gpu,
     pallas_tpu,
     segment_part,
@@ -284,7 +283,7 @@ def test_the_form_of_mosaic_stands_behind_that_of_triton_until_jax_has_none(
 
     is_mosaic = "copy_gmem_to_smem"
     assert is_mosaic in traced("pallas_mosaic_gpu") and is_mosaic not in traced()
-    monkeypatch.setattr(pallas_gpu, "triton", None)
+    monkeypatch.setattr(gpu, "triton", None)
     assert is_mosaic in traced()
     with pytest.raises(NotImplementedError, match="Triton backend, which this jax does not have"):
         traced("pallas_gpu")

@@ -1,9 +1,10 @@
-"""Compiles window attention's kernels for a GPU, and prints the resources that they occupy.
+"""Compiles attention's kernels for a GPU, and prints the resources that they occupy.
 
 python tools/benchmark/gpu_kernels.py                         # heads of 64, 128 and 256 on an H100
 python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout --null_keys
 python tools/benchmark/gpu_kernels.py --window 2048 --block 256    # a window that is not a block
 python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
+python tools/benchmark/gpu_kernels.py --operation softmax_attention     # of recurrent states
 
 No GPU is needed. For each kernel, the table has the compiler's figures: registers of a thread,
 bytes of registers that are spilled to memory, warps and shared memory of a program, and the number
@@ -18,14 +19,15 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from brt import jax_versions
 
-KERNELS = re.compile(r"\.entry (window_attention_\w+?)(?:_mosaic_gpu_kernel)?\(")
+KERNELS = re.compile(r"\.entry ((?:window|softmax)_attention_\w+?)(?:_mosaic_gpu_kernel)?\(")
 LAUNCHES = re.compile(
-    r"(window_attention_\w+) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)"
+    r"((?:window|softmax)_attention_\w+) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)"
 )
 # For Mosaic GPU, XLA's dump has only a call, so these figures are in the files of the kernel.
 THREADS = re.compile(r"\.maxntid (\d+)")
@@ -119,21 +121,33 @@ def assembled(path: Path, target: str) -> str:
 
 
 def compile_one(args: argparse.Namespace) -> None:
-    """Compiles the forward and backward pass of eight heads over two windows of tokens."""
+    """Compiles the forward and backward pass of an operation for a GPU."""
     import jax
-    import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
     from brt.ops import dispatch
-    from brt.ops.dropout import DropoutMask
-    from brt.ops.local_attention import local_attention
-    from brt.ops.window_attention import window_part
     from brt.planning import topologies
 
     device = topologies.named(args.topology).devices[0]
 
     def array(*shape: int, dtype: str = args.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    with dispatch.use_backend("gpu", device):
+        function, inputs = OPERATIONS[args.operation](args, array)
+        jax.jit(function).lower(*inputs).compile()
+
+
+def window_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:
+    """Returns a function that computes the gradients of window attention, for eight heads over two
+    windows of tokens, and the shapes of its inputs.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from brt.ops.dropout import DropoutMask
+    from brt.ops.local_attention import local_attention
+    from brt.ops.window_attention import window_part
 
     window, heads, blocks = args.window, 8, 2
     tokens, cached = (array(1, n * window, heads, args.one) for n in (blocks, 1))
@@ -159,8 +173,33 @@ def compile_one(args: argparse.Namespace) -> None:
         return jax.grad(loss)(learned)
 
     learned = tokens, (cached, cached), tokens, tokens, array(heads, window, dtype="float32")
-    with dispatch.use_backend("gpu", device):
-        jax.jit(gradients).lower(learned, places, dropout, tokens).compile()
+    return gradients, (learned, places, dropout, tokens)
+
+
+def softmax_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:
+    """Returns a function that computes the gradients of the attention of 512 states and eight heads
+    to the tokens of two blocks, and the shapes of its inputs.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from brt.ops.softmax_attention import attend_to_blocks
+
+    def gradients(states: Any, tokens: Any, values: Any, readable: Any, weights: Any) -> Any:
+        def loss(states: Any, tokens: Any, values: Any) -> jax.Array:
+            output = attend_to_blocks(
+                states, tokens, values, readable,
+                null_keys=args.null_keys, implementation=args.implementation,
+            )  # fmt: skip
+            return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
+
+        return jax.grad(loss, argnums=(0, 1, 2))(states, tokens, values)
+
+    states, tokens = array(1, 512, 8, args.one), array(1, 8, 2 * args.window, args.one)
+    return gradients, (states, tokens, tokens, array(1, dtype="bool"), states)
+
+
+OPERATIONS = {"window_attention": window_gradients, "softmax_attention": softmax_gradients}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -168,6 +207,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--topology", default="h100x1")
+    flags.add_argument("--operation", choices=sorted(OPERATIONS), default="window_attention")
     flags.add_argument("--implementation", default="pallas_gpu")
     flags.add_argument("--window", type=int, default=512)
     flags.add_argument("--block", type=int, default=0, help="default: a window")

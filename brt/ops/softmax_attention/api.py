@@ -18,7 +18,7 @@ from brt.distributed import rules
 from brt.ops import dispatch, layout
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import scaled_unit
-from brt.ops.softmax_attention import pallas_tpu, reference, xla, xla_cpu
+from brt.ops.softmax_attention import pallas_gpu, pallas_tpu, reference, xla, xla_cpu
 
 
 def _by_head_and_block(
@@ -66,11 +66,13 @@ OP = Op(
     "softmax_attention",
     (
         Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refusal),
+        Implementation("pallas_gpu", pallas_gpu.attention, ("gpu",), ("gpu",), pallas_gpu.refusal),
         Implementation(
             "xla_cpu", _by_head_and_block(xla_cpu.attention, layout.swapaxes_copy), auto=("cpu",)
         ),
         Implementation("xla", _by_head_and_block(xla.attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
+        Implementation("pallas_gpu_interpret", pallas_gpu.interpreted, auto=()),
         Implementation("reference", _by_head_and_block(reference.attention), auto=()),
     ),
 )

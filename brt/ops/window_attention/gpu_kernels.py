@@ -16,11 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from brt.ops.gpu import LOG2E, dot_float32, update_softmax
 from brt.ops.softmax import FLOOR
-
-# The kernels multiply logits by this number, log2(e), and compute powers of two instead of powers
-# of e, because the hardware has an instruction for powers of two.
-LOG2E = 1.4426950408889634
 
 
 class WindowTileInputs(NamedTuple):
@@ -160,11 +157,6 @@ class WindowTiles(NamedTuple):
         return self.apply_dropout(i, j, weights), weights * (d_weights - along)
 
 
-def dot_float32(a: Array, b: Array) -> Float[Array, "..."]:
-    """Returns the matrix product a b in float32."""
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
 def zero_unless(may_read: Any, x: Array) -> Array:
     """Returns x if `may_read` is True, and zeros otherwise.
 
@@ -200,24 +192,6 @@ def window_attention_forward(
     """
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     own, (begin, end, first) = inputs.q[tiles.queries(i)], tiles.key_tile_range(i)
-
-    def update_softmax(
-        logits: Array, top: Array, total: Array
-    ) -> tuple[Array, Array, Array, Array]:
-        """Adds the logits of a tile to the running softmax.
-
-        Args:
-          logits: the logits of the tile, times log2(e).
-          top: the maximum of each row's logits in earlier tiles, times log2(e).
-          total: the sum of each row's weights in earlier tiles.
-
-        Returns:
-          The weights of the tile relative to the new maxima; the factor by which sums of earlier
-          tiles must be multiplied; the new maxima; and the new sums of weights.
-        """
-        higher = jnp.maximum(top, jnp.max(logits, axis=1))
-        weights, shrunk = jnp.exp2(logits - higher[:, None]), jnp.exp2(top - higher)
-        return weights, shrunk, higher, total * shrunk + jnp.sum(weights, axis=1)
 
     def add_null_keys(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         """Returns the maximum logits and the sums of weights after key tile j.

@@ -6,21 +6,7 @@ computes the results of one tile of queries or of keys, in a loop over tiles.
 
 from typing import NamedTuple
 
-
-class LaunchShape(NamedTuple):
-    """Launch parameters of one kernel.
-
-    Attributes:
-      rows: the number of queries of a tile.
-      columns: the number of keys of a tile.
-      warps: the number of warps of a program.
-      stages: the number of pipeline stages of a program's loop.
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
+from brt.ops.gpu import LaunchShape
 
 
 class KernelLaunches(NamedTuple):

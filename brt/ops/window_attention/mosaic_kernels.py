@@ -29,8 +29,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from brt.ops.gpu import LOG2E
 from brt.ops.softmax import FLOOR
-from brt.ops.window_attention.gpu_kernels import LOG2E, zero_unless
+from brt.ops.window_attention.gpu_kernels import zero_unless
 from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, opaque_zero
 from brt.ops.window_attention.mosaic_tiles import (
     CopyRing,

@@ -30,27 +30,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Int8
 
-from brt.ops import dispatch
 from brt.ops.dispatch import output_residual
 from brt.ops.dropout import DropoutMask
+from brt.ops.gpu import LOG2E, LaunchShape, capability_refusal, triton_refusal
 from brt.ops.grouped_heads import summed_over_groups
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.documents import next_document_starts
-from brt.ops.window_attention.gpu_kernels import LOG2E, WindowTileInputs
-from brt.ops.window_attention.gpu_launches import LAUNCHES, LaunchShape
+from brt.ops.window_attention.gpu_kernels import WindowTileInputs
+from brt.ops.window_attention.gpu_launches import LAUNCHES
 from brt.ops.window_attention.limits import Limits
 
-try:
-    from jax.experimental.pallas import triton
-# jax 0.11 deprecates the module that is imported here, and a later version may remove the module.
-except ImportError:
-    triton = None  # type: ignore[assignment]
-
 _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
-# The launch parameters of the kernels are tuned for this compute capability (H100, H200). Other
-# GPUs have less shared memory or other matrix units, so the kernels refuse them.
-_CAPABILITY = "9.0"
 # A program of the kernel for the gradient of the bias sums over at most this many query tiles, so
 # that several programs share the work of a long segment.
 MOST_TILES_PER_PROGRAM = 32
@@ -68,9 +59,7 @@ def refusal(
       queries: the queries of the segment.
       cached: keys and values of the block before the segment.
     """
-    if triton is None:
-        return "needs Pallas' Triton backend, which this jax does not have"
-    return hopper_refusal(queries, cached)
+    return _LIMITS.refusal(queries, cached) or triton_refusal()
 
 
 def hopper_refusal(
@@ -84,12 +73,7 @@ def hopper_refusal(
       queries: the queries of the segment.
       cached: keys and values of the block before the segment.
     """
-    if reason := _LIMITS.refusal(queries, cached):
-        return reason
-    capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
-    if capability != _CAPABILITY:
-        return f"is cut for GPUs of compute capability {_CAPABILITY} (H100, H200), not {capability}"
-    return None
+    return _LIMITS.refusal(queries, cached) or capability_refusal()
 
 
 class WindowGpuSettings(NamedTuple):
@@ -384,8 +368,7 @@ def _call(
         grid=grid, in_specs=[_specs(inputs, grid[2] // arguments.q.shape[0])],
         out_specs=places, out_shape=shapes,
         cost_estimate=_cost(arguments, products), interpret=settings.interpret,
-        compiler_params=triton
-        and triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        compiler_params=launch.compiler_params(),
     )(inputs)  # fmt: skip
 
 
