@@ -16,8 +16,7 @@ from brt.config_io import by_section, earlier_model_settings, model_settings
 from brt.data import losses, plain_text
 from brt.errors import ConfigError, DataError
 from brt.evaluation import job
-from brt.generation import session as sessions
-from brt.generation import state_files
+from brt.generation import memory as memories
 from brt.generation.session import Session
 from brt.tasks.evaluators import Scorer
 from brt.tasks.weights import Tokenizer
@@ -102,7 +101,7 @@ class Memory:
       state: the state as NumPy arrays.
     """
 
-    state: sessions.Memory
+    state: memories.Memory
     _model: "Model" = dataclasses.field(repr=False)
 
     @property
@@ -121,7 +120,7 @@ class Memory:
         Raises:
           OSError: the file cannot be written.
         """
-        state_files.save(self.state, Path(path), self._model._identity)
+        memories.save(self.state, Path(path), self._model._identity)
 
 
 class Text(Iterator[str]):

@@ -44,7 +44,8 @@ from brt.checkpointing import reader as checkpoints
 from brt.data import documents, preparation, tokenizers
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import BrtError
-from brt.generation.session import Memory, Session
+from brt.generation.memory import Memory
+from brt.generation.session import Session
 from brt.generation.state_files import save
 from brt.interop.huggingface import files
 from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
@@ -163,7 +164,7 @@ def _corpus(directory: Path) -> None:
 def _session(memory: Memory) -> Session:
     """Returns a session that has no model and can only load files."""
     session = object.__new__(Session)
-    session.memory, session._config = memory, config.Config()
+    session.memory, session._config, session._lanes = memory, config.Config(), 1
     return session
 
 

@@ -13,211 +13,28 @@ vocabulary.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Int, Integer
 
 from brt.config import Config, Decoding, Sampling
 from brt.distributed import rules
-from brt.generation import state_files
-from brt.generation.decoder import TextDecoder
-from brt.generation.hypotheses import Hypotheses
-from brt.generation.sampling import choose
-from brt.generation.search import search
-from brt.layers.runs import StackBlock, StackState
-from brt.models.decoder import Decoder, logits, new_state, output_weights
-from brt.models.targets import SpecialTokens
+from brt.generation import memory as memories
+from brt.generation import steps
+from brt.generation.beams import search_memory
+from brt.generation.memory import Memory
+from brt.generation.steps import CHUNK
+from brt.models.decoder import Decoder
 from brt.types import Variables
 
-# One call of the compiled program that reads or writes token by token handles at most this many
-# tokens.
-CHUNK = 16
-# Language models lack an end token. The search gets this id, which no token has, as the id of the
-# end token.
-_NEVER = -1
+# The program that reads chunks of a block is compiled and used only if there are at least this many
+# chunks to read.
+_MIN_CHUNKS = 3
 # The program that reads and samples needs a random key even if it only reads, and then ignores it.
 _NO_KEY = partial(jax.random.key, 0)
-
-
-class Memory(NamedTuple):
-    """The complete state of a session. Its size does not depend on the length of the text.
-
-    Attributes:
-      state: caches and recurrent states of the layers after the last full block, as in training.
-      block: what layers remember of the tokens in the open block, such as keys and values.
-      position: int32, number of tokens in the open block, less than the length of a block.
-      logits: float32 [B, V], logits of the next token.
-      count: int32, number of tokens read and written including BOS; folded into random keys, so
-        that each token has a random number of its own.
-    """
-
-    state: StackState
-    block: StackBlock
-    position: Int[Array, ""]
-    logits: Float[Array, "B V"]
-    count: Int[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
-
-
-def _advance(
-    decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, " B"]
-) -> Memory:
-    """Reads one token of every lane, and ends the block if it is full."""
-    params, model_state = {"params": variables.params}, variables.model_state
-    next_logits, block = decoder.apply(
-        params, tokens, memory.state, memory.block, memory.position, model_state,
-        method="decode_step",
-    )  # fmt: skip
-
-    def end_block(memory: Memory) -> Memory:
-        """Returns the memory after its full block has been processed, with an empty open block."""
-        state = decoder.apply(params, memory.state, memory.block, model_state, method="end_block")
-        block = decoder.apply(params, state, model_state, method="begin_block")
-        return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
-
-    memory = Memory(memory.state, block, memory.position + 1, next_logits, memory.count + 1)
-    is_full = memory.position == decoder.model.block_length
-    return jax.lax.cond(is_full, end_block, lambda memory: memory, memory)
-
-
-def _read_segment(
-    decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, "B T"]
-) -> Memory:
-    """Reads whole blocks at once; the memory must be at a block boundary."""
-    params, model_state = {"params": variables.params}, variables.model_state
-    start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.block_length), bool)
-    hidden, state, *_ = decoder.apply(params, tokens, memory.state, start, model_state)
-    weights = output_weights(decoder.model, variables.params)
-    return memory._replace(
-        state=state,
-        block=decoder.apply(params, state, model_state, method="begin_block"),
-        logits=logits(decoder.model, weights, hidden[:, -1:])[:, 0],
-        count=memory.count + tokens.shape[1],
-    )
-
-
-def _new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
-    state, params = new_state(decoder.model, lanes), {"params": variables.params}
-    return Memory(
-        state=state,
-        block=decoder.apply(params, state, variables.model_state, method="begin_block"),
-        position=jnp.zeros((), jnp.int32),
-        logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
-        count=jnp.zeros((), jnp.int32),
-    )
-
-
-def _read_and_write(
-    decoder: Decoder, known_ids: int, variables: Variables, memory: Memory,
-    tokens: Int[Array, "B C"],
-    prompt_length: Int[Array, ""],
-    count: Int[Array, ""],
-    key: Array,
-    *,
-    sampling: Sampling,
-) -> tuple[Memory, Int[Array, "B C"], Int[Array, ""]]:  # fmt: skip
-    """Reads a prompt, and continues it with sampled tokens.
-
-    One compiled program reads prompts of any length and samples any number of tokens, because
-    `prompt_length` and `count` are arrays.
-
-    Args:
-      tokens: the prompt, padded.
-      prompt_length: number of tokens of the prompt.
-      count: number of tokens of the prompt and of sampled tokens together.
-
-    Returns:
-      The new memory; an array that begins with the prompt and the sampled tokens; and their number,
-      which is smaller than `count` if the text has ended (see `Session.write`).
-    """
-    end_ids = decoder.model.end_ids
-
-    def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
-        """Returns True until there are `count` tokens, or every lane has just sampled an end token.
-
-        Args:
-          so_far: the number of tokens read or sampled so far, the memory after them, and the array
-            of all tokens; the same triple as in `add_token`.
-        """
-        i, _, tokens = so_far
-        if not end_ids:
-            return i < count
-        last = jax.lax.dynamic_index_in_dim(tokens, i - 1, axis=1)
-        return (i < count) & ~((i > prompt_length) & jnp.isin(last, jnp.asarray(end_ids)).all())
-
-    def add_token(so_far: tuple) -> tuple[Int[Array, ""], Memory, Int[Array, "B C"]]:
-        """Returns the triple `so_far` (see `is_unfinished`) with one more token, which is read from
-        the prompt or, after its end, sampled.
-        """
-        i, memory, tokens = so_far
-
-        def read() -> Int[Array, " B"]:
-            """Returns the token of each lane at index i of the prompt."""
-            return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
-
-        def write() -> Int[Array, " B"]:
-            """Returns a token of each lane, sampled from the logits in the memory."""
-            logits, own_key = memory.logits[:, :known_ids], jax.random.fold_in(key, memory.count)
-            return choose(logits, own_key, sampling)
-
-        next_tokens = jax.lax.cond(i < prompt_length, read, write)
-        tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
-        return i + 1, _advance(decoder, variables, memory, next_tokens), tokens
-
-    start = jnp.zeros((), jnp.int32), memory, tokens
-    length, memory, tokens = jax.lax.while_loop(is_unfinished, add_token, start)
-    return memory, tokens, length
-
-
-class _Beams(NamedTuple):
-    """Beams that continue one memory.
-
-    Attributes:
-      memory: the memory of all beams, whose axis of lanes has an entry for each beam.
-      begun: bool, False before the first step. The logits of the first token are already in the
-        memory, so the first step reads no token.
-    """
-
-    memory: Memory
-    begun: Bool[Array, ""]
-
-
-def _search(
-    decoder: Decoder, known_ids: int, variables: Variables, memory: Memory, *, decoding: Decoding
-) -> Hypotheses:
-    """Runs a beam search in a single lane. Without an end token, texts have the maximum length."""
-
-    def map_lanes(memory: Memory, function: Callable[[Array], Array]) -> Memory:
-        """Returns the memory with `function` applied to all arrays that have an axis of lanes."""
-        arrays = jax.tree.map(function, (memory.state, memory.block, memory.logits))
-        return memory._replace(state=arrays[0], block=arrays[1], logits=arrays[2])
-
-    def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
-        """Reads one token of each of N beams; returns the logits of the next tokens and the beams.
-
-        The first step reads no token, because the logits of the first token are already known.
-        """
-
-        def advance() -> Memory:
-            """Returns the memory of the beams after reading `tokens`, one token for each beam."""
-            return _advance(decoder, variables, beams.memory, tokens[0])
-
-        memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
-        return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
-
-    def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
-        """Returns N beams, where beam n continues beam `chosen[0, n]` of the given `beams`."""
-        memory = map_lanes(beams.memory, lambda x: jnp.take(x, chosen[0], axis=0))
-        return beams._replace(memory=memory)
-
-    wide = map_lanes(memory, lambda x: jnp.repeat(x, decoding.beams, axis=0))
-    ids = SpecialTokens(pad=0, start=0, eos=_NEVER)
-    return search(
-        TextDecoder(step, reorder, ids), _Beams(wide, jnp.zeros((), bool)), batch=1,
-        decoding=decoding,
-    )  # fmt: skip
 
 
 class Session:
@@ -239,12 +56,20 @@ class Session:
         decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
         known = known_ids or config.model.vocab_size
-        self._read_segment = rules.jit(partial(_read_segment, decoder), donate_argnums=1)
+        self._chunk = steps.chunk_size(config.model)
+        self._read_segment = rules.jit(partial(steps.read_segment, decoder), donate_argnums=1)
+        self._read_chunk = rules.jit(partial(steps.advance, decoder), donate_argnums=1)
+        self._end_block = rules.jit(partial(steps.end_block, decoder), donate_argnums=1)
         self._read_and_write = rules.jit(
-            partial(_read_and_write, decoder, known), static_argnames="sampling", donate_argnums=1
+            partial(steps.read_and_write, decoder, known),
+            static_argnames="sampling",
+            donate_argnums=1,
         )
-        self._search = rules.jit(partial(_search, decoder, known), static_argnames="decoding")
-        self._new_memory = rules.jit(partial(_new_memory, decoder, lanes))
+        self._search = rules.jit(partial(search_memory, decoder, known), static_argnames="decoding")
+        self._new_memory = rules.jit(partial(memories.new_memory, decoder, 1))
+        repeat = partial(jnp.repeat, repeats=lanes)
+        self._repeat = rules.jit(lambda memory: memories.map_lanes(memory, repeat))
+        self._chunk_is_compiled = False
         self.restart(variables)
 
     def restart(self, variables: Variables) -> None:
@@ -255,13 +80,17 @@ class Session:
         self.forget()
 
     def forget(self) -> None:
-        """Clears the memory, as if no text had been read."""
+        """Clears the memory, as if no text had been read.
+
+        Until the session writes, all lanes have the same memory, which therefore has a single lane.
+        """
         self.memory: Memory = self._new_memory(self._variables)
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
         """Reads the same text in all lanes.
 
-        Whole segments or blocks are read at once if possible, other tokens one by one.
+        Whole segments, blocks or chunks of a block are read at once if possible, other tokens one
+        by one.
 
         Args:
           tokens: ids of the text. BOS is read before the first text.
@@ -275,13 +104,39 @@ class Session:
             left = len(tokens) - start
             if position == 0 and left >= window:
                 size = length if left >= length else window
-                piece = np.tile(tokens[start : start + size], (self._lanes, 1))
+                piece = np.tile(tokens[start : start + size], (self._memory_lanes, 1))
                 self.memory = self._read_segment(self._variables, self.memory, piece)
+            elif self._reads_chunk(position, left):
+                size = self._chunk
+                piece = np.tile(tokens[start : start + size], (self._memory_lanes, 1))
+                self.memory = self._read_chunk(self._variables, self.memory, piece)
+                self._chunk_is_compiled = True
+                position = self._end_if_full(position + size)
             else:
-                size = min(left, window - position, CHUNK)
+                size = min(left, CHUNK - position % CHUNK, window - position)
                 self._step(tokens[start : start + size], size, self._config.sampling, _NO_KEY())
                 position = (position + size) % window
             start += size
+
+    @property
+    def _memory_lanes(self) -> int:
+        """The number of lanes of the memory."""
+        return len(self.memory.logits)
+
+    def _spread(self) -> None:
+        """Gives each lane a memory of its own."""
+        if self._memory_lanes < self._lanes:
+            self.memory = self._repeat(self.memory)
+
+    def _reads_chunk(self, position: int, left: int) -> bool:
+        """Returns True if the next tokens are read as a chunk, and not one by one.
+
+        Args:
+          position: the number of tokens in the open block.
+          left: the number of tokens that have not been read.
+        """
+        starts = self._chunk > 1 and position % self._chunk == 0
+        return starts and left >= self._chunk * (1 if self._chunk_is_compiled else _MIN_CHUNKS)
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
         """Generates tokens in all lanes, and yields them in pieces of T tokens, each int32 [B, T].
@@ -298,8 +153,9 @@ class Session:
         """
         if self.memory.count == 0:
             self.read([])
+        self._spread()
         while count > 0:
-            size = min(count, CHUNK)
+            size = min(count, CHUNK, self._config.model.block_length - int(self.memory.position))
             piece = self._step(np.zeros(0, np.int32), size, sampling, key)
             yield piece
             ended = bool(np.isin(piece[:, -1], self._config.model.end_ids).all())
@@ -308,16 +164,28 @@ class Session:
     def _step(
         self, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling, key: Array
     ) -> Int[np.ndarray, "B C"]:
-        """Reads a prompt in all lanes, and samples tokens until there are `count` tokens or the
-        text ends.
+        """Reads a prompt in all lanes, and samples tokens until there are `count` tokens, which
+        must fit into the open block, or the text ends.
         """
-        tokens = np.zeros((self._lanes, CHUNK), np.int32)
+        tokens = np.zeros((self._memory_lanes, CHUNK), np.int32)
         tokens[:, : len(prompt)] = prompt
+        counts = np.int32(len(prompt)), np.int32(count)
         self.memory, read, length = self._read_and_write(
-            self._variables, self.memory, tokens, np.int32(len(prompt)), np.int32(count), key,
-            sampling=sampling,
-        )  # fmt: skip
+            self._variables, self.memory, tokens, *counts, key, sampling=sampling
+        )
+        self._end_if_full(int(self.memory.position))
         return np.asarray(read)[:, : int(length)]
+
+    def _end_if_full(self, position: int) -> int:
+        """Ends the open block if it is full; returns the new position.
+
+        Args:
+          position: the number of tokens in the open block.
+        """
+        if position < self._config.model.block_length:
+            return position
+        self.memory = self._end_block(self._variables, self.memory)
+        return 0
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
         """Continues the text by beam search, and reads the new tokens.
@@ -339,6 +207,7 @@ class Session:
 
     def snapshot(self) -> Memory:
         """Returns a copy of the memory as NumPy arrays."""
+        self._spread()
         return jax.tree.map(np.array, self.memory)
 
     def resume(self, memory: Memory) -> None:
@@ -353,7 +222,8 @@ class Session:
           identity: a description of the model. `load` compares it with the description of the model
             that is to continue.
         """
-        state_files.save(self.memory, path, identity)
+        self._spread()
+        memories.save(self.memory, path, identity)
 
     def load(
         self,
@@ -372,6 +242,6 @@ class Session:
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.
         """
-        self.memory = state_files.load(
-            path, self.memory, self._config.model.block_length, identity, translate
-        )
+        self._spread()
+        length = self._config.model.block_length
+        self.memory = memories.load(path, self.memory, length, identity, translate)

@@ -18,7 +18,7 @@ def save(memory: Any, path: Path, identity: Mapping[str, object]) -> None:
     """Writes a memory to an .npz file.
 
     Args:
-      memory: the memory, a `brt.generation.session.Memory`.
+      memory: the memory, a `brt.generation.memory.Memory`.
       path: the file.
       identity: a description of the model that the memory belongs to, as JSON.
 

@@ -32,8 +32,9 @@ from brt.layers.basic import (
     zero_for_states,
 )
 from brt.layers.cache import KVCache, TokenProjections
+from brt.layers.entries import NewEntries
 from brt.layers.mlp import MLP
-from brt.layers.reading import document_places, rotate_step, sink_part, updated_sinks, window_part
+from brt.layers.reading import document_places, rotated_at, sink_part, updated_sinks, window_part
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LocalState,
@@ -47,14 +48,13 @@ from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops import deferred
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
-from brt.ops.local_attention import local_attention_step
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.positions import alibi_bias, relative_bias
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
-from brt.ops.window_attention import window_part_step
+from brt.ops.window_attention import ReadyRing, ready_ring, ring_attention, ring_places
 
 # The type of a function that adds attention to keys beyond the window. Its arguments are the scaled
 # queries [B, T, H, K] and their attention to the window. It returns one output [B, T, H, K] for all
@@ -281,9 +281,8 @@ class TransformerBlock(nn.Module):
         if past.sinks is not None:
             places = document_places(past, x.shape[1])
             part = self._with_sinks(part, projections.queries, past.sinks, places)
-        attended = [
-            part.output if mix is None else mix(self.scaled_queries(projections.queries), part)
-        ]
+        scaled = self.scaled_queries(projections.queries)
+        attended = [part.output if mix is None else mix(scaled, part)]
         if memory is not None:
             attended.append(self._attend_to_states(projections.cross_queries, memory))
         return self.finish(x, attended, taps)
@@ -311,75 +310,78 @@ class TransformerBlock(nn.Module):
             queries = self.scaled_queries(queries, "cross_scale")
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
+    def ready_ring(self, block: OpenBlock, position: Int[Array, ""]) -> ReadyRing:
+        """Returns the keys and values of an open block in the form in which attention reads them.
+
+        Args:
+          block: the open block.
+          position: the number of tokens of the block that have been read.
+        """
+        places = ring_places(self.model.window, position)
+        keys = rotated_at(self.model, self.normalized_keys(block.keys), places)
+        return ready_ring(keys, block.values)
+
     def attend_step(
         self,
-        x: Float[Array, "B 1 D"],
+        x: Float[Array, "B T D"],
         window: WindowState | LocalState,
         block: OpenBlock,
         position: Int[Array, ""],
         memory: StateKV | None,
         mix: Mix | None = None,
         projections: TokenProjections | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """Returns the layer's output for one token, and the open block with the token's key and
-        value.
+    ) -> tuple[Float[Array, "B T D"], OpenBlock]:
+        """Returns the layer's output for T tokens of a block, and the open block with their keys
+        and values, as `NewEntries`.
 
         Args:
-          x: the input of the layer for the token.
+          x: the input of the layer for the tokens. If there are several, T divides W and
+            `position`, so that their entries are consecutive.
           window: the state before the block; it says which entries of `block` are of the document.
           block: the open block, a ring buffer of W keys and values. It begins with those of the
             tokens before the block, and each token of the block replaces the oldest entry.
-          position: the position of the token in its block.
+          position: the position of the first token in its block.
           memory: keys and values [B, S, H, K] of the recurrent states, or None.
           mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
-          projections: the projections of the token; None stands for the result of `project` for x.
+          projections: the projections of the tokens; None stands for the result of `project` for x.
         """
         m = self.model
-        projections = projections or self.project(x)
-
-        slot = position % m.window
-
-        def with_token(ring: Float[Array, "B W G K"], new: Float[Array, "B 1 G K"]) -> Array:
-            """Returns `ring` (keys or values) with the token's key or value `new` in its slot."""
-            return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, axis=1)
-
-        after = block._replace(
-            keys=with_token(block.keys, projections.keys),
-            values=with_token(block.values, projections.values),
-        )
+        own = projections or self.project(x)
+        ring = block.ready or self.ready_ring(block, position)
+        here = position + jnp.arange(x.shape[1])
+        scaled, unit = self.scaled_queries(own.queries), self.normalized_keys(own.keys)
+        queries, keys = (rotated_at(m, z, here) for z in (scaled, unit))
         places = None
-        if isinstance(window, LocalState) and block.sinks is not None:
-            places = window.length + position
-            after = after._replace(sinks=updated_sinks(block.sinks, projections, places))
-        itself, unit = m.sliding.attend_to_self, m.attention.normalize_qk
-        ring, scaled = after if itself else block, self.scaled_queries(projections.queries)
-        queries, keys = scaled, ring.keys if unit else self.normalized_keys(ring.keys)
-        if m.positions == "rotary":
-            queries, keys = rotate_step(m, queries, keys, position)
-        tokens = queries[:, 0], keys, ring.values, self.bias()
-        options = {"attend_to_self": itself, "normalize_keys": unit}
         if isinstance(window, LocalState):
             read = window.length * m.sliding.cache + position
-            part = local_attention_step(*tokens, read, position, **options)
+            places = window.length[:, None] + here[None]
         else:
-            part = window_part_step(
-                *tokens, cache_is_readable(m, window), position, null_keys=has_null_keys(m),
-                **options,
-            )  # fmt: skip
-        part = AttentionPart(part.output[:, None], part.lse[:, None])
-        if places is not None and after.sinks is not None:
-            sinks = Sinks(*(z[:, None] for z in after.sinks))
-            part = self._with_sinks(part, projections.queries, sinks, places[:, None])
+            read = cache_is_readable(m, window) * m.window + position
+        part = ring_attention(
+            queries, ring, (keys, own.values), self.bias(), read, position,
+            attend_to_self=m.sliding.attend_to_self,
+            null_keys=isinstance(window, WindowState) and has_null_keys(m),
+        )  # fmt: skip
+        slot, sinks = position % m.window, block.sinks
+        if places is not None and sinks is not None:
+            sinks = updated_sinks(sinks, own, places)
+            by_block = Sinks(*(z[:, None] for z in sinks))
+            part = self._with_sinks(part, own.queries, by_block, places)
+        after = block._replace(
+            keys=NewEntries(own.keys, slot), values=NewEntries(own.values, slot), sinks=sinks
+        )
+        if block.ready is not None:
+            ready = (NewEntries(z, slot) for z in ready_ring(keys, own.values))
+            after = after._replace(ready=ReadyRing(*ready))
         attended = [part.output if mix is None else mix(scaled, part)]
         if memory is not None:
-            attended.append(self._attend_to_states(projections.cross_queries, memory))
+            attended.append(self._attend_to_states(own.cross_queries, memory))
         return self.finish(x, attended), after
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:
         """Returns the name of the axis of tokens if whole blocks are sharded, otherwise None."""
-        return (
-            "tokens" if shard_count("blocks", x.shape[1] // self.model.block_length) > 1 else None
-        )
+        blocks = x.shape[1] // self.model.block_length
+        return "tokens" if shard_count("blocks", blocks) > 1 else None
 
     def finish(
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],

@@ -56,7 +56,11 @@ class LayerKind(NamedTuple):
 
     An open block has the data of a block whose tokens are read one by one. `begin_block` and
     `decode_step` return the open block in the field `state` of their output. A layer may change its
-    open block with every token, so a recurrence over tokens keeps its state in the open block.
+    open block with every token, so a recurrence over tokens keeps its state in the open block. For
+    an array of the open block in which the token changes only some entries, `decode_step` may
+    return these entries (`brt.layers.entries.NewEntries`), so that the array is not copied. A
+    module may have a fifth method, `prepare_block(None, block, position)`, which is called before
+    several tokens are read one by one; the open block may have additional arrays in the meantime.
 
       x: vectors of T tokens in each of B rows of the batch, with D = `Model.model_dim` numbers.
       state: the state of the layer before the segment or the block.
@@ -95,6 +99,8 @@ class LayerKind(NamedTuple):
       loops: True if the layer scans over the blocks or the tokens of a segment. The results of such
         a layer are stored for its backward pass. Results of other layers are recomputed in the
         backward pass on backends where this is faster.
+      reads_chunks: True if `decode_step` also accepts several tokens of a block, [B, T, D], the
+        first of which has the place `position`. Prompts are then read T tokens at a time.
       summaries: a function (model) that returns the number of vectors in which a layer summarises a
         block for the layer above; None if layers of the kind neither read nor compute summaries.
       taps: a function (model, parameters of a run, blocks, lanes) that returns accumulators of the
@@ -115,6 +121,7 @@ class LayerKind(NamedTuple):
     section: type[KindSection] | None = None
     recurs: bool = False
     loops: bool = False
+    reads_chunks: bool = False
     summaries: Callable[[Model], int] | None = None
     taps: Callable[[Model, Mapping[str, Any], int, int], Any] | None = None
     new_model_state: Callable[[Model], Any] | None = None
@@ -158,6 +165,7 @@ register_kind(
         window_axes,
         {"cache": None},
         window_flops,
+        reads_chunks=True,
         taps=token_taps,
     ),
 )
@@ -172,6 +180,7 @@ register_kind(
         Recurrence,
         recurs=True,
         loops=True,
+        reads_chunks=True,
         taps=recurrent_taps,
     ),
 )

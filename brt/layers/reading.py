@@ -136,47 +136,41 @@ def sink_part(
     )  # fmt: skip
 
 
-def updated_sinks(sinks: Sinks, token: TokenProjections, places: Int[Array, " B"]) -> Sinks:
-    """Returns the sinks [B, S, G, K] after a token was read; they change only if the token is a
-    sink.
+def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B T"]) -> Sinks:
+    """Returns the sinks [B, S, G, K] after T tokens were read; they change only if one of these
+    tokens is a sink.
 
     Args:
-      sinks: the keys and values of the sinks before the token.
-      token: the projections of the token, with T = 1.
-      places: the place of the token in its document; the tokens at the first S places are sinks.
+      sinks: the keys and values of the sinks before the tokens.
+      tokens: the projections of the tokens.
+      places: the place of each token in its document; the tokens at the first S places are sinks.
     """
-    own = (jnp.arange(sinks.keys.shape[1])[None] == places[:, None])[:, :, None, None]
-    return Sinks(jnp.where(own, token.keys, sinks.keys), jnp.where(own, token.values, sinks.values))
+    # `own` is 1 where a token is a sink, with the axes [B, S, T].
+    own = jnp.arange(sinks.keys.shape[1])[None, :, None] == places[:, None]
+    found = jnp.any(own, axis=2)[:, :, None, None]
+
+    def updated(old: Float[Array, "B S G K"], new: Float[Array, "B T G K"]) -> Array:
+        """Returns the keys or values of the sinks, of which some are among the new tokens."""
+        taken = jnp.take_along_axis(new, jnp.argmax(own, axis=2)[:, :, None, None], axis=1)
+        return jnp.where(found, taken, old)
+
+    return Sinks(updated(sinks.keys, tokens.keys), updated(sinks.values, tokens.values))
 
 
-def rotate_step(
-    model: Model,
-    queries: Float[Array, "B 1 H K"],
-    keys: Float[Array, "B W G K"],
-    position: Int[Array, ""],
-) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W G K"]]:
-    """Applies rotary embeddings to the query of one token and to the keys that the token reads.
+def rotated_at(
+    model: Model, x: Float[Array, "B T H K"], places: Int[Array, " T"]
+) -> Float[Array, "B T H K"]:
+    """Returns queries or keys of tokens of an open block and of its window with rotary positions.
 
-    Only the distance between a query and a key matters. The query is therefore rotated as if its
-    token were at position 0, and a key that is n tokens older as if it were at position -n. The
-    keys are in a ring buffer of W = `model.window` entries: the key of the token at position p of a
-    block is at index p mod W, where it has replaced the key of the token W positions before.
+    Only the distance between a query and a key matters, so places count from the start of the
+    block; tokens before the block have negative places.
 
     Args:
       model: the settings as the layer sees them.
-      queries: the query of the token, not rotated.
-      keys: the ring buffer, not rotated. It contains the token's own key if
-        `Window.attend_to_self` is True.
-      position: the position of the token in its block.
-
-    Returns:
-      The rotated query and the rotated keys, in the order of the ring buffer.
+      x: the queries or keys, not rotated.
+      places: the place of each token, from -W to the length of a block - 1.
     """
-    nearest = 0 if model.sliding.attend_to_self else 1
-    steps = (position - nearest - jnp.arange(model.window)) % model.window + nearest
-    table = rotations(-model.window, model.window + 1, speeds_of(model))
-    zero = jnp.asarray([model.window])
-    return (
-        rotate(queries, take_positions(table, zero)),
-        rotate(keys, take_positions(table, zero - steps)),
-    )
+    if model.positions != "rotary":
+        return x
+    table = rotations(-model.window, model.window + model.block_length, speeds_of(model))
+    return rotate(x, take_positions(table, model.window + places))

@@ -45,6 +45,7 @@ from brt.layers.state import (
     zero_where_invalid,
 )
 from brt.layers.taps import NO_TAPS, TokenTaps, token_taps
+from brt.layers.window import WindowLayer
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
     CellWeights,
@@ -359,23 +360,23 @@ class RecurrentLayer(nn.Module):
         )  # fmt: skip
         return LayerOutput(x, open_block(state.window, memory))
 
+    prepare_block = WindowLayer.prepare_block
+
     def decode_step(
         self,
-        x: Float[Array, "B 1 D"],
+        x: Float[Array, "B T D"],
         *,
         state: RecurrentState,
         block: OpenBlock,
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads the token with the input vector x, at index `position` of its block.
+        """Reads T tokens of a block, the first of them at index `position`; x has their vectors.
 
-        The token's key and value are added to `block`, which has the keys and values of the block's
-        earlier tokens. `state`, the state after the previous block, does not change. Returns the
-        token's output vector, and the open block as the state of the `LayerOutput`.
+        Their keys and values are added to `block`. `state`, the state after the previous block,
+        does not change. The open block is the state of the `LayerOutput`.
         """
-        attended = self.tokens.attend_step(x, state.window, block, position, block.memory)
-        return LayerOutput(*attended)
+        return LayerOutput(*self.tokens.attend_step(x, state.window, block, position, block.memory))
 
     def end_block(
         self, x: None, *, state: RecurrentState, block: OpenBlock, **_: Any

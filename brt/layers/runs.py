@@ -23,7 +23,8 @@ from brt.layers.state import LayerState
 # The states of all layers: a tuple with an entry for each run. Arrays have the batch on axis 0 and
 # the layers of the run on axis 1.
 StackState = tuple[LayerState, ...]
-# The open blocks of all layers: a tuple of the same form as `StackState`.
+# The open blocks of all layers: a tuple with an entry for each run. Arrays have the layers of the
+# run on axis 0 and the batch on axis 1.
 StackBlock = tuple[PyTree[Array], ...]
 # The model states (statistics that layers learn without gradients) by the name of the run, for runs
 # of kinds with a model state. Arrays have the layers of the run on axis 0.

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-from jaxtyping import Array, Float, PyTree
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Model
 from brt.config.fields import RematPolicy
 from brt.layers.basic import SHARED, learned_at_once, remat_policy, unrolled
+from brt.layers.entries import written
 from brt.layers.output_check import check_output
 from brt.layers.runs import Run
 from brt.layers.state import LayerAux, LayerOutput
@@ -55,13 +57,15 @@ def scan_layers(
     Args:
       layers: the module of the layers of the run.
       run: the description of the run.
-      method: `__call__`, `begin_block`, `decode_step` or `end_block`.
+      method: `__call__`, `begin_block`, `prepare_block`, `decode_step` or `end_block`.
       stream: the inputs of the run's lowest layer.
-      each: keyword arguments that differ between layers; every array has the layers on `axis`.
+      each: keyword arguments that differ between layers; every array has the layers on `axis`,
+        those of an open block on axis 0.
       shared: keyword arguments that are the same for all layers.
       model_state: the model state, with the layers on axis 0; () for kinds without one.
       taps: accumulators of deferred weight gradients, with the layers on axis 0, or None.
-      axis: the axis of layers in `each` and in the states that are returned.
+      axis: the axis of layers in `each` and in the states that are returned; open blocks have it on
+        axis 0.
       ties: True lets the backward pass compute a layer's weight gradients before it goes on to the
         layer below (`learned_at_once`); False while parameters are initialised.
 
@@ -73,7 +77,7 @@ def scan_layers(
       ConfigError: a layer did not return a `LayerOutput`, or returned arrays of another shape or
         dtype than it got.
     """
-    whole = method == "__call__"
+    whole, opened = method == "__call__", method not in ("__call__", "end_block")
     at_once = _layers_at_once(run.model, run.layers)
     no_loop = whole and at_once == run.layers
     tied = ties and no_loop and taps is None and defers_gradients()
@@ -96,6 +100,8 @@ def scan_layers(
         if whole:
             inputs["taps"] = taps
         call = _call_tied if tied else _call
+        if method == "decode_step" and not run.layer_kind.reads_chunks:
+            call = _call_by_token
         output = call(module, method, stream.x, inputs)
         summaries = stream.summaries if output.summaries is None else output.summaries
         return Stream(output.x, summaries), (output.state, output.aux)
@@ -108,8 +114,8 @@ def scan_layers(
         layer,
         variable_axes={"params": 0},
         split_rngs={"params": True, "dropout": True, SHARED: True},
-        in_axes=(axis, 0, 0, nn.broadcast),
-        out_axes=(axis, 0),
+        in_axes=({name: 0 if name == "block" else axis for name in each}, 0, 0, nn.broadcast),
+        out_axes=(0 if opened else axis, 0),
         length=run.layers,
         unroll=at_once,
         metadata_params={nn.PARTITION_NAME: "layers"},
@@ -117,6 +123,8 @@ def scan_layers(
         check_constancy_invariants=False,
     )
     stream, (state, aux) = scan(layers, stream, each, model_state, taps, shared)
+    if method == "decode_step":
+        state = written(each["block"], state)
     return LayerOutput(stream.x, state, aux, stream.summaries)
 
 
@@ -141,6 +149,29 @@ def _call(module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, An
     output = getattr(module, method)(x, **inputs)
     check_output(module, method, output, x, inputs)
     return output
+
+
+def _call_by_token(
+    module: nn.Module, method: str, x: Float[Array, "B T D"], inputs: dict[str, Any]
+) -> LayerOutput:
+    """Calls `decode_step` of a layer for T tokens, one after the other."""
+    if x.shape[1] == 1:
+        return _call(module, method, x, inputs)
+
+    def read_token(
+        module: nn.Module, block: PyTree[Array], token: Float[Array, "B D"], i: Int[Array, ""]
+    ) -> tuple[PyTree[Array], Float[Array, "B D"]]:
+        """Returns the open block after token i, and the output of the token."""
+        own = {**inputs, "block": block, "position": inputs["position"] + i}
+        output: Any = _call(module, method, token[:, None], own)
+        return written(block, output.state), output.x[:, 0]
+
+    scan = nn.scan(
+        read_token, variable_broadcast="params", split_rngs={"params": False},
+        in_axes=(1, 0), out_axes=1,
+    )  # fmt: skip
+    block, y = scan(module, inputs["block"], x, jnp.arange(x.shape[1]))
+    return LayerOutput(y, block)
 
 
 def _call_tied(

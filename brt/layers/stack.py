@@ -205,7 +205,7 @@ class Stack(nn.Module):
             source, "begin_block", Stream(None), model_state, each={"state": state[source]},
             shared={"document_start": start}, axis=0,
         ).state  # fmt: skip
-        feedback = _feedback(opened, axis=0)
+        feedback = _feedback(opened)
         by_block = jax.tree.map(lambda part: part[:, None], feedback)
         x, state, aux = self._layer_by_layer(
             x, state, start[:, None], model_state, by_block, deferred.stack_layers(taps), axis=0
@@ -227,25 +227,45 @@ class Stack(nn.Module):
             for run, own in enumerate(state)
         )  # fmt: skip
 
+    def prepare_block(
+        self, block: StackBlock, position: Int[Array, ""], model_state: ModelState
+    ) -> StackBlock:
+        """Returns open blocks in which layers have prepared data for several calls of
+        `decode_step`.
+
+        Args:
+          block: the open blocks of all runs.
+          position: the number of tokens of the block that have been read.
+          model_state: the model state of the runs.
+        """
+        return tuple(
+            self._scan(
+                run, "prepare_block", Stream(None), model_state, each={"block": opened},
+                shared={"position": position},
+            ).state
+            if hasattr(self.run_specs[run].layer_kind.module, "prepare_block") else opened
+            for run, opened in enumerate(block)
+        )  # fmt: skip
+
     def decode_step(
         self,
-        x: Float[Array, "B 1 D"],
+        x: Float[Array, "B T D"],
         state: StackState,
         block: StackBlock,
         position: Int[Array, ""],
         model_state: ModelState,
-    ) -> tuple[Float[Array, "B 1 D"], StackBlock]:
-        """Reads one token through all layers.
+    ) -> tuple[Float[Array, "B T D"], StackBlock]:
+        """Reads T tokens of a block through all layers.
 
         Args:
-          x: the embedded token of each row.
+          x: the embedded tokens of each row.
           state: the states of all runs before the block.
           block: the open blocks of all runs, which have the block's tokens so far.
-          position: the index of the token in its block.
+          position: the index of the first of these tokens in the block.
           model_state: the model state of the runs.
 
         Returns:
-          The output vector of the highest layer, and the open blocks with the token added.
+          The output vectors of the highest layer, and the open blocks with the tokens added.
         """
         feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None
         stream, after = Stream(x), []
@@ -289,7 +309,9 @@ def _swap_lanes_and_layers(state: StackState) -> StackState:
     return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), state)
 
 
-def _feedback(opened: Any, axis: int = 1) -> StateKV:
-    """Returns the keys and values [B, S, H, K] of the states of the last layer of a run."""
-    last = partial(jax.lax.index_in_dim, index=-1, axis=axis, keepdims=False)
+def _feedback(opened: Any) -> StateKV:
+    """Returns the keys and values [B, S, H, K] of the states of the last layer of a run, from the
+    run's open block.
+    """
+    last = partial(jax.lax.index_in_dim, index=-1, axis=0, keepdims=False)
     return jax.tree.map(last, opened.memory)

@@ -14,11 +14,13 @@ in a window. Layers see the settings of the model with their own window (`Model.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
 from brt.ops.recurrent_attention import StateKV
+from brt.ops.window_attention import ReadyRing
 
 
 class WindowState(NamedTuple):
@@ -145,12 +147,23 @@ class OpenBlock(NamedTuple):
       memory: keys and values [B, S, H, K] of the S recurrent states to which the tokens attend;
         None in layers without recurrent states.
       sinks: keys and values of the first tokens of the document; None in models without sinks.
+      ready: the same keys and values in the form in which attention reads them, while several
+        tokens are read in one program (`Decoder.prepare_block`); otherwise None.
     """
 
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
     memory: StateKV | None
     sinks: Sinks | None = None
+    ready: ReadyRing | None = None
+
+
+def without_ready(block: PyTree[Array]) -> PyTree[Array]:
+    """Returns the open blocks of all layers as they are between programs, without `ready`."""
+    return jax.tree.map(
+        lambda x: x._replace(ready=None) if isinstance(x, OpenBlock) else x,
+        block, is_leaf=lambda x: isinstance(x, OpenBlock),
+    )  # fmt: skip
 
 
 def open_block(state: WindowState | LocalState, memory: StateKV | None = None) -> OpenBlock:

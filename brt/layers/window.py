@@ -90,9 +90,22 @@ class WindowLayer(nn.Module):
         """
         return LayerOutput(x, open_block(_cache_of(state)))
 
+    def prepare_block(
+        self, x: None, *, block: OpenBlock, position: Int[Array, ""], **_: Any
+    ) -> LayerOutput:
+        """Returns the open block with the keys and values in the form in which attention reads
+        them, before several tokens are read one by one.
+
+        Args:
+          x: None, which is returned as the output.
+          block: the open block.
+          position: the number of tokens of the block that have been read.
+        """
+        return LayerOutput(x, block._replace(ready=self.tokens.ready_ring(block, position)))
+
     def decode_step(
         self,
-        x: Float[Array, "B 1 D"],
+        x: Float[Array, "B T D"],
         *,
         state: Any,
         block: OpenBlock,
@@ -100,18 +113,19 @@ class WindowLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token, whose key and value enter the open block. The state does not change.
+        """Reads T tokens of a block, whose keys and values enter the open block. The state does not
+        change. In subclasses with `mix_step`, T is 1.
 
         Args:
-          x: the input vector of the token.
+          x: the input vectors of the tokens.
           state: the layer's state after the previous block.
           block: the open block, which has the keys and values of the block's earlier tokens.
-          position: the position of the token in the block.
-          feedback: the keys and values of recurrent states that the token also attends to, or None.
+          position: the position of the first of these tokens in the block.
+          feedback: the keys and values of recurrent states that the tokens also attend to, or None.
 
         Returns:
-          The token's output vector; and the open block with the token added, as the state of the
-          `LayerOutput`.
+          The output vectors of the tokens; and the open block with the tokens added, as the state
+          of the `LayerOutput`.
         """
         cache, mix = _cache_of(state), self.mix_step(state, position)
         return LayerOutput(*self.tokens.attend_step(x, cache, block, position, feedback, mix))

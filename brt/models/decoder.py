@@ -81,7 +81,8 @@ class Decoder(nn.Module):
                 nn.initializers.normal(1.0),
             )  # fmt: skip
 
-    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Returns the vectors of tokens that the lowest layer reads."""
         x = lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
         if self.model.embedding.scaled:
             x *= jnp.asarray(self.model.model_dim**0.5, x.dtype)
@@ -106,7 +107,7 @@ class Decoder(nn.Module):
           document_start: True where a block is the first block of a document.
           model_state: statistics that layers learn without gradients; None if no layer has any.
         """
-        x, state, aux = self.stack(self._embed(tokens), state, document_start, model_state or {})
+        x, state, aux = self.stack(self.embed(tokens), state, document_start, model_state or {})
         return DecoderOutput(self._hidden(x), state, *aux)
 
     def begin_block(self, state: StackState, model_state: ModelState | None = None) -> StackBlock:
@@ -121,30 +122,55 @@ class Decoder(nn.Module):
         """
         return self.stack.begin_block(state, model_state or {})
 
+    def prepare_block(
+        self, block: StackBlock, position: Int[Array, ""], model_state: ModelState | None = None
+    ) -> StackBlock:
+        """Returns open blocks in which layers have prepared data for several calls of
+        `decode_step`, for example rotated keys.
+
+        `brt.layers.state.without_ready` removes these data.
+
+        Args:
+          block: the open blocks.
+          position: the number of tokens of the block that have been read.
+          model_state: statistics that layers learn without gradients; None if no layer has any.
+        """
+        return self.stack.prepare_block(block, position, model_state or {})
+
     def decode_step(
         self,
-        tokens: Int[Array, " B"],
+        tokens: Int[Array, " B"] | Int[Array, "B T"],
         state: StackState,
         block: StackBlock,
         position: Int[Array, ""],
         model_state: ModelState | None = None,
     ) -> tuple[Float[Array, "B V"], StackBlock]:
-        """Reads one token of every row of the batch.
+        """Reads one token of every row of the batch, or T tokens of a block.
+
+        T must divide the number of tokens of a block and of every window, and the first of several
+        tokens must have a position that T divides.
 
         Args:
           tokens: the ids of the tokens.
           state: the states of the layers after the previous block.
           block: the open blocks, which have the block's earlier tokens.
-          position: the position of the tokens in the block.
+          position: the position of the first token in the block.
           model_state: statistics that layers learn without gradients; None if no layer has any.
 
         Returns:
-          The float32 logits of the next tokens, and the open blocks with the tokens added.
+          The float32 logits of the token after the last one, and the open blocks with the tokens
+            added.
         """
-        x = self._embed(tokens[:, None])
+        x = self.embed(tokens.reshape(len(tokens), -1))
         x, block = self.stack.decode_step(x, state, block, position, model_state or {})
+        return self.next_logits(x), block
+
+    def next_logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B V"]:
+        """Returns the float32 logits of the token after the last of T tokens, from the vectors that
+        the highest layer returned.
+        """
         weights = self.embedding if self.model.embedding.tied else self.output
-        return logits(self.model, weights, self._hidden(x))[:, 0], block
+        return logits(self.model, weights, self._hidden(x[:, -1:]))[:, 0]
 
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState | None = None

@@ -4,7 +4,7 @@ Head g of the keys serves R consecutive heads g R, g R + 1, ... of the queries. 
 queries are called the members of group g (Ainslie et al. 2023). Keys and values are never repeated
 in memory, unless the heads of queries are sharded over more devices than there are heads of keys.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, S of keys, H of heads of
+In shapes, B is the number of rows of the batch, T of tokens of a segment, H of heads of
 queries, G of heads of keys and values, and K of numbers of a head; R = H / G. *S stands for any
 other axes.
 """
@@ -21,41 +21,6 @@ from jaxtyping import Array, Float
 
 from brt.distributed import rules
 from brt.ops.dropout import DropoutMask
-from brt.ops.normalization import inverse_norms
-
-
-def step_logits(
-    query: Float[Array, "B H K"], keys: Float[Array, "B S G K"], *, normalize_keys: bool = False
-) -> Float[Array, "B H S"]:
-    """Returns the float32 dot products of one query per head with S keys.
-
-    Args:
-      query: the query of each head of queries.
-      keys: the keys of each head of keys.
-      normalize_keys: True divides each product by the norm of its key. The result is the product
-        with the normalized key, and no normalized copy of all keys is written.
-    """
-    batch, heads, size = query.shape
-    slots, groups = keys.shape[1:3]
-    grouped = query.reshape(batch, groups, heads // groups, size)
-    logits = jnp.einsum("bgrk,bsgk->bgrs", grouped, keys, preferred_element_type=jnp.float32)
-    if normalize_keys:
-        logits *= inverse_norms(keys).swapaxes(1, 2)[:, :, None]
-    return logits.reshape(batch, heads, slots)
-
-
-def weighted_values(
-    weights: Float[Array, "B H S"], values: Float[Array, "B S G K"]
-) -> Float[Array, "B H K"]:
-    """Returns the sum of S values, weighted by the attention weights of one query per head, in the
-    dtype of `values`.
-
-    Head g of the values serves H / G consecutive heads of the weights.
-    """
-    batch, heads, slots = weights.shape
-    grouped = weights.astype(values.dtype).reshape(batch, values.shape[2], -1, slots)
-    output = jnp.einsum("bgrs,bsgk->bgrk", grouped, values)
-    return output.reshape(batch, heads, values.shape[3])
 
 
 def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:

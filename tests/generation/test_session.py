@@ -13,9 +13,9 @@ import pytest
 
 from brt.config import Config, Decoding, Sampling, Training
 from brt.errors import DataError
-from brt.generation import session as sessions
-from brt.generation import state_files
-from brt.generation.session import CHUNK, Session
+from brt.generation import memory as memories
+from brt.generation.session import Session
+from brt.generation.steps import CHUNK
 from brt.layers.runs import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder
@@ -153,7 +153,7 @@ def test_the_memory_does_not_grow(build: Callable[[str], Case], name: str, token
     session.restart(Variables(params, learnt))
 
     def shapes() -> Any:
-        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), session.memory)
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), session.snapshot())
 
     before = shapes()
     session.read(TEXT)
@@ -293,7 +293,7 @@ def test_a_memory_that_no_session_has_is_refused(
     changed = before._replace(**{name: np.full(old.shape, value, np.asarray(value).dtype)})
     if name == "logits" and np.isnan(value):
         changed = before._replace(logits=np.full_like(old, np.nan))
-    state_files.save(changed, tmp_path / "s.npz", IDENTITY)
+    memories.save(changed, tmp_path / "s.npz", IDENTITY)
     with pytest.raises(
         DataError, match=r"s\.npz is no state that --save_state wrote, or it is dam"
     ):
@@ -326,7 +326,7 @@ def test_a_text_ends_after_a_token_that_ends_it(
             break
     else:
         raise AssertionError("None of 20 texts has a new token at this place.")
-    monkeypatch.setattr(sessions, "CHUNK", chunk)
+    monkeypatch.setattr("brt.generation.session.CHUNK", chunk)
     session = start((BOS, int(endless[place])))
     found = written(session, 8, sampling=RANDOM, key=key)[0]
     np.testing.assert_array_equal(found, endless[: place + 1])

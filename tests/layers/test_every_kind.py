@@ -233,7 +233,7 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
     read, found = tokens()[0, : MIDDLE - 1], []
     for token in [None, *read.tolist()]:
         session.read([] if token is None else [token])
-        found.append(np.asarray(session.memory.logits))
+        found.append(np.asarray(session.snapshot().logits))
     for _ in range(MIDDLE, TOKENS - 1):
         (token,) = session.write(1, greedy, jax.random.key(0))
         np.testing.assert_array_equal(token[:, 0], np.argmax(found[-1], axis=-1))

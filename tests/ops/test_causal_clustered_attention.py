@@ -16,9 +16,8 @@ from brt.ops.causal_clustered_attention import (
     memory_after,
     memory_scan,
 )
-from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
-from brt.ops.window_attention import window_part, window_part_step
+from brt.ops.window_attention import ready_ring, ring_attention, window_part
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS, HEADS, SIZE, CLUSTERS, KEPT = 2, 6, 4, 2, 8, 4, 3
@@ -302,14 +301,14 @@ def test_token_by_token_is_the_whole_segment(carried: State) -> None:
             jax.lax.dynamic_update_slice_in_dim(r, z, position, axis=1)
             for r, z in zip(ring, kv, strict=True)
         ]
-        window = window_part_step(
-            q[:, 0], *(written if attend_to_self else ring), x.window_bias, state.valid, position,
+        ready = ready_ring(*ring)
+        window = ring_attention(
+            q, ready, tuple(kv), x.window_bias, WINDOW * state.valid + position, position,
             attend_to_self=attend_to_self,
         )  # fmt: skip
         y = causal_clustered_attention_step(
-            q, AttentionPart(window.output[:, None], window.lse[:, None]), state.keys, state.values,
-            state.valid, position, state.past, x.centroids, x.window_bias[:, -1],
-            attend_to_self=attend_to_self,
+            q, window, state.keys, state.values, state.valid, position, state.past, x.centroids,
+            x.window_bias[:, -1], attend_to_self=attend_to_self,
         )  # fmt: skip
         return y, tuple(written)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from brt.ops.dropout import DropoutMask
-from brt.ops.window_attention import window_part, window_part_step, xla_cpu
+from brt.ops.window_attention import ready_ring, ring_attention, window_part, xla_cpu
 
 # Relative to the largest magnitude of an array.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -135,9 +135,13 @@ def test_matches_reference_and_itself(case: tuple, dtype: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, (y_xla, gradients_xla), again)
 
 
+@pytest.mark.slow_cases("*-2")
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("biased", [True, False])
 @each_case
-def test_a_step_is_a_row_of_a_block(case: tuple, biased: bool) -> None:
+def test_tokens_that_read_a_ring_buffer_are_rows_of_a_block(
+    case: tuple, biased: bool, tokens: int
+) -> None:
     window, blocks, attend_to_self, null_keys = case
     inputs = {**arrays(window, blocks), "dropout": None}
     bias = inputs["bias"] if biased else None
@@ -146,22 +150,26 @@ def test_a_step_is_a_row_of_a_block(case: tuple, biased: bool) -> None:
     @jax.jit
     def step(t: jax.Array) -> jax.Array:
         position, first = t % window, t - t % window
-        written = jnp.arange(window) < position + (1 if attend_to_self else 0)
+        written = jnp.arange(window) < position
 
         def ring(x: jax.Array) -> jax.Array:
             previous = jax.lax.dynamic_slice_in_dim(x, first, window, axis=1)
             own = jax.lax.dynamic_slice_in_dim(x, first + window, window, axis=1)
             return jnp.where(written[None, :, None, None], own, previous)
 
-        return window_part_step(
-            inputs["queries"][:, t], ring(inputs["keys"]), ring(inputs["values"]), bias,
-            inputs["cache_mask"][:, t // window], position, **options,
-        ).output  # fmt: skip
+        ready = ready_ring(ring(inputs["keys"]), ring(inputs["values"]))
+        q = jax.lax.dynamic_slice_in_dim(inputs["queries"], t, tokens, axis=1)
+        own = [
+            jax.lax.dynamic_slice_in_dim(inputs[name], window + t, tokens, axis=1)
+            for name in ("keys", "values")
+        ]
+        read = window * inputs["cache_mask"][:, t // window] + position
+        return ring_attention(q, ready, tuple(own), bias, read, position, **options).output
 
-    rows = jnp.stack([step(t) for t in jnp.arange(window * blocks)], axis=1)
+    rows = [step(t) for t in jnp.arange(0, window * blocks, tokens)]
     if not biased:
         inputs["bias"] = jnp.zeros_like(inputs["bias"])
-    assert_close(rows, attended(inputs, case), "float32")
+    assert_close(jnp.concatenate(rows, axis=1), attended(inputs, case), "float32")
 
 
 @pytest.mark.slow_cases("case0")

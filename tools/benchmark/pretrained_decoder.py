@@ -73,10 +73,10 @@ class Programs:
 
     def generation(self, texts: int) -> Result:
         """Measures greedy generation of `texts` texts at once, which continue the same prompt."""
+        import jax
+
         from brt.config import Sampling
         from brt.generation.session import Session
-
-        import jax
 
         count, prompt = self.args.tokens, self.ids[: self.args.prompt]
         bos = self.ours.tokenizer.bos_id
@@ -84,7 +84,9 @@ class Programs:
             self.ours.config, self.ours._saved.variables, bos_id=bos, lanes=texts,
             known_ids=self.ours.tokenizer.vocab_size,
         )  # fmt: skip
-        inputs = self.torch.tensor(np.tile(np.append(bos, prompt), (texts, 1)), dtype=self.torch.long)
+        inputs = self.torch.tensor(
+            np.tile(np.append(bos, prompt), (texts, 1)), dtype=self.torch.long
+        )
 
         def ours() -> np.ndarray:
             session.forget()
@@ -155,7 +157,6 @@ def show(title: str, result: Result) -> dict[str, Any]:
 
 def main() -> None:
     args = parser().parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     programs = Programs(args)
     found = {}
     for texts in args.texts:

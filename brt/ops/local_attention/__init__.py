@@ -1,4 +1,3 @@
 """Causal attention to a window, whose size need not be the number of tokens of a block."""
 
 from brt.ops.local_attention.api import local_attention as local_attention
-from brt.ops.local_attention.api import local_attention_step as local_attention_step

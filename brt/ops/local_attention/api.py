@@ -10,17 +10,14 @@ heads of queries, G of heads of keys, and K of numbers of a head. A head of keys
 consecutive heads of queries.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.grouped_heads import step_logits, weighted_values
 from brt.ops.local_attention import reference, xla
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import DOCUMENT_KERNELS, on_each_device, with_joined_keys
 
 OP = Op(
@@ -95,47 +92,3 @@ def local_attention(
     if dropout is not None or rules.is_sharded("blocks"):
         return attend(*inputs)
     return on_each_device(attend, *inputs, sharded=False)
-
-
-def local_attention_step(
-    query: Float[Array, "B H K"],
-    keys: Float[Array, "B W G K"],
-    values: Float[Array, "B W G K"],
-    bias: Float[Array, "H W"] | None,
-    read: Int[Array, " B"],
-    position: Int[Array, ""],
-    *,
-    attend_to_self: bool = True,
-    normalize_keys: bool = False,
-) -> AttentionPart:
-    """Returns the attention output of one token over its window, and the log-sum-exp of its logits.
-
-    Decoding calls this function for one token of each row at a time.
-
-    Args:
-      query: the token's query, already normalized and multiplied by any scale.
-      keys, values: ring buffers of W slots. The token at place p of the open block (the block that
-        is not yet complete) is written to slot p % W, where it replaces the token W places before
-        it. If `attend_to_self` is True, the token's own key and value have already been written;
-        otherwise they have not.
-      bias: float32, the bias of each head and distance; column 0 is for the nearest key that the
-        token sees. None stands for no bias.
-      read: the number of tokens of the document before this token.
-      position: the place of the token in the open block.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      normalize_keys: True scales the keys to norm 1 before the logits are computed.
-
-    Returns:
-      The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.
-    """
-    window, nearest = keys.shape[1], 0 if attend_to_self else 1
-    # `steps` has, for each slot, the number of tokens from the slot's key to the nearest key that
-    # the token sees. This number is the column of `bias` that belongs to the slot.
-    steps = (position - nearest - jnp.arange(window)) % window
-    # The axes of `seen` are [B, 1, W].
-    seen = ((steps + nearest)[None] <= read[:, None])[:, None]
-    logits = step_logits(query, keys, normalize_keys=normalize_keys)
-    if bias is not None:
-        logits += jnp.take(bias, steps, axis=1)[None]
-    weights, lse = softmax_and_lse(jnp.where(seen, logits, MASKED))
-    return AttentionPart(weighted_values(weights, values), lse)

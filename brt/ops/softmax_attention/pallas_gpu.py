@@ -138,8 +138,8 @@ class _Arguments(NamedTuple):
     Attributes:
       q: the queries.
       k, v: the keys and values.
-      hides: one if the queries of a block may not read the first half of the keys, else zero; None if
-        they may read all keys.
+      hides: one if the queries of a block may not read the first half of the keys, else zero; None
+        if they may read all keys.
     """
 
     q: Float[Array, "N Q H K"]

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
-from brt.ops.grouped_heads import by_head_of_group, step_logits, weighted_values
+from brt.ops.grouped_heads import by_head_of_group
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import (
     pallas_gpu,
     pallas_mosaic_gpu,
@@ -149,55 +148,3 @@ def window_part(
         attend_to_self=attend_to_self, null_keys=null_keys, scale=scale,
     )  # fmt: skip
     return AttentionPart(*part)
-
-
-def window_part_step(
-    query: Float[Array, "B H K"],
-    keys: Float[Array, "B W G K"],
-    values: Float[Array, "B W G K"],
-    bias: Float[Array, "H W"] | None,
-    cache_mask: Bool[Array, " B"],
-    position: Int[Array, ""],
-    *,
-    attend_to_self: bool = True,
-    null_keys: bool = False,
-    normalize_keys: bool = False,
-) -> AttentionPart:
-    """Returns the attention output of one token of each row over the token's window, and the
-    log-sum-exp of the token's logits.
-
-    Decoding calls this function for one token of each row at a time.
-
-    Args:
-      query: the query of the token, already multiplied by any scale.
-      keys, values: ring buffers with a slot for each position of a block. Slots before `position`
-        contain keys of the current block, and slots after `position` still contain keys of the
-        previous block. The slot at `position` contains the token's own key if `attend_to_self` is
-        True, and otherwise still a key of the previous block.
-      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
-        token sees. None stands for no bias.
-      cache_mask: True if the token may read the previous block.
-      position: the index of the token in its block.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values.
-      normalize_keys: True scales the keys to norm 1 before the logits are computed.
-
-    Returns:
-      The output [B, H, K] in the dtype of `values` and the log-sum-exp [B, H], float32.
-    """
-    window = keys.shape[1]
-    slots = jnp.arange(window)
-    nearest = 0 if attend_to_self else 1
-    own = slots <= position - nearest
-    # The axes of `mask` are [B, 1, W].
-    mask = (own[None] | cache_mask[:, None])[:, None]
-    logits = step_logits(query, keys, normalize_keys=normalize_keys)
-    if null_keys:
-        logits = jnp.where(mask, logits, 0.0)
-        values = jnp.where(mask[:, 0, :, None, None], values, 0)
-    if bias is not None:
-        logits += jnp.take(bias, (position - nearest - slots) % window, axis=1)[None]
-    if not null_keys:
-        logits = jnp.where(mask, logits, MASKED)
-    weights, lse = softmax_and_lse(logits)
-    return AttentionPart(weighted_values(weights, values), lse)

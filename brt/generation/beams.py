@@ -1,0 +1,76 @@
+"""A beam search that continues the memory of a session."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Decoding
+from brt.generation.decoder import TextDecoder
+from brt.generation.hypotheses import Hypotheses
+from brt.generation.memory import Memory, map_lanes
+from brt.generation.search import search
+from brt.generation.steps import advance, end_block
+from brt.models.decoder import Decoder
+from brt.models.targets import SpecialTokens
+from brt.types import Variables
+
+# Language models lack an end token. The search gets this id, which no token has, as the id of the
+# end token.
+_NEVER = -1
+
+
+class _Beams(NamedTuple):
+    """Beams that continue one memory.
+
+    Attributes:
+      memory: the memory of all beams, whose axis of lanes has an entry for each beam.
+      begun: bool, False before the first step. The logits of the first token are already in the
+        memory, so the first step reads no token.
+    """
+
+    memory: Memory
+    begun: Bool[Array, ""]
+
+
+def search_memory(
+    decoder: Decoder, known_ids: int, variables: Variables, memory: Memory, *, decoding: Decoding
+) -> Hypotheses:
+    """Runs a beam search in a single lane. Without an end token, texts have the maximum length."""
+
+    def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
+        """Reads one token of each of N beams; returns the logits of the next tokens and the beams.
+
+        The first step reads no token, because the logits of the first token are already known.
+        """
+
+        def advance() -> Memory:
+            """Returns the memory of the beams after reading `tokens`, one token for each beam."""
+            return _advance_beams(decoder, variables, beams.memory, tokens[0])
+
+        memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
+        return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
+
+    def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
+        """Returns N beams, where beam n continues beam `chosen[0, n]` of the given `beams`."""
+        memory = map_lanes(beams.memory, lambda x, axis: jnp.take(x, chosen[0], axis=axis))
+        return beams._replace(memory=memory)
+
+    wide = map_lanes(memory, partial(jnp.repeat, repeats=decoding.beams))
+    ids = SpecialTokens(pad=0, start=0, eos=_NEVER)
+    return search(
+        TextDecoder(step, reorder, ids), _Beams(wide, jnp.zeros((), bool)), batch=1,
+        decoding=decoding,
+    )  # fmt: skip
+
+
+def _advance_beams(
+    decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, " B"]
+) -> Memory:
+    """Reads one token of every lane, and ends the block if it is full."""
+    memory = advance(decoder, variables, memory, tokens)
+    ended = partial(end_block, decoder, variables)
+    is_full = memory.position == decoder.model.block_length
+    return jax.lax.cond(is_full, ended, lambda memory: memory, memory)

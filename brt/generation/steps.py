@@ -1,0 +1,138 @@
+"""The compiled programs of a session: pure functions of its memory.
+
+In shapes, B is the number of lanes (texts that are generated in parallel), T the number of tokens
+that are read, C the number of tokens of an array for a prompt and its continuation, and V the
+number of tokens in the vocabulary.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from brt.config import Model, Sampling
+from brt.generation.memory import Memory
+from brt.generation.sampling import choose
+from brt.layers.state import without_ready
+from brt.models.decoder import Decoder, logits, output_weights
+from brt.types import Variables
+
+# One call of the compiled program that reads or writes token by token handles at most this many
+# tokens.
+CHUNK = 16
+
+
+def chunk_size(model: Model) -> int:
+    """Returns the number of tokens that are read at once if a text does not fill a block: the
+    largest that divides `CHUNK`, the length of a block and every window.
+    """
+    windows = (model.for_layer(layer).window for layer in range(model.layers))
+    return math.gcd(CHUNK, model.block_length, *windows)
+
+
+def advance(
+    decoder: Decoder,
+    variables: Variables,
+    memory: Memory,
+    tokens: Int[Array, " B"] | Int[Array, "B T"],
+) -> Memory:
+    """Reads one token of every lane, or T tokens (`chunk_size`). The open block may be full
+    afterwards, but it is not ended.
+    """
+    next_logits, block = decoder.apply(
+        {"params": variables.params}, tokens, memory.state, memory.block, memory.position,
+        variables.model_state, method="decode_step",
+    )  # fmt: skip
+    count = tokens.size // len(tokens)
+    return Memory(memory.state, block, memory.position + count, next_logits, memory.count + count)
+
+
+def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
+    """Returns the memory after its full block has been processed, with an empty open block."""
+    params, model_state = {"params": variables.params}, variables.model_state
+    state = decoder.apply(params, memory.state, memory.block, model_state, method="end_block")
+    block = decoder.apply(params, state, model_state, method="begin_block")
+    return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
+
+
+def read_segment(
+    decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, "B T"]
+) -> Memory:
+    """Reads whole blocks at once; the memory must be at a block boundary."""
+    params, model_state = {"params": variables.params}, variables.model_state
+    start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.block_length), bool)
+    hidden, state, *_ = decoder.apply(params, tokens, memory.state, start, model_state)
+    weights = output_weights(decoder.model, variables.params)
+    return memory._replace(
+        state=state,
+        block=decoder.apply(params, state, model_state, method="begin_block"),
+        logits=logits(decoder.model, weights, hidden[:, -1:])[:, 0],
+        count=memory.count + tokens.shape[1],
+    )
+
+
+def read_and_write(
+    decoder: Decoder, known_ids: int, variables: Variables, memory: Memory,
+    tokens: Int[Array, "B C"],
+    prompt_length: Int[Array, ""],
+    count: Int[Array, ""],
+    key: Array,
+    *,
+    sampling: Sampling,
+) -> tuple[Memory, Int[Array, "B C"], Int[Array, ""]]:  # fmt: skip
+    """Reads a prompt, and continues it with sampled tokens, without going beyond the open block.
+
+    One compiled program reads prompts of any length and samples any number of tokens, because
+    `prompt_length` and `count` are arrays.
+
+    Args:
+      tokens: the prompt, padded.
+      prompt_length: number of tokens of the prompt.
+      count: number of tokens of the prompt and of sampled tokens together.
+
+    Returns:
+      The new memory; an array that begins with the prompt and the sampled tokens; and their number,
+      which is smaller than `count` if the text has ended (see `Session.write`).
+    """
+    end_ids = decoder.model.end_ids
+
+    def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
+        """Returns True until there are `count` tokens, or every lane has just sampled an end token.
+
+        Args:
+          so_far: the number of tokens read or sampled so far, the memory after them, and the array
+            of all tokens; the same triple as in `add_token`.
+        """
+        i, _, tokens = so_far
+        if not end_ids:
+            return i < count
+        last = jax.lax.dynamic_index_in_dim(tokens, i - 1, axis=1)
+        return (i < count) & ~((i > prompt_length) & jnp.isin(last, jnp.asarray(end_ids)).all())
+
+    def add_token(so_far: tuple) -> tuple[Int[Array, ""], Memory, Int[Array, "B C"]]:
+        """Returns the triple `so_far` (see `is_unfinished`) with one more token, which is read from
+        the prompt or, after its end, sampled.
+        """
+        i, memory, tokens = so_far
+
+        def read() -> Int[Array, " B"]:
+            """Returns the token of each lane at index i of the prompt."""
+            return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
+
+        def write() -> Int[Array, " B"]:
+            """Returns a token of each lane, sampled from the logits in the memory."""
+            logits, own_key = memory.logits[:, :known_ids], jax.random.fold_in(key, memory.count)
+            return choose(logits, own_key, sampling)
+
+        next_tokens = jax.lax.cond(i < prompt_length, read, write)
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
+        return i + 1, advance(decoder, variables, memory, next_tokens), tokens
+
+    block = decoder.apply(
+        {"params": variables.params}, memory.block, memory.position, variables.model_state,
+        method="prepare_block",
+    )  # fmt: skip
+    start = jnp.zeros((), jnp.int32), memory._replace(block=block), tokens
+    length, memory, tokens = jax.lax.while_loop(is_unfinished, add_token, start)
+    return memory._replace(block=without_ready(memory.block)), tokens, length
