@@ -313,9 +313,7 @@ class TransformerBlock(nn.Module):
     def ready_ring(self, block: OpenBlock, position: Int[Array, ""]) -> ReadyRing:
         """Returns the keys and values of an open block in the form in which attention reads them.
 
-        Args:
-          block: the open block.
-          position: the number of tokens of the block that have been read.
+        `position` is the number of tokens of the block that have been read.
         """
         places = ring_places(self.model.window, position)
         keys = rotated_at(self.model, self.normalized_keys(block.keys), places)

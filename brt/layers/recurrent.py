@@ -373,8 +373,7 @@ class RecurrentLayer(nn.Module):
     ) -> LayerOutput:
         """Reads T tokens of a block, the first of them at index `position`; x has their vectors.
 
-        Their keys and values are added to `block`. `state`, the state after the previous block,
-        does not change. The open block is the state of the `LayerOutput`.
+        Their keys and values are added to `block`, the open block. `state` does not change.
         """
         return LayerOutput(*self.tokens.attend_step(x, state.window, block, position, block.memory))
 
