@@ -133,6 +133,26 @@ def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
         assert_close(copy(session), together)
 
 
+def test_chunks_of_a_block_are_read_as_single_tokens(
+    recurrent: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk has two tokens here, and a block four. The last read begins within a block."""
+    monkeypatch.setattr("brt.generation.steps.CHUNK", 2)
+    monkeypatch.setattr("brt.generation.session._MIN_CHUNKS", 1)
+    config = Config(
+        model=MODELS["recurrent"], training=Training(batch_size=1, segment_length=SEGMENT)
+    )
+    session = Session(config, Variables(recurrent.params), bos_id=BOS, lanes=LANES)
+    calls, expected = [], recurrent.whole(TEXT)
+    read_chunk = session._read_chunk
+    session._read_chunk = lambda *given: calls.append(given[2].shape) or read_chunk(*given)
+    for begin, end in ((0, 2), (2, 6), (6, 11)):
+        session.read(TEXT[begin:end])
+        assert_close(session.memory.logits[0], expected[end])
+    assert calls and set(calls) == {(1, 2)}, "all lanes have the same memory until one writes"
+    assert len(session.snapshot().logits) == LANES
+
+
 def test_what_is_written_does_not_depend_on_how_calls_are_cut(recurrent: Case) -> None:
     texts = []
     for counts in ([CHUNK + 9], [9, CHUNK], [3, 5, 17]):

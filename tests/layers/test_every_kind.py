@@ -245,6 +245,35 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
     assert_close(np.stack(found, axis=1), expected[:, :-1])
 
 
+@each_model(quick=("grouped queries, sinks", "toy"))
+def test_tokens_that_are_read_two_at_a_time_are_the_whole_segment(
+    name: str, build: Callable[[str], Case]
+) -> None:
+    """The second block of a text is read in chunks, from a state that has read the first one."""
+    case = build(name)
+    length, decoder = case.model.block_length, Decoder(case.model)
+    if any(n % 2 for n in (length, *case.model.windows)):
+        pytest.skip("A chunk divides blocks and windows.")
+    params, learned = {"params": case.variables.params}, case.variables.model_state
+    ids = tokens()
+    state = case.read(ids[:, :length], start=case.starts()[:, :1]).state
+    hidden = case.read(ids).hidden[:, length : 2 * length]
+    weights = output_weights(case.model, case.variables.params)
+    expected = logits(case.model, weights, hidden)[:, 1::2]
+
+    @jax.jit
+    def read_chunk(chunk: jax.Array, block: Any, position: jax.Array) -> tuple[jax.Array, Any]:
+        given = chunk, state, block, position, learned
+        return decoder.apply(params, *given, method="decode_step")
+
+    block, found = decoder.apply(params, state, learned, method="begin_block"), []
+    for position in range(0, length, 2):
+        chunk = ids[:, length + position : length + position + 2]
+        next_logits, block = read_chunk(chunk, block, jnp.asarray(position, jnp.int32))
+        found.append(next_logits)
+    assert_close(np.stack(found, axis=1), expected)
+
+
 @each_model(
     "rotary", "recurrent, around", "feedback of the last", "alibi", "memorizing", "toy",
     "memorizing, grouped queries, sinks", "gated dense memory, grouped queries, sinks",
