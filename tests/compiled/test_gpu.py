@@ -58,6 +58,15 @@ def test_kernels_of_windows_that_are_not_a_block_compile_without_spills() -> Non
         assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
 
 
+@pytest.mark.parametrize("options", [[], ["--null_keys", "--dtype=float16"]], ids=" ".join)
+def test_kernels_of_recurrent_states_compile_without_spills(options: list[str]) -> None:
+    options = ["--operation=softmax_attention", "--json", *options]
+    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+    assert len(found) == 3 * 3
+    for name, used in found.items():
+        assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
+
+
 def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -> None:
     def peak(implementation: str) -> int:
         bindings = (
