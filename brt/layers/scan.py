@@ -130,9 +130,9 @@ def scan_layers(
 
 def _layers_at_once(model: Model, layers: int) -> int:
     """Returns the number of layers per iteration of a scan, if no setting gives it."""
-    on_tpus = layers if model.feedback or not model.remat else 1
-    on_cpus = on_tpus if layers <= _CPU_LAYERS else 1
-    return unrolled(model.unroll, layers, on_tpus, on_cpus)
+    unless_remat = layers if model.feedback or not model.remat else 1
+    on_cpus = unless_remat if layers <= _CPU_LAYERS else 1
+    return unrolled(model.unroll, layers, unless_remat, on_cpus)
 
 
 def _saved_for_backward(run: Run) -> RematPolicy | None:

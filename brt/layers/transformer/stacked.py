@@ -30,8 +30,8 @@ def stacked(
         without this axis.
       shared: arrays that all layers read.
 
-    The scan is a loop on CPUs and GPUs. On TPUs it is unrolled unless `remat` is True, because a
-    loop stacks arrays for its backward pass, which is slow on TPUs.
+    The scan is a loop on CPUs. On accelerators it is unrolled unless `remat` is True, because a
+    loop stacks arrays for its backward pass.
 
     Args:
       layer: the module class of a layer.
