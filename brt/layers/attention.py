@@ -310,14 +310,14 @@ class TransformerBlock(nn.Module):
             queries = self.scaled_queries(queries, "cross_scale")
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
-    def ready_ring(self, block: OpenBlock, position: Int[Array, ""]) -> ReadyRing:
-        """Returns the keys and values of an open block in the form in which attention reads them.
+    def prepared(self, block: OpenBlock, position: Int[Array, ""]) -> OpenBlock:
+        """Returns an open block with its keys and values in the form in which attention reads them.
 
         `position` is the number of tokens of the block that have been read.
         """
         places = ring_places(self.model.window, position)
         keys = rotated_at(self.model, self.normalized_keys(block.keys), places)
-        return ready_ring(keys, block.values)
+        return block._replace(ready=ready_ring(keys, block.values))
 
     def attend_step(
         self,
@@ -345,7 +345,7 @@ class TransformerBlock(nn.Module):
         """
         m = self.model
         own = projections or self.project(x)
-        ring = block.ready or self.ready_ring(block, position)
+        ring = block.ready or self.prepared(block, position).ready
         here = position + jnp.arange(x.shape[1])
         scaled, unit = self.scaled_queries(own.queries), self.normalized_keys(own.keys)
         queries, keys = (rotated_at(m, z, here) for z in (scaled, unit))

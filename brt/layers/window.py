@@ -101,7 +101,7 @@ class WindowLayer(nn.Module):
           block: the open block.
           position: the number of tokens of the block that have been read.
         """
-        return LayerOutput(x, block._replace(ready=self.tokens.ready_ring(block, position)))
+        return LayerOutput(x, self.tokens.prepared(block, position))
 
     def decode_step(
         self,

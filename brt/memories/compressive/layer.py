@@ -319,8 +319,7 @@ class CompressiveLayer(nn.Module):
     def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
         """Returns an open block (the data of a block that is read token by token) without tokens.
 
-        The slots do not change while the block is read, so their keys and values are computed here,
-        once for all tokens of the block.
+        The keys and values of the slots are computed here, once for all tokens of the block.
 
         Args:
           x: None, which is returned as the output; a block begins without a token.
@@ -329,9 +328,14 @@ class CompressiveLayer(nn.Module):
         Returns:
           A `LayerOutput` whose `state` is the open block.
         """
-        tokens = open_block(state.window)
-        inputs = jnp.zeros_like(state.inputs)
+        tokens, inputs = open_block(state.window), jnp.zeros_like(state.inputs)
         return LayerOutput(x, CompressedBlock(tokens, inputs, self._slots(state.vectors)))
+
+    def prepare_block(
+        self, x: None, *, block: CompressedBlock, position: Int[Array, ""], **_: Any
+    ) -> LayerOutput:
+        """Returns the open block with keys and values ready; see `WindowLayer.prepare_block`."""
+        return LayerOutput(x, block._replace(tokens=self.tokens.prepared(block.tokens, position)))
 
     def decode_step(
         self,

@@ -211,6 +211,12 @@ class WindowGatedDeltaNetLayer(nn.Module):
         memory = DeltaState(state.matrices, state.inputs)
         return LayerOutput(x, WindowDeltaBlock(open_block(state.window), memory))
 
+    def prepare_block(
+        self, x: None, *, block: WindowDeltaBlock, position: Int[Array, ""], **_: Any
+    ) -> LayerOutput:
+        """Returns the open block with keys and values ready; see `WindowLayer.prepare_block`."""
+        return LayerOutput(x, block._replace(window=self.tokens.prepared(block.window, position)))
+
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],

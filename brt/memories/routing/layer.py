@@ -293,6 +293,12 @@ class RoutingLayer(nn.Module):
         routed = RoutedTokens(keys, keys, jnp.zeros(keys.shape[:3], jnp.int32))
         return LayerOutput(x, RoutedBlock(open_block(window), routed))
 
+    def prepare_block(
+        self, x: None, *, block: RoutedBlock, position: Int[Array, ""], **_: Any
+    ) -> LayerOutput:
+        """Returns the open block with keys and values ready; see `WindowLayer.prepare_block`."""
+        return LayerOutput(x, block._replace(tokens=self.tokens.prepared(block.tokens, position)))
+
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
