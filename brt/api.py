@@ -17,6 +17,7 @@ from brt.data import losses, plain_text
 from brt.errors import ConfigError, DataError
 from brt.evaluation import job
 from brt.generation import memory as memories
+from brt.generation import state_files
 from brt.generation.session import Session
 from brt.tasks.evaluators import Scorer
 from brt.tasks.weights import Tokenizer
@@ -120,7 +121,7 @@ class Memory:
         Raises:
           OSError: the file cannot be written.
         """
-        memories.save(self.state, Path(path), self._model._identity)
+        state_files.save(self.state, Path(path), self._model._identity)
 
 
 class Text(Iterator[str]):

@@ -44,8 +44,9 @@ from brt.checkpointing import reader as checkpoints
 from brt.data import documents, preparation, tokenizers
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import BrtError
-from brt.generation.memory import Memory, save
+from brt.generation.memory import Memory
 from brt.generation.session import Session
+from brt.generation.state_files import save
 from brt.interop.huggingface import files
 from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
 from brt.sweeping import settings

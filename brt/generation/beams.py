@@ -46,11 +46,11 @@ def search_memory(
         The first step reads no token, because the logits of the first token are already known.
         """
 
-        def advance() -> Memory:
+        def read_tokens() -> Memory:
             """Returns the memory of the beams after reading `tokens`, one token for each beam."""
             return _advance_beams(decoder, variables, beams.memory, tokens[0])
 
-        memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
+        memory = jax.lax.cond(beams.begun, read_tokens, lambda: beams.memory)
         return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:

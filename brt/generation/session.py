@@ -23,7 +23,7 @@ from jaxtyping import Array, Int, Integer
 from brt.config import Config, Decoding, Sampling
 from brt.distributed import rules
 from brt.generation import memory as memories
-from brt.generation import steps
+from brt.generation import state_files, steps
 from brt.generation.beams import search_memory
 from brt.generation.memory import Memory
 from brt.generation.steps import CHUNK
@@ -223,7 +223,7 @@ class Session:
             that is to continue.
         """
         self._spread()
-        memories.save(self.memory, path, identity)
+        state_files.save(self.memory, path, identity)
 
     def load(
         self,
@@ -244,4 +244,4 @@ class Session:
         """
         self._spread()
         length = self._config.model.block_length
-        self.memory = memories.load(path, self.memory, length, identity, translate)
+        self.memory = state_files.load(path, self.memory, length, identity, translate)

@@ -14,6 +14,13 @@ from brt import durable, untrusted
 from brt.errors import DataError
 
 
+def _swap_lanes_and_layers(memory: Any) -> Any:
+    """Returns the memory with the other order of the first two axes, of lanes and layers, in the
+    arrays of the open block. Files have lanes first, like the arrays of the state.
+    """
+    return memory._replace(block=jax.tree.map(lambda x: x.swapaxes(0, 1), memory.block))
+
+
 def save(memory: Any, path: Path, identity: Mapping[str, object]) -> None:
     """Writes a memory to an .npz file.
 
@@ -27,7 +34,7 @@ def save(memory: Any, path: Path, identity: Mapping[str, object]) -> None:
     """
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
-        for i, leaf in enumerate(jax.tree.leaves(memory))
+        for i, leaf in enumerate(jax.tree.leaves(_swap_lanes_and_layers(memory)))
     }
     with durable.named_by_user(path) as file:
         np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
@@ -54,7 +61,7 @@ def load(
     Raises:
       DataError: the file is missing, damaged, or belongs to another model.
     """
-    leaves, structure = jax.tree.flatten(old)
+    leaves, structure = jax.tree.flatten(_swap_lanes_and_layers(old))
     try:
         with untrusted.npz(path) as arrays:
             saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
@@ -78,7 +85,7 @@ def load(
             f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
             "with --load_state"
         ) from error
-    return memory
+    return _swap_lanes_and_layers(memory)
 
 
 def _check_identity(
