@@ -53,7 +53,7 @@ def test_results_compare_models_of_the_same_seed(
         write_run(tmp_path, "Slide:7L", seed, (200 + shift, 300 + shift, 400 + shift))
         write_run(tmp_path, "Rec", seed, (190 + shift, 280 + shift, 370 + shift))
     write_run(tmp_path, "Slide:6L", 2, (200.0, 300.0, 400.0))  # No other run has this seed.
-    found = json.loads(json.dumps(results.collected(tmp_path, "made up")))
+    found = json.loads(json.dumps(results.collected([tmp_path], "made up")))
     assert [run["tokens"] for run in found["runs"]] == [256] * 5
     lines = results.table(found, "Slide:7L").splitlines()
     assert lines[2].startswith("| Rec | 0 | 256 | 2.8000 | 2.8000 | -0.2000 (")

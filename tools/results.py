@@ -1,4 +1,4 @@
-"""Collects the evaluations of a sweep in a small JSON file, prints their table, and draws the plot
+"""Collects the evaluations of sweeps in a small JSON file, prints their table, and draws the plot
 of docs/results.md from such files.
 
 python tools/results.py --sweep=runs/latex --name=LaTeX --json=docs/results/latex.json
@@ -22,15 +22,16 @@ from brt.tasks.language_modeling.differences import Difference, paired_differenc
 SPLIT = "test"
 
 
-def collected(sweep: Path, name: str) -> dict[str, Any]:
-    """Returns the runs of a sweep whose test split was evaluated, as JSON.
+def collected(sweeps: Sequence[Path], name: str) -> dict[str, Any]:
+    """Returns the runs of sweeps whose test split was evaluated, as JSON.
 
     Args:
-      sweep: the directory of the sweep. Each run in it was evaluated by `brt.evaluate`, with
+      sweeps: the directories of the sweeps. Each run in them was evaluated by `brt.evaluate`, with
         `--ablate` or `--compare` if their figures are wanted.
       name: the name of the corpus, for the legend of the plot.
     """
-    runs = [_run(point.parent) for point in sorted(sweep.glob("*/point.json"))]
+    points = [point for sweep in sweeps for point in sorted(sweep.glob("*/point.json"))]
+    runs = [_run(point.parent) for point in points]
     return {"name": name, "runs": [run for run in runs if run]}
 
 
@@ -163,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flags.add_argument("--sweep", type=Path, help="directory of a sweep to collect")
+    flags.add_argument("--sweep", type=Path, nargs="+", help="directories of sweeps to collect")
     flags.add_argument("--name", default="", help="the name of the corpus of --sweep")
     flags.add_argument("--json", type=Path, help="the file to write what --sweep collects to")
     flags.add_argument("--table", type=Path, help="print the table of such a file")

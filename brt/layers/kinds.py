@@ -59,8 +59,9 @@ class LayerKind(NamedTuple):
     open block with every token, so a recurrence over tokens keeps its state in the open block. For
     an array of the open block in which the token changes only some entries, `decode_step` may
     return these entries (`brt.layers.entries.NewEntries`), so that the array is not copied. A
-    module may have a fifth method, `prepare_block(None, block, position)`, which is called before
-    several tokens are read one by one; the open block may have additional arrays in the meantime.
+    module whose open block contains a `brt.layers.state.OpenBlock` may have a fifth method,
+    `prepare_block(None, block, position)`, which is called before several tokens are read one by
+    one. It sets the field `ready` of the `OpenBlock`, which brt removes after these tokens.
 
       x: vectors of T tokens in each of B rows of the batch, with D = `Model.model_dim` numbers.
       state: the state of the layer before the segment or the block.

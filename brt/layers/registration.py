@@ -26,7 +26,9 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "begin_block": ("state", "document_start", "summaries", "model_state"),
     "decode_step": ("state", "block", "position", "feedback", "summaries", "model_state"),
     "end_block": ("state", "block", "summaries", "model_state"),
+    "prepare_block": ("block", "position", "summaries", "model_state"),
 }
+_OPTIONAL = ("prepare_block",)
 
 
 def check_kind(name: str, kind: "LayerKind") -> None:
@@ -113,6 +115,8 @@ def _check_module(name: str, module: Any) -> None:
     for method, keywords in _KEYWORDS.items():
         # `getattr` would find the `__call__` of the class of classes.
         found = next((vars(one)[method] for one in module.__mro__ if method in vars(one)), None)
+        if found is None and method in _OPTIONAL:
+            continue
         if not callable(found):
             raise ConfigError(
                 f"{shown} has no method {method}; help(brt.layers.kinds.LayerKind) describes the "

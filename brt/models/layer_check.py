@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
 from brt.layers.basic import compute_dtype
-from brt.layers.runs import ModelState, StackState, check_states, new_model_state
+from brt.layers.runs import ModelState, StackState, check_states, new_model_state, runs
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 _Tokens: TypeAlias = Int[np.ndarray, "B T"]
@@ -113,22 +113,24 @@ class _Reader:
 
         jax.eval_shape(read, self._params)
 
-    def read_single_tokens(self, tokens: _Tokens) -> _Reading:
-        """Reads the tokens of whole blocks one by one, from a state that has read nothing, and
-        returns the logits and the state after the blocks. The result must equal that of `read`.
+    def read_single_tokens(self, tokens: _Tokens, at_once: int = 1) -> _Reading:
+        """Reads the tokens of whole blocks one by one, or some at once, from a state that has read
+        nothing. Returns the logits of the last token of each call and the state after the blocks,
+        which must equal those of `read`.
         """
         variables, found = {"params": self._params}, []
         state = new_state(self.model, _LANES)
-        for place in range(tokens.shape[1]):
+        for place in range(0, tokens.shape[1], at_once):
             position = place % self.model.block_length
             if position == 0:
                 block = self._apply(variables, state, self._model_state, method="begin_block")
             next_logits, block = self._apply(
-                variables, tokens[:, place], state, block, jnp.asarray(position, jnp.int32),
+                variables, tokens[:, place : place + at_once], state, block,
+                jnp.asarray(position, jnp.int32),
                 self._model_state, method="decode_step",
             )  # fmt: skip
             found.append(next_logits)
-            if position == self.model.block_length - 1:
+            if position == self.model.block_length - at_once:
                 state = self._apply(variables, state, block, self._model_state, method="end_block")
         return _Reading(np.stack(found, axis=1), state)
 
@@ -168,6 +170,12 @@ def _check_single_tokens(reader: _Reader, tokens: _Tokens, whole: _Reading) -> N
     rule = "begin_block, decode_step and end_block together must return what __call__ returns"
     _check_logits(reader, single.logits, whole.logits, rule)
     _check_state(reader, single.state, whole.state, rule)
+    chunked = any(run.layer_kind.reads_chunks for run in runs(reader.model))
+    if chunked and all(n % 2 == 0 for n in (reader.model.block_length, *reader.model.windows)):
+        pairs = reader.read_single_tokens(tokens, at_once=2)
+        rule = "decode_step must read two tokens (LayerKind.reads_chunks) as it reads one by one"
+        _check_logits(reader, pairs.logits, whole.logits[:, 1::2], rule, at_once=2)
+        _check_state(reader, pairs.state, whole.state, rule)
 
 
 def _check_later_tokens_and_lanes(reader: _Reader, tokens: _Tokens, whole: _Reading) -> None:
@@ -213,11 +221,13 @@ def _check_logits(
     found: Float[np.ndarray, "B T V"],
     expected: Float[np.ndarray, "B T V"],
     rule: str,
+    at_once: int = 1,
 ) -> None:
+    """Raises AssertionError if logits differ, of every token or of every last one of `at_once`."""
     error = np.abs(found - expected).max(axis=-1)
     wrong = ~(error <= _tolerance(reader.model) * np.abs(expected).max())
     if wrong.any():
-        place = int(wrong.any(axis=0).argmax())
+        place = (int(wrong.any(axis=0).argmax()) + 1) * at_once - 1
         raise AssertionError(
             f"{rule}; with random tokens and parameters, the logits differ by up to "
             f"{error.max():.1e}, first at token {place} of blocks of {reader.model.block_length}"

@@ -168,6 +168,12 @@ def test_the_rule_that_a_kind_breaks_is_named(module: Any, rule: str) -> None:
         brt.check_layers(MODEL)
 
 
+def test_a_kind_that_reads_only_the_first_token_of_a_chunk_is_refused() -> None:
+    replace_kind(reads_chunks=True)
+    with pytest.raises(AssertionError, match=r"decode_step must read two tokens .*at token 1 of"):
+        brt.check_layers(MODEL)
+
+
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
