@@ -5,7 +5,6 @@ whose settings would change texts are refused; only the normalizer NFC is accept
 """
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +81,25 @@ class ByteLevelTokenizer(ChunkTokenizer):
         if self.decode_bytes(self.encode(PROBE)) != PROBE.encode():
             raise _loses(path, f": {PROBE[:9]!r}... is decoded to another text")
 
-    def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
+    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
+        """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel.
+
+        Raises:
+          DataError: the tokenizer cannot encode a chunk.
+        """
         if self._missing:
-            self._check_bytes(batch)
+            self._check_bytes(chunks)
         try:
             with untrusted.catching_panics():
-                encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+                encoded = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
         # The tokenizers library raises Exception itself, so no subclass could be caught instead.
         except Exception as error:
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
-        for encoding in encoded:
-            yield np.asarray(encoding.ids, np.int32)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encoded]
 
-    def _check_bytes(self, batch: list[str]) -> None:
+    def _check_bytes(self, texts: list[str]) -> None:
         """Refuses texts with bytes that no piece stands for: they would be dropped silently."""
-        for text in batch:
+        for text in texts:
             data = text.encode()
             if len(data.translate(None, self._missing)) < len(data):
                 byte = next(byte for byte in data if byte in self._missing)

@@ -85,7 +85,7 @@ def prepared(
         manifests.remove_abandoned(directory)
     else:
         where = "Data.cache_dir" if output is None else ""
-        with manifests.atomic_directory(directory, setting=where) as temporary:
+        with manifests.atomic_directory(directory, setting=where, key=key) as temporary:
             described = build(temporary, facts)
             manifests.write(temporary / MANIFEST, {"key": key, **facts, **described})
     if _existing_key(directory) != key:

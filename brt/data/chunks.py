@@ -6,14 +6,12 @@ read.
 """
 
 import abc
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 # A chunk has at most this number of characters, because sentencepiece is slow on longer chunks.
 CHUNK = 4096
-BATCH = 64  # This number of chunks is encoded in parallel.
 
 Ids = Sequence[int | np.integer] | np.ndarray
 
@@ -78,33 +76,31 @@ def cut(
 class ChunkTokenizer(abc.ABC):
     """Base class of tokenizers that encode long texts chunk by chunk.
 
-    A subclass defines `_encode`, which encodes a batch of chunks, and sets `_bytes`, the bytes that
-    each id stands for. It may also set `_chunk_end`, the function that determines where chunks end
-    (see `cut`).
+    A subclass defines `encode_chunks` and sets `_bytes`, the bytes that each id stands for. It may
+    also set `_chunk_end`, the function that determines where chunks end (see `cut`).
     """
 
     _bytes: list[bytes]
     _chunk_end: staticmethod = staticmethod(end_of_line)
 
     @abc.abstractmethod
-    def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
-        """Returns the ids of each chunk."""
+    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
+        """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
+
+    def cut(self, parts: Iterable[str]) -> Iterator[str]:
+        """Divides a text into chunks that can be encoded separately, and yields the chunks.
+
+        Args:
+          parts: consecutive parts of the text, of any length, as they were read. The chunks do not
+            depend on where the parts end.
+        """
+        return cut(parts, CHUNK, self._chunk_end)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text, int32 [T]."""
-        return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
-
-    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text as int32 arrays, whose concatenation encodes the whole text.
-
-        Args:
-          chunks: consecutive parts of the text, of any length, as they were read. The ids do not
-            depend on where the parts end, because `cut` divides the text again.
-        """
-        pieces = cut(chunks, CHUNK, self._chunk_end)
-        while batch := list(itertools.islice(pieces, BATCH)):
-            yield from self._encode(batch)
+        chunks = [*self.cut([text])]
+        return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks(chunks)])
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the concatenated UTF-8 bytes that the ids stand for."""
-        return b"".join(self._bytes[i] for i in ids)
+        return b"".join(map(self._bytes.__getitem__, np.asarray(ids).tolist()))

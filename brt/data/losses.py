@@ -5,21 +5,15 @@ are compared with the bytes of the text. If they differ, bits per byte would be 
 not report bits per byte.
 """
 
-import hashlib
-
 import numpy as np
 
 from brt.data.tokenizers import Tokenizer
 
-_PIECE = 1 << 16  # This number of bytes is counted at a time.
 REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 
 
 class Losses:
     """Compares the bytes of a document with the bytes to which the document's tokens decode.
-
-    The caller passes the text to the method `text` and the tokens to the method `tokens`, both in
-    parts of any length.
 
     Args:
       tokenizer: the tokenizer of the document.
@@ -30,21 +24,27 @@ class Losses:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._unknown = tokenizer, unknown_id(tokenizer)
-        self._digests = hashlib.blake2b(), hashlib.blake2b()
-        # Row 0 counts how often each byte occurs in the text, and row 1 how often it occurs in the
-        # decoded tokens.
-        self._counts = np.zeros((2, 256), np.int64)
+        self._differs = False
+        # For each byte, this array counts how often it occurs in the text, less how often it occurs
+        # in the decoded tokens. Chunks that are decoded exactly contribute nothing.
+        self._counts = np.zeros(256, np.int64)
         self.unknown = 0
 
-    def text(self, data: bytes) -> None:
-        """Takes the next part of the document's text, as UTF-8 bytes."""
-        self._add(0, data)
+    def add(self, data: bytes, ids: np.ndarray) -> None:
+        """Takes the next chunk of the document.
 
-    def tokens(self, ids: np.ndarray) -> None:
-        """Takes the next tokens of the document, int [T]; unknown tokens decode to no bytes."""
-        known = ids[ids != self._unknown]
-        self.unknown += len(ids) - len(known)
-        self._add(1, self._tokenizer.decode_bytes(known))
+        Args:
+          data: the chunk as UTF-8 bytes.
+          ids: int [T], the tokens of the chunk; unknown tokens decode to no bytes.
+        """
+        known = ids
+        if self._unknown >= 0:
+            known = ids[ids != self._unknown]
+            self.unknown += len(ids) - len(known)
+        decoded = self._tokenizer.decode_bytes(known)
+        if decoded != data:
+            self._differs = True
+            self._counts += _counts(data) - _counts(decoded)
 
     @property
     def lost(self) -> int:
@@ -52,18 +52,15 @@ class Losses:
 
         Bytes that a normalizer replaced count as lost. Any difference counts as at least one byte.
         """
-        text, tokens = (digest.digest() for digest in self._digests)
-        if text == tokens:
+        if not self._differs:
             return int(self.unknown > 0)
-        difference = self._counts[0] - self._counts[1]
-        return max(int(difference.clip(min=0).sum()), int((-difference).clip(min=0).sum()), 1)
+        too_few, too_many = self._counts.clip(min=0).sum(), (-self._counts).clip(min=0).sum()
+        return max(int(too_few), int(too_many), 1)
 
-    def _add(self, which: int, data: bytes) -> None:
-        self._digests[which].update(data)
-        values = np.frombuffer(data, np.uint8)
-        # np.bincount converts its input to int64, so bytes are counted in pieces to save memory.
-        for start in range(0, len(values), _PIECE):
-            self._counts[which] += np.bincount(values[start : start + _PIECE], minlength=256)
+
+def _counts(data: bytes) -> np.ndarray:
+    """Returns how often each byte occurs, int64 [256]."""
+    return np.bincount(np.frombuffer(data, np.uint8), minlength=256)
 
 
 def unknown_id(tokenizer: Tokenizer) -> int:
@@ -74,8 +71,7 @@ def unknown_id(tokenizer: Tokenizer) -> int:
 def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
     """Tokenizes a text, and returns the number of its bytes that the tokens do not reproduce."""
     counter = Losses(tokenizer)
-    counter.text(text.encode())
-    counter.tokens(tokenizer.encode(text))
+    counter.add(text.encode(), tokenizer.encode(text))
     return counter.lost
 
 

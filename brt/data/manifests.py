@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -28,6 +29,10 @@ CORPUS = "corpus.json"  # The manifest of a corpus has this name.
 # As long as a process writes to a temporary directory, it locks the file of this name in the
 # directory. Other processes delete temporary directories whose file is not locked.
 _HELD = ".held"
+# A temporary directory is kept for the next process if its content has a file of this name.
+PARTIAL = "partial/*/progress.json"
+KEPT_DAYS = 7
+_KEPT = KEPT_DAYS * 86400  # seconds
 
 
 def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
@@ -107,11 +112,16 @@ def atomic_directory(
     shared: bool = True,
     setting: str = "",
     explained: Callable[[Path], AbstractContextManager[None]] | None = None,
+    key: str = "",
 ) -> Iterator[Path]:
     """Context that yields a temporary directory, and renames it to `directory` at the end.
 
     The temporary directory is deleted instead if an error is raised within the context. Temporary
     directories that killed processes left at the same place are deleted first.
+
+    With a `key`, the temporary directory stays if the process is killed or interrupted after a part
+    of the content was committed (see `PARTIAL`). The next call with the same directory and key
+    continues with this content, if it comes within `KEPT_DAYS` days.
 
     Args:
       directory: the final directory; symbolic links are followed.
@@ -121,6 +131,7 @@ def atomic_directory(
         directory directly.
       explained: function from the directory to a context that converts OSErrors to errors with a
         helpful message; None converts them to DataErrors.
+      key: a hash of everything that determines the content; "" never continues.
 
     Raises:
       DataError: the directory cannot be created.
@@ -133,10 +144,11 @@ def atomic_directory(
         with explain_begin(directory):
             directory = Path(os.path.realpath(directory))
             directory.parent.mkdir(parents=True, exist_ok=True)
+            place = _partial_directory(directory, key, stack) if key else None
             remove_abandoned(directory)
-            place = _held_directory(directory, stack)
+            place = place or _held_directory(directory, key, stack)
             content = place / directory.name
-            content.mkdir()
+            content.mkdir(exist_ok=True)
         yield content
         with explain_end(directory):
             durable.sync_tree(content)
@@ -179,24 +191,59 @@ def _explained(
         ) from error
 
 
-def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
+def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path | None:
+    """Locks a temporary directory that an interrupted process with the same key has left.
+
+    Returns:
+      The directory, which the exit stack deletes; None if there is none.
+    """
+    for path in directory.parent.glob(f".{glob.escape(directory.name)}.*/{_HELD}"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as attempt:
+            held = attempt.enter_context(durable.open_file(path, "r+b", below=directory.parent))
+            if not locks.acquire(held) or held.read(len(key) + 1) != key.encode():
+                continue
+            if not _is_partial(path.parent):
+                continue
+            stack.push(partial(_leave, path.parent))
+            stack.enter_context(attempt.pop_all())
+            return path.parent
+    return None
+
+
+def _is_partial(place: Path) -> bool:
+    """Returns True if a temporary directory has a part that was committed, and no links."""
+    return any(place.glob(f"*/{PARTIAL}")) and not any(durable.links(place))
+
+
+def _leave(place: Path, kind: type[BaseException] | None, *_: Any) -> None:
+    """Deletes a temporary directory at the end of a context, unless the user interrupted the
+    process and the next one can continue with the content.
+    """
+    if not (kind is KeyboardInterrupt and _is_partial(place)):
+        _remove_or_warn(place)
+
+
+def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path:
     """Creates a locked temporary directory next to `directory`, which the exit stack deletes."""
     while True:
         place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         with contextlib.ExitStack() as attempt:
-            attempt.callback(_remove_or_warn, place)
+            attempt.push(partial(_leave, place))
             # Until this process holds the lock, another process may lock or delete the new
             # directory. Then the loop creates another directory.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 held = attempt.enter_context(open(place / _HELD, "w"))
                 locks.acquire(held)
                 if os.path.samestat(os.fstat(held.fileno()), os.stat(place / _HELD)):
+                    held.write(key)
+                    held.flush()
                     stack.enter_context(attempt.pop_all())
                     return place
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Deletes temporary directories next to `directory` that no process uses.
+    """Deletes temporary directories next to `directory` that no process uses and that are not kept
+    for another process.
 
     Errors are ignored, so some of the directories may remain.
 
@@ -215,7 +262,8 @@ def remove_abandoned(directory: Path) -> None:
         # longer exists.
         with contextlib.suppress(OSError):
             with durable.open_file(path, "r+b", below=parent) as file:
-                if locks.acquire(file):
+                age = time.time() - os.fstat(file.fileno()).st_mtime
+                if locks.acquire(file) and not (_is_partial(path.parent) and age < _KEPT):
                     _remove(path.parent)
 
 

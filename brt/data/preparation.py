@@ -6,28 +6,33 @@ The result is a directory, in the cache or at a place that the user names (see `
     tokenizer.model or tokenizer.json    the tokenizer
     quarantine.jsonl                     documents that could not be read, if there are any
     corpus.json                          the manifest: sources and settings; written last
+
+While the directory is written, its directory `partial` has the files of unfinished stores, from
+which the next process continues if this one is killed.
 """
 
-import hashlib
 import json
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import config
+from brt import config, durable, untrusted
 from brt.data import (
     cache,
     losses,
     manifests,
     quarantine,
+    shared_texts,
     sources,
+    store_writer,
     token_store,
     tokenizer_training,
     tokenizers,
 )
 from brt.data.cache import read_manifest
-from brt.data.documents import Document
 from brt.data.splits import SPLITS, Plan, fractions_of
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
@@ -161,10 +166,15 @@ def open_corpus(directory: Path) -> Dataset:
     """
     manifest = read_manifest(directory)
     with manifests.explaining_damage(directory, "corpus"):
-        name, of_bytes = manifest["tokenizer"]["file"], manifest["tokenizer"]["name"] == "bytes"
-    tokenizer = tokenizers.load("bytes" if of_bytes else str(directory / name))
+        tokenizer = _load_tokenizer(directory, manifest["tokenizer"])
     splits = {split: _opened(directory, split, tokenizer) for split in manifest["splits"]}
     return Dataset(directory, tokenizer, splits)
+
+
+def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer:
+    """Loads the tokenizer that is stored in a directory and described in the manifest."""
+    name = "bytes" if described["name"] == "bytes" else str(directory / described["file"])
+    return tokenizers.load(name)
 
 
 def _opened(directory: Path, split: str, tokenizer: Tokenizer) -> TokenStore:
@@ -186,16 +196,13 @@ def _write(
     progress: bool,
 ) -> dict[str, Any]:
     """Writes the stores of some splits, and returns the manifest's entries about the splits."""
-    seen: dict[str, tuple[str, str]] = {}
     splits = tuple(splits)
-    for split in splits:
-        unshared = _unshared(plan.documents(split), split, seen)
+    partial = directory / "partial"
+    for i, split in enumerate(splits):
         origin = f" ({plan.held_out[split]})" if split in plan.held_out else ""
-        size = sum(file["bytes"] for file in facts["sources"].get(split, ())) or None
-        with cache.bar(split, progress, total=size, unit="B", unit_scale=True) as bar:
-            store = token_store.write(
-                directory / split, unshared, tokenizer, settings=facts, progress=bar.update
-            )
+        store = _write_split(plan, split, tokenizer, directory, facts, progress)
+        for other in splits[:i]:
+            shared_texts.refuse(partial, {other: directory / other, split: store.directory})
         counts = store.manifest
         cache.say(
             f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
@@ -205,7 +212,37 @@ def _write(
         )
     held_out = {split: plan.held_out[split] for split in splits if split in plan.held_out}
     plan.bad.write(directory)
+    shutil.rmtree(partial)
     return {"splits": list(splits), "held_out": held_out, "quarantined": len(plan.bad)}
+
+
+def _write_split(
+    plan: Plan,
+    split: str,
+    tokenizer: Tokenizer,
+    directory: Path,
+    facts: Mapping[str, Any],
+    progress: bool,
+) -> TokenStore:
+    """Writes the store of a split; uses what an interrupted process has written of it."""
+    if (directory / split / "manifest.json").exists():
+        if plan.bad.most:  # Reading the documents again finds those that cannot be read.
+            deque(plan.documents(split), maxlen=0)
+        return TokenStore.open(directory / split)
+    shutil.rmtree(directory / split, ignore_errors=True)
+    partial = directory / "partial" / split
+    if done := store_writer.committed(partial):
+        cache.say(
+            f"continuing with {split}: {counted(done.documents, 'document')} "
+            f"({done.bytes:,} bytes) are prepared",
+            progress,
+        )
+    size = sum(file["bytes"] for file in facts["sources"].get(split, ())) or None
+    with cache.bar(split, progress, total=size, unit="B", unit_scale=True) as bar:
+        return token_store.write(
+            directory / split, plan.documents(split), tokenizer, settings=facts,
+            progress=bar.update, partial=partial,
+        )  # fmt: skip
 
 
 def _lost(store: TokenStore) -> str:
@@ -221,44 +258,33 @@ def _say_quarantined(directory: Path, progress: bool) -> None:
         cache.say(f"{phrase} left out because of errors: {where}", progress)
 
 
-def _unshared(
-    documents: Iterable[Document], split: str, seen: dict[str, tuple[str, str]]
-) -> Iterator[Document]:
-    """Yields the documents of a split unchanged; raises DataError if two splits share a text.
-
-    A shared text would make evaluation invalid. Published datasets (tfds) are not checked.
-
-    Args:
-      documents: the documents of the split.
-      split: name of the split.
-      seen: split and name of each document so far, by the hash of its text; this function adds to
-        it.
-    """
-    for document in documents:
-        digest = hashlib.sha256()
-        yield document._replace(chunks=_hashed(document.chunks, digest))
-        other, name = seen.setdefault(digest.hexdigest(), (split, document.name))
-        if other != split and not document.name.startswith("tfds:"):
-            raise DataError(
-                f"{document.name} of {split} has the same text as {name} of {other}; take it out "
-                "of one of them"
-            )
-
-
-def _hashed(chunks: Iterable[str], digest: Any) -> Iterator[str]:
-    for chunk in chunks:
-        digest.update(chunk.encode())
-        yield chunk
-
-
 def _make_tokenizer(
     data: config.Data, plan: Plan, directory: Path, progress: bool
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """Loads or trains the tokenizer, and stores it in the directory.
 
+    If an interrupted process has stored it there already, it is only loaded.
+
     Returns:
       The tokenizer, and its description for the manifest.
     """
+    known = directory / "partial" / "tokenizer.json"
+    if known.exists():
+        described = untrusted.read_json(known, {"file": str, "name": str})
+        of_bytes = described["name"] == "bytes"
+        return tokenizers.load(
+            "bytes" if of_bytes else str(directory / described["file"])
+        ), described
+    tokenizer, described = _new_tokenizer(data, plan, directory, progress)
+    known.parent.mkdir(exist_ok=True)
+    durable.write(known, json.dumps(described).encode())
+    return tokenizer, described
+
+
+def _new_tokenizer(
+    data: config.Data, plan: Plan, directory: Path, progress: bool
+) -> tuple[Tokenizer, dict[str, Any]]:
+    """Loads or trains the tokenizer, stores it, and describes it, as `_make_tokenizer` says."""
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):

@@ -10,17 +10,22 @@ A store is a directory:
 The directory is renamed into place when it is complete.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+import itertools
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from brt.data import losses, manifests
+from brt.data import encoding, losses, manifests
 from brt.data.documents import Document
 from brt.data.rows import store
 from brt.data.rows.on_disk import InMemory, OnDisk
+from brt.data.store_writer import Row, Writer
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
 
@@ -129,6 +134,7 @@ def write(
     *,
     settings: Mapping[str, Any] | None = None,
     progress: Callable[[int], Any] = lambda size: None,
+    partial: Path | None = None,
 ) -> TokenStore:
     """Tokenizes documents, chunk by chunk, and writes them to a new token store.
 
@@ -141,6 +147,9 @@ def write(
       tokenizer: the tokenizer.
       settings: further entries of the manifest, such as the sources.
       progress: called with the number of UTF-8 bytes of each chunk.
+      partial: a directory for the files of the unfinished store (see `brt.data.store_writer`). If
+        an interrupted call has written documents to it, these documents are not tokenized again.
+        None uses a directory in `directory`, which is removed at the end.
 
     Returns:
       The opened store.
@@ -151,34 +160,30 @@ def write(
     directory = Path(directory)
     manifests.make_empty(directory)
     dtype = ids_dtype(tokenizer.vocab_size)
-    rows, names, unknown = [], [], 0
-    with open(directory / "tokens.bin", "wb") as file:
-        for document in documents:
-            lost = losses.Losses(tokenizer)
-            count = _Counter(progress, lost)
-            tokens = 0
-            for ids in tokenizer.encode_chunks(count.through(document.chunks)):
-                file.write(np.asarray(ids, dtype).data)
-                tokens += len(ids)
-                lost.tokens(np.asarray(ids))
-            unknown += lost.unknown
-            rows.append((tokens, count.bytes, count.characters, count.words, lost.lost))
-            names.append(document.name)
-    if not rows:
-        raise DataError(f"there is no document for {directory.name}")
-    lengths, *counts = np.array(rows, np.int64).T
+    place = partial or directory / "partial"
+    with contextlib.closing(Writer(place, dtype)) as writer:
+        if writer.bytes:
+            progress(writer.bytes)
+        left = itertools.islice(documents, writer.documents, None)
+        _write_documents(left, tokenizer, writer, progress)
+        if not writer.documents:
+            raise DataError(f"there is no document for {directory.name}")
+        counts, names = writer.finish(directory / "tokens.bin")
+    if partial is None:
+        shutil.rmtree(place)
+    lengths, *others = counts.T
     known = (*_COLUMNS, "lost")
-    columns = dict(zip(known, [np.r_[0, np.cumsum(lengths)], *counts], strict=True))
+    columns = dict(zip(known, [np.r_[0, np.cumsum(lengths)], *others], strict=True))
     facts = {
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
         "dtype": dtype.str,
-        "documents": len(rows),
+        "documents": len(counts),
         "tokens": int(lengths.sum()),
         **{name: int(columns[name].sum()) for name in ("bytes", "characters", "words")},
         "lost_bytes": int(columns["lost"].sum()),
-        "unknown_tokens": unknown,
+        "unknown_tokens": writer.unknown,
         **(settings or {}),
     }
     identity = columns["offsets"].astype("<i8").tobytes() + tokenizer.fingerprint.encode()
@@ -189,6 +194,56 @@ def write(
     return TokenStore.open(directory)
 
 
+def _write_documents(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    writer: Writer,
+    progress: Callable[[int], Any],
+) -> None:
+    """Encodes documents and passes them to the writer, as `write` describes."""
+    document: _Document | None = None
+    for chunk in encoding.encode(documents, tokenizer):
+        if chunk.name is not None:
+            if document:
+                document.end(writer)
+            document = _Document(chunk.name, tokenizer)
+        assert document
+        size = document.add(chunk)
+        writer.add_tokens(chunk.ids)
+        progress(size)
+    if document:
+        document.end(writer)
+
+
+class _Document:
+    """Counts and hashes a document while its chunks are written.
+
+    Args:
+      name: the name of the document.
+      tokenizer: the tokenizer that encodes the document.
+    """
+
+    def __init__(self, name: str, tokenizer: Tokenizer):
+        self._name, self._tokens = name, 0
+        self._counter, self._losses = encoding.Counter(), losses.Losses(tokenizer)
+        self._digest = hashlib.sha256()
+
+    def add(self, chunk: encoding.Encoded) -> int:
+        """Takes the next chunk, and returns its number of UTF-8 bytes."""
+        data = chunk.text.encode()
+        self._counter.add(chunk.text, data)
+        self._losses.add(data, chunk.ids)
+        self._digest.update(data)
+        self._tokens += len(chunk.ids)
+        return len(data)
+
+    def end(self, writer: Writer) -> None:
+        """Passes the counts and the hash of the whole document to the writer."""
+        count, lost = self._counter, self._losses
+        row = Row(self._tokens, count.bytes, count.characters, count.words, lost.lost)
+        writer.end_document(self._name, row, self._digest.digest(), lost.unknown)
+
+
 _COLUMNS = ("offsets", "bytes", "characters", "words")
 _FACTS = {
     **dict.fromkeys(("documents", "tokens", "bytes", "characters", "words"), int),
@@ -196,28 +251,6 @@ _FACTS = {
     "vocab_size": int, "bos_id": int, "dtype": str, "tokenizer": {"fingerprint": str},
 }  # fmt: skip
 _DTYPES = {"|u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
-
-
-class _Counter:
-    """Counts the bytes, characters and words of a document while it is tokenized."""
-
-    def __init__(self, progress: Callable[[int], Any], lost: losses.Losses):
-        self.bytes = self.characters = self.words = 0
-        self._progress, self._lost = progress, lost
-
-    def through(self, chunks: Iterable[str]) -> Iterator[str]:
-        """Yields the chunks of a document unchanged, and counts their content."""
-        # If the previous chunk ended inside of a word, the rest of the word must not count again.
-        in_word = False
-        for chunk in filter(None, chunks):
-            size = len(data := chunk.encode())
-            self._lost.text(data)
-            self.bytes += size
-            self.characters += len(chunk)
-            self.words += len(chunk.split()) - (in_word and not chunk[0].isspace())
-            in_word = not chunk[-1].isspace()
-            yield chunk
-            self._progress(size)
 
 
 def ids_dtype(vocab_size: int) -> np.dtype:

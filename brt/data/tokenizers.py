@@ -44,11 +44,14 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text, int32 [T]."""
 
-    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of a text, whose parts are `chunks`, as int32 arrays.
+    def cut(self, parts: Iterable[str]) -> Iterator[str]:
+        """Divides a text, which is read in `parts` of any length, into chunks for `encode_chunks`.
 
         No token crosses the end of a chunk, so the ids may differ from those of the whole text.
         """
+
+    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
+        """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes that ids stand for.
@@ -97,9 +100,13 @@ class ByteTokenizer:
         """Returns the UTF-8 bytes of a text as ids, int32 [T]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of each of the `chunks` of a text, as int32 arrays."""
-        return map(self.encode, chunks)
+    def cut(self, parts: Iterable[str]) -> Iterator[str]:
+        """Yields the parts of a text unchanged."""
+        return iter(parts)
+
+    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
+        """Returns the ids of each chunk, an int32 array [T]."""
+        return [*map(self.encode, chunks)]
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the bytes whose values are the ids."""
@@ -140,16 +147,21 @@ class SentencePieceTokenizer(ChunkTokenizer):
         has_bytes = all(map(self._processor.is_byte, spelt))
         self._space = np.array(spelt if has_bytes else [self._processor.unk_id()], np.int32)
 
-    def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
-        if not any(SPACE in text for text in batch):
-            yield from self._processor.encode(batch, return_type="numpy")
-            return
-        # A character ▁ in the text is encoded as bytes, because the piece ▁ is decoded to a space.
-        for text in batch:
-            for i, part in enumerate(text.split(SPACE)):
-                if i:
-                    yield self._space
-                yield self._processor.encode(part, return_type="numpy")
+    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
+        """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
+        if any(SPACE in chunk for chunk in chunks):
+            return [*map(self._with_spaces, chunks)]
+        return self._processor.encode(chunks, return_type="numpy")
+
+    def _with_spaces(self, chunk: str) -> np.ndarray:
+        """Returns the ids of a chunk with the character ▁, which is encoded as bytes, because the
+        piece ▁ is decoded to a space.
+        """
+        first, *others = chunk.split(SPACE)
+        found = [self._processor.encode(first, return_type="numpy")]
+        for part in others:
+            found += [self._space, self._processor.encode(part, return_type="numpy")]
+        return np.concatenate(found)
 
 
 def load(name: str) -> Tokenizer:

@@ -1,0 +1,162 @@
+"""Writes a token store so that a killed process loses only its last documents.
+
+Until the store is complete, its content is in files of a directory of its own:
+
+    tokens.bin     the tokens of all documents
+    counts.bin     int64 [documents, 5]: tokens, bytes, characters, words and lost bytes
+    names.jsonl    the name of each document as JSON
+    digests.bin    the SHA-256 of the text of each document, 32 bytes
+    progress.json  the sizes of these files at the last commit, and counts
+
+If the directory has a file progress.json, a new writer cuts the files to the sizes that it names,
+and continues there.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from brt import durable, untrusted
+
+TOKENS, COUNTS, NAMES, DIGESTS = "tokens.bin", "counts.bin", "names.jsonl", "digests.bin"
+PROGRESS = "progress.json"
+COMMIT = 64 << 20  # After about this number of bytes of text, the files are committed.
+_FILES = (TOKENS, COUNTS, NAMES, DIGESTS)
+_DIGEST = 32
+_KIND = {"documents": int, "bytes": int, "unknown": int, "sizes": dict.fromkeys(_FILES, int)}
+
+
+class Row(NamedTuple):
+    """The counts of a document.
+
+    Attributes:
+      tokens: the number of tokens.
+      bytes: the number of UTF-8 bytes.
+      characters: the number of Unicode code points.
+      words: the number of words separated by whitespace.
+      lost: the number of bytes that the tokens do not reproduce.
+    """
+
+    tokens: int
+    bytes: int
+    characters: int
+    words: int
+    lost: int
+
+
+class Commit(NamedTuple):
+    """What is certain to be on the disk.
+
+    Attributes:
+      documents: the number of documents.
+      bytes: the number of UTF-8 bytes of these documents.
+      unknown: the number of unknown tokens in these documents.
+      sizes: the size of each file in bytes, by its name.
+    """
+
+    documents: int = 0
+    bytes: int = 0
+    unknown: int = 0
+    sizes: Mapping[str, int] = {}
+
+
+def committed(directory: Path) -> Commit | None:
+    """Returns the last commit of an unfinished store; None if there is none, or if it is damaged.
+
+    Args:
+      directory: the directory of the files of the unfinished store.
+    """
+    try:
+        found = Commit(**untrusted.read_json(directory / PROGRESS, _KIND))
+        there = {name: (directory / name).stat().st_size for name in _FILES}
+    except (OSError, ValueError, TypeError):
+        return None
+    rows = {COUNTS: 8 * len(Row._fields), DIGESTS: _DIGEST}
+    whole = all(0 <= size <= there[name] for name, size in found.sizes.items()) and all(
+        found.sizes[name] == size * found.documents for name, size in rows.items()
+    )
+    return found if whole else None
+
+
+class Writer:
+    """Appends documents to the files of an unfinished token store.
+
+    Args:
+      directory: the directory of these files, which is created if it is missing. If it contains a
+        commit, the writer continues there.
+      dtype: the dtype of the tokens on disk.
+
+    Attributes:
+      documents: the number of documents that are written.
+      bytes: the number of UTF-8 bytes of these documents.
+      unknown: the number of unknown tokens in these documents.
+    """
+
+    def __init__(self, directory: Path, dtype: np.dtype):
+        self._directory, self._dtype = directory, dtype
+        directory.mkdir(parents=True, exist_ok=True)
+        done = committed(directory) or Commit()
+        self.documents, self.bytes, self.unknown = done.documents, done.bytes, done.unknown
+        with contextlib.ExitStack() as stack:
+            self._files: dict[str, IO] = {}
+            for name in _FILES:
+                file = stack.enter_context(durable.open_file(directory / name, "ab"))
+                file.truncate(done.sizes.get(name, 0))
+                self._files[name] = file
+            self._stack = stack.pop_all()
+        self._committed_bytes = self.bytes
+
+    def add_tokens(self, ids: np.ndarray) -> None:
+        """Appends tokens, int [T], of the document that the next `end_document` ends."""
+        self._files[TOKENS].write(np.asarray(ids, self._dtype).data)
+
+    def end_document(self, name: str, row: Row, digest: bytes, unknown: int) -> None:
+        """Completes a document; commits the files if enough text was written since the last commit.
+
+        Args:
+          name: the name of the document.
+          row: its counts.
+          digest: the SHA-256 of its text.
+          unknown: the number of its unknown tokens.
+        """
+        self._files[COUNTS].write(np.array(row, "<i8").data)
+        self._files[NAMES].write(json.dumps(name).encode() + b"\n")
+        self._files[DIGESTS].write(digest)
+        self.documents += 1
+        self.bytes += row.bytes
+        self.unknown += unknown
+        if self.bytes - self._committed_bytes >= COMMIT:
+            self._commit()
+
+    def _commit(self) -> None:
+        sizes = {}
+        for name, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            sizes[name] = file.tell()
+        done = Commit(self.documents, self.bytes, self.unknown, sizes)
+        durable.write(self._directory / PROGRESS, json.dumps(done._asdict()).encode())
+        self._committed_bytes = self.bytes
+
+    def close(self) -> None:
+        """Closes the files. What was written since the last commit may be lost."""
+        self._stack.close()
+
+    def finish(self, tokens: Path) -> tuple[np.ndarray, np.ndarray]:
+        """Closes the writer, moves the tokens to the file `tokens`, and returns the other columns.
+
+        Returns:
+          The counts, int64 [documents, 5], with a column for each field of `Row`; and the JSON list
+          of the names, uint8 [bytes].
+        """
+        self.close()
+        counts = np.fromfile(self._directory / COUNTS, "<i8").reshape(-1, len(Row._fields))
+        lines = (self._directory / NAMES).read_bytes().removesuffix(b"\n")
+        names = np.frombuffer(b"[" + lines.replace(b"\n", b", ") + b"]", np.uint8)
+        (self._directory / TOKENS).rename(tokens)
+        return counts.astype(np.int64), names
