@@ -170,9 +170,13 @@ def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
     """Decodes a piece in GPT-2's notation (Radford et al. 2019, section 2.2) or an added token."""
     if added:
         return b"" if added.special else added.content.encode()
-    if strange := {*piece} - BYTE_OF_CHARACTER.keys():
-        raise _loses(path, f": its piece {piece!r} has {min(strange)!r}, which stands for no byte")
-    return bytes(BYTE_OF_CHARACTER[character] for character in piece)
+    try:
+        return bytes(map(BYTE_OF_CHARACTER.__getitem__, piece))
+    except KeyError as error:
+        (strange,) = error.args
+        raise _loses(
+            path, f": its piece {piece!r} has {strange!r}, which stands for no byte"
+        ) from error
 
 
 def _bytes_of_characters() -> dict[str, int]:

@@ -6,6 +6,7 @@ read.
 """
 
 import abc
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -103,4 +104,17 @@ class ChunkTokenizer(abc.ABC):
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the concatenated UTF-8 bytes that the ids stand for."""
-        return b"".join(map(self._bytes.__getitem__, np.asarray(ids).tolist()))
+        pool, starts, lengths = self._pool
+        ids = np.asarray(ids, np.int64)
+        sizes = lengths[ids]
+        ends = np.cumsum(sizes)
+        # For each byte of the result, `source` is the index of the byte in the pool.
+        source = np.repeat(starts[ids] - ends + sizes, sizes)
+        source += np.arange(len(source))
+        return pool[source].tobytes()
+
+    @functools.cached_property
+    def _pool(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The bytes of all ids, uint8 [bytes], and for each id its first index and its length."""
+        lengths = np.array([*map(len, self._bytes)], np.int64)
+        return np.frombuffer(b"".join(self._bytes), np.uint8), np.cumsum(lengths) - lengths, lengths

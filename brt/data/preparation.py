@@ -90,9 +90,10 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
         return open_corpus(Path(data.store))
     hashes = {split: sources.hashes(getattr(data, split)) for split in SPLITS}
     cache.refuse_shared(hashes)
-    more = {}
+    loaded, more = None, {}
     if data.tokenizer.endswith((".model", ".json")):
-        more["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint
+        loaded = tokenizers.load(data.tokenizer)
+        more["tokenizer"] = loaded.fingerprint
 
     def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Writes all splits into the directory `place`, and returns entries of its manifest.
@@ -103,7 +104,7 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
         """
         plan = Plan(data)
         cache.print_unread_files(data, SPLITS, sources.left_out, progress)
-        tokenizer, described = _make_tokenizer(data, plan, place, progress)
+        tokenizer, described = _make_tokenizer(data, plan, place, progress, loaded)
         written = _write(plan, plan.splits, tokenizer, place, facts, progress)
         return {**written, "tokenizer": described}
 
@@ -259,9 +260,9 @@ def _say_quarantined(directory: Path, progress: bool) -> None:
 
 
 def _make_tokenizer(
-    data: config.Data, plan: Plan, directory: Path, progress: bool
+    data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Loads or trains the tokenizer, and stores it in the directory.
+    """Trains the tokenizer if there is none (`loaded` is None), and stores it in the directory.
 
     If an interrupted process has stored it there already, it is only loaded.
 
@@ -275,16 +276,16 @@ def _make_tokenizer(
         return tokenizers.load(
             "bytes" if of_bytes else str(directory / described["file"])
         ), described
-    tokenizer, described = _new_tokenizer(data, plan, directory, progress)
+    tokenizer, described = _new_tokenizer(data, plan, directory, progress, loaded)
     known.parent.mkdir(exist_ok=True)
     durable.write(known, json.dumps(described).encode())
     return tokenizer, described
 
 
 def _new_tokenizer(
-    data: config.Data, plan: Plan, directory: Path, progress: bool
+    data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Loads or trains the tokenizer, stores it, and describes it, as `_make_tokenizer` says."""
+    """Trains the tokenizer if there is none, stores it and describes it; see `_make_tokenizer`."""
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):
@@ -293,7 +294,7 @@ def _new_tokenizer(
         coverage = tokenizer_training.train_sentencepiece(texts, size, path, seed=cache.SEED)
         tokenizer = tokenizers.load(str(path))
     else:
-        tokenizer = tokenizers.load(data.tokenizer)
+        tokenizer = loaded or tokenizers.load(data.tokenizer)
         if tokenizer.name == "bytes":
             path = directory / "tokenizer.json"
             path.write_text(json.dumps({"name": tokenizer.name}) + "\n")

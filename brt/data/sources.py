@@ -73,8 +73,9 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
 
 def _once(candidates: list[File]) -> list[File]:
     """Returns the files without repetitions of the same file under other names, such as links."""
-    last_names = {os.path.realpath(file.path): file for file in reversed(candidates)}
-    return [file for file in candidates if last_names[os.path.realpath(file.path)] is file]
+    paths = [os.path.realpath(file.path) for file in candidates]
+    last_names = dict(zip(reversed(paths), reversed(candidates), strict=True))
+    return [file for file, path in zip(candidates, paths, strict=True) if last_names[path] is file]
 
 
 def _matches(pattern: str) -> Iterator[str]:

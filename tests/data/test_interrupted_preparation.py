@@ -91,6 +91,7 @@ def test_an_interrupted_preparation_continues(
     assert not [*tmp_path.glob(".*")]
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_continues(tmp_path: Path, data: config.Data) -> None:
     command = [
         sys.executable, "-c", KILLED, "--documents", *data.train, "--validation", *data.validation,
