@@ -147,10 +147,12 @@ def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Pat
     if not path.is_dir():
         return ""
     listed = walk(path)
-    seen = {os.path.realpath(file) for file in [*_ending(listed.files, endings), *read]}
-    unread = Counter(
-        _unread(file) for file in listed.files if os.path.realpath(file) not in seen
-    )  # fmt: skip
+    chosen = {*_ending(listed.files, endings), *read}
+    if others := [file for file in listed.files if file not in chosen]:
+        # A file that is not read may be a link to a file that is read.
+        seen = {os.path.realpath(file) for file in chosen}
+        others = [file for file in others if os.path.realpath(file) not in seen]
+    unread = Counter(map(_unread, others))
     unread.update(reason for _, reason in listed.missed)
     counts = ", ".join(f"{count:,} {kind}" for kind, count in unread.most_common())
     return f"{path} contains files that are not read: {counts}" if counts else ""
