@@ -3,9 +3,12 @@
 import bisect
 import hashlib
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from brt import config
 from brt.data import documents
@@ -52,18 +55,18 @@ class Plan:
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
-        # If a wanted split is a part of Data.train, this list has an entry for each document of
-        # Data.train, in reading order. The entry says which part of the document belongs to which
-        # split. Otherwise, the list is empty.
+        # If a wanted split is a part of Data.train, one of these has an entry for each document of
+        # Data.train, in reading order: the index in SPLITS of the document's split; or, if the ends
+        # of documents are held out, the part of the document that belongs to each split.
+        self._split_of = np.zeros(0, np.int8)
         self._parts: list[Parts] = []
         what = "{:.0%} of the documents of Data.train"
         if self._fractions and not {"train", *self._fractions}.isdisjoint(wanted):
-            names, contents, lengths = zip(*map(_described, self._read("train")), strict=True)
-            distinct = dict(zip(reversed(contents), reversed(names), strict=True))
+            names, digests, lengths = _described(self._read("train"))
+            distinct, first, content = np.unique(digests, return_index=True, return_inverse=True)
             if len(distinct) > len(self._fractions):
-                assigned = assign(list(distinct.values()), self._fractions)
-                of_content = dict(zip(distinct, assigned, strict=True))
-                self._parts = [{of_content[content]: (0, None)} for content in contents]
+                assigned = assign([names[i] for i in first.tolist()], self._fractions)
+                self._split_of = np.array([*map(SPLITS.index, assigned)], np.int8)[content]
             else:
                 what = "{:.0%} of each document of Data.train, at its end"
                 pairs = zip(self._read("train"), lengths, strict=True)
@@ -72,12 +75,18 @@ class Plan:
 
     def documents(self, split: str) -> Iterator[Document]:
         """Yields the documents of a split in reading order."""
-        if not self._parts or (split != "train" and split not in self._fractions):
+        divided = len(self._split_of) or self._parts
+        if not divided or (split != "train" and split not in self._fractions):
             yield from self._read(split)
-            return
-        for document, parts in zip(self._read("train"), self._parts, strict=True):
-            if split in parts:
-                yield _cut(document, *parts[split])
+        elif self._parts:
+            for document, parts in zip(self._read("train"), self._parts, strict=True):
+                if split in parts:
+                    yield _cut(document, *parts[split])
+        else:
+            own = self._split_of == SPLITS.index(split)
+            for document, is_own in zip(self._read("train"), own, strict=True):
+                if is_own:
+                    yield document
 
     def _read(self, split: str) -> Iterator[Document]:
         return documents.read(
@@ -108,7 +117,7 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
       fractions: the fraction of the documents that each held-out split gets.
     """
     splits = ["train"] * len(names)
-    order = sorted(range(len(names)), key=lambda i: (_hash(names[i]), names[i]))
+    order = _by_hash(names)
     # `free` is the number of documents that remain after every split got one.
     free = len(names) - len(fractions) - 1
     for split, fraction in fractions.items():
@@ -117,6 +126,22 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
         for _ in range(1 + more):
             splits[order.pop()] = split
     return splits
+
+
+def _by_hash(names: Sequence[str]) -> list[int]:
+    """Returns the indices of names in the order of the hashes of their file names.
+
+    Names with the same hash are in alphabetical order.
+    """
+    # Eight bytes of a hash are compared first, because many names would need much memory as keys.
+    starts = np.fromiter((_hash_of_text(Path(name).name) for name in names), np.uint64, len(names))
+    order = np.argsort(starts, kind="stable")
+    ends = np.r_[np.flatnonzero(np.diff(starts[order])) + 1, len(order)]
+    begins = np.r_[0, ends[:-1]]
+    for begin, end in zip(begins[ends - begins > 1], ends[ends - begins > 1], strict=True):
+        same = order[begin:end].tolist()
+        order[begin:end] = sorted(same, key=lambda i: (_hash(names[i]), names[i]))
+    return order.tolist()
 
 
 def held_out_ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
@@ -184,13 +209,22 @@ class Shares:
         return self._splits[bisect.bisect_right(self._firsts, _hash_of_text(content))]
 
 
-def _described(document: Document) -> tuple[str, str, int]:
-    """Returns a document's name, the hash of its text, and its length in characters."""
-    digest, length = hashlib.sha256(), 0
-    for chunk in document.chunks:
-        digest.update(chunk.encode())
-        length += len(chunk)
-    return document.name, digest.hexdigest(), length
+def _described(found: Iterable[Document]) -> tuple[list[str], np.ndarray, array]:
+    """Returns the name, the hash of the text, and the length in characters of every document.
+
+    The hashes are an array of 32 bytes per document (dtype S32), because millions of Python objects
+    would need much memory.
+    """
+    names, digests, lengths = [], bytearray(), array("q")
+    for document in found:
+        digest, length = hashlib.sha256(), 0
+        for chunk in document.chunks:
+            digest.update(chunk.encode())
+            length += len(chunk)
+        names.append(document.name)
+        digests += digest.digest()
+        lengths.append(length)
+    return names, np.frombuffer(digests, "S32"), lengths
 
 
 def _cut(document: Document, start: int, stop: int | None) -> Document:
