@@ -32,6 +32,8 @@ def write_run(sweep: Path, name: str, seed: int, bits: tuple[float, ...]) -> Non
     config = {"Training": training, "Model": {"model_dim": 4}}
     point = {"name": directory.name, "config": config}
     (directory / "point.json").write_text(json.dumps(point))
+    metrics = [{"step": step, "train/bits_per_token": 4.0 - step / 2} for step in (2, 4)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     (directory / "provenance.json").write_text(json.dumps({"versions": {"jax": "1"}}))
     per_byte = sum(bits) / (100 * len(bits))
     report = {"bits_per_byte": per_byte, "bits_per_token": per_byte}
@@ -61,4 +63,5 @@ def test_results_compare_models_of_the_same_seed(
     pooled = results.compared(found["runs"], "Rec", "Slide:7L")
     assert pooled.value == pytest.approx(-0.2) and pooled.half_width > 0
     assert results.compared(found["runs"], "Slide:6L", "Slide:7L") is None
-    assert results.plot([found], "Slide:7L").startswith(b"\x89PNG")
+    assert results.plot([found], "Rec", "Slide:7L").startswith(b"\x89PNG")
+    assert found["runs"][0]["training"] == [[64, 3.0], [128, 2.0]]

@@ -3,23 +3,24 @@ of docs/results.md from such files.
 
 python tools/results.py --sweep=runs/latex --name=LaTeX --json=docs/results/latex.json
 python tools/results.py --table=docs/results/latex.json --baseline=Slide:7L
-python tools/results.py --plot docs/results/*.json --baseline=Slide:7L --output=docs/plots/worth.png
+python tools/results.py --plot docs/results/*.json --baseline=Slide:7L --output=docs/plots/recurrence_worth.png
 """
 
 import argparse
 import json
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from results_plot import by_tokens, compared, plot
 
-from brt.drawing import new_figure, png
-from brt.tasks.language_modeling.differences import Difference, paired_difference
+from brt.tasks.language_modeling.differences import Difference
 
 SPLIT = "test"
+LOSS = "train/bits_per_token"
+PARTS = 16  # The training loss is kept as this number of means.
 
 
 def collected(sweeps: Sequence[Path], name: str) -> dict[str, Any]:
@@ -57,6 +58,7 @@ def _run(directory: Path) -> dict[str, Any]:
         "bits_per_byte": report["bits_per_byte"],
         "bits_per_token": report["bits_per_token"],
         "without_state": report.get("ablation", {}).get("bits_per_byte"),
+        "training": _training(directory, training["batch_size"] * training["segment_length"]),
         "documents": _documents(file.with_name(f"{SPLIT}_documents.jsonl")),
         "comparison": {
             "with": Path(comparison["other"]["run"]).name,
@@ -78,27 +80,19 @@ def _documents(file: Path) -> list[dict[str, Any]]:
     ]
 
 
-def compared(runs: Sequence[dict[str, Any]], name: str, baseline: str) -> Difference | None:
-    """Returns the difference in bits per byte between two models, averaged over the seeds that both
-    were trained with, with a confidence interval over documents.
-
-    Args:
-      runs: runs with the same number of training tokens.
-      name, baseline: the names of the two models.
+def _training(directory: Path, tokens_per_step: int) -> list[tuple[int, float]]:
+    """Returns the training loss in bits per token, as the means over up to 16 parts of the run.
 
     Returns:
-      The difference, negative if the model `name` is better; None without a common seed.
+      For each part, the number of training tokens at its end, and the loss.
     """
-    by_seed: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
-    sizes = np.asarray([row["bytes"] for row in runs[0]["documents"]])
-    for run in runs:
-        bits = np.asarray([row["bits"] for row in run["documents"]])
-        by_seed[run["seed"]][run["name"]] = bits * np.log(2)
-    pairs = [own for own in by_seed.values() if name in own and baseline in own]
-    if not pairs:
-        return None
-    ours, theirs = (np.mean([own[key] for own in pairs], axis=0) for key in (name, baseline))
-    return paired_difference(ours, theirs, sizes)
+    file = directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    losses = [(row["step"], row[LOSS]) for row in rows if LOSS in row]
+    parts = [part for part in np.array_split(np.asarray(losses), PARTS) if part.size]
+    return [
+        (int(part[-1, 0]) * tokens_per_step, round(float(part[:, 1].mean()), 5)) for part in parts
+    ]
 
 
 def table(results: dict[str, Any], baseline: str) -> str:
@@ -108,7 +102,7 @@ def table(results: dict[str, Any], baseline: str) -> str:
         "without state",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for tokens, runs in _by_tokens(results).items():
+    for tokens, runs in by_tokens(results["runs"]).items():
         for run in runs:
             alone = [other for other in runs if other["seed"] == run["seed"]]
             found = compared(alone, run["name"], baseline)
@@ -128,38 +122,6 @@ def _shown(found: Difference | None) -> str:
     return f"{found.value:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
-def _by_tokens(results: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
-    groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for run in sorted(results["runs"], key=lambda run: (run["tokens"], run["name"], run["seed"])):
-        groups[run["tokens"]].append(run)
-    return groups
-
-
-def plot(all_results: Sequence[dict[str, Any]], baseline: str) -> bytes:
-    """Returns a plot (PNG) of each model's difference to the baseline against training tokens.
-
-    Args:
-      all_results: the contents of files that `collected` wrote, one for each corpus.
-      baseline: the name of the model that others are compared with.
-    """
-    figure, (axes,) = new_figure(1)
-    for results in all_results:
-        groups = _by_tokens(results)
-        names = {run["name"] for runs in groups.values() for run in runs} - {baseline}
-        for name in sorted(names):
-            found = {n: compared(runs, name, baseline) for n, runs in groups.items()}
-            points = {n: one for n, one in found.items() if one is not None}
-            axes.errorbar(
-                list(points), [one.value for one in points.values()],
-                yerr=[one.half_width or 0.0 for one in points.values()], fmt="o-", markersize=4,
-                capsize=3, label=f"{name}, {results['name']}",
-            )  # fmt: skip
-    axes.axhline(0, color="0.3", linewidth=0.8)
-    axes.set(xlabel="training tokens", ylabel=f"bits per byte, compared with {baseline}")
-    axes.legend(frameon=False)
-    return png(figure)
-
-
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -169,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--json", type=Path, help="the file to write what --sweep collects to")
     flags.add_argument("--table", type=Path, help="print the table of such a file")
     flags.add_argument("--plot", type=Path, nargs="+", help="draw the plot of such files")
+    flags.add_argument("--model", default="Rec:fixed:skip", help="the model that --plot shows")
     flags.add_argument("--baseline", default="Slide:7L", help="the model to compare with")
     flags.add_argument("--output", type=Path, help="the PNG file to draw to")
     return flags
@@ -183,7 +146,7 @@ def main() -> int:
         print(table(json.loads(args.table.read_text()), args.baseline))
     if args.plot:
         found = [json.loads(file.read_text()) for file in args.plot]
-        args.output.write_bytes(plot(found, args.baseline))
+        args.output.write_bytes(plot(found, args.model, args.baseline))
     return 0
 
 

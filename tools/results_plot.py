@@ -1,0 +1,144 @@
+"""Draws what a model is worth compared with another one: during training, and by kind of token."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from brt.drawing import png
+from brt.tasks.language_modeling.differences import Difference, paired_difference
+
+Run = Mapping[str, Any]
+
+
+def compared(
+    runs: Sequence[Run], name: str, baseline: str, unit: str = "bytes"
+) -> Difference | None:
+    """Returns the difference in bits per unit between two models, averaged over the seeds that both
+    were trained with, with a confidence interval over documents.
+
+    Args:
+      runs: runs with the same number of training tokens.
+      name, baseline: the names of the two models.
+      unit: "bytes" or "tokens".
+
+    Returns:
+      The difference, negative if the model `name` is better; None without a common seed.
+    """
+    pairs = _pairs(runs, name, baseline)
+    if not pairs:
+        return None
+    sizes = np.asarray([row[unit] for row in runs[0]["documents"]])
+    ours, theirs = (
+        np.mean([_nats(pair[i]) for pair in pairs], axis=0) for i in range(2)
+    )  # fmt: skip
+    return paired_difference(ours, theirs, sizes)
+
+
+def by_tokens(runs: Sequence[Run]) -> dict[int, list[Run]]:
+    """Returns the runs by their number of training tokens, in ascending order."""
+    groups: dict[int, list[Run]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: (run["tokens"], run["name"], run["seed"])):
+        groups[run["tokens"]].append(run)
+    return groups
+
+
+def plot(all_results: Sequence[Mapping[str, Any]], name: str, baseline: str) -> bytes:
+    """Returns a plot (PNG) with two panels: the difference of two models against training tokens,
+    and by kind of token after the longest training.
+
+    Args:
+      all_results: the contents of files that tools/results.py wrote, one for each corpus.
+      name: the name of the model.
+      baseline: the name of the model that it is compared with.
+    """
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    during, kinds = figure.subplots(1, 2, width_ratios=(1, 1.1))
+    for panel in during, kinds:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    for i, results in enumerate(all_results):
+        _during_training(during, results, name, baseline, f"C{i}")
+        _by_kind(kinds, results, name, baseline, i, len(all_results))
+    during.axhline(0, color="0.3", linewidth=0.8)
+    during.xaxis.set_major_formatter(EngFormatter(sep=""))
+    during.set(
+        title="During training", xlabel="training tokens",
+        ylabel=f"bits per token, {name} less {baseline}",
+    )  # fmt: skip
+    during.legend(frameon=False)
+    kinds.axvline(0, color="0.3", linewidth=0.8)
+    kinds.invert_yaxis()
+    kinds.xaxis.set_major_locator(MaxNLocator(5))
+    kinds.set(title="Test tokens by kind", xlabel=f"bits per token, {name} less {baseline}")
+    return png(figure)
+
+
+def _during_training(
+    axes: Axes, results: Mapping[str, Any], name: str, baseline: str, color: str
+) -> None:
+    """Draws the difference of the training losses of the longest runs, and of all test losses."""
+    groups = by_tokens(results["runs"])
+    found = {n: compared(runs, name, baseline, "tokens") for n, runs in groups.items()}
+    points = {n: one for n, one in found.items() if one is not None}
+    axes.errorbar(
+        list(points), [one.value for one in points.values()],
+        yerr=[one.half_width or 0.0 for one in points.values()], fmt="o", markersize=5, capsize=3,
+        color=color, label=f"{results['name']}, test",
+    )  # fmt: skip
+    pairs = _pairs(groups[max(points)], name, baseline) if points else []
+    curves = [
+        np.asarray(ours["training"])[:, 1] - np.asarray(theirs["training"])[:, 1]
+        for ours, theirs in pairs
+        if len(ours["training"]) == len(theirs["training"]) > 0
+    ]
+    if curves:
+        tokens = np.asarray(pairs[0][0]["training"])[:, 0]
+        label = f"{results['name']}, training"
+        axes.plot(tokens, np.mean(curves, axis=0), color=color, linewidth=1.2, label=label)
+
+
+def _by_kind(
+    axes: Axes, results: Mapping[str, Any], name: str, baseline: str, index: int, count: int
+) -> None:
+    """Draws a bar for each kind of token, with its interval, for the longest run that was compared
+    with the baseline.
+    """
+    runs = [
+        run for run in results["runs"]
+        if run["name"] == name and (run["comparison"] or {}).get("with", "").startswith(
+            baseline.replace(":", "-")
+        )
+    ]  # fmt: skip
+    if not runs:
+        return
+    run = max(runs, key=lambda run: run["tokens"])
+    classes = run["comparison"]["classes"]
+    places = np.arange(len(classes)) + (index - (count - 1) / 2) * 0.8 / count
+    axes.barh(
+        places, [one["difference"] for one in classes], height=0.8 / count, color=f"C{index}",
+        xerr=[one["difference_95"] for one in classes], alpha=0.85,
+        error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "0.35"},
+        label=f"{results['name']}, {run['tokens'] / 1e6:.0f} million tokens",
+    )  # fmt: skip
+    axes.set_yticks(range(len(classes)), [one["class"] for one in classes])
+    axes.legend(frameon=False)
+
+
+def _pairs(runs: Sequence[Run], name: str, baseline: str) -> list[tuple[Run, Run]]:
+    """Returns the runs of two models with the same seed, for each seed that both have."""
+    by_seed: dict[int, dict[str, Run]] = defaultdict(dict)
+    for run in runs:
+        by_seed[run["seed"]][run["name"]] = run
+    return [
+        (own[name], own[baseline]) for own in by_seed.values() if name in own and baseline in own
+    ]
+
+
+def _nats(run: Run) -> np.ndarray:
+    """Returns the nats of each document, float64 [documents]."""
+    return np.asarray([row["bits"] for row in run["documents"]]) * np.log(2)
