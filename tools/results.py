@@ -3,7 +3,7 @@ of docs/results.md from such files.
 
 python tools/results.py --sweep=runs/latex --name=LaTeX --json=docs/results/latex.json
 python tools/results.py --table=docs/results/latex.json --baseline=Slide:7L
-python tools/results.py --plot docs/results/*.json --baseline=Slide:7L --output=docs/plots/recurrence_worth.png
+python tools/results.py --plot docs/results/*.json --output=docs/plots/recurrence_worth.png
 """
 
 import argparse
