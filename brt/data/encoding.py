@@ -15,7 +15,7 @@ import numpy as np
 from brt.data.documents import Document
 from brt.data.tokenizers import Tokenizer
 
-BATCH = 1 << 19  # About this number of characters is encoded at a time.
+BATCH = 1 << 20  # About this number of characters is encoded at a time.
 
 # In UTF-8, bytes below 128 are ASCII characters. This table maps ASCII whitespace, as `str.split`
 # knows it, to a space, and all other bytes to "x".

@@ -57,14 +57,19 @@ class TokenStore:
     lost: np.ndarray | None = None
 
     @classmethod
-    def open(cls, directory: Path | str) -> "TokenStore":
+    def open(cls, directory: Path | str, *, verify: bool = True) -> "TokenStore":
         """Opens the store in a directory.
+
+        Args:
+          directory: the directory.
+          verify: False does not compare the files with their hashes.
 
         Raises:
           DataError: the store is missing, incomplete, damaged, or has another format.
         """
         with store.opened(
-            directory, ["names"], facts=_FACTS, npz="documents.npz", what="token store"
+            directory, ["names"], facts=_FACTS, npz="documents.npz", what="token store",
+            verify=verify,
         ) as files:  # fmt: skip
             manifest, columns = files.manifest, files.columns
             dtype, offsets = stored_dtype(manifest), columns["offsets"]
@@ -191,7 +196,7 @@ def write(
         directory, {"names": names, **columns}, facts, files=("tokens.bin",),
         identity=identity, npz="documents.npz",
     )  # fmt: skip
-    return TokenStore.open(directory)
+    return TokenStore.open(directory, verify=False)
 
 
 def _write_documents(

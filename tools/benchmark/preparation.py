@@ -139,7 +139,7 @@ def table(args: argparse.Namespace, directory: Path) -> Iterator[str]:
     """Yields the lines of the table of speeds."""
     sources = {
         name: write(documents(args.text, args.megabytes, args.size), name, directory)
-        for name in FORMATS
+        for name in dict.fromkeys(["jsonl", *args.formats])
     }
     lines_ = sources["jsonl"]
     yield "| tokenizer | cores | program | format | MB/s | of the library | peak MiB |"
@@ -149,7 +149,7 @@ def table(args: argparse.Namespace, directory: Path) -> Iterator[str]:
         others = [] if tokenizer == "bytes" else [("library", "jsonl", lines_)]
         if args.datasets and tokenizer.endswith(".json"):
             others.append(("datasets.map", "jsonl", lines_))
-        cases = [*others, *(("brt", name, source) for name, source in sources.items())]
+        cases = [*others, *(("brt", name, sources[name]) for name in args.formats)]
         for cores in sorted({1, every}):
             found: dict[tuple[str, str], list[dict[str, Any]]] = {case[:2]: [] for case in cases}
             for _ in range(args.rounds):
@@ -191,6 +191,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--megabytes", type=float, default=20.0, help="size of the input")
     flags.add_argument("--size", type=int, default=4000, help="characters of a document")
     flags.add_argument("--rounds", type=int, default=3)
+    flags.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     flags.add_argument("--datasets", action="store_true", help="also measure datasets.map")
     flags.add_argument("--largest", type=float, help="MB of another input, for its peak memory")
     flags.add_argument("--directory", type=Path, help="where to write; default: $TMPDIR")
