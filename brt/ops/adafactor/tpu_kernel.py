@@ -25,7 +25,7 @@ from brt.ops.tpu import LANES
 
 SUMS, NORM, UPDATE = range(3)  # The phases.
 _SUBLANES = 8
-_CHUNK = 32 * _SUBLANES * LANES  # The kernel computes at most this many numbers at a time.
+_CHUNK = 16 * _SUBLANES * LANES  # The kernel computes at most this many numbers at a time.
 
 
 class Tiles(NamedTuple):
