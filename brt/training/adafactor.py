@@ -1,12 +1,13 @@
-"""Updates parameters by Adafactor, matrices by the op `brt.ops.adafactor`.
+"""Updates parameters by Adafactor, with kernels for matrices.
 
-The op returns new parameters instead of updates, so that a kernel can read and write each array
-once. The state is that of `optax.adafactor`. Parameters whose second moments are not factored, such
-as vectors, are updated by optax.
+The op `brt.ops.adafactor` returns new parameters instead of updates, so that a kernel can read and
+write each array once. The state is that of `optax.adafactor`. All parameters that have no kernel,
+such as vectors, are updated by optax. On CPUs and GPUs, and if arrays are sharded over devices,
+these are all parameters.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ import optax
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Int
 
-from brt.ops.adafactor import Moments, adafactor
+from brt.ops.adafactor import Moments, adafactor, has_kernel
 from brt.training import layerwise
 from brt.training.layerwise import Group, LayerwiseState, Parameters
 from brt.training.matrices import Axes, ends_with_heads
 
+# A function from gradients, state and parameters to new parameters and a new state.
+Step: TypeAlias = Callable[[Parameters, Any, Parameters], tuple[Parameters, Any]]
 _DECAY = -0.8  # The exponent in optax's formula of the decay of the second moments.
 
 
@@ -26,7 +29,7 @@ class Rules(NamedTuple):
     """What an update of Adafactor depends on, except arrays.
 
     Attributes:
-      transform: `optax.adafactor`, for parameters that are no matrices.
+      transform: `optax.adafactor`, for parameters without a kernel.
       schedule: the learning rate of the step after a number of completed steps.
       axes: names of each parameter's axes, by the parameter's path.
       factor: a function from a parameter's path to the factor of its learning rate.
@@ -43,8 +46,21 @@ class Rules(NamedTuple):
     implementation: str
 
 
+class _Stack(NamedTuple):
+    """A stack of matrices with a kernel: the first inputs of the op `brt.ops.adafactor`.
+
+    Attributes:
+      gradient, parameter: [L, A, *columns], the gradients and the values.
+      moments: the state.
+    """
+
+    gradient: Array
+    parameter: Array
+    moments: Moments
+
+
 def step(
-    gradients: Parameters, state: LayerwiseState, params: Parameters, rules: Rules
+    gradients: Parameters, state: LayerwiseState, params: Parameters, plain: Step, rules: Rules
 ) -> tuple[Parameters, LayerwiseState]:
     """Returns the new parameters, and the new state of the optimizer.
 
@@ -52,85 +68,99 @@ def step(
       gradients: gradients of the parameters.
       state: state of the optimizer `layerwise.layerwise(rules.transform)`.
       params: the parameters.
+      plain: the same function without kernels.
       rules: settings of Adafactor.
     """
     axes = rules.axes
-    (outside, stacked), (p_outside, p_stacked) = (
-        layerwise.split(tree, axes) for tree in (gradients, params)
-    )
+    outside, stacked = layerwise.split(gradients, axes)
+    p_outside, p_stacked = layerwise.split(params, axes)
     shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()}
-    new, outside_state = _of_group(outside, state.outside, p_outside, shapes, rules)
-    stacked_states = {}
-    for depth, group in stacked.items():
-        of_layers, stacked_states[depth] = _of_group(
-            group, state.stacked[depth], p_stacked[depth], shapes, rules, stacked=True
-        )
-        new |= of_layers
-    return layerwise.joined(new, params, axes), LayerwiseState(outside_state, stacked_states)
+    groups = {"": (outside, state.outside, p_outside)} | {
+        depth: (group, state.stacked[depth], p_stacked[depth]) for depth, group in stacked.items()
+    }
+    stacks = {depth: _stacks(*group, shapes, rules, depth) for depth, group in groups.items()}
+    if not any(stacks.values()):
+        return plain(gradients, state, params)
+    new: Group = {}
+    states = {}
+    for depth, group in groups.items():
+        of_group, states[depth] = _of_group(*group, stacks[depth], rules, depth)
+        new |= of_group
+    return layerwise.joined(new, params, axes), LayerwiseState(states.pop(""), states)
 
 
-def _of_group(
+def _stacks(
     gradients: Group,
     state: Any,
     params: Group,
     shapes: dict[str, tuple[int, ...]],
     rules: Rules,
-    stacked: bool = False,
-) -> tuple[Group, Any]:
-    """Returns the new parameters of a group, and its new state.
+    depth: str,
+) -> dict[str, _Stack]:
+    """Returns the matrices of a group that have a kernel, by path.
 
     Args:
       gradients, params: arrays by path, reshaped to matrices.
       state: the state of `rules.transform`.
       shapes: shapes of the parameters in the model.
       rules: settings of Adafactor.
-      stacked: True if every array has a first axis of layers.
+      depth: the number of layers, or "" if the arrays have no axis of layers.
     """
-    matrices = [n for n, x in params.items() if _is_factored(x.shape[stacked:], rules.smallest)]
-    others = params.keys() - matrices
-    update = jax.vmap(rules.transform.update) if stacked else rules.transform.update
+    factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
+    found = {}
+    for name, matrix in params.items():
+        size = matrix.shape[bool(depth) :]
+        if len(size) != 2 or min(size) < rules.smallest:
+            continue
+        kept = ends_with_heads(rules.axes.get(name, ()))
+        shape = shapes[name] if kept else matrix.shape
+        vectors = _ordered(factored.v_row[name], factored.v_col[name], size)
+        stack = _Stack(
+            gradients[name].reshape(shape), matrix.reshape(shape),
+            Moments(vectors[0], vectors[1], ema.ema[name]),
+        )  # fmt: skip
+        stack = stack if depth else jax.tree.map(lambda x: x[None], stack)
+        g, p, moments = stack
+        if has_kernel(g, p, moments, rules.implementation):
+            found[name] = stack
+    return found
+
+
+def _of_group(
+    gradients: Group,
+    state: Any,
+    params: Group,
+    stacks: dict[str, _Stack],
+    rules: Rules,
+    depth: str,
+) -> tuple[Group, Any]:
+    """Returns the new parameters of a group, and its new state.
+
+    Args:
+      gradients, params: arrays by path, reshaped to matrices.
+      state: the state of `rules.transform`.
+      stacks: the matrices that have a kernel.
+      rules: settings of Adafactor.
+      depth: the number of layers, or "" if the arrays have no axis of layers.
+    """
+    others = params.keys() - stacks
+    update = jax.vmap(rules.transform.update) if depth else rules.transform.update
     updates, after = update(*(_restricted(tree, others) for tree in (gradients, state, params)))
     new = {}
     for name, change in updates.items():
         factor = rules.factor(name)
         scaled = change if factor == 1 else factor * change
         new[name] = optax.apply_updates(params[name], scaled)
-    found = {}
-    for name in matrices:
-        shape = shapes[name] if ends_with_heads(rules.axes.get(name, ())) else params[name].shape
-        g, p = (tree[name].reshape(shape) for tree in (gradients, params))
-        value, found[name] = _of_matrix(name, g, p, state, rules, stacked)
+    count = _part(state, optax.FactoredState).count
+    counts = count if depth else count[None]
+    decay = 1.0 - jnp.asarray(counts + 1, jnp.float32) ** _DECAY
+    scalars = decay, jax.vmap(rules.schedule)(counts)
+    moments = {}
+    for name, stack in stacks.items():
+        found = adafactor(*stack, *scalars, rules.factor(name), implementation=rules.implementation)
+        value, moments[name] = found if depth else jax.tree.map(lambda x: x[0], found)
         new[name] = value.reshape(params[name].shape)
-    return new, _with_moments(after, found, stacked)
-
-
-def _is_factored(shape: tuple[int, ...], smallest: int) -> bool:
-    return len(shape) == 2 and min(shape) >= smallest
-
-
-def _of_matrix(
-    name: str, gradient: Array, parameter: Array, state: Any, rules: Rules, stacked: bool
-) -> tuple[Array, Moments]:
-    """Returns the new value and moments of a matrix or of a stack of matrices.
-
-    Args:
-      name: path of the parameter.
-      gradient, parameter: the gradient and the value.
-      state: state of the parameter's group.
-      rules: settings of Adafactor.
-      stacked: True if every array has a first axis of layers.
-    """
-    factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
-    momentum = ema.ema[name]
-    vectors = _ordered(factored.v_row[name], factored.v_col[name], momentum.shape[stacked:])
-    moments = Moments(vectors[0], vectors[1], momentum)
-    decay = 1.0 - jnp.asarray(factored.count + 1, jnp.float32) ** _DECAY
-    rate = (jax.vmap(rules.schedule) if stacked else rules.schedule)(factored.count)
-    inputs = gradient, parameter, moments, decay, rate
-    if not stacked:
-        inputs = jax.tree.map(lambda x: x[None], inputs)
-    new, after = adafactor(*inputs, rules.factor(name), implementation=rules.implementation)
-    return (new, after) if stacked else jax.tree.map(lambda x: x[0], (new, after))
+    return new, _with_moments(after, moments, depth)
 
 
 def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
@@ -157,19 +187,19 @@ def _restricted(state: Any, names: Iterable[str]) -> Any:
     )  # fmt: skip
 
 
-def _with_moments(state: Any, found: dict[str, Moments], stacked: bool) -> Any:
+def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
     """Returns optax's state with the moments of further parameters.
 
     Args:
       state: the state of the other parameters.
       found: moments by path.
-      stacked: True if every array has a first axis of layers.
+      depth: the number of layers, or "" if the arrays have no axis of layers.
     """
     vectors, unused, momenta = {}, {}, {}
     for name, (rows, columns, momentum) in found.items():
-        vectors[name] = _ordered(rows, columns, momentum.shape[stacked:])
+        vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])
         # optax has an array of this shape for the second moments that are not factored.
-        unused[name] = jnp.zeros((*momentum.shape[: int(stacked)], 1), momentum.dtype)
+        unused[name] = jnp.zeros((*momentum.shape[: bool(depth)], 1), momentum.dtype)
         momenta[name] = momentum
 
     def completed(part: Any) -> Any:

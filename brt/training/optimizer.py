@@ -138,7 +138,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
         transform = layerwise(adamw, axes)
     built = stepper(rates.with_rates(transform, optimizer))
     if rules:
-        built = built._replace(step=partial(adafactor.step, rules=rules))
+        built = built._replace(step=partial(adafactor.step, plain=built.step, rules=rules))
     return _clipped(built, optimizer.clip_norm) if optimizer.clip_norm else built
 
 

@@ -47,3 +47,17 @@ def adafactor(
     """
     inputs = gradient, parameter, moments, decay, rate, factor
     return dispatch.run(OP, implementation, *inputs)
+
+
+def has_kernel(
+    gradient: Float[Array, "L A ..."],
+    parameter: Float[Array, "L A ..."],
+    moments: Moments,
+    implementation: str | None = None,
+) -> bool:
+    """Returns True if `adafactor` computes these inputs by another implementation than that of
+    optax, "xla".
+
+    The arguments and errors are those of `adafactor`.
+    """
+    return dispatch.choice(OP, implementation, gradient, parameter, moments) != "xla"

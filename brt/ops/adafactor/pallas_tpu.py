@@ -23,23 +23,16 @@ _MOST_ROWS = 128  # of a tile
 _LARGEST, _SMALLEST = 2**20, 2**17
 
 
-def refusal(
-    gradient: Array,
-    parameter: Array,
-    moments: Moments,
-    decay: Array,
-    rate: Array,
-    factor: float = 1,
-) -> str | None:
+def refusal(gradient: Array, parameter: Array, moments: Moments, *_: Any) -> str | None:
     """Returns the reason why the kernel does not support these inputs, or None if it does.
 
-    The arguments are described in `adafactor`.
+    The arguments are the first ones of `adafactor`; the others are ignored.
     """
     if rules.partitioned():
         return "updates arrays that are whole on one device"
     if any(x.dtype != jnp.float32 for x in (gradient, parameter, *moments)):
         return "computes in float32"
-    _, rows, columns = moments.momentum.shape
+    rows, columns = moments.momentum.shape[1:]
     if rows % _SUBLANES or columns % LANES:
         return f"takes a multiple of 8 rows and of 128 columns, not {rows} and {columns}"
     tiles = tiles_of(parameter, moments)
@@ -51,9 +44,8 @@ def refusal(
 def tiles_of(parameter: Array, moments: Moments) -> Tiles:
     """Returns the division of a stack into tiles, with resident layers if they fit into VMEM."""
     layers, rows, columns = moments.momentum.shape
-    heads, width = parameter.shape[2:] if parameter.ndim == 4 else (1, columns)
-    if heads % _SUBLANES or width != LANES:
-        heads = 1
+    by_head = parameter.ndim == 4 and parameter.shape[3] == LANES
+    heads = parameter.shape[2] if by_head and parameter.shape[2] % _SUBLANES == 0 else 1
     most = min(_MOST_ROWS, max(_SUBLANES, _LARGEST // (4 * columns)))
     sizes = [n for n in range(_SUBLANES, most + 1, _SUBLANES) if rows % n == 0][::-1]
     of_layers = [Tiles(layers, rows, columns, heads, size, True) for size in sizes]
