@@ -25,6 +25,7 @@ OPERATIONS = {
     "oracle_top_k": "oracle top-k attention of encoders",
     "cross_entropy": "losses over a vocabulary in training",
     "token_scores": "losses over a vocabulary in evaluation",
+    "adafactor": "updates of matrices by Adafactor",
 }
 IMPLEMENTATIONS = (
     AUTO, "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_tpu_cell", "pallas_gpu",

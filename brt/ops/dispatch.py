@@ -231,9 +231,8 @@ def use_backend(name: str, device: Any = None) -> Iterator[None]:
         _other_target.reset(token)
 
 
-def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
-    """Returns the result of an op, computed by the named implementation or, with `auto`, by the
-    first implementation that accepts the inputs.
+def choice(op: Op, name: str | None, *inputs: Any, **options: Any) -> str:
+    """Returns the name of the implementation by which `run` computes an op.
 
     Args:
       op: the op.
@@ -247,11 +246,10 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
         these inputs. The class is a subclass of NotImplementedError.
     """
     reasons = {one.name: _refusal(one, inputs, options) for one in op.implementations}
-    by_name = {one.name: one for one in op.implementations}
     if name is None or name == AUTO:
         name = _first_supported(op, reasons)
         _record_choice(op.name, name)
-    elif name not in by_name:
+    elif name not in reasons:
         raise UnsupportedError(
             f"{op.name} has no implementation {name!r}; it has {_described(reasons)}"
         )
@@ -259,10 +257,21 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
         raise UnsupportedError(
             f"{op.name} cannot run by {name!r}: {reasons[name]}; it has {_described(reasons)}"
         )
+    return name
+
+
+def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
+    """Returns the result of an op, computed by the named implementation or, with `auto`, by the
+    first implementation that accepts the inputs.
+
+    The arguments and errors are those of `choice`.
+    """
+    chosen = choice(op, name, *inputs, **options)
+    function = next(one.function for one in op.implementations if one.name == chosen)
     # The scope's name is part of the name of each operation inside the scope. Profiles and memory
     # plans group operations by this name.
     with jax.named_scope(op.name):
-        return by_name[name].function(*inputs, **options)
+        return function(*inputs, **options)
 
 
 def auto_choices() -> dict[str, str]:

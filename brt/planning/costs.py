@@ -207,6 +207,9 @@ def _cost(module: Module, computation: str, instruction: Instruction, chip: str 
         return Cost()
     flops = products.flops(module, computation, instruction)
     large, anywhere = (traffic(module, computation, instruction, flag) for flag in (False, True))
+    # A kernel may read an array several times.
+    again = max(0, schedules.bytes_accessed(instruction.attributes) - anywhere)
+    large, anywhere = large + again, anywhere + again
     cycles = float(instruction.cycles)
     if not cycles and (scheduled := schedules.cycles(instruction.attributes, chip)):
         cycles = max(scheduled, *_least(flops, large, chip))

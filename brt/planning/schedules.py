@@ -54,6 +54,10 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "shared_input_matmul_512x1024x512": (4029, 0, 3771, 0),
         "summed_matmul_512x2048x256": (3525, 0, 2991, 0),
         "summed_matmul_512x4096x256": (7957, 0, 7302, 0),
+        # A step is a tile of rows in all three phases.
+        "adafactor_64x4096": (3966, 2741, 2892, 2146),
+        "adafactor_128x1024": (2096, 1583, 1718, 1434),
+        "adafactor_32x1024": (1360, 0, 0, 0),
         "softmax_attention_512x512x128": (2500, 2074, 2203, 1499),
         "softmax_attention_backward_512x512x128": (4013, 3020, 3370, 2188),
     }.items()
@@ -61,7 +65,9 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
 # The kernels in `_TYPES` do not compute in bfloat16. Their names in the compiled program contain
 # another type, which `_TYPES` states. For all other kernels, the table has only bfloat16. A plan
 # does not use its cycles for float32, because float32 products take several times as long.
-_TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
+_TYPES = {
+    "bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits", "adafactor": "float32",
+}  # fmt: skip
 # A part of the work of improved clustered attention does not grow with the number of tokens. This
 # part takes as long as _FIXED_TOKENS tokens, measured on layers of 1,024 to 16,384 tokens on v5e.
 _FIXED_TOKENS = 700
@@ -69,7 +75,10 @@ _FIXED_TOKENS = 700
 # the queries of a cluster attend to exactly.
 _MEASURED_BEST = 32
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps\b")
-_FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
+_FLOPS, _BYTES = (
+    re.compile(rf'"cost_estimate":\s*\{{[^{{}}]*"{name}":\s*"?(\d+)')
+    for name in ("flops", "bytes_accessed")
+)
 
 
 def cycles(attributes: str, chip: str) -> float:
@@ -126,3 +135,14 @@ def flops(attributes: str) -> float:
     """
     match = _FLOPS.search(attributes)
     return float(match[1]) if match else 0.0
+
+
+def bytes_accessed(attributes: str) -> int:
+    """Returns the bytes of HBM that a Pallas kernel states in its cost estimate; 0 if it states
+    none.
+
+    `attributes` are the attributes of the instruction that calls the kernel, as in
+    `Instruction.attributes`.
+    """
+    match = _BYTES.search(attributes)
+    return int(match[1]) if match else 0

@@ -68,6 +68,15 @@ def matrix_names(axes: Names) -> Names:
     return (*axes[: merged.start], heads, *axes[merged.stop :])
 
 
+def ends_with_heads(axes: Names) -> bool:
+    """Returns True if `as_matrix` only merges the last axes of a kernel, such as [D, H, K].
+
+    Args:
+      axes: names of the kernel's axes.
+    """
+    return axes[-1:] == ("head_dim",) and _order(axes) == list(range(len(axes)))
+
+
 def as_matrix(axes: Names, x: Array) -> Array:
     """Returns a kernel, reshaped to a matrix whose shape is the result of `matrix_shape`.
 

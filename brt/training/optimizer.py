@@ -1,19 +1,21 @@
 """Learning-rate schedules and optimizers."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from brt.config import Optimizer
-from brt.training import muon, rates
-from brt.training.matrices import Axes, as_matrix, from_matrix
+from brt.config.kernels import AUTO
+from brt.ops.adafactor import MOMENTUM
+from brt.training import adafactor, muon, rates
+from brt.training.layerwise import Parameters, layerwise
+from brt.training.matrices import Axes
 
-Parameters: TypeAlias = PyTree[Array]
 # If a dimension of a matrix is below this number, Adafactor does not factor its second moments.
 SMALLEST_FACTORED = 128
 
@@ -61,85 +63,36 @@ def learning_rate(
     return rate
 
 
-class LayerwiseState(NamedTuple):
-    """State of the optimizer that `layerwise` returns.
+class Stepper(NamedTuple):
+    """An optimizer that returns new parameters.
 
     Attributes:
-      outside: state of the parameters that are not stacked by layer.
-      stacked: states of stacked parameters, by the number of layers in the stack (as a string).
-        Every array of these states has a first axis of layers.
+      init: returns the initial state for parameters.
+      update: returns the updates, which are added to the parameters, and the new state, from the
+        gradients, the state and the parameters.
+      step: returns the new parameters and the new state from the same arguments as `update`. It may
+        compute them without computing the updates.
     """
 
-    outside: optax.OptState
-    stacked: dict[str, optax.OptState]
+    init: Callable[[Parameters], optax.OptState]
+    update: Callable[[Parameters, Any, Parameters], tuple[Parameters, optax.OptState]]
+    step: Callable[[Parameters, Any, Parameters], tuple[Parameters, optax.OptState]]
 
 
-def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
-    """Returns an optimizer that treats each layer of a stack separately, and kernels as matrices.
+def stepper(transform: optax.GradientTransformation) -> Stepper:
+    """Returns an optimizer of optax that adds its updates to the parameters in `step`."""
 
-    A model may store the parameters of equal layers as one array (a stack) with an axis of layers.
-    Adafactor clips and scales updates by root mean squares over a parameter. If these were computed
-    over a stack, the layers would influence each other, and the model would train differently than
-    without stacking. Adafactor also factors the second moments of matrices, so kernels with an axis
-    of heads are reshaped to matrices.
+    def step(
+        gradients: Parameters, state: optax.OptState, params: Parameters
+    ) -> tuple[Parameters, optax.OptState]:
+        """Returns the new parameters and the new state; see `Stepper`."""
+        updates, state = transform.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
 
-    Args:
-      transform: the optimizer that is applied to each layer.
-      axes: names of each parameter's axes, by the parameter's path.
-    """
-
-    def split(tree: Parameters) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
-        """Separates the parameters in `tree` that are stacked by layer from all others.
-
-        Returns:
-          A dict from paths to the other parameters; and for each number of layers, as a string, a
-          dict from paths to the parameters in stacks of this number of layers.
-        """
-        outside, stacked = {}, {}
-        for name, leaf in flatten_dict(tree, sep="/").items():
-            names = axes.get(name, ())
-            group = outside
-            if names[:1] == ("layers",):
-                group = stacked.setdefault(str(len(leaf)), {})
-            group[name] = as_matrix(names, leaf)
-        return outside, stacked
-
-    def unflatten(updates: dict[str, Array], like: Parameters) -> Parameters:
-        """Returns the updates, which are matrices by path, as a tree with the shapes of `like`."""
-        shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
-        kernels = {n: from_matrix(axes.get(n, ()), updates[n], s) for n, s in shapes.items()}
-        return unflatten_dict(kernels, sep="/")
-
-    def init(params: Parameters) -> LayerwiseState:
-        """Returns the initial state of the optimizer for the parameters `params`."""
-        outside, stacked = split(params)
-        state = {depth: jax.vmap(transform.init)(group) for depth, group in stacked.items()}
-        return LayerwiseState(transform.init(outside), state)
-
-    def update(
-        gradients: Parameters, state: LayerwiseState, params: Parameters
-    ) -> tuple[Parameters, LayerwiseState]:
-        """Returns the updates that are added to the parameters, and the new state of the optimizer.
-
-        Args:
-          gradients: gradients of the parameters.
-          state: state of the optimizer before the update.
-          params: the parameters.
-        """
-        (outside, stacked), (p_outside, p_stacked) = split(gradients), split(params)
-        updates, outside_state = transform.update(outside, state.outside, p_outside)
-        stacked_states = {}
-        for depth, group in stacked.items():
-            layer_updates, stacked_states[depth] = jax.vmap(transform.update)(
-                group, state.stacked[depth], p_stacked[depth]
-            )
-            updates |= layer_updates
-        return unflatten(updates, gradients), LayerwiseState(outside_state, stacked_states)
-
-    return optax.GradientTransformation(init, update)
+    return Stepper(transform.init, transform.update, step)
 
 
-def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransformation:
+def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AUTO) -> Stepper:
     """Returns the optimizer of a run: Adafactor, AdamW or Muon, with its learning-rate schedule.
 
     The `update` of the optimizer needs the parameters as third argument. If Optimizer.clip_norm is
@@ -154,6 +107,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
       axes: names of each parameter's axes, by the parameter's path; see `state.parameter_axes`.
         The names say which axes are heads. All three optimizers treat an attention kernel as a
         matrix (see `brt.training.matrices`), which is possible only if its axes have names.
+      implementation: the implementation of the op "adafactor"; see `brt.config.Kernels`.
     """
     rate = learning_rate(optimizer, steps)
 
@@ -162,22 +116,47 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
         # optax counts steps from 0, and the learning rate of step 0 would be 0.
         return rate(count + 1)
 
+    rules = None
     if optimizer.name == "muon":
         transform = muon.build(optimizer, schedule, axes)
     elif optimizer.name == "adafactor":
-        adafactor = optax.adafactor(
+        of_layer = optax.adafactor(
             schedule,
             min_dim_size_to_factor=SMALLEST_FACTORED,
-            momentum=0.9,
+            momentum=MOMENTUM,
         )
-        transform = layerwise(adafactor, axes)
+        transform = layerwise(of_layer, axes)
+        rules = adafactor.Rules(
+            of_layer, schedule, axes, lambda path: rates.factors_of(path, optimizer)[0],
+            SMALLEST_FACTORED, implementation,
+        )  # fmt: skip
     else:
         adamw = optax.adamw(
             schedule, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )  # fmt: skip
         transform = layerwise(adamw, axes)
-    transform = rates.with_rates(transform, optimizer)
-    if optimizer.clip_norm:
-        transform = optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), transform)
-    return transform
+    built = stepper(rates.with_rates(transform, optimizer))
+    if rules:
+        built = built._replace(step=partial(adafactor.step, plain=built.step, rules=rules))
+    return _clipped(built, optimizer.clip_norm) if optimizer.clip_norm else built
+
+
+def _clipped(built: Stepper, norm: float) -> Stepper:
+    """Returns an optimizer that first clips the norm of the gradients.
+
+    Its state is that of `optax.chain`.
+    """
+    clip = optax.clip_by_global_norm(norm)
+    chained = optax.chain(clip, optax.GradientTransformation(built.init, built.update))
+
+    def step(
+        gradients: Parameters, state: Any, params: Parameters
+    ) -> tuple[Parameters, optax.OptState]:
+        """Returns the new parameters and the new state; see `Stepper`."""
+        before, inner = state
+        gradients, before = clip.update(gradients, before)
+        params, inner = built.step(gradients, inner, params)
+        return params, (before, inner)
+
+    return Stepper(chained.init, chained.update, step)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from brt import tasks, tree_utils
 from brt.checkpointing.reader import VerifiedCheckpoint, join
@@ -24,6 +23,7 @@ from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights
 from brt.training import adapters, compilation, rates, replicas, trainable
 from brt.training import optimizer as optimizers
+from brt.training.optimizer import Stepper
 from brt.training.sharding import state_shardings
 from brt.training.start import warm_start
 from brt.training.state import TrainState, initial_state, parameter_axes
@@ -40,7 +40,7 @@ class Shapes(NamedTuple):
     """
 
     mesh: jax.sharding.Mesh
-    optimizer: optax.GradientTransformation
+    optimizer: Stepper
     state_shapes: TrainState
 
 
@@ -63,7 +63,7 @@ class Run(NamedTuple):
     reader: Reader
     weights: Weights | None
     mesh: jax.sharding.Mesh
-    optimizer: optax.GradientTransformation
+    optimizer: Stepper
     state_shapes: TrainState
 
 
@@ -116,7 +116,8 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     """
     mesh = meshes.build(config.mesh, tasks.from_config(config).sharded_sizes(config), devices)
     axes = parameter_axes(config)
-    optimizer = optimizers.build(config.optimizer, config.training.steps, axes)
+    name = config.kernels.adafactor
+    optimizer = optimizers.build(config.optimizer, config.training.steps, axes, name)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     trainable.check(shapes.params, config.training.trainable)
     rates.check(trainable.split(shapes.params, trainable.patterns(config))[0], config.optimizer)

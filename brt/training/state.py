@@ -7,13 +7,13 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Int, PyTree
 
 from brt import tasks, tree_utils
 from brt.config import Config
 from brt.training import adapters, trainable
+from brt.training.optimizer import Stepper
 
 # The token embedding of a model has one of these paths in the tree of parameters.
 EMBEDDINGS = (
@@ -78,9 +78,7 @@ def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 
 
-def initial_state(
-    config: Config, optimizer: optax.GradientTransformation, key: Array | None = None
-) -> TrainState:
+def initial_state(config: Config, optimizer: Stepper, key: Array | None = None) -> TrainState:
     """Returns the train state at step 0. The function can be traced by `jax.eval_shape` and
     `jax.jit`.
 

@@ -12,6 +12,7 @@ from brt import tasks
 from brt.config import Config
 from brt.tasks.interface import Aux, LossInputs
 from brt.training import replicas, trainable
+from brt.training.optimizer import Stepper
 from brt.training.state import TrainState, merged_params, parameter_axes
 
 # The random key of dropout is the run's key with this number folded in (`jax.random.fold_in`).
@@ -171,7 +172,7 @@ def train_step(
     limit: Float[Array, ""] | None = None,
     *,
     config: Config,
-    optimizer: optax.GradientTransformation,
+    optimizer: Stepper,
 ) -> tuple[TrainState, StepMetrics]:
     """Computes one training step: loss, gradients, and the update of the train state.
 
@@ -207,11 +208,10 @@ def train_step(
         moments = state.optimizer
         if config.optimizer.offload:
             moments = jax.device_put(moments, jax.memory.Space.Device)
-        updates, after = optimizer.update(gradients, moments, params)
+        params, after = optimizer.step(gradients, moments, params)
         skip = config.training.on_bad_step == "skip"
         if config.optimizer.offload and not skip:
             after = jax.device_put(after, jax.memory.Space.Host)
-        params = optax.apply_updates(params, updates)
         if optimizer_shards is not None:
             # Each replica computes the updates of its shard. The output sharding of the step then
             # gathers the parameters.

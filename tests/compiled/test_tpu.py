@@ -26,6 +26,7 @@ CASES = {
     "causal": 2,
     "weights": 1,
     "products": 3,
+    "optimizer": 2,
 }
 # A schedule may be longer than that in the table by this factor before the test fails.
 GROWTH = 1.05
@@ -103,6 +104,16 @@ def test_other_kernels_compile_forward_and_backward(chip: str, case: str, dtype:
     out = run("tools/benchmark/kernels.py", f"--one={chip}", f"--case={case}", f"--dtype={dtype}")
     used = json.loads(out.splitlines()[-1])
     assert len(used) == CASES[case] and max(used.values()) < 64 * 2**20
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_kernel_of_the_optimizer_compiles(chip: str) -> None:
+    out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=optimizer")
+    used = json.loads(out.splitlines()[-1])
+    # A v4 has another size of tiles for layers that fit into its VMEM.
+    assert len(used) == CASES["optimizer"] + (chip == "v4")
+    # On chips with 128 MiB of VMEM, the figure includes arrays that XLA keeps there.
+    assert max(used.values()) < {"v4": 16, "v5p": 64}.get(chip, 128) * 2**20
 
 
 @pytest.mark.parametrize("chip", ["v4", "v5p"])

@@ -30,6 +30,7 @@ from brt.ops import (
     segmented_recurrent_attention,
 )
 from brt.ops import causal_clustered_attention as causal
+from brt.ops.adafactor import Moments, adafactor
 from brt.ops.block_products import (
     shared_input_matmul,
     summed_matmul,
@@ -381,6 +382,18 @@ def blocks(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
     return run, []
 
 
+def optimizer() -> tuple[Run, list]:
+    """Returns a case of Adafactor's update of a stack of two matrices."""
+    gradient, parameter = normal(14, *[(2, 128, 2, 128)] * 2)
+    moments = Moments(*(x**2 for x in normal(15, (2, 128), (2, 256))), *normal(16, (2, 128, 256)))
+
+    def run(name: str) -> Any:
+        scalars = jnp.array([0.0, 0.7]), jnp.array([0.1, 0.2])
+        return adafactor(gradient, parameter, moments, *scalars, 0.5, implementation=name)
+
+    return run, []
+
+
 CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("window_attention", "null keys"): lambda: window(null_keys=True, attend_to_self=False),
     ("window_attention", "masked"): window,
@@ -420,6 +433,7 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("shared_input_matmul", "groups of heads"): lambda: block((2, 4), 1),
     ("summed_matmul", "heads"): lambda: blocks((4,), 3),
     ("summed_matmul", "groups of heads"): lambda: blocks((2, 4), 1),
+    ("adafactor", ""): optimizer,
     ("weight_gradient", "matrix"): lambda: weights(1, 1),
     ("weight_gradient", "into heads"): lambda: weights(1, 3),
     ("weight_gradient", "from heads"): lambda: weights(2, 1),

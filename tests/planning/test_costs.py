@@ -240,6 +240,21 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
     assert found.unknown == ("window_attention_512x512x128_float32",)
 
 
+def test_a_kernel_that_reads_an_array_several_times_states_its_bytes() -> None:
+    text = """
+ENTRY %main (p: f32[1000,1024]) -> f32[1000,1024] {
+  %p = f32[1000,1024]{1,0} parameter(0)
+  ROOT %c = f32[1000,1024]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", ATTRIBUTES
+}
+"""
+    name, size = named("adafactor_128x1024", "float32"), 4 * 1000 * 1024
+    for stated, expected in ((3 * size, 3 * size), (size, 2 * size)):
+        cost = f'backend_config={{"cost_estimate":{{"flops":"0","bytes_accessed":"{stated}"}}}}'
+        found = costs(text.replace("ATTRIBUTES", f"{name}, {cost}"), "v5e").total
+        assert found.bytes == found.bytes_anywhere == expected
+        assert found.cycles == pytest.approx(1.5e9 * expected / 0.82e12)
+
+
 def named(kernel: str, dtype: str = "bfloat16") -> str:
     """Returns the metadata of an instruction that calls a kernel for one grid step."""
     return f'metadata={{op_name="jit(f)/{kernel}_{dtype}_1_steps"}}'
@@ -247,7 +262,10 @@ def named(kernel: str, dtype: str = "bfloat16") -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_only_of_bfloat16_is_known_how_long_a_kernel_takes(dtype: str) -> None:
-    others = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits64"}
+    others = {
+        "bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits64",
+        "adafactor": "float32",
+    }  # fmt: skip
     for kernel, bundles in schedules.BUNDLES.items():
         own = others.get(kernel.rpartition("_")[0], "bfloat16")
         assert schedules.cycles(named(kernel, own), "v5e") == bundles["v5e"], kernel

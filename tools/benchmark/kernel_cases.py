@@ -5,6 +5,7 @@ of `kernels.py`. It returns a function and the abstract arguments to compile it 
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import clustered_attention, cross_attention
+from brt.ops.adafactor import Moments, adafactor
 from brt.ops.block_products import (
     shared_input_matmul,
     summed_matmul,
@@ -260,6 +262,28 @@ def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return both_ways, [array(args.lanes, args.window, model), into, back, *mlp]
 
 
+def optimizer(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """Builds the case of Adafactor's update of an embedding, and of a stack of two layers of an MLP
+    and of projections.
+    """
+    wide, model = partial(array, dtype="float32"), 8 * args.head_dim
+    shapes = (1, 32000, model), (2, model, 4096), (2, 4096, model), (2, model, 8, args.head_dim)
+    params = [wide(*shape) for shape in shapes]
+    moments = [
+        Moments(wide(*shape[:2]), wide(shape[0], columns), wide(*shape[:2], columns))
+        for shape in shapes
+        for columns in (math.prod(shape[2:]),)
+    ]
+    scalars = [wide(len(p)) for p in params]
+
+    def updated(params, moments, gradients, decay, rate):
+        given = zip(gradients, params, moments, decay, rate, strict=True)
+        return [adafactor(*one, implementation=args.implementation) for one in given]
+
+    donating = jax.jit(updated, donate_argnums=(0, 1))
+    return donating, [params, moments, params, scalars, scalars]
+
+
 def _apart(x: jax.Array) -> jax.Array:
     """Returns a stack of arrays that are computed one by one, as by an unrolled loop."""
     return jnp.stack([2 * part for part in x])
@@ -273,5 +297,5 @@ CASES = {
     "window": window, "local": local, "recurrent": recurrent, "cell": cell, "loss": loss,
     "segmented": segmented, "clustered": clustered,
     "improved": partial(clustered, kind="improved_clustered"),
-    "causal": causal, "weights": weights, "products": products,
+    "causal": causal, "weights": weights, "products": products, "optimizer": optimizer,
 }  # fmt: skip

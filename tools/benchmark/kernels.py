@@ -96,7 +96,8 @@ def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
 
     function, arguments = CASES[args.case](array, args)
     with dispatch.use_backend("tpu", device):
-        compiled = jax.jit(function).lower(*arguments).compile()
+        jitted = function if hasattr(function, "lower") else jax.jit(function)
+        compiled = jitted.lower(*arguments).compile()
     return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -134,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
     cases = (
         "window", "local", "recurrent", "cell", "loss", "segmented", "clustered", "improved",
-        "causal", "weights", "products",
+        "causal", "weights", "products", "optimizer",
     )  # fmt: skip
     flags.add_argument("--case", choices=cases, default="window")
     flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")

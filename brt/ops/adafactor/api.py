@@ -1,0 +1,63 @@
+"""Adafactor's update of a stack of matrices, with a choice of implementations."""
+
+from jaxtyping import Array, Float
+
+from brt.ops import dispatch
+from brt.ops.adafactor import pallas_tpu, reference, xla
+from brt.ops.adafactor.reference import Moments
+from brt.ops.dispatch import Implementation, Op
+
+OP = Op(
+    "adafactor",
+    (
+        Implementation("pallas_tpu", pallas_tpu.adafactor, ("tpu",), ("tpu",), pallas_tpu.refusal),
+        Implementation("xla", xla.adafactor),
+        Implementation(
+            "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=pallas_tpu.refusal
+        ),
+        Implementation("reference", reference.adafactor, auto=()),
+    ),
+)
+
+
+def adafactor(
+    gradient: Float[Array, "L A ..."],
+    parameter: Float[Array, "L A ..."],
+    moments: Moments,
+    decay: Float[Array, " L"],
+    rate: Float[Array, " L"],
+    factor: float = 1.0,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "L A ..."], Moments]:
+    """Returns the new parameters and moments of each of L matrices with A rows and B columns.
+
+    Args:
+      gradient, parameter: [L, A, *columns]; *columns are axes that are merged to the B columns, for
+        example the axes of heads and of the dimension of a head.
+      moments: the state before the update.
+      decay: the share of the previous second moments in the new ones.
+      rate: the learning rate.
+      factor: the update of the parameter, not of the momentum, is multiplied by this number.
+      implementation: the name of an implementation; None takes the best one that supports the
+        inputs.
+
+    Raises:
+      NotImplementedError: the implementation does not exist or does not support these inputs.
+    """
+    inputs = gradient, parameter, moments, decay, rate, factor
+    return dispatch.run(OP, implementation, *inputs)
+
+
+def has_kernel(
+    gradient: Float[Array, "L A ..."],
+    parameter: Float[Array, "L A ..."],
+    moments: Moments,
+    implementation: str | None = None,
+) -> bool:
+    """Returns True if `adafactor` computes these inputs by another implementation than that of
+    optax, "xla".
+
+    The arguments and errors are those of `adafactor`.
+    """
+    return dispatch.choice(OP, implementation, gradient, parameter, moments) != "xla"

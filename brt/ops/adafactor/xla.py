@@ -1,0 +1,56 @@
+"""Adafactor's update of a stack of matrices in plain XLA, by the functions of optax."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from brt.ops.adafactor.reference import MOMENTUM, Moments
+
+
+def adafactor(
+    gradient: Float[Array, "L A ..."],
+    parameter: Float[Array, "L A ..."],
+    moments: Moments,
+    decay: Float[Array, " L"],
+    rate: Float[Array, " L"],
+    factor: float = 1.0,
+) -> tuple[Float[Array, "L A ..."], Moments]:
+    """Returns the new parameters and moments of each matrix of a stack.
+
+    Args:
+      gradient, parameter: [L, A, *columns]; *columns are axes that are merged to the B columns.
+      moments: the state before the update.
+      decay: the share of the previous second moments in the new ones.
+      rate: the learning rate.
+      factor: the update of the parameter, not of the momentum, is multiplied by this number.
+    """
+    matrices = gradient.reshape(moments.momentum.shape), parameter.reshape(moments.momentum.shape)
+    updates, after = jax.vmap(_of_matrix)(*matrices, moments, decay, rate)
+    updates = updates if factor == 1 else factor * updates
+    new: Array = optax.apply_updates(parameter, updates.reshape(parameter.shape))
+    return new, after
+
+
+def _of_matrix(
+    gradient: Array, parameter: Array, moments: Moments, decay: Array, rate: Array
+) -> tuple[Array, Moments]:
+    """Returns the update and the new moments of one matrix; see `adafactor`."""
+    # These are the parts of `optax.adafactor`, which would compute the decay from a count of steps.
+    squares = optax.scale_by_factored_rms(min_dim_size_to_factor=1, decay_rate_fn=lambda *_: decay)
+    scale = optax.chain(
+        optax.clip_by_block_rms(1.0), optax.scale(rate), optax.scale_by_param_block_rms()
+    )
+    momentum = optax.ema(MOMENTUM, debias=False, accumulator_dtype=jnp.float32)
+    # optax calls the shorter of the two vectors v_row.
+    rows, columns, before = moments
+    tall = len(rows) > len(columns)
+    short, long = (columns, rows) if tall else (rows, columns)
+    count, unused = jnp.zeros((), jnp.int32), jnp.zeros((1,), gradient.dtype)
+    factored = optax.FactoredState(count, short, long, unused)
+    update, factored = squares.update(gradient, factored, parameter)
+    update, _ = scale.update(update, scale.init(parameter), parameter)
+    update, smooth = momentum.update(update, optax.EmaState(count, before))
+    short, long = factored.v_row, factored.v_col
+    rows, columns = (long, short) if tall else (short, long)
+    return -1 * update, Moments(rows, columns, smooth.ema)

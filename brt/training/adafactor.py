@@ -1,0 +1,214 @@
+"""Updates parameters by Adafactor, with kernels for matrices.
+
+The op `brt.ops.adafactor` returns new parameters instead of updates, so that a kernel can read and
+write each array once. The state is that of `optax.adafactor`. All parameters that have no kernel,
+such as vectors, are updated by optax. On CPUs and GPUs, and if arrays are sharded over devices,
+these are all parameters.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict
+from jaxtyping import Array, Float, Int
+
+from brt.ops.adafactor import Moments, adafactor, has_kernel
+from brt.training import layerwise
+from brt.training.layerwise import Group, LayerwiseState, Parameters
+from brt.training.matrices import Axes, ends_with_heads
+
+# A function from gradients, state and parameters to new parameters and a new state.
+Step: TypeAlias = Callable[[Parameters, Any, Parameters], tuple[Parameters, Any]]
+_DECAY = -0.8  # The exponent in optax's formula of the decay of the second moments.
+
+
+class Rules(NamedTuple):
+    """What an update of Adafactor depends on, except arrays.
+
+    Attributes:
+      transform: `optax.adafactor`, for parameters without a kernel.
+      schedule: the learning rate of the step after a number of completed steps.
+      axes: names of each parameter's axes, by the parameter's path.
+      factor: a function from a parameter's path to the factor of its learning rate.
+      smallest: if a dimension of a matrix is below this number, its second moments are not
+        factored.
+      implementation: the implementation of the op; see `brt.config.Kernels`.
+    """
+
+    transform: optax.GradientTransformation
+    schedule: Callable[[Int[Array, ""]], Float[Array, ""]]
+    axes: Axes
+    factor: Callable[[str], float]
+    smallest: int
+    implementation: str
+
+
+class _Stack(NamedTuple):
+    """A stack of matrices with a kernel: the first inputs of the op `brt.ops.adafactor`.
+
+    Attributes:
+      gradient, parameter: [L, A, *columns], the gradients and the values.
+      moments: the state.
+    """
+
+    gradient: Array
+    parameter: Array
+    moments: Moments
+
+
+def step(
+    gradients: Parameters, state: LayerwiseState, params: Parameters, plain: Step, rules: Rules
+) -> tuple[Parameters, LayerwiseState]:
+    """Returns the new parameters, and the new state of the optimizer.
+
+    Args:
+      gradients: gradients of the parameters.
+      state: state of the optimizer `layerwise.layerwise(rules.transform)`.
+      params: the parameters.
+      plain: the same function without kernels.
+      rules: settings of Adafactor.
+    """
+    axes = rules.axes
+    outside, stacked = layerwise.split(gradients, axes)
+    p_outside, p_stacked = layerwise.split(params, axes)
+    shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()}
+    groups = {"": (outside, state.outside, p_outside)} | {
+        depth: (group, state.stacked[depth], p_stacked[depth]) for depth, group in stacked.items()
+    }
+    stacks = {depth: _stacks(*group, shapes, rules, depth) for depth, group in groups.items()}
+    if not any(stacks.values()):
+        return plain(gradients, state, params)
+    new: Group = {}
+    states = {}
+    for depth, group in groups.items():
+        of_group, states[depth] = _of_group(*group, stacks[depth], rules, depth)
+        new |= of_group
+    return layerwise.joined(new, params, axes), LayerwiseState(states.pop(""), states)
+
+
+def _stacks(
+    gradients: Group,
+    state: Any,
+    params: Group,
+    shapes: dict[str, tuple[int, ...]],
+    rules: Rules,
+    depth: str,
+) -> dict[str, _Stack]:
+    """Returns the matrices of a group that have a kernel, by path.
+
+    Args:
+      gradients, params: arrays by path, reshaped to matrices.
+      state: the state of `rules.transform`.
+      shapes: shapes of the parameters in the model.
+      rules: settings of Adafactor.
+      depth: the number of layers, or "" if the arrays have no axis of layers.
+    """
+    factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
+    found = {}
+    for name, matrix in params.items():
+        size = matrix.shape[bool(depth) :]
+        if len(size) != 2 or min(size) < rules.smallest:
+            continue
+        kept = ends_with_heads(rules.axes.get(name, ()))
+        shape = shapes[name] if kept else matrix.shape
+        vectors = _ordered(factored.v_row[name], factored.v_col[name], size)
+        stack = _Stack(
+            gradients[name].reshape(shape), matrix.reshape(shape),
+            Moments(vectors[0], vectors[1], ema.ema[name]),
+        )  # fmt: skip
+        stack = stack if depth else jax.tree.map(lambda x: x[None], stack)
+        g, p, moments = stack
+        if has_kernel(g, p, moments, rules.implementation):
+            found[name] = stack
+    return found
+
+
+def _of_group(
+    gradients: Group,
+    state: Any,
+    params: Group,
+    stacks: dict[str, _Stack],
+    rules: Rules,
+    depth: str,
+) -> tuple[Group, Any]:
+    """Returns the new parameters of a group, and its new state.
+
+    Args:
+      gradients, params: arrays by path, reshaped to matrices.
+      state: the state of `rules.transform`.
+      stacks: the matrices that have a kernel.
+      rules: settings of Adafactor.
+      depth: the number of layers, or "" if the arrays have no axis of layers.
+    """
+    others = params.keys() - stacks
+    update = jax.vmap(rules.transform.update) if depth else rules.transform.update
+    updates, after = update(*(_restricted(tree, others) for tree in (gradients, state, params)))
+    new = {}
+    for name, change in updates.items():
+        factor = rules.factor(name)
+        scaled = change if factor == 1 else factor * change
+        new[name] = optax.apply_updates(params[name], scaled)
+    count = _part(state, optax.FactoredState).count
+    counts = count if depth else count[None]
+    decay = 1.0 - jnp.asarray(counts + 1, jnp.float32) ** _DECAY
+    scalars = decay, jax.vmap(rules.schedule)(counts)
+    moments = {}
+    for name, stack in stacks.items():
+        found = adafactor(*stack, *scalars, rules.factor(name), implementation=rules.implementation)
+        value, moments[name] = found if depth else jax.tree.map(lambda x: x[0], found)
+        new[name] = value.reshape(params[name].shape)
+    return new, _with_moments(after, moments, depth)
+
+
+def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """Returns the vectors of rows and columns from optax's v_row and v_col, or the reverse.
+
+    optax calls the shorter vector v_row.
+    """
+    rows, columns = shape
+    return (first, second) if rows <= columns else (second, first)
+
+
+def _part(state: Any, kind: type) -> Any:
+    """Returns the part of optax's state that has the given type."""
+    return next(part for part in state if isinstance(part, kind))
+
+
+def _restricted(state: Any, names: Iterable[str]) -> Any:
+    """Returns the part of a group, or of its state, that belongs to the parameters with these
+    paths.
+    """
+    return jax.tree.map(
+        lambda x: {n: x[n] for n in names} if isinstance(x, dict) else x, state,
+        is_leaf=lambda x: isinstance(x, dict),
+    )  # fmt: skip
+
+
+def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
+    """Returns optax's state with the moments of further parameters.
+
+    Args:
+      state: the state of the other parameters.
+      found: moments by path.
+      depth: the number of layers, or "" if the arrays have no axis of layers.
+    """
+    vectors, unused, momenta = {}, {}, {}
+    for name, (rows, columns, momentum) in found.items():
+        vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])
+        # optax has an array of this shape for the second moments that are not factored.
+        unused[name] = jnp.zeros((*momentum.shape[: bool(depth)], 1), momentum.dtype)
+        momenta[name] = momentum
+
+    def completed(part: Any) -> Any:
+        """Returns a part of the state with the arrays of the matrices."""
+        if isinstance(part, optax.FactoredState):
+            short, long = ({n: pair[i] for n, pair in vectors.items()} for i in range(2))
+            return part._replace(
+                v_row=part.v_row | short, v_col=part.v_col | long, v=part.v | unused
+            )
+        return part._replace(ema=part.ema | momenta) if isinstance(part, optax.EmaState) else part
+
+    return tuple(map(completed, state))

@@ -1,0 +1,106 @@
+"""Optimizers that treat each layer of a stack of parameters separately, and kernels as matrices.
+
+A model may store the parameters of equal layers as one array (a stack) with an axis of layers.
+Adafactor clips and scales updates by root mean squares over a parameter. If these were computed
+over a stack, the layers would influence each other, and the model would train differently than
+without stacking. Adafactor also factors the second moments of matrices, so kernels with an axis of
+heads are reshaped to matrices.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import jax
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, PyTree
+
+from brt.training.matrices import Axes, as_matrix, from_matrix
+
+Parameters: TypeAlias = PyTree[Array]
+# Matrices by the path of the parameter.
+Group: TypeAlias = dict[str, Array]
+
+
+class LayerwiseState(NamedTuple):
+    """State of an optimizer that treats layers separately.
+
+    Attributes:
+      outside: state of the parameters that are not stacked by layer.
+      stacked: states of stacked parameters, by the number of layers in the stack (as a string).
+        Every array of these states has a first axis of layers.
+    """
+
+    outside: optax.OptState
+    stacked: dict[str, optax.OptState]
+
+
+def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
+    """Separates the parameters in a tree that are stacked by layer from all others.
+
+    Args:
+      tree: the parameters, or an array for each parameter.
+      axes: names of each parameter's axes, by the parameter's path.
+
+    Returns:
+      A dict from paths to the other parameters; and for each number of layers, as a string, a dict
+      from paths to the parameters in stacks of this number of layers.
+    """
+    outside: Group = {}
+    stacked: dict[str, Group] = {}
+    for name, leaf in flatten_dict(tree, sep="/").items():
+        names = axes.get(name, ())
+        group = outside
+        if names[:1] == ("layers",):
+            group = stacked.setdefault(str(len(leaf)), {})
+        group[name] = as_matrix(names, leaf)
+    return outside, stacked
+
+
+def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
+    """Returns matrices by path as a tree with the structure and the shapes of `like`.
+
+    Args:
+      matrices: an array for each parameter, with the shape that `split` returns.
+      like: a tree of all parameters, or of arrays of their shapes.
+      axes: names of each parameter's axes, by the parameter's path.
+    """
+    shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
+    kernels = {n: from_matrix(axes.get(n, ()), matrices[n], s) for n, s in shapes.items()}
+    return unflatten_dict(kernels, sep="/")
+
+
+def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
+    """Returns an optimizer that treats each layer of a stack separately, and kernels as matrices.
+
+    Args:
+      transform: the optimizer that is applied to each layer.
+      axes: names of each parameter's axes, by the parameter's path.
+    """
+
+    def init(params: Parameters) -> LayerwiseState:
+        """Returns the initial state of the optimizer for the parameters `params`."""
+        outside, stacked = split(params, axes)
+        state = {depth: jax.vmap(transform.init)(group) for depth, group in stacked.items()}
+        return LayerwiseState(transform.init(outside), state)
+
+    def update(
+        gradients: Parameters, state: LayerwiseState, params: Parameters
+    ) -> tuple[Parameters, LayerwiseState]:
+        """Returns the updates that are added to the parameters, and the new state of the optimizer.
+
+        Args:
+          gradients: gradients of the parameters.
+          state: state of the optimizer before the update.
+          params: the parameters.
+        """
+        (outside, stacked), (p_outside, p_stacked) = split(gradients, axes), split(params, axes)
+        updates, outside_state = transform.update(outside, state.outside, p_outside)
+        stacked_states = {}
+        for depth, group in stacked.items():
+            layer_updates, stacked_states[depth] = jax.vmap(transform.update)(
+                group, state.stacked[depth], p_stacked[depth]
+            )
+            updates |= layer_updates
+        return joined(updates, gradients, axes), LayerwiseState(outside_state, stacked_states)
+
+    return optax.GradientTransformation(init, update)
