@@ -204,8 +204,8 @@ def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -
                 continue
             if not _is_partial(path.parent):
                 continue
-            stack.push(partial(_leave, path.parent))
             stack.enter_context(attempt.pop_all())
+            stack.push(partial(_leave, path.parent))  # This happens before the lock is released.
             return path.parent
     return None
 
@@ -228,7 +228,7 @@ def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> P
     while True:
         place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         with contextlib.ExitStack() as attempt:
-            attempt.push(partial(_leave, place))
+            attempt.callback(_remove_or_warn, place)
             # Until this process holds the lock, another process may lock or delete the new
             # directory. Then the loop creates another directory.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
@@ -237,7 +237,9 @@ def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> P
                 if os.path.samestat(os.fstat(held.fileno()), os.stat(place / _HELD)):
                     held.write(key)
                     held.flush()
-                    stack.enter_context(attempt.pop_all())
+                    attempt.pop_all()  # The stack of the caller takes over.
+                    stack.enter_context(held)
+                    stack.push(partial(_leave, place))
                     return place
 
 
