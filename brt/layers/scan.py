@@ -130,9 +130,12 @@ def scan_layers(
 
 def _layers_at_once(model: Model, layers: int) -> int:
     """Returns the number of layers per iteration of a scan, if no setting gives it."""
-    unless_remat = layers if model.feedback or not model.remat else 1
-    on_cpus = unless_remat if layers <= _CPU_LAYERS else 1
-    return unrolled(model.unroll, layers, unless_remat, on_cpus)
+    recomputes = model.remat and not model.feedback
+    # A loop copies what layers store. If they store only their inputs, it needs less memory than
+    # unrolled layers.
+    on_accelerators = 1 if recomputes and model.remat_keep == "nothing" else layers
+    on_cpus = 1 if recomputes or layers > _CPU_LAYERS else layers
+    return unrolled(model.unroll, layers, on_accelerators, on_cpus)
 
 
 def _saved_for_backward(run: Run) -> RematPolicy | None:
