@@ -116,7 +116,7 @@ def scans(jaxpr: Any) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.slow_cases("tpu-changes[5-8]*", "cpu-changes1*")
+@pytest.mark.slow_cases("tpu-changes[5-9]*", "cpu-changes1*")
 @pytest.mark.parametrize(
     ("backend", "changes", "mesh", "at_once"),
     [
@@ -129,6 +129,7 @@ def scans(jaxpr: Any) -> list[tuple[int, int]]:
         ("tpu", {"unroll": 2}, Mesh(), 2),
         ("tpu", {"remat": True}, Mesh(), 1),
         ("tpu", {}, Mesh(fsdp=2), 5),
+        ("tpu", {"remat": True, "remat_keep": "products_with_weights"}, Mesh(), 5),
     ],
 )
 def test_layers_are_read_without_a_loop_where_memory_is_not_short(
