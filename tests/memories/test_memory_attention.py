@@ -1,12 +1,15 @@
 import functools
 import inspect
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 
+from brt.layers.basic import remat_policy
 from brt.memories.memorizing.memory_attention import memory_attention, xla
 from brt.memories.memorizing.memory_attention.retrieval import find_neighbors
 
@@ -154,3 +157,21 @@ def test_an_unknown_implementation_is_refused() -> None:
         unchecked(
             *arrays(), jnp.asarray(COUNTS), size=SIZE, neighbors=NEIGHBORS, implementation="pallas"
         )
+
+
+@pytest.mark.parametrize("search", ["exact", "bucketed"])
+def test_a_recomputed_layer_stores_neighbours_and_no_scores(
+    search: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        counts = jnp.asarray(COUNTS)
+        return xla.memory_attention(
+            q, k, v, counts, window=WINDOW, size=SIZE, neighbors=NEIGHBORS, search=search,
+            null_keys=False,
+        ).sum()  # fmt: skip
+
+    print_saved_residuals(jax.checkpoint(total, policy=remat_policy("products")), *arrays())
+    stored = [line for line in capsys.readouterr().out.splitlines() if "from the arg" not in line]
+    shapes = [re.findall(r"\d+", line.partition("[")[2].partition("]")[0]) for line in stored]
+    assert any(line.startswith("i32") for line in stored)
+    assert not any(str(SIZE) in shape for shape in shapes), stored

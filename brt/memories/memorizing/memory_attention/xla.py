@@ -24,6 +24,7 @@ from brt.memories.memorizing.memory_attention.retrieval import (
     attend_to_neighbors,
     find_neighbors,
 )
+from brt.ops import dispatch
 from brt.ops.gathering import take
 
 # For a lane (a row of the batch), an array of scores, of retrieved keys or of retrieved values has
@@ -61,10 +62,13 @@ def memory_attention(
       null_keys: True makes missing neighbours count as zero keys with zero values.
     """
     by_head = queries.swapaxes(1, 2)
-    results = _find_in_blocks(
-        jax.lax.stop_gradient(by_head), keys, counts, window=window, size=size,
+    # The neighbours have no gradient. A layer that is recomputed in the backward pass stores them;
+    # otherwise it would store all scores, which are results of a product.
+    found = _find_in_blocks(
+        *jax.lax.stop_gradient((by_head, keys)), counts, window=window, size=size,
         neighbors=neighbors, search=search,
     )  # fmt: skip
+    results = jax.tree.map(dispatch.input_residual, found)
 
     @jax.checkpoint
     def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
