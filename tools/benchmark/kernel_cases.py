@@ -311,7 +311,8 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 CASES = {
     "window": window, "local": local, "recurrent": recurrent, "cell": cell, "loss": loss,
-    "masked": masked, "masked_long": partial(masked, size=4096), "segmented": segmented, "clustered": clustered,
+    "masked": masked, "masked_long": partial(masked, size=4096),
+    "segmented": segmented, "clustered": clustered,
     "improved": partial(clustered, kind="improved_clustered"),
     "causal": causal, "weights": weights, "products": products, "optimizer": optimizer,
 }  # fmt: skip

@@ -134,8 +134,8 @@ def parser() -> argparse.ArgumentParser:
     chips = {"type": lambda text: text.split(","), "default": list(CHIPS)}
     flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
     cases = (
-        "window", "local", "recurrent", "cell", "loss", "masked", "masked_long", "segmented", "clustered", "improved",
-        "causal", "weights", "products", "optimizer",
+        "window", "local", "recurrent", "cell", "loss", "masked", "masked_long", "segmented",
+        "clustered", "improved", "causal", "weights", "products", "optimizer",
     )  # fmt: skip
     flags.add_argument("--case", choices=cases, default="window")
     flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")

@@ -19,7 +19,9 @@ from brt.ops.partial_attention import AttentionPart
 OP = Op(
     "masked_attention",
     (
-        Implementation("pallas_tpu", pallas_tpu.attend_part, ("tpu",), ("tpu",), pallas_tpu.refusal),
+        Implementation(
+            "pallas_tpu", pallas_tpu.attend_part, ("tpu",), ("tpu",), pallas_tpu.refusal
+        ),
         Implementation("xla", xla.attend_part),
         Implementation(
             "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=dispatch.dropout_refusal

@@ -37,6 +37,9 @@ from brt.ops.tpu import LANES, head_refusal, parallel_heads, vmem_budget, vmem_r
 
 _MAX_KEYS = 4096  # The logits of a group of queries and all keys must fit into VMEM.
 _TILES = (1024, 512, 256, 128)  # The numbers of queries that a tile may have.
+_LANES = (
+    8  # A call of the backward kernel has at least as many rows of the batch, if there is room.
+)
 _ROWS = 256  # A group of queries has at most this many queries
 _LOGITS = 1024 * _ROWS  # and this many logits, unless 128 queries have more.
 
@@ -113,7 +116,9 @@ def _local(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device."""
     settings = _Sizes(queries, keys, bias, mask).settings(interpret)
-    q, k, v = (x.reshape(-1, x.shape[-3], x.shape[-2] * x.shape[-1]) for x in (queries, keys, values))
+    q, k, v = (
+        x.reshape(-1, x.shape[-3], x.shape[-2] * x.shape[-1]) for x in (queries, keys, values)
+    )
     mask = mask.reshape(-1, *mask.shape[-2:])
     if mask.shape[1] == 1:
         mask = mask.astype(jnp.float32)
@@ -135,6 +140,7 @@ class _Sizes:
 
     def __init__(self, queries: Array, keys: Array, bias: Array | None, mask: Array) -> None:
         (self.length, heads, self.width), self.keys = queries.shape[-3:], keys.shape[-3]
+        self.batch = math.prod(queries.shape[:-3])
         self.together = _heads_together(heads, self.width)
         self.itemsize, self.biased = queries.dtype.itemsize, bias is not None
         self.own_masks = mask.shape[-2] > 1
@@ -158,17 +164,25 @@ class _Sizes:
         sums = 2 * lanes * self.keys * wide * 4
         return blocks + biases + masks + sums + 5 * self.keys * self.rows(tile) * 4
 
+    def lanes(self, tile: int) -> int:
+        """Returns the number of rows of the batch whose sums have room in VMEM; less than 1 if a
+        tile of this size does not fit.
+        """
+        if tile == self.length:
+            return self.batch if self.taken(tile, 1) <= vmem_budget() else 0
+        row = self.taken(tile, 1) - self.taken(tile, 0)
+        return min((vmem_budget() - self.taken(tile, 0)) // row, self.batch)
+
     def settings(self, interpret: bool | pltpu.InterpretParams) -> MaskedKernelSettings:
-        """Returns the settings of the kernels, with the largest tile that fits into VMEM."""
-        fitting = [
-            tile
-            for tile in _TILES
-            if self.length % tile == 0 and self.taken(tile, 1) <= vmem_budget()
-        ]
-        tile = fitting[0] if fitting else math.gcd(self.length, LANES)
-        if self.length % LANES:
-            tile = self.length
-        return MaskedKernelSettings(self.width, self.together, tile, self.rows(tile), interpret)
+        """Returns the settings of the kernels: the largest tile that leaves room for the sums of
+        the batch or of `_LANES` of its rows, or else the smallest tile.
+        """
+        tiles = [n for n in _TILES if self.length % n == 0] or [self.length]
+        enough = (n for n in tiles if self.lanes(n) >= min(self.batch, _LANES))
+        tile = next(enough, tiles[-1])
+        return MaskedKernelSettings(
+            self.width, self.together, tile, self.rows(tile), max(self.lanes(tile), 1), interpret
+        )
 
 
 class _Arguments(NamedTuple):
@@ -216,15 +230,32 @@ def _backward(
     products = gradient.astype(jnp.float32) * y.astype(jnp.float32)
     along = jnp.sum(products.reshape(*y.shape[:2], -1, settings.width), axis=-1)
     along = along.swapaxes(1, 2).reshape(lse.shape) - lse_gradient
-    return (_call_backward(arguments, settings, gradient, lse, along),)
+    arrays = *arguments, gradient, lse, along
+    results = [
+        _call_backward(
+            MaskedKernelInputs(
+                *(
+                    x if i == 3 or x is None else x[start : start + settings.lanes]
+                    for i, x in enumerate(arrays)
+                )
+            ),
+            settings,
+        )
+        for start in range(0, len(y), settings.lanes)
+    ]
+    q, k, v, bias = zip(*results, strict=True)
+    q, k, v = (jnp.concatenate(x) if len(x) > 1 else x[0] for x in (q, k, v))
+    return (_Arguments(q, k, v, None if bias[0] is None else sum(bias[1:], bias[0]), None),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _call_backward(
-    arguments: _Arguments, settings: MaskedKernelSettings, gradient: Array, lse: Array, along: Array
-) -> _Arguments:
+    inputs: MaskedKernelInputs, settings: MaskedKernelSettings
+) -> MaskedKernelGradients:
+    """Returns the gradients of some rows of the batch; that of the bias is summed over the rows."""
+    arguments = _Arguments(*inputs[:5])
     q, k = arguments.q, arguments.k
     specs = _specs(arguments, settings)
     last = q.shape[1] // settings.tile - 1
@@ -241,8 +272,8 @@ def _call_backward(
         out_shape=[MaskedKernelGradients(*like)],
         scratch_shapes=[scratch, scratch],
         **_options(arguments, settings, products=5),
-    )(MaskedKernelInputs(*arguments, gradient, lse, along))
-    return _Arguments(*results, None)
+    )(inputs)
+    return results
 
 
 def _specs(arguments: _Arguments, settings: MaskedKernelSettings) -> MaskedKernelInputs:

@@ -4,8 +4,8 @@ A step of the grid computes G heads, which lie side by side in the lanes, of one
 and of one tile of queries. Matrices of logits and weights are keys x queries, so that maxima and
 sums over the keys need no operations across lanes. The queries of a tile are processed in groups.
 
-In shapes, Q is the number of queries of a tile, R of queries of a group, S of keys, and K of numbers
-of a head; L = G K is the number of lanes of all heads of a step.
+In shapes, Q is the number of queries of a tile, R of queries of a group, S of keys, and K of
+numbers of a head; L = G K is the number of lanes of all heads of a step.
 """
 
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ class MaskedKernelSettings(NamedTuple):
       together: the number of heads of a step.
       tile: the number of queries of a step.
       rows: the number of queries of a group; all logits of a group are computed at once.
+      lanes: the largest number of rows of the batch of a call of the backward kernel.
       interpret: True runs the kernels on any device, slowly.
     """
 
@@ -43,6 +44,7 @@ class MaskedKernelSettings(NamedTuple):
     together: int
     tile: int
     rows: int
+    lanes: int
     interpret: bool | pltpu.InterpretParams
 
     @property
@@ -54,7 +56,7 @@ class MaskedKernelSettings(NamedTuple):
         """Returns the slices of the groups of a tile's queries."""
         return [slice(i, i + self.rows) for i in range(0, self.tile, self.rows)]
 
-    def lanes(self, head: int) -> slice:
+    def head_lanes(self, head: int) -> slice:
         """Returns the slice of the lanes of a head of the step."""
         return slice(head * self.width, (head + 1) * self.width)
 
@@ -162,7 +164,7 @@ def forward_kernel(
             top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), _LOWEST)
             weights = jnp.exp(logits - top)
             total = jnp.sum(weights, axis=0, keepdims=True)
-            read = dot_float32(columns[settings.lanes(head)], weights.astype(dtype), NN)
+            read = dot_float32(columns[settings.head_lanes(head)], weights.astype(dtype), NN)
             divisor = jnp.where(total > 0, total, 1.0)
             sums.append(read / divisor)
             found = jnp.where(total > 0, top + jnp.log(divisor), FLOOR)
@@ -204,7 +206,19 @@ def backward_kernel(
     for rows in settings.groups():
         d_q = []
         for head in range(settings.together):
-            d_q.append(_add_head(head, rows, hidden, columns, inputs, results.bias, keys_sum.at[slot], values_sum.at[slot], settings))
+            d_q.append(
+                _add_head(
+                    head,
+                    rows,
+                    hidden,
+                    columns,
+                    inputs,
+                    results.bias,
+                    keys_sum.at[slot],
+                    values_sum.at[slot],
+                    settings,
+                )
+            )
         results.q[rows] = jnp.concatenate(d_q, axis=0).T.astype(results.q.dtype)
 
     @pl.when(tile == pl.num_programs(1) - 1)
@@ -231,4 +245,4 @@ def _add_head(
     d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
     keys_sum[...] += dot_float32(d_logits, own, NN)
     values_sum[...] += dot_float32(weights, theirs, NN)
-    return dot_float32(columns[settings.lanes(head)], d_logits, NN)
+    return dot_float32(columns[settings.head_lanes(head)], d_logits, NN)
