@@ -13,7 +13,7 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import attend, pallas_tpu, reference
+from brt.ops.masked_attention import attend, pallas_tpu, reference, tpu_sizes
 from brt.ops.softmax import FLOOR
 
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # relative to the largest magnitude of an array
@@ -95,6 +95,17 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
 
     assert_close(run(kernel, given), run(reference.attend_part, given))
     assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_batch_without_room_is_split(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for the sums of two of the three rows of the batch."""
+    given = inputs((3,), 256, 128, 2, 8, biased=biased)
+    monkeypatch.setattr(tpu_sizes, "_TILES", (128,))
+    sizes = tpu_sizes.MaskedSizes(*given[0][:2], given[0][3], given[1])
+    monkeypatch.setattr(tpu_sizes, "vmem_budget", lambda: sizes.taken(128, 2))
+    assert sizes.settings(True).lanes == 2
+    assert_close(run(pallas_tpu.interpreted, given), run(reference.attend_part, given))
 
 
 def test_huge_logits_leave_finite_gradients() -> None:

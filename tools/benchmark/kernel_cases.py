@@ -178,8 +178,9 @@ def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [target, source, source, valid, parameters, target]
 
 
-def masked(array: Callable[..., Any], args: argparse.Namespace, size: int = SOURCE) -> Case:
-    """Builds the case of an encoder's attention with T5's bias and the sizes of T5-small."""
+def masked(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """Builds the case of an encoder's attention with T5's bias to two windows of tokens."""
+    size = 2 * args.window
     x, bias = array(args.lanes, size, HEADS, WIDTH), array(HEADS, size, size, dtype="float32")
 
     def gradients(q, k, v, bias, valid, weights):
@@ -311,8 +312,7 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 CASES = {
     "window": window, "local": local, "recurrent": recurrent, "cell": cell, "loss": loss,
-    "masked": masked, "masked_long": partial(masked, size=4096),
-    "segmented": segmented, "clustered": clustered,
+    "masked": masked, "segmented": segmented, "clustered": clustered,
     "improved": partial(clustered, kind="improved_clustered"),
     "causal": causal, "weights": weights, "products": products, "optimizer": optimizer,
 }  # fmt: skip

@@ -32,16 +32,9 @@ from brt.ops.masked_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
+from brt.ops.masked_attention.tpu_sizes import MAX_KEYS, MaskedSizes, heads_together
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.tpu import LANES, head_refusal, parallel_heads, vmem_budget, vmem_refusal
-
-_MAX_KEYS = 4096  # The logits of a group of queries and all keys must fit into VMEM.
-_TILES = (1024, 512, 256, 128)  # The numbers of queries that a tile may have.
-_LANES = (
-    8  # A call of the backward kernel has at least as many rows of the batch, if there is room.
-)
-_ROWS = 256  # A group of queries has at most this many queries
-_LOGITS = 1024 * _ROWS  # and this many logits, unless 128 queries have more.
+from brt.ops.tpu import LANES, head_refusal, parallel_heads, vmem_refusal
 
 
 def refusal(
@@ -55,17 +48,17 @@ def refusal(
     (length, heads, width), size = queries.shape[-3:], keys.shape[-3]
     if dropout is not None:
         return "has no dropout; set its rate to 0"
-    if length % LANES or size % LANES or size > _MAX_KEYS:
+    if length % LANES or size % LANES or size > MAX_KEYS:
         return (
-            f"takes a multiple of 128 queries and of 128 keys, at most {_MAX_KEYS} keys, not "
+            f"takes a multiple of 128 queries and of 128 keys, at most {MAX_KEYS} keys, not "
             f"{length} and {size}"
         )
     if reason := head_refusal(width, queries.dtype):
         return reason
     heads //= rules.shard_count("heads", heads)
-    if heads % _heads_together(heads, width) or heads * width % LANES:
+    if heads % heads_together(heads, width) or heads * width % LANES:
         return f"takes heads of {width} in pairs; a device has {heads}"
-    sizes = _Sizes(queries, keys, bias, mask)
+    sizes = MaskedSizes(queries, keys, bias, mask)
     return vmem_refusal(sizes.taken(LANES, 1))
 
 
@@ -115,7 +108,7 @@ def _local(
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device."""
-    settings = _Sizes(queries, keys, bias, mask).settings(interpret)
+    settings = MaskedSizes(queries, keys, bias, mask).settings(interpret)
     q, k, v = (
         x.reshape(-1, x.shape[-3], x.shape[-2] * x.shape[-1]) for x in (queries, keys, values)
     )
@@ -129,60 +122,6 @@ def _local(
     y, lse = _attend(_Arguments(q, k, v, bias, mask), settings)
     lse = lse.reshape(len(q), -1, lse.shape[-1]).swapaxes(1, 2)
     return y.reshape(queries.shape), lse.reshape(queries.shape[:-1])
-
-
-def _heads_together(heads: int, width: int) -> int:
-    return math.gcd(heads, max(LANES // width, 1))
-
-
-class _Sizes:
-    """The sizes of a problem on one device, and what its kernels need in VMEM."""
-
-    def __init__(self, queries: Array, keys: Array, bias: Array | None, mask: Array) -> None:
-        (self.length, heads, self.width), self.keys = queries.shape[-3:], keys.shape[-3]
-        self.batch = math.prod(queries.shape[:-3])
-        self.together = _heads_together(heads, self.width)
-        self.itemsize, self.biased = queries.dtype.itemsize, bias is not None
-        self.own_masks = mask.shape[-2] > 1
-
-    def rows(self, tile: int) -> int:
-        """Returns the number of queries of a group."""
-        return math.gcd(tile, max(LANES, min(_ROWS, _LOGITS // self.keys)))
-
-    def taken(self, tile: int, lanes: int) -> int:
-        """Returns the bytes of VMEM that the backward kernel needs: two buffers for each block, the
-        sums of the gradients of keys and values, and five arrays of the logits of a group.
-
-        Args:
-          tile: the number of queries of a tile.
-          lanes: the number of rows of the batch whose sums are kept.
-        """
-        wide = max(self.width * self.together, LANES)
-        blocks = 2 * wide * self.itemsize * (3 * tile + 4 * self.keys)
-        biases = self.biased * 4 * self.together * self.keys * tile * 4
-        masks = self.own_masks * 2 * self.keys * tile
-        sums = 2 * lanes * self.keys * wide * 4
-        return blocks + biases + masks + sums + 5 * self.keys * self.rows(tile) * 4
-
-    def lanes(self, tile: int) -> int:
-        """Returns the number of rows of the batch whose sums have room in VMEM; less than 1 if a
-        tile of this size does not fit.
-        """
-        if tile == self.length:
-            return self.batch if self.taken(tile, 1) <= vmem_budget() else 0
-        row = self.taken(tile, 1) - self.taken(tile, 0)
-        return min((vmem_budget() - self.taken(tile, 0)) // row, self.batch)
-
-    def settings(self, interpret: bool | pltpu.InterpretParams) -> MaskedKernelSettings:
-        """Returns the settings of the kernels: the largest tile that leaves room for the sums of
-        the batch or of `_LANES` of its rows, or else the smallest tile.
-        """
-        tiles = [n for n in _TILES if self.length % n == 0] or [self.length]
-        enough = (n for n in tiles if self.lanes(n) >= min(self.batch, _LANES))
-        tile = next(enough, tiles[-1])
-        return MaskedKernelSettings(
-            self.width, self.together, tile, self.rows(tile), max(self.lanes(tile), 1), interpret
-        )
 
 
 class _Arguments(NamedTuple):
@@ -230,25 +169,27 @@ def _backward(
     products = gradient.astype(jnp.float32) * y.astype(jnp.float32)
     along = jnp.sum(products.reshape(*y.shape[:2], -1, settings.width), axis=-1)
     along = along.swapaxes(1, 2).reshape(lse.shape) - lse_gradient
-    arrays = *arguments, gradient, lse, along
+    inputs = MaskedKernelInputs(*arguments, gradient=gradient, lse=lse, along=along)
     results = [
-        _call_backward(
-            MaskedKernelInputs(
-                *(
-                    x if i == 3 or x is None else x[start : start + settings.lanes]
-                    for i, x in enumerate(arrays)
-                )
-            ),
-            settings,
-        )
+        _call_backward(_some_rows(inputs, slice(start, start + settings.lanes)), settings)
         for start in range(0, len(y), settings.lanes)
     ]
-    q, k, v, bias = zip(*results, strict=True)
-    q, k, v = (jnp.concatenate(x) if len(x) > 1 else x[0] for x in (q, k, v))
-    return (_Arguments(q, k, v, None if bias[0] is None else sum(bias[1:], bias[0]), None),)
+    if len(results) == 1:
+        return (_Arguments(*results[0], None),)
+    d_q, d_k, d_v = (jnp.concatenate(x) for x in list(zip(*results, strict=True))[:3])
+    d_bias = None
+    if arguments.bias is not None:
+        d_bias = functools.reduce(jnp.add, [one.bias for one in results])
+    return (_Arguments(d_q, d_k, d_v, d_bias, None),)
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _some_rows(inputs: MaskedKernelInputs, rows: slice) -> MaskedKernelInputs:
+    """Returns the inputs for some rows of the batch; all rows have the same bias."""
+    others = jax.tree.map(lambda x: x[rows], inputs._replace(bias=None))
+    return others._replace(bias=inputs.bias)
 
 
 def _call_backward(

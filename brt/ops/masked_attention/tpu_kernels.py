@@ -35,7 +35,8 @@ class MaskedKernelSettings(NamedTuple):
       width: the number of numbers of a head.
       together: the number of heads of a step.
       tile: the number of queries of a step.
-      rows: the number of queries of a group; all logits of a group are computed at once.
+      forward_rows, rows: the number of queries of a group in the forward and in the backward
+        kernel; all logits of a group are computed at once.
       lanes: the largest number of rows of the batch of a call of the backward kernel.
       interpret: True runs the kernels on any device, slowly.
     """
@@ -43,6 +44,7 @@ class MaskedKernelSettings(NamedTuple):
     width: int
     together: int
     tile: int
+    forward_rows: int
     rows: int
     lanes: int
     interpret: bool | pltpu.InterpretParams
@@ -52,9 +54,9 @@ class MaskedKernelSettings(NamedTuple):
         """The number of lanes of all heads of a step."""
         return self.width * self.together
 
-    def groups(self) -> list[slice]:
-        """Returns the slices of the groups of a tile's queries."""
-        return [slice(i, i + self.rows) for i in range(0, self.tile, self.rows)]
+    def groups(self, rows: int) -> list[slice]:
+        """Returns the slices of the groups of `rows` queries of a tile."""
+        return [slice(i, i + rows) for i in range(0, self.tile, rows)]
 
     def head_lanes(self, head: int) -> slice:
         """Returns the slice of the lanes of a head of the step."""
@@ -154,9 +156,9 @@ def forward_kernel(
     """
     y, lse = outputs
     dtype = inputs.values.dtype
-    hidden = inputs.shared_mask(settings.rows)
+    hidden = inputs.shared_mask(settings.forward_rows)
     columns = inputs.values[...].T
-    for rows in settings.groups():
+    for rows in settings.groups(settings.forward_rows):
         sums = []
         for head in range(settings.together):
             own = settings.only(head, inputs.q[rows])
@@ -203,7 +205,7 @@ def backward_kernel(
 
     hidden = inputs.shared_mask(settings.rows)
     columns = inputs.keys[...].T
-    for rows in settings.groups():
+    for rows in settings.groups(settings.rows):
         d_q = []
         for head in range(settings.together):
             d_q.append(
