@@ -21,6 +21,7 @@ CASES = {
     "cell": 2,
     "loss": 2,
     "masked": 2,
+    "masked_dropout": 2,
     "segmented": 2,
     "clustered": 3,
     "improved": 3,

@@ -1,5 +1,6 @@
 """Compares the TPU kernels of masked attention, run by Pallas's interpreter, with the reference."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import attend, pallas_tpu, reference, tpu_sizes
+from brt.ops.masked_attention import attend, pallas_tpu, reference, tpu_sizes, xla
 from brt.ops.softmax import FLOOR
 
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # relative to the largest magnitude of an array
@@ -150,17 +151,25 @@ def test_what_the_kernel_does_not_support_is_said(shape: tuple, dtype: str, reas
         attend(x, x, x, None, mask, implementation="pallas_tpu")
 
 
-def test_tpus_take_the_kernel_unless_weights_are_dropped() -> None:
+def test_dropout_draws_the_same_as_plain_xla_on_tpus() -> None:
+    (*arrays, bias), mask = inputs((3,), 24, 40, 4, 8)
+    dropout = Dropout(jax.random.key(0), 0.3)
+    with dispatch.use_backend("tpu"):
+        found, expected = (
+            run(partial(function, dropout=dropout), ([*arrays, bias], mask))
+            for function in (pallas_tpu.interpreted, xla.attend_part)
+        )
+    assert_close(found, expected)
+    plain = run(pallas_tpu.interpreted, ([*arrays, bias], mask))
+    assert np.abs(plain["output"] - found["output"]).max() > 0.1
+
+
+def test_tpus_take_the_kernel() -> None:
     x, mask = jnp.zeros((1, 256, 2, 64), "bfloat16"), jnp.ones((1, 1, 256), bool)
 
-    def traced(dropout: Dropout | None, **options: str) -> str:
-        def layer(x: jax.Array) -> jax.Array:
-            return attend(x, x, x, None, mask, dropout, **options)
-
+    def traced(dropout: Dropout | None) -> str:
         with dispatch.use_backend("tpu"):
-            return str(jax.make_jaxpr(layer)(x))
+            return str(jax.make_jaxpr(lambda x: attend(x, x, x, None, mask, dropout))(x))
 
-    dropout = Dropout(jax.random.key(0), 0.5)
-    assert "pallas_call" in traced(None) and "pallas_call" not in traced(dropout)
-    with pytest.raises(NotImplementedError, match="has no dropout"):
-        traced(dropout, implementation="pallas_tpu")
+    assert "pallas_call" in traced(None)
+    assert "pallas_call" in traced(Dropout(jax.random.key(0), 0.5))

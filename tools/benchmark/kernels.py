@@ -135,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     chips = {"type": lambda text: text.split(","), "default": list(CHIPS)}
     flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
     cases = (
-        "window", "local", "recurrent", "cell", "loss", "masked", "segmented",
+        "window", "local", "recurrent", "cell", "loss", "masked", "masked_dropout", "segmented",
         "clustered", "improved", "causal", "weights", "products", "optimizer",
     )  # fmt: skip
     flags.add_argument("--case", choices=cases, default="window")

@@ -21,11 +21,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.distributed import rules
 from brt.ops.dispatch import bits_dtype, output_residual
+from brt.ops.dropout import Dropout
 from brt.ops.masked_attention.tpu_kernels import (
+    GOLDEN,
     MaskedKernelGradients,
     MaskedKernelInputs,
     MaskedKernelSettings,
@@ -46,8 +48,10 @@ def refusal(
     The arguments are those of `attend_part`.
     """
     (length, heads, width), size = queries.shape[-3:], keys.shape[-3]
-    if dropout is not None:
-        return "has no dropout; set its rate to 0"
+    if dropout is not None and rules.partitioned():
+        sharded = rules.shard_count("heads", heads) > 1
+        if sharded or queries.ndim != 4:
+            return "has no dropout if heads are sharded, or if there are several leading axes"
     if length % LANES or size % LANES or size > MAX_KEYS:
         return (
             f"takes a multiple of 128 queries and of 128 keys, at most {MAX_KEYS} keys, not "
@@ -68,7 +72,7 @@ def attend_part(
     values: Float[Array, "*B S H K"],
     bias: Float[Array, "H Q S"] | None,
     mask: Bool[Array, "*#B #Q S"],
-    dropout: None = None,
+    dropout: Dropout | None = None,
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionPart:
@@ -80,23 +84,29 @@ def attend_part(
       keys, values: the keys and the values.
       bias: float32, added to the logits along all leading axes; None for no bias.
       mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: None, because dropout is not supported.
+      dropout: dropout of the attention weights, with the numbers that `xla.attend_part` draws on
+        TPUs; None for no dropout.
       interpret: True runs the kernels on any device and with any sizes, slowly.
     """
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
-    local = functools.partial(_local, interpret=interpret)
+    rate, keys_of_queries = 0.0, None
+    if dropout is not None:
+        places = jnp.arange(queries.shape[-3])
+        draw = jax.vmap(lambda place: jax.random.key_data(dropout.part(place).rng)[:2])
+        rate, keys_of_queries = dropout.rate, draw(places)
+    local = functools.partial(_local, interpret=interpret, rate=rate)
     if not rules.partitioned() or queries.ndim == 3:
-        return AttentionPart(*local(queries, keys, values, bias, mask))
+        return AttentionPart(*local(queries, keys, values, bias, mask, keys_of_queries))
     lead = "lanes", *[None] * (queries.ndim - 4)
     by_head = rules.partition_spec(*lead, None, "heads", None, shape=queries.shape)
     by_lane = P(*by_head[: queries.ndim - 3])
     output = jax.shard_map(
         local,
-        in_specs=(by_head, by_head, by_head, P(by_head[-2]), by_lane),
+        in_specs=(by_head, by_head, by_head, P(by_head[-2]), by_lane, P()),
         out_specs=(by_head, P(*by_head[:-1])),
         axis_names=rules.automatic_axes(),
         check_vma=False,
-    )(queries, keys, values, bias, mask)
+    )(queries, keys, values, bias, mask, keys_of_queries)
     return AttentionPart(*output)
 
 
@@ -105,10 +115,10 @@ interpreted = functools.partial(attend_part, interpret=True)
 
 def _local(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
-    interpret: bool | pltpu.InterpretParams,
+    keys_of_queries: Array | None, interpret: bool | pltpu.InterpretParams, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device."""
-    settings = MaskedSizes(queries, keys, bias, mask).settings(interpret)
+    settings = MaskedSizes(queries, keys, bias, mask).settings(interpret)._replace(rate=rate)
     q, k, v = (
         x.reshape(-1, x.shape[-3], x.shape[-2] * x.shape[-1]) for x in (queries, keys, values)
     )
@@ -119,9 +129,30 @@ def _local(
         mask = mask.swapaxes(1, 2).astype(jnp.int8)
     if bias is not None:
         bias = bias.swapaxes(1, 2)
-    y, lse = _attend(_Arguments(q, k, v, bias, mask), settings)
+    draws = None
+    if keys_of_queries is not None:
+        draws = _draw_words(keys_of_queries, len(q), queries.shape[-2] * k.shape[1])
+    y, lse = _attend(_Arguments(q, k, v, bias, mask, draws), settings)
     lse = lse.reshape(len(q), -1, lse.shape[-1]).swapaxes(1, 2)
     return y.reshape(queries.shape), lse.reshape(queries.shape[:-1])
+
+
+def _draw_words(
+    keys_of_queries: UInt32[Array, "T 2"], lanes: int, each: int
+) -> Int[Array, "B 2 T"]:
+    """Returns the two words with which the kernels hash dropout of each query's weights.
+
+    The first word contains the part of the hash that depends on the row of the batch.
+
+    Args:
+      keys_of_queries: the random key of each query.
+      lanes: the number of rows of the batch on this device.
+      each: the number of weights of a query in all heads.
+    """
+    row = rules.lane_indices(lanes).astype(jnp.uint32)[:, None]
+    first = row * jnp.uint32(each * GOLDEN % 2**32) + keys_of_queries[None, :, 0]
+    second = jnp.broadcast_to(keys_of_queries[None, :, 1], first.shape)
+    return jax.lax.bitcast_convert_type(jnp.stack([first, second], axis=1), jnp.int32)
 
 
 class _Arguments(NamedTuple):
@@ -132,6 +163,7 @@ class _Arguments(NamedTuple):
     v: Float[Array, "B S HK"]
     bias: Float[Array, "H S T"] | None
     mask: Array
+    draws: Int[Array, "B 2 T"] | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -169,7 +201,7 @@ def _backward(
     products = gradient.astype(jnp.float32) * y.astype(jnp.float32)
     along = jnp.sum(products.reshape(*y.shape[:2], -1, settings.width), axis=-1)
     along = along.swapaxes(1, 2).reshape(lse.shape) - lse_gradient
-    inputs = MaskedKernelInputs(*arguments, gradient=gradient, lse=lse, along=along)
+    inputs = MaskedKernelInputs(*arguments)._replace(gradient=gradient, lse=lse, along=along)
     results = [
         _call_backward(_some_rows(inputs, slice(start, start + settings.lanes)), settings)
         for start in range(0, len(y), settings.lanes)
@@ -196,7 +228,7 @@ def _call_backward(
     inputs: MaskedKernelInputs, settings: MaskedKernelSettings
 ) -> MaskedKernelGradients:
     """Returns the gradients of some rows of the batch; that of the bias is summed over the rows."""
-    arguments = _Arguments(*inputs[:5])
+    arguments = _Arguments(*inputs[:6])
     q, k = arguments.q, arguments.k
     specs = _specs(arguments, settings)
     last = q.shape[1] // settings.tile - 1
@@ -227,9 +259,11 @@ def _specs(arguments: _Arguments, settings: MaskedKernelSettings) -> MaskedKerne
     if arguments.mask.dtype == jnp.int8:
         mask = pl.BlockSpec((None, size, tile), lambda h, t, b: (b, 0, t))
     lse = pl.BlockSpec((None, None, settings.together, tile), lambda h, t, b: (b, h, 0, t))
+    draws = pl.BlockSpec((None, 2, tile), lambda h, t, b: (b, 0, t))
     return MaskedKernelInputs(
-        own, whole, whole, None if arguments.bias is None else bias, mask, own, lse, lse
-    )
+        own, whole, whole, None if arguments.bias is None else bias, mask,
+        None if arguments.draws is None else draws, own, lse, lse,
+    )  # fmt: skip
 
 
 def _options(
@@ -242,6 +276,7 @@ def _options(
     q, k = arguments.q, arguments.k
     grid = q.shape[2] // settings.wide, q.shape[1] // settings.tile, len(q)
     backward = "_backward" if products > 2 else ""
+    backward += "_dropout" if arguments.draws is not None else ""
     size = f"{settings.together}x{settings.tile}x{k.shape[1]}x{settings.wide}_{q.dtype}"
     read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
     return {

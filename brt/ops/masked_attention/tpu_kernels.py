@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from brt.ops.dispatch import from_bits, to_bits
 from brt.ops.softmax import FLOOR
 from brt.ops.tpu import NN, NT, dot_float32
 
+GOLDEN = 0x9E3779B9  # the factor of the place in dropout's hash
 # This number is added to the logits of hidden keys. It is so large that the sum of two such numbers
 # is still finite, and that adding a logit does not change it.
 _HIDDEN = -1e30
@@ -39,6 +41,7 @@ class MaskedKernelSettings(NamedTuple):
         kernel; all logits of a group are computed at once.
       lanes: the largest number of rows of the batch of a call of the backward kernel.
       interpret: True runs the kernels on any device, slowly.
+      rate: the rate of dropout of the weights.
     """
 
     width: int
@@ -48,6 +51,7 @@ class MaskedKernelSettings(NamedTuple):
     rows: int
     lanes: int
     interpret: bool | pltpu.InterpretParams
+    rate: float = 0.0
 
     @property
     def wide(self) -> int:
@@ -84,6 +88,8 @@ class MaskedKernelInputs(NamedTuple):
       bias: float32 [G, S, Q].
       mask: float32 [1, S], one for keys that all queries see and zero for others; or int8 [S, Q],
         one where a query sees a key.
+      draws: int32 [2, Q], the two words with which dropout of a query's weights is hashed, from
+        `pallas_tpu._draw_words`; None for no dropout.
       gradient: [Q, L], the gradient of the output.
       lse: uint32 [G, Q], the bits of the log-sum-exp of each query's logits.
       along: float32 [G, Q], for each query, the sum over the keys of the weight times the weight's
@@ -95,6 +101,7 @@ class MaskedKernelInputs(NamedTuple):
     values: Any
     bias: Any
     mask: Any
+    draws: Any = None
     gradient: Any = None
     lse: Any = None
     along: Any = None
@@ -125,6 +132,36 @@ class MaskedKernelInputs(NamedTuple):
         if hidden is not None:
             return logits + hidden
         return jnp.where(self.mask[:, rows].astype(jnp.int32) > 0, logits, _HIDDEN)
+
+    def dropped(
+        self, head: int, rows: slice, x: Float[Array, "S R"], settings: MaskedKernelSettings
+    ) -> Float[Array, "S R"]:
+        """Returns weights, or their gradients, times the factors of dropout, which are those that
+        `dropout.Dropout` draws on TPUs.
+        """
+        if self.draws is None:
+            return x
+        size = x.shape[0]
+        first = (pl.program_id(0) * settings.together + head) * size
+        place = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        words = self.draws[0:1, rows], self.draws[1:2, rows]
+        drawn = _mix_bits(_mix_bits(place * _int32(GOLDEN) + words[0]) ^ words[1])
+        dropped = min(round(settings.rate * 2**32), 2**32 - 1)
+        # The most significant bit is flipped, because the numbers are compared as signed ones.
+        keep = (drawn ^ _int32(1 << 31)) >= _int32(dropped ^ (1 << 31))
+        return jnp.where(keep, x * (1 / (1 - settings.rate)), 0.0)
+
+
+def _mix_bits(x: Int[Array, "S R"]) -> Int[Array, "S R"]:
+    """Computes `dropout._mix_bits` with signed numbers."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
+        x = (x ^ jax.lax.shift_right_logical(x, _int32(shift))) * _int32(factor)
+    return x ^ jax.lax.shift_right_logical(x, _int32(15))
+
+
+def _int32(x: int) -> np.int32:
+    """Returns the signed number with the lower 32 bits of x."""
+    return np.uint32(x % 2**32).view(np.int32)
 
 
 class MaskedKernelGradients(NamedTuple):
@@ -166,7 +203,8 @@ def forward_kernel(
             top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), _LOWEST)
             weights = jnp.exp(logits - top)
             total = jnp.sum(weights, axis=0, keepdims=True)
-            read = dot_float32(columns[settings.head_lanes(head)], weights.astype(dtype), NN)
+            kept = inputs.dropped(head, rows, weights, settings).astype(dtype)
+            read = dot_float32(columns[settings.head_lanes(head)], kept, NN)
             divisor = jnp.where(total > 0, total, 1.0)
             sums.append(read / divisor)
             found = jnp.where(total > 0, top + jnp.log(divisor), FLOOR)
@@ -240,11 +278,13 @@ def _add_head(
     own, theirs = (settings.only(head, x[rows]) for x in (inputs.q, inputs.gradient))
     lse, along = from_bits(inputs.lse[head : head + 1, rows], jnp.float32), inputs.along
     weights = jnp.exp(inputs.logits(head, own, rows, hidden) - lse)
-    d_weights = dot_float32(inputs.values[...], theirs, NT)
+    d_kept = dot_float32(inputs.values[...], theirs, NT)
+    d_weights = inputs.dropped(head, rows, d_kept, settings)
+    kept = inputs.dropped(head, rows, weights, settings).astype(own.dtype)
     d_logits = weights * (d_weights - along[head : head + 1, rows])
     if d_bias is not None:
         d_bias[head, :, rows] += d_logits
-    d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
+    d_logits = d_logits.astype(own.dtype)
     keys_sum[...] += dot_float32(d_logits, own, NN)
-    values_sum[...] += dot_float32(weights, theirs, NN)
+    values_sum[...] += dot_float32(kept, theirs, NN)
     return dot_float32(columns[settings.head_lanes(head)], d_logits, NN)
