@@ -36,6 +36,13 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "bias_gradient_512x128": (883, 401, 485, 390),
         "accumulate_fire_16x64x128": (2343, 1915, 1766, 2049),
         "accumulate_fire_backward_16x64x128": (5353, 4398, 4094, 5018),
+        # The sizes are heads, queries, keys and numbers of all heads of a step.
+        "masked_attention_2x1024x1024x128": (0, 9204, 8922, 6365),
+        "masked_attention_backward_2x1024x1024x128": (0, 19737, 18258, 10140),
+        "masked_attention_dropout_2x1024x1024x128": (0, 19918, 0, 17008),
+        "masked_attention_backward_dropout_2x1024x1024x128": (0, 29896, 0, 21789),
+        "masked_attention_2x128x1024x128": (2602, 0, 0, 0),
+        "masked_attention_backward_2x128x1024x128": (3331, 0, 0, 0),
         "kmeans_4096x128": (2949, 2342, 2381, 1540),
         "clustered_attention_4096x112": (6101, 4370, 4453, 3083),
         "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
@@ -82,8 +89,8 @@ _FLOPS, _BYTES = (
 
 
 def cycles(attributes: str, chip: str) -> float:
-    """Returns the cycles of one call of a Pallas kernel on a chip, or 0 if the kernel is not in the
-    table BUNDLES.
+    """Returns the cycles of one call of a Pallas kernel on a chip, or 0 if the table BUNDLES does
+    not have the kernel for this chip.
 
     The attributes of the instruction that calls a kernel contain the kernel's name, and the name
     contains the sizes and the number of grid steps. If the table has the kernel only with other
@@ -97,11 +104,15 @@ def cycles(attributes: str, chip: str) -> float:
     if not match:
         return 0.0
     kernel, size, dtype, steps = match.groups()
-    sizes = [known for known in BUNDLES if known.rpartition("_")[0] == kernel]
-    if not sizes or not dtype.startswith(_TYPES.get(kernel, "bfloat16")):
-        return 0.0
     name = f"{kernel}_{size}"
-    known = name if name in sizes else sizes[0]
+    others = (
+        other
+        for other, bundles in BUNDLES.items()
+        if other.rpartition("_")[0] == kernel and bundles.get(chip)
+    )
+    known = name if name in BUNDLES else next(others, None)
+    if not known or not dtype.startswith(_TYPES.get(kernel, "bfloat16")):
+        return 0.0
     steps_per_core = int(steps) / _CORES.get(chip, 1)
     return BUNDLES[known].get(chip, 0) * _work(name) / _work(known) * steps_per_core
 

@@ -20,6 +20,8 @@ CASES = {
     "recurrent": 2,
     "cell": 2,
     "loss": 2,
+    "masked": 2,
+    "masked_dropout": 2,
     "segmented": 2,
     "clustered": 3,
     "improved": 3,
@@ -90,6 +92,8 @@ def test_the_kernels_of_windows_that_are_not_a_block_compile(
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
+        ("masked", "bfloat16"),
+        ("masked", "float32"),
         ("segmented", "bfloat16"),
         ("segmented", "float32"),
         ("clustered", "bfloat16"),
@@ -104,6 +108,14 @@ def test_other_kernels_compile_forward_and_backward(chip: str, case: str, dtype:
     out = run("tools/benchmark/kernels.py", f"--one={chip}", f"--case={case}", f"--dtype={dtype}")
     used = json.loads(out.splitlines()[-1])
     assert len(used) == CASES[case] and max(used.values()) < 64 * 2**20
+
+
+@pytest.mark.parametrize("window", [64, 1024, 2048])
+def test_the_kernels_of_masked_attention_compile_for_other_lengths(window: int) -> None:
+    """With more than 1,024 tokens there are several tiles of queries."""
+    out = run("tools/benchmark/kernels.py", "--one=v5e", "--case=masked", f"--window={window}")
+    used = json.loads(out.splitlines()[-1])
+    assert len(used) == CASES["masked"] and max(used.values()) < 64 * 2**20
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq.cross_attention import cross_config
-from brt.ops import clustered_attention, cross_attention
+from brt.ops import clustered_attention, cross_attention, masked_attention
 from brt.ops.adafactor import Moments, adafactor
 from brt.ops.block_products import (
     shared_input_matmul,
@@ -24,7 +24,7 @@ from brt.ops.block_products import (
 )
 from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
-from brt.ops.dropout import DropoutMask
+from brt.ops.dropout import Dropout, DropoutMask
 from brt.ops.gates import GateWeights
 from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
@@ -178,6 +178,24 @@ def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [target, source, source, valid, parameters, target]
 
 
+def masked(array: Callable[..., Any], args: argparse.Namespace, rate: float = 0.0) -> Case:
+    """Builds the case of an encoder's attention with T5's bias to two windows of tokens."""
+    size = 2 * args.window
+    x, bias = array(args.lanes, size, HEADS, WIDTH), array(HEADS, size, size, dtype="float32")
+
+    def gradients(q, k, v, bias, valid, weights):
+        def loss(q, k, v, bias):
+            y = masked_attention.attend(
+                q, k, v, bias, valid[:, None], Dropout(jax.random.key(0), rate) if rate else None,
+                implementation=args.implementation,
+            )  # fmt: skip
+            return _inner(y, weights)
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
+
+    return gradients, [x, x, x, bias, array(args.lanes, size, dtype="bool"), x]
+
+
 def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "clustered") -> Case:
     """Builds the case of clustered attention with its k-means."""
     config = clustered_config(Attention(kind=kind, clusters=CLUSTERS))
@@ -295,6 +313,7 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 CASES = {
     "window": window, "local": local, "recurrent": recurrent, "cell": cell, "loss": loss,
+    "masked": masked, "masked_dropout": partial(masked, rate=0.1),
     "segmented": segmented, "clustered": clustered,
     "improved": partial(clustered, kind="improved_clustered"),
     "causal": causal, "weights": weights, "products": products, "optimizer": optimizer,

@@ -4,6 +4,7 @@ python tools/benchmark/kernels.py                  # 512 tokens, heads of 128, f
 python tools/benchmark/kernels.py --chips v5e --window 1024 --head_dim 64
 python tools/benchmark/kernels.py --case clustered    # improved, recurrent, cell, loss, ...
 python tools/benchmark/kernels.py --case segmented --compare --lanes 16    # with plain XLA
+python tools/benchmark/kernels.py --case masked --window 2048    # 4,096 tokens
 
 The length is the number of bundles of instructions in a step of the kernel's grid, such as a head
 of a lane's block. A bundle takes one cycle, unless it waits for memory. The table in
@@ -134,8 +135,8 @@ def parser() -> argparse.ArgumentParser:
     chips = {"type": lambda text: text.split(","), "default": list(CHIPS)}
     flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
     cases = (
-        "window", "local", "recurrent", "cell", "loss", "segmented", "clustered", "improved",
-        "causal", "weights", "products", "optimizer",
+        "window", "local", "recurrent", "cell", "loss", "masked", "masked_dropout", "segmented",
+        "clustered", "improved", "causal", "weights", "products", "optimizer",
     )  # fmt: skip
     flags.add_argument("--case", choices=cases, default="window")
     flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")

@@ -13,13 +13,19 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.grouped_heads import heads_to_tokens, tokens_to_heads
-from brt.ops.masked_attention import reference, xla
+from brt.ops.masked_attention import pallas_tpu, reference, xla
 from brt.ops.partial_attention import AttentionPart
 
 OP = Op(
     "masked_attention",
     (
+        Implementation(
+            "pallas_tpu", pallas_tpu.attend_part, ("tpu",), ("tpu",), pallas_tpu.refusal
+        ),
         Implementation("xla", xla.attend_part),
+        Implementation(
+            "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=dispatch.dropout_refusal
+        ),
         Implementation(
             "reference", reference.attend_part, auto=(), refusal=dispatch.dropout_refusal
         ),

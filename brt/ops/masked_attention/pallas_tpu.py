@@ -1,0 +1,292 @@
+"""Masked attention on TPUs: logits and weights stay in VMEM.
+
+The grid is (group of heads, tile of queries, row of the batch). A group has as many heads as fill
+the 128 lanes of a register, for example two heads of size 64, and the kernels read the heads where
+the projections wrote them. The rows of the batch are innermost, because they share the bias: a tile
+of the bias is read once for all rows, and its gradient is added up in VMEM and written once. The
+backward pass recomputes the weights from the log-sum-exp. If there are several tiles of queries,
+the gradients of the keys and values of all rows are added up in VMEM, too, and written with the
+last tile. A batch that has no room there is split into several calls.
+
+In shapes, B is the number of rows of the batch, T of queries, S of keys, H of heads, N of groups of
+G heads, and K of numbers of a head; *B stands for any leading axes.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from brt.distributed import rules
+from brt.ops.dispatch import bits_dtype, output_residual
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention.tpu_kernels import (
+    GOLDEN,
+    MaskedKernelGradients,
+    MaskedKernelInputs,
+    MaskedKernelSettings,
+    backward_kernel,
+    forward_kernel,
+)
+from brt.ops.masked_attention.tpu_sizes import MAX_KEYS, MaskedSizes, heads_together
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.tpu import LANES, head_refusal, parallel_heads, vmem_refusal
+
+
+def refusal(
+    queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
+    dropout: Any = None,
+) -> str | None:  # fmt: skip
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are those of `attend_part`.
+    """
+    (length, heads, width), size = queries.shape[-3:], keys.shape[-3]
+    if dropout is not None and rules.partitioned():
+        sharded = rules.shard_count("heads", heads) > 1
+        if sharded or queries.ndim != 4:
+            return "has no dropout if heads are sharded, or if there are several leading axes"
+    if length % LANES or size % LANES or size > MAX_KEYS:
+        return (
+            f"takes a multiple of 128 queries and of 128 keys, at most {MAX_KEYS} keys, not "
+            f"{length} and {size}"
+        )
+    if reason := head_refusal(width, queries.dtype):
+        return reason
+    heads //= rules.shard_count("heads", heads)
+    if heads % heads_together(heads, width) or heads * width % LANES:
+        return f"takes heads of {width} in pairs; a device has {heads}"
+    sizes = MaskedSizes(queries, keys, bias, mask)
+    return vmem_refusal(sizes.taken(LANES, 1))
+
+
+def attend_part(
+    queries: Float[Array, "*B Q H K"],
+    keys: Float[Array, "*B S H K"],
+    values: Float[Array, "*B S H K"],
+    bias: Float[Array, "H Q S"] | None,
+    mask: Bool[Array, "*#B #Q S"],
+    dropout: Dropout | None = None,
+    *,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> AttentionPart:
+    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
+    of the query's logits.
+
+    Args:
+      queries: already multiplied by any scale.
+      keys, values: the keys and the values.
+      bias: float32, added to the logits along all leading axes; None for no bias.
+      mask: True where a query sees a key; a query that sees no key gets zeros.
+      dropout: dropout of the attention weights, with the numbers that `xla.attend_part` draws on
+        TPUs; None for no dropout.
+      interpret: True runs the kernels on any device and with any sizes, slowly.
+    """
+    mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
+    rate, keys_of_queries = 0.0, None
+    if dropout is not None:
+        places = jnp.arange(queries.shape[-3])
+        draw = jax.vmap(lambda place: jax.random.key_data(dropout.part(place).rng)[:2])
+        rate, keys_of_queries = dropout.rate, draw(places)
+    local = functools.partial(_local, interpret=interpret, rate=rate)
+    if not rules.partitioned() or queries.ndim == 3:
+        return AttentionPart(*local(queries, keys, values, bias, mask, keys_of_queries))
+    lead = "lanes", *[None] * (queries.ndim - 4)
+    by_head = rules.partition_spec(*lead, None, "heads", None, shape=queries.shape)
+    by_lane = P(*by_head[: queries.ndim - 3])
+    output = jax.shard_map(
+        local,
+        in_specs=(by_head, by_head, by_head, P(by_head[-2]), by_lane, P()),
+        out_specs=(by_head, P(*by_head[:-1])),
+        axis_names=rules.automatic_axes(),
+        check_vma=False,
+    )(queries, keys, values, bias, mask, keys_of_queries)
+    return AttentionPart(*output)
+
+
+interpreted = functools.partial(attend_part, interpret=True)
+
+
+def _local(
+    queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
+    keys_of_queries: Array | None, interpret: bool | pltpu.InterpretParams, rate: float,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device."""
+    settings = MaskedSizes(queries, keys, bias, mask).settings(interpret)._replace(rate=rate)
+    q, k, v = (
+        x.reshape(-1, x.shape[-3], x.shape[-2] * x.shape[-1]) for x in (queries, keys, values)
+    )
+    mask = mask.reshape(-1, *mask.shape[-2:])
+    if mask.shape[1] == 1:
+        mask = mask.astype(jnp.float32)
+    else:
+        mask = mask.swapaxes(1, 2).astype(jnp.int8)
+    if bias is not None:
+        bias = bias.swapaxes(1, 2)
+    draws = None
+    if keys_of_queries is not None:
+        draws = _draw_words(keys_of_queries, len(q), queries.shape[-2] * k.shape[1])
+    y, lse = _attend(_Arguments(q, k, v, bias, mask, draws), settings)
+    lse = lse.reshape(len(q), -1, lse.shape[-1]).swapaxes(1, 2)
+    return y.reshape(queries.shape), lse.reshape(queries.shape[:-1])
+
+
+def _draw_words(
+    keys_of_queries: UInt32[Array, "T 2"], lanes: int, each: int
+) -> Int[Array, "B 2 T"]:
+    """Returns the two words with which the kernels hash dropout of each query's weights.
+
+    The first word contains the part of the hash that depends on the row of the batch.
+
+    Args:
+      keys_of_queries: the random key of each query.
+      lanes: the number of rows of the batch on this device.
+      each: the number of weights of a query in all heads.
+    """
+    row = rules.lane_indices(lanes).astype(jnp.uint32)[:, None]
+    first = row * jnp.uint32(each * GOLDEN % 2**32) + keys_of_queries[None, :, 0]
+    second = jnp.broadcast_to(keys_of_queries[None, :, 1], first.shape)
+    return jax.lax.bitcast_convert_type(jnp.stack([first, second], axis=1), jnp.int32)
+
+
+class _Arguments(NamedTuple):
+    """The arrays of one device that attention is computed from."""
+
+    q: Float[Array, "B T HK"]
+    k: Float[Array, "B S HK"]
+    v: Float[Array, "B S HK"]
+    bias: Float[Array, "H S T"] | None
+    mask: Array
+    draws: Int[Array, "B 2 T"] | None = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(arguments: _Arguments, settings: MaskedKernelSettings) -> tuple[Array, Array]:
+    """Returns the output [B, T, HK] and the log-sum-exp [B, N, G, T]."""
+    return _forward(arguments, settings)[0]
+
+
+def _forward(
+    arguments: _Arguments, settings: MaskedKernelSettings
+) -> tuple[tuple[Array, Array], tuple]:
+    q, together = arguments.q, settings.together
+    specs = _specs(arguments, settings)
+    lse_shape = len(q), q.shape[2] // settings.wide, together, q.shape[1]
+    ((y, lse),) = pl.pallas_call(
+        functools.partial(forward_kernel, settings=settings),
+        in_specs=[specs._replace(gradient=None, lse=None, along=None)],
+        out_specs=[(specs.q, specs.lse)],
+        out_shape=[
+            (
+                jax.ShapeDtypeStruct(q.shape, bits_dtype(q.dtype)),
+                jax.ShapeDtypeStruct(lse_shape, jnp.uint32),
+            )
+        ],
+        **_options(arguments, settings, products=2),
+    )(MaskedKernelInputs(*arguments))
+    y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
+    return (y, jax.lax.bitcast_convert_type(lse, jnp.float32)), (arguments, y, lse)
+
+
+def _backward(
+    settings: MaskedKernelSettings, residuals: tuple, gradients: tuple[Array, Array]
+) -> tuple[_Arguments]:
+    (arguments, y, lse), (gradient, lse_gradient) = residuals, gradients
+    products = gradient.astype(jnp.float32) * y.astype(jnp.float32)
+    along = jnp.sum(products.reshape(*y.shape[:2], -1, settings.width), axis=-1)
+    along = along.swapaxes(1, 2).reshape(lse.shape) - lse_gradient
+    inputs = MaskedKernelInputs(*arguments)._replace(gradient=gradient, lse=lse, along=along)
+    results = [
+        _call_backward(_some_rows(inputs, slice(start, start + settings.lanes)), settings)
+        for start in range(0, len(y), settings.lanes)
+    ]
+    if len(results) == 1:
+        return (_Arguments(*results[0], None),)
+    d_q, d_k, d_v = (jnp.concatenate(x) for x in list(zip(*results, strict=True))[:3])
+    d_bias = None
+    if arguments.bias is not None:
+        d_bias = functools.reduce(jnp.add, [one.bias for one in results])
+    return (_Arguments(d_q, d_k, d_v, d_bias, None),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _some_rows(inputs: MaskedKernelInputs, rows: slice) -> MaskedKernelInputs:
+    """Returns the inputs for some rows of the batch; all rows have the same bias."""
+    others = jax.tree.map(lambda x: x[rows], inputs._replace(bias=None))
+    return others._replace(bias=inputs.bias)
+
+
+def _call_backward(
+    inputs: MaskedKernelInputs, settings: MaskedKernelSettings
+) -> MaskedKernelGradients:
+    """Returns the gradients of some rows of the batch; that of the bias is summed over the rows."""
+    arguments = _Arguments(*inputs[:6])
+    q, k = arguments.q, arguments.k
+    specs = _specs(arguments, settings)
+    last = q.shape[1] // settings.tile - 1
+    key_gradient = pl.BlockSpec(
+        (None, k.shape[1], settings.wide), lambda h, t, b: (jnp.where(t == last, b, 0), 0, h)
+    )
+    kept = len(q) if last else 1
+    scratch = pltpu.VMEM((kept, k.shape[1], settings.wide), jnp.float32)
+    like = [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:4]]
+    (results,) = pl.pallas_call(
+        functools.partial(backward_kernel, settings=settings),
+        in_specs=[specs],
+        out_specs=[MaskedKernelGradients(specs.q, key_gradient, key_gradient, specs.bias)],
+        out_shape=[MaskedKernelGradients(*like)],
+        scratch_shapes=[scratch, scratch],
+        **_options(arguments, settings, products=5),
+    )(inputs)
+    return results
+
+
+def _specs(arguments: _Arguments, settings: MaskedKernelSettings) -> MaskedKernelInputs:
+    """Returns the block specs of a step's inputs."""
+    size, tile = arguments.k.shape[1], settings.tile
+    own = pl.BlockSpec((None, tile, settings.wide), lambda h, t, b: (b, t, h))
+    whole = pl.BlockSpec((None, size, settings.wide), lambda h, t, b: (b, 0, h))
+    bias = pl.BlockSpec((settings.together, size, tile), lambda h, t, b: (h, 0, t))
+    mask = pl.BlockSpec((None, 1, size), lambda h, t, b: (b, 0, 0))
+    if arguments.mask.dtype == jnp.int8:
+        mask = pl.BlockSpec((None, size, tile), lambda h, t, b: (b, 0, t))
+    lse = pl.BlockSpec((None, None, settings.together, tile), lambda h, t, b: (b, h, 0, t))
+    draws = pl.BlockSpec((None, 2, tile), lambda h, t, b: (b, 0, t))
+    return MaskedKernelInputs(
+        own, whole, whole, None if arguments.bias is None else bias, mask,
+        None if arguments.draws is None else draws, own, lse, lse,
+    )  # fmt: skip
+
+
+def _options(
+    arguments: _Arguments, settings: MaskedKernelSettings, products: int
+) -> dict[str, Any]:
+    """Returns the options of a kernel's call.
+
+    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    """
+    q, k = arguments.q, arguments.k
+    grid = q.shape[2] // settings.wide, q.shape[1] // settings.tile, len(q)
+    backward = "_backward" if products > 2 else ""
+    backward += "_dropout" if arguments.draws is not None else ""
+    size = f"{settings.together}x{settings.tile}x{k.shape[1]}x{settings.wide}_{q.dtype}"
+    read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+    return {
+        "grid": grid,
+        "name": f"masked_attention{backward}_{size}_{math.prod(grid)}_steps",
+        "interpret": settings.interpret,
+        "compiler_params": parallel_heads(3),
+        "cost_estimate": pl.CostEstimate(
+            flops=2 * products * k.shape[1] * q.size,
+            transcendentals=k.shape[1] * q.size // settings.width,
+            bytes_accessed=(products // 2) * read,
+        ),
+    }
