@@ -43,6 +43,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "masked_attention_backward_dropout_2x1024x1024x128": (0, 29896, 27451, 21789),
         "masked_attention_2x128x1024x128": (2602, 0, 0, 0),
         "masked_attention_backward_2x128x1024x128": (3331, 0, 0, 0),
+        "masked_attention_dropout_2x128x1024x128": (20519, 0, 0, 0),
+        "masked_attention_backward_dropout_2x128x1024x128": (21245, 0, 0, 0),
         "kmeans_4096x128": (2949, 2342, 2381, 1540),
         "clustered_attention_4096x112": (6101, 4370, 4453, 3083),
         "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
