@@ -69,6 +69,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow_cases("3", "6")
 @pytest.mark.parametrize("documents", [1, 3, 5, 6])
 def test_an_interrupted_preparation_continues(
     data: config.Data, tmp_path: Path, documents: int, monkeypatch: pytest.MonkeyPatch,

@@ -86,6 +86,7 @@ def traced(function: Callable[..., Any], shape: tuple[int, ...], dtype: str = "f
     return found[0]
 
 
+@pytest.mark.slow_cases("two heads-*", "heads-streamed", "square-*")
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_equals_optax(

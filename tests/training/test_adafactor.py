@@ -102,6 +102,7 @@ def test_a_step_on_cpus_is_bit_by_bit_that_of_optax(settings: Optimizer, gradien
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.slow_cases("zeros", "rates", "clipped")
 @pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
 def test_a_step_by_the_kernel_equals_optax(
     settings: Optimizer, gradients: str, monkeypatch: pytest.MonkeyPatch
