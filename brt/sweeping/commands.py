@@ -89,8 +89,9 @@ def cores() -> int:
 def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]:
     """Returns the environment variables of a job, with its share of the cores and GPUs.
 
-    Settings of the user for XLA's threads are kept. GPUs are only distributed if
-    CUDA_VISIBLE_DEVICES lists them.
+    Settings of the user for XLA are kept. GPUs are only distributed if CUDA_VISIBLE_DEVICES lists
+    them. Jobs that may share a GPU allocate its memory when they need it: by default, the first of
+    them would reserve three quarters of the memory, and the others would find too little.
 
     Args:
       base: the environment variables of the sweep.
@@ -101,6 +102,8 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
     if jobs > 1:
         result.setdefault("PJRT_NPROC", str(threads(jobs)))
         gpus = [gpu for gpu in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        if len(gpus) < jobs:
+            result.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         if gpus:
             result["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot % len(gpus) :: jobs])
     return result

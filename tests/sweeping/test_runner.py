@@ -155,11 +155,16 @@ def test_points_run_side_by_side_with_a_share_of_the_cores(
 def test_shares_of_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "cores", lambda: 16)
     assert commands.environment({}, 0, 1) == {}
-    assert commands.environment({}, 2, 3) == {"PJRT_NPROC": "5"}
+    on_demand = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # The jobs may share a GPU.
+    assert commands.environment({}, 2, 3) == {"PJRT_NPROC": "5"} | on_demand
+    assert commands.environment({"CUDA_VISIBLE_DEVICES": "0"}, 1, 2).items() >= on_demand.items()
     base = {"CUDA_VISIBLE_DEVICES": "0,2,3", "PJRT_NPROC": "1"}
     shares = [commands.environment(base, slot, 2) for slot in range(2)]
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["0,3", "2"]
     assert shares[0]["PJRT_NPROC"] == "1", "what the user sets stays"
+    assert not shares[0].keys() & on_demand.keys(), "every job has GPUs of its own"
+    chosen = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    assert commands.environment(chosen, 0, 2).items() >= chosen.items()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,214 @@
+"""Runs the attention kernels on a GPU, and prints how far their results are from the reference.
+
+    python tools/benchmark/gpu_errors.py [--seconds=300]
+
+A row is a case and an implementation. The error is the largest one of the output and of all
+gradients: the distance from the result of the reference implementation in float32, divided by the
+largest number of the array. "Same bits" says whether a second run gave the same bits. Rows are
+printed as soon as they are known, and no case is started after `--seconds`; the first cases are the
+most important ones.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brt.ops.dropout import DropoutMask
+from brt.ops.softmax_attention import attend, attend_to_blocks
+from brt.ops.window_attention import window_part
+
+HEADS, LANES = 4, 2
+WINDOW = ("pallas_gpu", "pallas_mosaic_gpu", "xla")
+SOFTMAX = ("pallas_gpu", "xla")
+Inputs = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """An operation with its inputs.
+
+    Attributes:
+      name: the name in the table.
+      function: computes the arrays of the result from the inputs and the name of an implementation.
+      inputs: the arrays with gradients, by name.
+      implementations: the implementations to compare with the reference.
+    """
+
+    name: str
+    function: Callable[[Inputs, str], tuple[jax.Array, ...]]
+    inputs: Inputs
+    implementations: tuple[str, ...]
+
+
+def window(
+    tokens: int, width: int, dtype: str = "bfloat16", *, key_heads: int = HEADS,
+    dropout: bool = False, null_keys: bool = False, scaled: bool = False,
+) -> Case:  # fmt: skip
+    """Returns a case of window attention to two blocks; in one lane, a document starts in between.
+
+    Args:
+      tokens: the window, and the number of tokens of a block.
+      width: the numbers of a head.
+      dtype: the dtype of queries, keys and values.
+      key_heads: the number of heads of keys and values.
+      dropout: True drops half of the weights.
+      null_keys: True if keys before the document count as zero keys.
+      scaled: True if queries and keys are normalized.
+    """
+    rng = np.random.default_rng(tokens + width)
+    cached = LANES, tokens, key_heads, width
+    keys = LANES, 2 * tokens, key_heads, width
+    inputs: Inputs = {
+        "queries": _normal(rng, (LANES, 2 * tokens, HEADS, width), dtype, width**-0.5),
+        "cached": (_normal(rng, cached, dtype), _normal(rng, cached, dtype)),
+        "keys": _normal(rng, keys, dtype),
+        "values": _normal(rng, keys, dtype),
+        "bias": _normal(rng, (HEADS, tokens), "float32"),
+    }
+    if scaled:
+        inputs["scale"] = jnp.arange(1.0, 1 + HEADS)
+    others = {"cache_mask": jnp.asarray([[False, True], [True, False]]), "null_keys": null_keys}
+    if dropout:
+        kept = jnp.asarray(rng.random((HEADS, tokens, tokens)) < 0.5)
+        others["dropout"] = DropoutMask(kept, scale=2.0)
+
+    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
+        return window_part(**given, **others, implementation=implementation)
+
+    marks = {"dropout": dropout, "null keys": null_keys, "normalized": scaled}
+    marks[f"{key_heads} heads of keys"] = key_heads < HEADS
+    name = ", ".join([f"window of {tokens}", f"heads of {width}", dtype, *filter(marks.get, marks)])
+    return Case(name, function, inputs, WINDOW)
+
+
+def states(queries: int, keys: int, width: int, blocks: int) -> Case:
+    """Returns a case of attention without bias, such as that of tokens to states.
+
+    Args:
+      queries, keys: their numbers in a block.
+      width: the numbers of a head.
+      blocks: the number of blocks.
+    """
+    rng = np.random.default_rng(queries + keys + width)
+    shape = LANES, blocks, keys, HEADS, width
+    inputs = {
+        "queries": _normal(rng, (LANES, blocks * queries, HEADS, width), "bfloat16", width**-0.5),
+        "keys": _normal(rng, shape, "bfloat16"),
+        "values": _normal(rng, shape, "bfloat16"),
+    }
+
+    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
+        return (attend(**given, implementation=implementation),)
+
+    name = f"{queries} queries, {keys} keys, heads of {width}, {blocks} blocks"
+    return Case(name, function, inputs, SOFTMAX)
+
+
+def states_to_blocks(queries: int, tokens: int, width: int, null_keys: bool) -> Case:
+    """Returns a case of attention of states to two blocks; one lane may not read the first block.
+
+    Args:
+      queries: the number of states.
+      tokens: the number of tokens of a block.
+      width: the numbers of a head.
+      null_keys: True if hidden keys count as zero keys.
+    """
+    rng = np.random.default_rng(queries + tokens + width)
+    shape = LANES, HEADS, 2 * tokens, width
+    inputs = {
+        "queries": _normal(rng, (LANES, queries, HEADS, width), "bfloat16", width**-0.5),
+        "keys": _normal(rng, shape, "bfloat16"),
+        "values": _normal(rng, shape, "bfloat16"),
+    }
+    readable = jnp.asarray([True, False])
+
+    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
+        options = {"null_keys": null_keys, "implementation": implementation}
+        return (attend_to_blocks(**given, cache_mask=readable, **options),)
+
+    null = ", null keys" if null_keys else ""
+    name = f"{queries} states to two blocks of {tokens}, heads of {width}{null}"
+    return Case(name, function, inputs, SOFTMAX)
+
+
+def _normal(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0
+) -> jax.Array:
+    return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+
+CASES: Sequence[Callable[[], Case]] = (
+    partial(window, 128, 64),
+    partial(window, 512, 128, scaled=True),
+    partial(states, 512, 512, 128, 3),
+    partial(states_to_blocks, 512, 512, 128, False),
+    partial(window, 256, 64, dropout=True),
+    partial(window, 256, 128, "float16", null_keys=True),
+    partial(states, 128, 128, 64, 2),
+    partial(states_to_blocks, 128, 128, 64, True),
+    partial(window, 512, 64, key_heads=2),
+    partial(window, 512, 256),
+    partial(window, 512, 128, dropout=True, null_keys=True, scaled=True),
+    partial(window, 2048, 64),
+    partial(window, 4096, 128),
+    partial(states, 512, 512, 256, 1),
+)
+
+
+def computed(case: Case, implementation: str) -> dict[str, np.ndarray]:
+    """Returns the results of a case and the gradients of a weighted sum of them, by name.
+
+    The reference reads the inputs in float32.
+    """
+    inputs = case.inputs
+    if implementation == "reference":
+        inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+
+    def loss(given: Inputs) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        results, rng = case.function(given, implementation), np.random.default_rng(0)
+        weights = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in results]
+        return sum(jnp.vdot(w, x) for w, x in zip(weights, results, strict=True)), results
+
+    precision = "highest" if implementation == "reference" else "default"
+    with jax.default_matmul_precision(precision):
+        gradients, results = jax.jit(jax.grad(loss, has_aux=True))(inputs)
+    leaves, _ = jax.tree_util.tree_flatten_with_path((results, gradients))
+    return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in leaves}
+
+
+def measured(case: Case) -> Iterator[str]:
+    """Yields a row of the table for each implementation of a case."""
+    expected = computed(case, "reference")
+    for implementation in case.implementations:
+        found, again = (computed(case, implementation) for _ in range(2))
+        error = max(np.abs(found[name] - x).max() / np.abs(x).max() for name, x in expected.items())
+        same = all(np.array_equal(found[name], again[name]) for name in found)
+        yield f"{case.name:85} {implementation:17} {error:9.1e}  {'yes' if same else 'no'}"
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("--seconds", type=float, default=600.0, help="start no case after this time")
+    seconds, device = flags.parse_args().seconds, jax.devices()[0]
+    if device.platform != "gpu":
+        flags.error(f"the kernels run on GPUs, and JAX found {device.device_kind}")
+    print(f"jax {jax.__version__}, {device.device_kind}")
+    print(f"{'case':85} {'implementation':17} max error  same bits")
+    begin = time.monotonic()
+    for make in CASES:
+        if time.monotonic() - begin > seconds:
+            print("the time is over")
+            return
+        for line in measured(make()):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
