@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ PARTS = 16  # The training loss is kept as this number of means.
 
 
 def collected(sweeps: Sequence[Path], name: str) -> dict[str, Any]:
-    """Returns the runs of sweeps whose test split was evaluated, as JSON.
+    """Returns, as JSON, the runs of sweeps whose test split was evaluated, and the training losses
+    of the other runs, such as those that were stopped.
 
     Args:
       sweeps: the directories of the sweeps. Each run in them was evaluated by `brt.evaluate`, with
@@ -32,33 +34,46 @@ def collected(sweeps: Sequence[Path], name: str) -> dict[str, Any]:
       name: the name of the corpus, for the legend of the plot.
     """
     points = [point for sweep in sweeps for point in sorted(sweep.glob("*/point.json"))]
-    runs = [_run(point.parent) for point in points]
-    return {"name": name, "runs": [run for run in runs if run]}
+    started = [point.parent for point in points if point.with_name("provenance.json").exists()]
+    runs = [_run(directory) for directory in started]
+    return {
+        "name": name,
+        "runs": [run for run in runs if "bits_per_byte" in run],
+        "training_only": [run for run in runs if "bits_per_byte" not in run and run["training"]],
+    }
 
 
 def _run(directory: Path) -> dict[str, Any]:
+    point = json.loads((directory / "point.json").read_text())
+    training, model = point["config"]["Training"], point["config"]["Model"]
+    tokens_per_step = training["batch_size"] * training["segment_length"]
+    provenance = json.loads((directory / "provenance.json").read_text())
+    run = {
+        "name": point["name"].partition(",seed=")[0],
+        "seed": training["seed"],
+        "tokens": training["steps"] * tokens_per_step,
+        "width": model["model_dim"],
+        "commit": provenance.get("git", {}).get("commit", "")[:8],
+        "versions": provenance.get("versions", {}),
+        "devices": provenance.get("devices", []),
+        "training": _training(directory, training["steps"], tokens_per_step),
+    }
+    return run | _evaluation(directory)
+
+
+def _evaluation(directory: Path) -> dict[str, Any]:
+    """Returns the results of the newest evaluation of a run; {} if there is none."""
     evaluations = sorted((directory / "evaluations").glob(f"*/{SPLIT}.json"), key=_step)
     if not evaluations:
         return {}
     file = evaluations[-1]
-    point = json.loads((directory / "point.json").read_text())
     report = json.loads(file.read_text())
     compared = file.with_name(f"{SPLIT}_comparison.json")
     comparison = json.loads(compared.read_text()) if compared.exists() else {}
-    training, model = point["config"]["Training"], point["config"]["Model"]
-    counts = ("steps", "batch_size", "segment_length")
-    provenance = json.loads((directory / "provenance.json").read_text())
     return {
-        "name": point["name"].partition(",seed=")[0],
-        "seed": training["seed"],
-        "tokens": int(np.prod([training[name] for name in counts])),
-        "width": model["model_dim"],
-        "commit": provenance.get("git", {}).get("commit", "")[:8],
-        "versions": provenance.get("versions", {}),
         "bits_per_byte": report["bits_per_byte"],
         "bits_per_token": report["bits_per_token"],
         "without_state": report.get("ablation", {}).get("bits_per_byte"),
-        "training": _training(directory, training["batch_size"] * training["segment_length"]),
         "documents": _documents(file.with_name(f"{SPLIT}_documents.jsonl")),
         "comparison": {
             "with": Path(comparison["other"]["run"]).name,
@@ -80,19 +95,27 @@ def _documents(file: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _training(directory: Path, tokens_per_step: int) -> list[tuple[int, float]]:
-    """Returns the training loss in bits per token, as the means over up to 16 parts of the run.
+def _training(directory: Path, steps: int, tokens_per_step: int) -> list[tuple[int, float]]:
+    """Returns the training loss in bits per token, as the mean of each sixteenth of a run.
+
+    Args:
+      directory: the directory of the run.
+      steps: the number of steps that the run was started for.
+      tokens_per_step: the number of tokens of a step.
 
     Returns:
-      For each part, the number of training tokens at its end, and the loss.
+      For each part that the run completed, the number of training tokens at its end, and the loss.
     """
     file = directory / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    losses = [(row["step"], row[LOSS]) for row in rows if LOSS in row]
-    parts = [part for part in np.array_split(np.asarray(losses), PARTS) if part.size]
-    return [
-        (int(part[-1, 0]) * tokens_per_step, round(float(part[:, 1].mean()), 5)) for part in parts
-    ]
+    losses = np.asarray([(row["step"], row[LOSS]) for row in rows if LOSS in row]).reshape(-1, 2)
+    ends = [steps * part // PARTS for part in range(PARTS + 1)]
+    parts = []
+    for begin, end in pairwise(ends):
+        part = losses[(losses[:, 0] > begin) & (losses[:, 0] <= end), 1]
+        if part.size and losses[-1, 0] >= end:
+            parts.append((end * tokens_per_step, round(float(part.mean()), 5)))
+    return parts
 
 
 def table(results: dict[str, Any], baseline: str) -> str:

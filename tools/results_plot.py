@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from brt.drawing import png
@@ -67,15 +68,24 @@ def plot(all_results: Sequence[Mapping[str, Any]], name: str, baseline: str) -> 
     during.axhline(0, color="0.3", linewidth=0.8)
     during.xaxis.set_major_formatter(EngFormatter(sep=""))
     during.set(
-        title="During training", xlabel="training tokens",
+        title="Training loss (lines) and test loss (points)", xlabel="training tokens",
         ylabel=f"bits per token, {name} less {baseline}",
     )  # fmt: skip
-    during.legend(frameon=False)
     kinds.axvline(0, color="0.3", linewidth=0.8)
     kinds.invert_yaxis()
     kinds.xaxis.set_major_locator(MaxNLocator(5))
-    kinds.set(title="Test tokens by kind", xlabel=f"bits per token, {name} less {baseline}")
+    kinds.set(
+        title="Test tokens by kind, after the longest training",
+        xlabel=f"bits per token, {name} less {baseline}",
+    )
+    figure.legend(*_legend(all_results), loc="outside lower center", ncols=4, frameon=False)
     return png(figure)
+
+
+def _legend(all_results: Sequence[Mapping[str, Any]]) -> tuple[list[Patch], list[str]]:
+    """Returns the handles and the labels of a legend with the color of each corpus."""
+    handles = [Patch(color=f"C{i}") for i in range(len(all_results))]
+    return handles, [results["name"] for results in all_results]
 
 
 def _during_training(
@@ -88,18 +98,26 @@ def _during_training(
     axes.errorbar(
         list(points), [one.value for one in points.values()],
         yerr=[one.half_width or 0.0 for one in points.values()], fmt="o", markersize=5, capsize=3,
-        color=color, label=f"{results['name']}, test",
+        color=color,
     )  # fmt: skip
-    pairs = _pairs(groups[max(points)], name, baseline) if points else []
-    curves = [
-        np.asarray(ours["training"])[:, 1] - np.asarray(theirs["training"])[:, 1]
-        for ours, theirs in pairs
-        if len(ours["training"]) == len(theirs["training"]) > 0
-    ]
-    if curves:
-        tokens = np.asarray(pairs[0][0]["training"])[:, 0]
-        label = f"{results['name']}, training"
-        axes.plot(tokens, np.mean(curves, axis=0), color=color, linewidth=1.2, label=label)
+    everything = by_tokens([*results["runs"], *results.get("training_only", ())])
+    found = {n: _pairs(runs, name, baseline) for n, runs in everything.items()}
+    pairs = next((found[n] for n in sorted(found, reverse=True) if found[n]), [])
+    if curves := [_difference_of_losses(*pair) for pair in pairs]:
+        length = min(len(curve) for curve in curves)
+        mean = np.mean([curve[:length] for curve in curves], axis=0)
+        axes.plot(mean[:, 0], mean[:, 1], color=color, linewidth=1.2)
+
+
+def _difference_of_losses(ours: Run, theirs: Run) -> np.ndarray:
+    """Returns the difference of two training losses in bits per token, as far as both runs went.
+
+    Returns:
+      float64 [parts, 2]: for each part of the runs, its last training token and the difference.
+    """
+    length = min(len(ours["training"]), len(theirs["training"]))
+    losses = [np.asarray(run["training"])[:length] for run in (ours, theirs)]
+    return np.stack([losses[0][:, 0], losses[0][:, 1] - losses[1][:, 1]], axis=1)
 
 
 def _by_kind(
@@ -123,10 +141,8 @@ def _by_kind(
         places, [one["difference"] for one in classes], height=0.8 / count, color=f"C{index}",
         xerr=[one["difference_95"] for one in classes], alpha=0.85,
         error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "0.35"},
-        label=f"{results['name']}, {run['tokens'] / 1e6:.0f} million tokens",
     )  # fmt: skip
     axes.set_yticks(range(len(classes)), [one["class"] for one in classes])
-    axes.legend(frameon=False)
 
 
 def _pairs(runs: Sequence[Run], name: str, baseline: str) -> list[tuple[Run, Run]]:

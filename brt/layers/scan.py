@@ -23,7 +23,7 @@ from brt.ops import dispatch
 
 # On CPUs, runs of at most this many layers are unrolled, which is faster than a loop over layers.
 # More layers are called in a loop, because they would take long to compile if they were unrolled.
-_CPU_LAYERS = 6
+_CPU_LAYERS = 8
 
 
 class Stream(NamedTuple):

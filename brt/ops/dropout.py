@@ -4,8 +4,9 @@ On CPUs the random generator takes most of the time. One byte therefore decides 
 a 32-bit word of the generator serves four entries; this takes a seventh of the time of a word per
 entry. On TPUs, drawing bytes takes two to four times as long as drawing a word per entry. JAX's
 usual generator takes the TPU compiler longer than all other parts of a train step, and the TPU's
-own generator draws the numbers of all devices on every device. On TPUs the mask is therefore a hash
-of the key and each entry's position.
+own generator draws the numbers of all devices on every device. On TPUs and GPUs the mask is
+therefore a hash of the key and each entry's position, which kernels of attention compute themselves
+instead of reading a mask.
 
 In shapes, B is the number of rows of the batch, and *T stands for any other axes.
 """
@@ -197,7 +198,7 @@ OP = Op(
     "dropout",
     (
         Implementation("xla_cpu", _draw_bytes, auto=("cpu",)),
-        Implementation("xla_tpu", _draw_hash, auto=("tpu",)),
-        Implementation("xla", _draw_words),
+        Implementation("xla", _draw_hash, auto=("gpu", "tpu")),
+        Implementation("reference", _draw_words),
     ),
 )

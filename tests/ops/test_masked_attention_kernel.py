@@ -1,7 +1,7 @@
-"""Compares the TPU kernels of masked attention, run by Pallas's interpreter, with the reference."""
+"""Compares the kernels of masked attention, run by Pallas's interpreter, with the reference."""
 
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +14,14 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import attend, pallas_tpu, reference, tpu_sizes, xla
+from brt.ops.masked_attention import (
+    attend,
+    pallas_gpu,
+    pallas_tpu,
+    reference,
+    tpu_sizes,
+    xla,
+)
 from brt.ops.softmax import FLOOR
 
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # relative to the largest magnitude of an array
@@ -83,6 +90,24 @@ def test_the_kernel_equals_the_reference(lead: tuple, sizes: tuple, options: dic
     assert not np.any(found["output"][-1]) and np.all(found["lse"][-1] == FLOOR)
 
 
+@pytest.mark.slow_cases("lead2*", "lead3*")
+@pytest.mark.parametrize(
+    ("lead", "sizes", "options"),
+    [
+        ((3,), (24, 40, 4, 8), {}),
+        ((2,), (256, 384, 2, 64), {"own_masks": True}),
+        ((2, 2), (256, 128, 2, 64), {"biased": False}),
+        ((2,), (256, 256, 3, 128), {"dtype": "bfloat16", "own_masks": True}),
+    ],
+)
+def test_the_kernel_for_gpus_equals_the_reference(lead: tuple, sizes: tuple, options: dict) -> None:
+    """All cases except the first have several tiles of queries and of keys."""
+    given = inputs(lead, *sizes, **options)
+    found, expected = run(pallas_gpu.interpreted, given), run(reference.attend_part, given)
+    assert_close(found, expected, options.get("dtype", "float32"))
+    assert not np.any(found["output"][-1]) and np.all(found["lse"][-1] == FLOOR)
+
+
 @pytest.mark.slow
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
@@ -146,29 +171,48 @@ def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
     ],
 )
 def test_what_the_kernel_does_not_support_is_said(shape: tuple, dtype: str, reason: str) -> None:
+    """The kernel is the one for TPUs."""
     x, mask = jnp.zeros(shape, dtype), jnp.ones((1, 1, shape[1]), bool)
     with dispatch.use_backend("tpu", V4), pytest.raises(NotImplementedError, match=reason):
         attend(x, x, x, None, mask, implementation="pallas_tpu")
 
 
-def test_dropout_draws_the_same_as_plain_xla_on_tpus() -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((1, 100, 2, 64), "bfloat16", "multiple of 128 queries and .* keys, not 100 and 100"),
+        ((1, 256, 2, 48), "bfloat16", "heads of 64 or 128, not of 48"),
+        ((1, 256, 2, 64), "float32", "bfloat16 and float16, not in float32"),
+    ],
+)
+def test_what_the_kernel_for_gpus_does_not_support_is_said(
+    shape: tuple, dtype: str, reason: str
+) -> None:
+    x, mask = jnp.zeros(shape, dtype), jnp.ones((1, 1, shape[1]), bool)
+    with dispatch.use_backend("gpu"), pytest.raises(NotImplementedError, match=reason):
+        attend(x, x, x, None, mask, implementation="pallas_gpu")
+
+
+@pytest.mark.parametrize(("backend", "kernels"), [("tpu", pallas_tpu), ("gpu", pallas_gpu)])
+def test_dropout_draws_the_same_as_plain_xla(backend: str, kernels: ModuleType) -> None:
     (*arrays, bias), mask = inputs((3,), 24, 40, 4, 8)
     dropout = Dropout(jax.random.key(0), 0.3)
-    with dispatch.use_backend("tpu"):
+    with dispatch.use_backend(backend):
         found, expected = (
             run(partial(function, dropout=dropout), ([*arrays, bias], mask))
-            for function in (pallas_tpu.interpreted, xla.attend_part)
+            for function in (kernels.interpreted, xla.attend_part)
         )
     assert_close(found, expected)
-    plain = run(pallas_tpu.interpreted, ([*arrays, bias], mask))
+    plain = run(kernels.interpreted, ([*arrays, bias], mask))
     assert np.abs(plain["output"] - found["output"]).max() > 0.1
 
 
-def test_tpus_take_the_kernel() -> None:
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_accelerators_take_the_kernel(backend: str) -> None:
     x, mask = jnp.zeros((1, 256, 2, 64), "bfloat16"), jnp.ones((1, 1, 256), bool)
 
     def traced(dropout: Dropout | None) -> str:
-        with dispatch.use_backend("tpu"):
+        with dispatch.use_backend(backend):
             return str(jax.make_jaxpr(lambda x: attend(x, x, x, None, mask, dropout))(x))
 
     assert "pallas_call" in traced(None)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brt.ops.dropout import DropoutMask
+from brt.ops.masked_attention import attend as masked_attend
 from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.window_attention import window_part
 
@@ -136,6 +137,33 @@ def states_to_blocks(queries: int, tokens: int, width: int, null_keys: bool) -> 
     return Case(name, function, inputs, SOFTMAX)
 
 
+def masked(tokens: int, width: int, dtype: str = "bfloat16", *, biased: bool = True) -> Case:
+    """Returns a case of the attention of encoders, whose second row ends with padding.
+
+    Args:
+      tokens: the number of tokens of a row.
+      width: the numbers of a head.
+      dtype: the dtype of queries, keys and values.
+      biased: True for a bias of each query and key.
+    """
+    rng = np.random.default_rng(tokens + width)
+    shape = LANES, tokens, HEADS, width
+    inputs: Inputs = {
+        "queries": _normal(rng, shape, dtype, width**-0.5),
+        "keys": _normal(rng, shape, dtype),
+        "values": _normal(rng, shape, dtype),
+        "bias": _normal(rng, (HEADS, tokens, tokens), "float32") if biased else None,
+    }
+    mask = jnp.asarray(np.arange(tokens) < np.array([[tokens], [tokens // 3]]))[:, None]
+
+    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
+        return (masked_attend(**given, mask=mask, implementation=implementation),)
+
+    bias = "T5's bias" if biased else "no bias"
+    name = f"encoder, {tokens} tokens, heads of {width}, {dtype}, {bias}"
+    return Case(name, function, inputs, SOFTMAX)
+
+
 def _normal(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0
 ) -> jax.Array:
@@ -147,10 +175,12 @@ CASES: Sequence[Callable[[], Case]] = (
     partial(window, 512, 128, scaled=True),
     partial(states, 512, 512, 128, 3),
     partial(states_to_blocks, 512, 512, 128, False),
+    partial(masked, 1024, 64),
     partial(window, 256, 64, dropout=True),
     partial(window, 256, 128, "float16", null_keys=True),
     partial(states, 128, 128, 64, 2),
     partial(states_to_blocks, 128, 128, 64, True),
+    partial(masked, 384, 128, "float16", biased=False),
     partial(window, 512, 64, key_heads=2),
     partial(window, 512, 256),
     partial(window, 512, 128, dropout=True, null_keys=True, scaled=True),

@@ -5,6 +5,7 @@ python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout --n
 python tools/benchmark/gpu_kernels.py --window 2048 --block 256    # a window that is not a block
 python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
 python tools/benchmark/gpu_kernels.py --operation softmax_attention     # of recurrent states
+python tools/benchmark/gpu_kernels.py --operation masked_attention --head_dims 64,128  # of encoders
 
 No GPU is needed. For each kernel, the table has the compiler's figures: registers of a thread,
 bytes of registers that are spilled to memory, warps and shared memory of a program, and the number
@@ -25,10 +26,9 @@ from typing import Any
 
 from brt import jax_versions
 
-KERNELS = re.compile(r"\.entry ((?:window|softmax)_attention_\w+?)(?:_mosaic_gpu_kernel)?\(")
-LAUNCHES = re.compile(
-    r"((?:window|softmax)_attention_\w+) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)"
-)
+_NAMES = r"((?:window|softmax|masked)_attention_\w+"
+KERNELS = re.compile(rf"\.entry {_NAMES}?)(?:_mosaic_gpu_kernel)?\(")
+LAUNCHES = re.compile(rf"{_NAMES}) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)")
 # For Mosaic GPU, XLA's dump has only a call, so these figures are in the files of the kernel.
 THREADS = re.compile(r"\.maxntid (\d+)")
 DYNAMIC = re.compile(r"dynamic_shared_memory_size %c(\d+)_i32")
@@ -199,7 +199,33 @@ def softmax_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tu
     return gradients, (states, tokens, tokens, array(1, dtype="bool"), states)
 
 
-OPERATIONS = {"window_attention": window_gradients, "softmax_attention": softmax_gradients}
+def masked_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:
+    """Returns a function that computes the gradients of the attention of encoders with T5's bias,
+    for two rows of 1,024 tokens and eight heads, and the shapes of its inputs.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from brt.ops.dropout import Dropout
+    from brt.ops.masked_attention import attend
+
+    def gradients(learned: Any, mask: Any, weights: Any) -> Any:
+        def loss(learned: Any) -> jax.Array:
+            dropout = Dropout(jax.random.key(0), 0.1) if args.dropout else None
+            output = attend(*learned, mask, dropout, implementation=args.implementation)
+            return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
+
+        return jax.grad(loss)(learned)
+
+    tokens, bias = array(2, 1024, 8, args.one), array(8, 1024, 1024, dtype="float32")
+    return gradients, ((tokens, tokens, tokens, bias), array(2, 1, 1024, dtype="bool"), tokens)
+
+
+OPERATIONS = {
+    "window_attention": window_gradients,
+    "softmax_attention": softmax_gradients,
+    "masked_attention": masked_gradients,
+}
 
 
 def parser() -> argparse.ArgumentParser:

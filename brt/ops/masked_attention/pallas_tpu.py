@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
 from brt.ops.dispatch import bits_dtype, output_residual
 from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import dropout_hash
+from brt.ops.masked_attention.sharding import attend_on_devices, dropout_refusal
 from brt.ops.masked_attention.tpu_kernels import (
-    GOLDEN,
     MaskedKernelGradients,
     MaskedKernelInputs,
     MaskedKernelSettings,
@@ -48,10 +48,8 @@ def refusal(
     The arguments are those of `attend_part`.
     """
     (length, heads, width), size = queries.shape[-3:], keys.shape[-3]
-    if dropout is not None and rules.partitioned():
-        sharded = rules.shard_count("heads", heads) > 1
-        if sharded or queries.ndim != 4:
-            return "has no dropout if heads are sharded, or if there are several leading axes"
+    if reason := dropout_refusal(queries, dropout):
+        return reason
     if length % LANES or size % LANES or size > MAX_KEYS:
         return (
             f"takes a multiple of 128 queries and of 128 keys, at most {MAX_KEYS} keys, not "
@@ -88,26 +86,8 @@ def attend_part(
         TPUs; None for no dropout.
       interpret: True runs the kernels on any device and with any sizes, slowly.
     """
-    mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
-    rate, keys_of_queries = 0.0, None
-    if dropout is not None:
-        places = jnp.arange(queries.shape[-3])
-        draw = jax.vmap(lambda place: jax.random.key_data(dropout.part(place).rng)[:2])
-        rate, keys_of_queries = dropout.rate, draw(places)
-    local = functools.partial(_local, interpret=interpret, rate=rate)
-    if not rules.partitioned() or queries.ndim == 3:
-        return AttentionPart(*local(queries, keys, values, bias, mask, keys_of_queries))
-    lead = "lanes", *[None] * (queries.ndim - 4)
-    by_head = rules.partition_spec(*lead, None, "heads", None, shape=queries.shape)
-    by_lane = P(*by_head[: queries.ndim - 3])
-    output = jax.shard_map(
-        local,
-        in_specs=(by_head, by_head, by_head, P(by_head[-2]), by_lane, P()),
-        out_specs=(by_head, P(*by_head[:-1])),
-        axis_names=rules.automatic_axes(),
-        check_vma=False,
-    )(queries, keys, values, bias, mask, keys_of_queries)
-    return AttentionPart(*output)
+    local = functools.partial(_local, interpret=interpret)
+    return attend_on_devices(local, queries, keys, values, bias, mask, dropout)
 
 
 interpreted = functools.partial(attend_part, interpret=True)
@@ -115,7 +95,7 @@ interpreted = functools.partial(attend_part, interpret=True)
 
 def _local(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
-    keys_of_queries: Array | None, interpret: bool | pltpu.InterpretParams, rate: float,
+    keys_of_queries: Array | None, *, interpret: bool | pltpu.InterpretParams, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device."""
     settings = MaskedSizes(queries, keys, bias, mask).settings(interpret)._replace(rate=rate)
@@ -131,28 +111,10 @@ def _local(
         bias = bias.swapaxes(1, 2)
     draws = None
     if keys_of_queries is not None:
-        draws = _draw_words(keys_of_queries, len(q), queries.shape[-2] * k.shape[1])
+        draws = dropout_hash.draw_words(keys_of_queries, len(q), queries.shape[-2] * k.shape[1])
     y, lse = _attend(_Arguments(q, k, v, bias, mask, draws), settings)
     lse = lse.reshape(len(q), -1, lse.shape[-1]).swapaxes(1, 2)
     return y.reshape(queries.shape), lse.reshape(queries.shape[:-1])
-
-
-def _draw_words(
-    keys_of_queries: UInt32[Array, "T 2"], lanes: int, each: int
-) -> Int[Array, "B 2 T"]:
-    """Returns the two words with which the kernels hash dropout of each query's weights.
-
-    The first word contains the part of the hash that depends on the row of the batch.
-
-    Args:
-      keys_of_queries: the random key of each query.
-      lanes: the number of rows of the batch on this device.
-      each: the number of weights of a query in all heads.
-    """
-    row = rules.lane_indices(lanes).astype(jnp.uint32)[:, None]
-    first = row * jnp.uint32(each * GOLDEN % 2**32) + keys_of_queries[None, :, 0]
-    second = jnp.broadcast_to(keys_of_queries[None, :, 1], first.shape)
-    return jax.lax.bitcast_convert_type(jnp.stack([first, second], axis=1), jnp.int32)
 
 
 class _Arguments(NamedTuple):

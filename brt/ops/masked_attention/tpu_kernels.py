@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from brt.ops.dispatch import from_bits, to_bits
+from brt.ops.masked_attention import dropout_hash
 from brt.ops.softmax import FLOOR
 from brt.ops.tpu import NN, NT, dot_float32
 
-GOLDEN = 0x9E3779B9  # the factor of the place in dropout's hash
 # This number is added to the logits of hidden keys. It is so large that the sum of two such numbers
 # is still finite, and that adding a logit does not change it.
 _HIDDEN = -1e30
@@ -89,7 +88,7 @@ class MaskedKernelInputs(NamedTuple):
       mask: float32 [1, S], one for keys that all queries see and zero for others; or int8 [S, Q],
         one where a query sees a key.
       draws: int32 [2, Q], the two words with which dropout of a query's weights is hashed, from
-        `pallas_tpu._draw_words`; None for no dropout.
+        `dropout_hash.draw_words`; None for no dropout.
       gradient: [Q, L], the gradient of the output.
       lse: uint32 [G, Q], the bits of the log-sum-exp of each query's logits.
       along: float32 [G, Q], for each query, the sum over the keys of the weight times the weight's
@@ -145,23 +144,8 @@ class MaskedKernelInputs(NamedTuple):
         first = (pl.program_id(0) * settings.together + head) * size
         place = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         words = self.draws[0:1, rows], self.draws[1:2, rows]
-        drawn = _mix_bits(_mix_bits(place * _int32(GOLDEN) + words[0]) ^ words[1])
-        dropped = min(round(settings.rate * 2**32), 2**32 - 1)
-        # The most significant bit is flipped, because the numbers are compared as signed ones.
-        keep = (drawn ^ _int32(1 << 31)) >= _int32(dropped ^ (1 << 31))
+        keep = dropout_hash.kept(place, *words, settings.rate)
         return jnp.where(keep, x * (1 / (1 - settings.rate)), 0.0)
-
-
-def _mix_bits(x: Int[Array, "S R"]) -> Int[Array, "S R"]:
-    """Computes `dropout._mix_bits` with signed numbers."""
-    for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
-        x = (x ^ jax.lax.shift_right_logical(x, _int32(shift))) * _int32(factor)
-    return x ^ jax.lax.shift_right_logical(x, _int32(15))
-
-
-def _int32(x: int) -> np.int32:
-    """Returns the signed number with the lower 32 bits of x."""
-    return np.uint32(x % 2**32).view(np.int32)
 
 
 class MaskedKernelGradients(NamedTuple):

@@ -1,0 +1,271 @@
+"""Bodies of the Triton kernels of masked attention; `pallas_gpu` describes the algorithm.
+
+A program of a kernel sees the arrays of one head and computes the results of one tile of queries or
+of keys, in a loop over tiles.
+
+In shapes, Q is the number of queries, S of keys, K of numbers of a head, and B of rows of the
+batch; R is the number of queries of a tile, and C of keys.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from brt.ops.gpu import LOG2E, LaunchShape, dot_float32, update_softmax
+from brt.ops.masked_attention import dropout_hash
+from brt.ops.softmax import FLOOR
+
+# The logit of a hidden key, times log2(e). It is finite, because the difference of two infinite
+# numbers is not a number, and so far below FLOOR that the weight is zero.
+_HIDDEN = -1e30
+
+
+class MaskedTileInputs(NamedTuple):
+    """Input arrays of a kernel for one head, or their block specs; unused arrays are None.
+
+    All arrays except the bias are those of one row of the batch, or, in the kernel for the gradient
+    of the bias, those of all rows, with a first axis B. The fields `gradient`, `lse` and `along`
+    are for the backward pass only.
+
+    Attributes:
+      q: [Q, K], the queries.
+      keys, values: [S, K].
+      bias: float32 [Q, S], or None.
+      mask: int8 [Q, S], or [1, S] if all queries see the same keys; not zero where a query sees a
+        key.
+      draws: int32 [2, Q], the two words with which dropout of a query's weights is hashed; None for
+        no dropout.
+      gradient: [Q, K], the gradient of the output.
+      lse: float32 [Q], the log-sum-exp of each query's logits.
+      along: float32 [Q], for each query, the sum over the keys of the weight times the weight's
+        gradient, minus the gradient of the log-sum-exp.
+    """
+
+    q: Any
+    keys: Any
+    values: Any
+    bias: Any
+    mask: Any
+    draws: Any = None
+    gradient: Any = None
+    lse: Any = None
+    along: Any = None
+
+
+class MaskedTiles(NamedTuple):
+    """The logits of one head and of one row of the batch, in tiles.
+
+    In the methods, i is the index of a tile of queries and j the index of a tile of keys.
+
+    Attributes:
+      inputs: the arrays of the head.
+      launch: the sizes of the tiles.
+      rate: the rate of dropout.
+      head: the index of the head.
+      row: the index of the row of the batch; () if the arrays are those of one row.
+      transposed: True if logits and weights are [C, R] instead of [R, C], as in the kernel that
+        computes the gradients of a tile of keys.
+    """
+
+    inputs: MaskedTileInputs
+    launch: LaunchShape
+    rate: float
+    head: Any
+    row: tuple[Any, ...] = ()
+    transposed: bool = False
+
+    def queries(self, x: Any, i: Any) -> Array:
+        """Returns tile i of the queries of the array x."""
+        return x[(*self.row, pl.ds(i * self.launch.rows, self.launch.rows))]
+
+    def keys(self, x: Any, j: Any) -> Array:
+        """Returns tile j of the keys of the array x."""
+        return x[(*self.row, pl.ds(j * self.launch.columns, self.launch.columns))]
+
+    def _oriented(self, x: Array) -> Array:
+        return x.T if self.transposed else x
+
+    def logits(self, i: Any, j: Any, products: Array) -> Float[Array, "..."]:
+        """Returns the logits of two tiles, with bias and mask, times log2(e).
+
+        Args:
+          i, j: the indices of the tiles.
+          products: the dot products of the queries and keys of both tiles, [R, C] or, if
+            `transposed`, [C, R]. The result has the same layout.
+        """
+        rows, columns = self.launch.rows, self.launch.columns
+        own, theirs = pl.ds(i * rows, rows), pl.ds(j * columns, columns)
+        if self.inputs.bias is not None:
+            products += self._oriented(self.inputs.bias[own, theirs])
+        shared = self.inputs.mask.shape[-2] == 1
+        seen = self.inputs.mask[(*self.row, pl.ds(0, 1) if shared else own, theirs)]
+        return jnp.where(self._oriented(seen) != 0, LOG2E * products, _HIDDEN)
+
+    def apply_dropout(self, i: Any, j: Any, weights: Array) -> Array:
+        """Returns `weights`, or gradients of weights, after dropout.
+
+        Args:
+          i, j: the indices of the tiles.
+          weights: the numbers of both tiles, [R, C] or, if `transposed`, [C, R].
+        """
+        draws = self.inputs.draws
+        if draws is None:
+            return weights
+        by_query, by_key = (0, 1) if self.transposed else (1, 0)
+        rows = pl.ds(i * self.launch.rows, self.launch.rows)
+        words = (jnp.expand_dims(draws[(*self.row, word, rows)], by_query) for word in (0, 1))
+        own = j * self.launch.columns + jnp.arange(self.launch.columns, dtype=jnp.int32)
+        place = jnp.expand_dims(self.head * self.inputs.keys.shape[-2] + own, by_key)
+        keep = dropout_hash.kept(place, *words, self.rate)
+        return jnp.where(keep, weights * (1 / (1 - self.rate)), 0.0)
+
+    def gradients(
+        self, i: Any, j: Any, products: Array, d_kept: Array
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """Returns the weights of two tiles after dropout, and the gradient of their logits.
+
+        Args:
+          i, j: the indices of the tiles.
+          products: the dot products of the queries and keys of both tiles, [R, C] or, if
+            `transposed`, [C, R].
+          d_kept: the dot products of the queries' output gradients and the values, which are the
+            gradients of the weights after dropout, in the same layout.
+        """
+        lse, along = (
+            jnp.expand_dims(self.queries(x, i), 0 if self.transposed else 1)
+            for x in (self.inputs.lse, self.inputs.along)
+        )
+        weights = jnp.exp2(self.logits(i, j, products) - LOG2E * lse)
+        d_weights = self.apply_dropout(i, j, d_kept)
+        return self.apply_dropout(i, j, weights), weights * (d_weights - along)
+
+
+def masked_attention_forward(
+    inputs: MaskedTileInputs, y: Any, lse: Any, *, launch: LaunchShape, rate: float
+) -> None:
+    """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
+
+    The softmax starts with an additional logit, `softmax.FLOOR`, which belongs to no key. For a
+    query that sees no key, this logit has all the weight, so that the output is zero. For other
+    queries its weight is zero, because FLOOR is far below the logits of visible keys.
+
+    Args:
+      inputs: the arrays of one head and row.
+      y: output, [Q, K].
+      lse: output, [Q].
+      launch: the sizes of the tiles.
+      rate: the rate of dropout.
+    """
+    i, head = pl.program_id(0), pl.program_id(1)
+    tiles = MaskedTiles(inputs, launch, rate, head)
+    own = tiles.queries(inputs.q, i)
+
+    def add_key_tile(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Returns the weighted sums of values, the maximum logits and the sums of weights after key
+        tile j.
+
+        `carry` has the three results as they are before the tile.
+        """
+        read, top, total = carry
+        keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)
+        logits = tiles.logits(i, j, dot_float32(own, keys.T))
+        weights, shrunk, top, total = update_softmax(logits, top, total)
+        kept = tiles.apply_dropout(i, j, weights).astype(values.dtype)
+        return read * shrunk[:, None] + dot_float32(kept, values), top, total
+
+    floor = jnp.full(launch.rows, LOG2E * FLOOR), jnp.ones(launch.rows)
+    start = jnp.zeros(own.shape, jnp.float32), *floor
+    count = inputs.keys.shape[0] // launch.columns
+    read, top, total = jax.lax.fori_loop(0, count, add_key_tile, start)
+    place = pl.ds(i * launch.rows, launch.rows)
+    y[place] = (read / total[:, None]).astype(y.dtype)
+    lse[place] = (top + jnp.log2(total)) / LOG2E
+
+
+def masked_attention_queries(
+    inputs: MaskedTileInputs, d_q: Any, *, launch: LaunchShape, rate: float
+) -> None:
+    """Writes the gradient of a tile of queries.
+
+    Args:
+      inputs: the arrays of one head and row.
+      d_q: output, the gradient of the queries [Q, K].
+      launch: the sizes of the tiles.
+      rate: the rate of dropout.
+    """
+    i, head = pl.program_id(0), pl.program_id(1)
+    tiles = MaskedTiles(inputs, launch, rate, head)
+    own, gradient = tiles.queries(inputs.q, i), tiles.queries(inputs.gradient, i)
+
+    def add_key_tile(j: Array, total: Array) -> Array:
+        """Returns `total`, the gradient of the queries, plus the contribution of key tile j."""
+        keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)
+        pair = dot_float32(own, keys.T), dot_float32(gradient, values.T)
+        _, d_logits = tiles.gradients(i, j, *pair)
+        return total + dot_float32(d_logits.astype(keys.dtype), keys)
+
+    count = inputs.keys.shape[0] // launch.columns
+    total = jax.lax.fori_loop(0, count, add_key_tile, jnp.zeros(own.shape, jnp.float32))
+    d_q[pl.ds(i * launch.rows, launch.rows)] = total.astype(d_q.dtype)
+
+
+def masked_attention_keys(
+    inputs: MaskedTileInputs, d_keys: Any, d_values: Any, *, launch: LaunchShape, rate: float
+) -> None:
+    """Writes the gradients of a tile of keys and values.
+
+    Args:
+      inputs: the arrays of one head and row.
+      d_keys, d_values: outputs, the gradients of keys and values, each [S, K].
+      launch: the sizes of the tiles.
+      rate: the rate of dropout.
+    """
+    j, head = pl.program_id(0), pl.program_id(1)
+    tiles = MaskedTiles(inputs, launch, rate, head, transposed=True)
+    keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)
+
+    def add_query_tile(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Returns `totals`, the gradients of keys and of values, plus the contributions of query
+        tile i.
+        """
+        q, gradient = tiles.queries(inputs.q, i), tiles.queries(inputs.gradient, i)
+        pair = dot_float32(keys, q.T), dot_float32(values, gradient.T)
+        kept, d_logits = tiles.gradients(i, j, *pair)
+        keys_total = totals[0] + dot_float32(d_logits.astype(q.dtype), q)
+        return keys_total, totals[1] + dot_float32(kept.astype(gradient.dtype), gradient)
+
+    zeros, count = jnp.zeros(keys.shape, jnp.float32), inputs.q.shape[0] // launch.rows
+    keys_total, values_total = jax.lax.fori_loop(0, count, add_query_tile, (zeros, zeros))
+    own = pl.ds(j * launch.columns, launch.columns)
+    d_keys[own] = keys_total.astype(d_keys.dtype)
+    d_values[own] = values_total.astype(d_values.dtype)
+
+
+def masked_attention_bias(
+    inputs: MaskedTileInputs, d_bias: Any, *, launch: LaunchShape, rate: float
+) -> None:
+    """Writes the gradient of a tile of the bias, summed over the rows of the batch.
+
+    Args:
+      inputs: the arrays of one head and of all rows.
+      d_bias: output, the gradient of the bias [Q, S].
+      launch: the sizes of the tiles.
+      rate: the rate of dropout.
+    """
+    i, head, j = (pl.program_id(axis) for axis in range(3))
+
+    def add_row(row: Array, total: Array) -> Array:
+        """Returns `total`, the gradient of the tile, plus the contribution of a row."""
+        tiles = MaskedTiles(inputs, launch, rate, head, (row,))
+        q, gradient = tiles.queries(inputs.q, i), tiles.queries(inputs.gradient, i)
+        keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)
+        pair = dot_float32(q, keys.T), dot_float32(gradient, values.T)
+        return total + tiles.gradients(i, j, *pair)[1]
+
+    zeros = jnp.zeros((launch.rows, launch.columns), jnp.float32)
+    total = jax.lax.fori_loop(0, inputs.q.shape[0], add_row, zeros)
+    own, theirs = pl.ds(i * launch.rows, launch.rows), pl.ds(j * launch.columns, launch.columns)
+    d_bias[own, theirs] = total

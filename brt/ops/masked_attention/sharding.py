@@ -1,0 +1,75 @@
+"""Runs a kernel of masked attention on each device, for the device's rows and heads.
+
+In shapes, T is the number of queries, S of keys, H of heads and K of numbers of a head; *B stands
+for any leading axes, the first of which is sharded.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float
+
+from brt.distributed import rules
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import dropout_hash
+from brt.ops.partial_attention import AttentionPart
+
+
+def dropout_refusal(queries: Array, dropout: Any) -> str | None:
+    """Returns the reason why kernels have no dropout for these queries, or None if they have it.
+
+    Args:
+      queries: [*B, T, H, K].
+      dropout: dropout of the attention weights; None for no dropout.
+    """
+    if dropout is None or not rules.partitioned():
+        return None
+    if rules.shard_count("heads", queries.shape[-2]) > 1 or queries.ndim != 4:
+        return "has no dropout if heads are sharded, or if there are several leading axes"
+    return None
+
+
+def attend_on_devices(
+    kernel: Callable[..., tuple[Array, Array]],
+    queries: Float[Array, "*B T H K"],
+    keys: Float[Array, "*B S H K"],
+    values: Float[Array, "*B S H K"],
+    bias: Float[Array, "H T S"] | None,
+    mask: Bool[Array, "*#B #T S"],
+    dropout: Dropout | None,
+) -> AttentionPart:
+    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
+    of the query's logits.
+
+    Args:
+      kernel: computes the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device from
+        the device's parts of the arguments below, with the keys of `dropout_hash.query_keys` in the
+        place of `dropout`, and with the keyword argument `rate`, the rate of dropout.
+      queries: already multiplied by any scale.
+      keys, values: the keys and the values.
+      bias: float32, added to the logits along all leading axes; None for no bias.
+      mask: True where a query sees a key.
+      dropout: dropout of the attention weights; None for no dropout.
+    """
+    mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
+    rate, random_keys = 0.0, None
+    if dropout is not None:
+        rate, random_keys = dropout.rate, dropout_hash.query_keys(dropout, queries.shape[-3])
+    local = functools.partial(kernel, rate=rate)
+    if not rules.partitioned() or queries.ndim == 3:
+        return AttentionPart(*local(queries, keys, values, bias, mask, random_keys))
+    lead = "lanes", *[None] * (queries.ndim - 4)
+    by_head = rules.partition_spec(*lead, None, "heads", None, shape=queries.shape)
+    by_lane = P(*by_head[: queries.ndim - 3])
+    output = jax.shard_map(
+        local,
+        in_specs=(by_head, by_head, by_head, P(by_head[-2]), by_lane, P()),
+        out_specs=(by_head, P(*by_head[:-1])),
+        axis_names=rules.automatic_axes(),
+        check_vma=False,
+    )(queries, keys, values, bias, mask, random_keys)
+    return AttentionPart(*output)
