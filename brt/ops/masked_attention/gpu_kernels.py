@@ -116,10 +116,12 @@ class MaskedTiles(NamedTuple):
             return weights
         by_query, by_key = (0, 1) if self.transposed else (1, 0)
         rows = pl.ds(i * self.launch.rows, self.launch.rows)
-        words = (jnp.expand_dims(draws[(*self.row, word, rows)], by_query) for word in (0, 1))
+        first, second = (
+            jnp.expand_dims(draws[(*self.row, word, rows)], by_query) for word in (0, 1)
+        )
         own = j * self.launch.columns + jnp.arange(self.launch.columns, dtype=jnp.int32)
         place = jnp.expand_dims(self.head * self.inputs.keys.shape[-2] + own, by_key)
-        keep = dropout_hash.kept(place, *words, self.rate)
+        keep = dropout_hash.kept(place, first, second, self.rate)
         return jnp.where(keep, weights * (1 / (1 - self.rate)), 0.0)
 
     def gradients(

@@ -164,11 +164,11 @@ def _attend(arguments: _Arguments, settings: _Settings) -> tuple[Array, Array]:
 
 def _forward(arguments: _Arguments, settings: _Settings) -> tuple[tuple[Array, Array], tuple]:
     q = arguments.q
-    lse = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)
+    numbers = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)
     launch = arguments.launch("forward")
     y, lse = _call(
         gpu_kernels.masked_attention_forward, arguments, settings, launch,
-        _by_row(q.shape[1] // launch.rows, q), [_token_output(q), (lse, _head_spec(lse))],
+        _by_row(q.shape[1] // launch.rows, q), [_token_output(q), (numbers, _head_spec(numbers))],
         products=2,
     )  # fmt: skip
     y, lse = output_residual(y), output_residual(lse)
