@@ -6,7 +6,8 @@ the projections wrote them. The rows of the batch are innermost, because they sh
 of the bias is read once for all rows, and its gradient is added up in VMEM and written once. The
 backward pass recomputes the weights from the log-sum-exp. If there are several tiles of queries,
 the gradients of the keys and values of all rows are added up in VMEM, too, and written with the
-last tile. A batch that has no room there is split into several calls.
+last tile. A batch that has no room there is split into several calls, and so are keys, whose parts
+are then combined by their log-sum-exps.
 
 In shapes, B is the number of rows of the batch, T of queries, S of keys, H of heads, N of groups of
 G heads, and K of numbers of a head; *B stands for any leading axes.
@@ -34,8 +35,9 @@ from brt.ops.masked_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.masked_attention.tpu_sizes import MAX_KEYS, MaskedSizes, heads_together
-from brt.ops.partial_attention import AttentionPart
+from brt.ops.masked_attention.tpu_sizes import heads_together, largest_sizes
+from brt.ops.partial_attention import AttentionPart, merge_parts
+from brt.ops.softmax import FLOOR
 from brt.ops.tpu import LANES, head_refusal, parallel_heads, vmem_refusal
 
 
@@ -50,18 +52,14 @@ def refusal(
     (length, heads, width), size = queries.shape[-3:], keys.shape[-3]
     if reason := dropout_refusal(queries, dropout):
         return reason
-    if length % LANES or size % LANES or size > MAX_KEYS:
-        return (
-            f"takes a multiple of 128 queries and of 128 keys, at most {MAX_KEYS} keys, not "
-            f"{length} and {size}"
-        )
+    if length % LANES or size % LANES:
+        return f"takes a multiple of 128 queries and of 128 keys, not {length} and {size}"
     if reason := head_refusal(width, queries.dtype):
         return reason
     heads //= rules.shard_count("heads", heads)
     if heads % heads_together(heads, width) or heads * width % LANES:
         return f"takes heads of {width} in pairs; a device has {heads}"
-    sizes = MaskedSizes(queries, keys, bias, mask)
-    return vmem_refusal(sizes.taken(LANES, 1))
+    return vmem_refusal(largest_sizes(queries, keys, bias, mask).taken(LANES, 1))
 
 
 def attend_part(
@@ -97,8 +95,41 @@ def _local(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
     keys_of_queries: Array | None, *, interpret: bool | pltpu.InterpretParams, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device."""
-    settings = MaskedSizes(queries, keys, bias, mask).settings(interpret)._replace(rate=rate)
+    """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device.
+
+    If there are too many keys for a call of the kernels, each call attends to some of them.
+    """
+    sizes, size = largest_sizes(queries, keys, bias, mask), keys.shape[-3]
+    draws = None
+    if keys_of_queries is not None:
+        lanes, weights = math.prod(queries.shape[:-3]), queries.shape[-2] * size
+        draws = dropout_hash.draw_words(keys_of_queries, lanes, weights)
+    settings = sizes.settings(interpret)._replace(rate=rate, all_keys=size)
+    starts = range(0, size, sizes.keys)
+
+    def by_call(x: Array | None, axis: int) -> list[Any]:
+        """Returns the part of the array x for each call; `axis` is the axis of keys."""
+        return [None] * len(starts) if x is None else jnp.split(x, list(starts[1:]), axis)
+
+    axes = (keys, -3), (values, -3), (bias, -1), (mask, -1)
+    of_calls = zip(starts, *(by_call(x, axis) for x, axis in axes), strict=True)
+    parts = [
+        _attend_to_some(queries, k, v, own_bias, seen, draws, settings._replace(first_key=first))
+        for first, k, v, own_bias, seen in of_calls
+    ]
+    if len(parts) == 1:
+        return parts[0].output, parts[0].lse
+    whole = merge_parts(parts)
+    # Each part of a query that sees no key has FLOOR, and the sum of several would be more.
+    seen = functools.reduce(jnp.logical_or, [part.lse > FLOOR for part in parts])
+    return whole.output.astype(values.dtype), jnp.where(seen, whole.lse, FLOOR)
+
+
+def _attend_to_some(
+    queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
+    draws: Array | None, settings: MaskedKernelSettings,
+) -> AttentionPart:  # fmt: skip
+    """Returns the attention to the keys of one call of the kernels."""
     q, k, v = (
         x.reshape(-1, x.shape[-3], x.shape[-2] * x.shape[-1]) for x in (queries, keys, values)
     )
@@ -109,12 +140,9 @@ def _local(
         mask = mask.swapaxes(1, 2).astype(jnp.int8)
     if bias is not None:
         bias = bias.swapaxes(1, 2)
-    draws = None
-    if keys_of_queries is not None:
-        draws = dropout_hash.draw_words(keys_of_queries, len(q), queries.shape[-2] * k.shape[1])
     y, lse = _attend(_Arguments(q, k, v, bias, mask, draws), settings)
     lse = lse.reshape(len(q), -1, lse.shape[-1]).swapaxes(1, 2)
-    return y.reshape(queries.shape), lse.reshape(queries.shape[:-1])
+    return AttentionPart(y.reshape(queries.shape), lse.reshape(queries.shape[:-1]))
 
 
 class _Arguments(NamedTuple):

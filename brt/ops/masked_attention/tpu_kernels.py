@@ -41,6 +41,8 @@ class MaskedKernelSettings(NamedTuple):
       lanes: the largest number of rows of the batch of a call of the backward kernel.
       interpret: True runs the kernels on any device, slowly.
       rate: the rate of dropout of the weights.
+      first_key, all_keys: the index of the first of the call's keys, and the number of the keys of
+        all calls, on which dropout's hash depends.
     """
 
     width: int
@@ -51,6 +53,8 @@ class MaskedKernelSettings(NamedTuple):
     lanes: int
     interpret: bool | pltpu.InterpretParams
     rate: float = 0.0
+    first_key: int = 0
+    all_keys: int = 0
 
     @property
     def wide(self) -> int:
@@ -140,9 +144,9 @@ class MaskedKernelInputs(NamedTuple):
         """
         if self.draws is None:
             return x
-        size = x.shape[0]
-        first = (pl.program_id(0) * settings.together + head) * size
-        place = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        first = (pl.program_id(0) * settings.together + head) * settings.all_keys
+        keys = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+        place = first + settings.first_key + keys
         words = self.draws[0:1, rows], self.draws[1:2, rows]
         keep = dropout_hash.kept(place, *words, settings.rate)
         return jnp.where(keep, x * (1 / (1 - settings.rate)), 0.0)

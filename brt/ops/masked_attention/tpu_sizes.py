@@ -11,7 +11,9 @@ from jaxtyping import Array
 from brt.ops.masked_attention.tpu_kernels import MaskedKernelSettings
 from brt.ops.tpu import LANES, vmem_budget
 
-MAX_KEYS = 4096  # The logits of a group of queries and all keys must fit into VMEM.
+# A call of the kernels has at most one of these numbers of keys: the largest with which the logits
+# of a group of queries and all keys fit into VMEM.
+_MOST_KEYS = 8192, 4096, 2048, 1024
 _TILES = 1024, 512, 256, 128  # The numbers of queries that a tile or a forward group may have.
 # A call of the backward kernel has at least as many rows of the batch, if there is room for them.
 _LANES = 8
@@ -23,16 +25,35 @@ _FORWARD_LOGITS = 1024 * 1024  # A group of the forward kernel has at most so ma
 _ARRAYS = 5  # The kernels need VMEM for so many float32 arrays of a group's logits.
 
 
+def largest_sizes(queries: Array, keys: Array, bias: Array | None, mask: Array) -> "MaskedSizes":
+    """Returns the sizes with as many keys in a call as fit into VMEM, or with the fewest."""
+    each = [MaskedSizes(queries, keys, bias, mask, most) for most in _MOST_KEYS]
+    return next((sizes for sizes in each if sizes.taken(LANES, 1) <= vmem_budget()), each[-1])
+
+
 def heads_together(heads: int, width: int) -> int:
     """Returns the number of heads of a step: as many as fill the 128 lanes of a register."""
     return math.gcd(heads, max(LANES // width, 1))
 
 
 class MaskedSizes:
-    """The sizes of a problem on one device, and what its kernels need in VMEM."""
+    """The sizes of a problem on one device, and what its kernels need in VMEM.
 
-    def __init__(self, queries: Array, keys: Array, bias: Array | None, mask: Array) -> None:
-        (self.length, heads, self.width), self.keys = queries.shape[-3:], keys.shape[-3]
+    Args:
+      queries, keys, bias, mask: the arguments of `pallas_tpu.attend_part`.
+      most: a call of the kernels has at most so many keys, a multiple of 128.
+
+    Attributes:
+      keys: the number of keys of a call.
+    """
+
+    def __init__(
+        self, queries: Array, keys: Array, bias: Array | None, mask: Array,
+        most: int = _MOST_KEYS[0],
+    ) -> None:  # fmt: skip
+        (self.length, heads, self.width), size = queries.shape[-3:], keys.shape[-3]
+        calls = -(-size // most)
+        self.keys = min(size, -(-size // (calls * LANES)) * LANES)
         self.batch = math.prod(queries.shape[:-3])
         self.together = heads_together(heads, self.width)
         self.itemsize, self.biased = queries.dtype.itemsize, bias is not None

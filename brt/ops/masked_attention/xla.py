@@ -20,7 +20,7 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.reductions import sum_leading
 from brt.ops.softmax import FLOOR
 
-TILE_LOGITS = 1 << 22  # By default, a tile has at most this many logits on a device.
+TILE_LOGITS = 1 << 22  # A device has at least memory for so many logits at once.
 
 
 def attend_part(
@@ -31,7 +31,7 @@ def attend_part(
     mask: Bool[Array, "*#B #Q S"],
     dropout: Dropout | None = None,
     *,
-    tile: int = TILE_LOGITS,
+    tile: int | None = None,
 ) -> AttentionPart:
     """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
     of the query's logits.
@@ -43,13 +43,17 @@ def attend_part(
       mask: True where a query sees a key; a query that sees no key gets zeros.
       dropout: dropout of the attention weights; None for no dropout.
       tile: the number of logits that may exist at once on a device, from which the number of
-        queries of a tile follows. A tile has at least one query.
+        queries of a tile follows. A tile has at least one query. None selects `TILE_LOGITS`, or, if
+        this is more, as many logits as the keys have numbers: each tile reads and writes the sums
+        of the gradients of all keys and values, which takes longer than smaller tiles of logits.
     """
-    lead, (length, heads, _) = queries.shape[:-3], queries.shape[-3:]
+    lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])
     shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
-    each = max(min(length, tile // max(q.shape[0] * heads * k.shape[2] // shared, 1)), 1)
+    of_query = max(q.shape[0] * heads * k.shape[2] // shared, 1)
+    most = max(TILE_LOGITS // of_query, width) if tile is None else tile // of_query
+    each = max(min(length, most), 1)
     count = -(-length // each)
     # All tiles have the same number of queries, chosen so that as few queries as possible are
     # padding.
