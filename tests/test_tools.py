@@ -5,6 +5,7 @@ collects and compares the runs of a sweep.
 import ast
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,7 @@ def test_results_compare_models_of_the_same_seed(
     assert results.compared(found["runs"], "Slide:6L", "Slide:7L") is None
     assert results.plot([found], "Rec", "Slide:7L").startswith(b"\x89PNG")
     assert found["runs"][0]["training"] == [[64, 3.0], [128, 2.0]]
+    shutil.rmtree(tmp_path / "Slide:6L,seed=2/evaluations")
+    stopped = results.collected([tmp_path], "made up")
+    assert [run["name"] for run in stopped["training_only"]] == ["Slide:6L"]
+    assert len(stopped["runs"]) == 4

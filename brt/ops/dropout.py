@@ -135,13 +135,6 @@ def _draw_once(x: Array) -> Array:
 DrawnMask = tuple[Bool[Array, "B *T"], float]
 
 
-def _draw_words(
-    rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]
-) -> DrawnMask:
-    draw = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(rng, row), 1 - rate, shape))
-    return draw(rows), 1 / (1 - rate)
-
-
 def _draw_hash(
     rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], apart: bool = False
 ) -> DrawnMask:
@@ -198,7 +191,6 @@ OP = Op(
     "dropout",
     (
         Implementation("xla_cpu", _draw_bytes, auto=("cpu",)),
-        Implementation("xla", _draw_hash, auto=("gpu", "tpu")),
-        Implementation("reference", _draw_words),
+        Implementation("xla", _draw_hash),
     ),
 )
