@@ -161,7 +161,7 @@ def masked_attention_forward(
       launch: the sizes of the tiles.
       rate: the rate of dropout.
     """
-    i, head = pl.program_id(0), pl.program_id(1)
+    i, head = pl.program_id(0), pl.program_id(2)
     tiles = MaskedTiles(inputs, launch, rate, head)
     own = tiles.queries(inputs.q, i)
 
@@ -198,7 +198,7 @@ def masked_attention_queries(
       launch: the sizes of the tiles.
       rate: the rate of dropout.
     """
-    i, head = pl.program_id(0), pl.program_id(1)
+    i, head = pl.program_id(0), pl.program_id(2)
     tiles = MaskedTiles(inputs, launch, rate, head)
     own, gradient = tiles.queries(inputs.q, i), tiles.queries(inputs.gradient, i)
 
@@ -225,7 +225,7 @@ def masked_attention_keys(
       launch: the sizes of the tiles.
       rate: the rate of dropout.
     """
-    j, head = pl.program_id(0), pl.program_id(1)
+    j, head = pl.program_id(0), pl.program_id(2)
     tiles = MaskedTiles(inputs, launch, rate, head, transposed=True)
     keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)
 
@@ -257,7 +257,7 @@ def masked_attention_bias(
       launch: the sizes of the tiles.
       rate: the rate of dropout.
     """
-    i, head, j = (pl.program_id(axis) for axis in range(3))
+    i, j, head = (pl.program_id(axis) for axis in range(3))
 
     def add_row(row: Array, total: Array) -> Array:
         """Returns `total`, the gradient of the tile, plus the contribution of a row."""

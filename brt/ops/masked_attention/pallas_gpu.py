@@ -197,10 +197,10 @@ def _backward(
     if bias is not None:
         launch = arguments.launch("bias")
         shape = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
-        spec = pl.BlockSpec((None, *bias.shape[1:]), lambda i, h, j: (h, 0, 0))
+        spec = pl.BlockSpec((None, *bias.shape[1:]), lambda i, j, h: (h, 0, 0))
         (d_bias,) = _call(
             gpu_kernels.masked_attention_bias, arguments, settings, launch,
-            (q.shape[1] // launch.rows, q.shape[2], k.shape[1] // launch.columns), [(shape, spec)],
+            (q.shape[1] // launch.rows, k.shape[1] // launch.columns, q.shape[2]), [(shape, spec)],
             products=2, **others,
         )  # fmt: skip
     return (_Arguments(d_q, d_k, d_v, d_bias, None, None),)
@@ -210,8 +210,11 @@ _attend.defvjp(_forward, _backward)
 
 
 def _by_row(tiles: int, q: Array) -> tuple[int, int, int]:
-    """Returns the grid (tile, head, row of the batch)."""
-    return tiles, q.shape[2], len(q)
+    """Returns the grid (tile, row of the batch, head).
+
+    All rows of a head follow each other, so that the head's bias stays in the cache.
+    """
+    return tiles, len(q), q.shape[2]
 
 
 def _token_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
@@ -223,7 +226,7 @@ def _token_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
     """
     rows = x.shape[0] if whole else None
     block = (rows, x.shape[1], None, x.shape[3])
-    return pl.BlockSpec(block, lambda _, h, b: (0 if whole else b, 0, h, 0))
+    return pl.BlockSpec(block, lambda _, b, h: (0 if whole else b, 0, h, 0))
 
 
 def _token_output(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
@@ -234,18 +237,18 @@ def _token_output(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
 def _head_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
     """Returns the block of a head of an array [B, H, T]."""
     block = (x.shape[0] if whole else None, None, x.shape[2])
-    return pl.BlockSpec(block, lambda _, h, b: (0 if whole else b, h, 0))
+    return pl.BlockSpec(block, lambda _, b, h: (0 if whole else b, h, 0))
 
 
 def _row_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
     """Returns the block of an array [B, M, N] that has no axis of heads."""
     block = (x.shape[0] if whole else None, *x.shape[1:])
-    return pl.BlockSpec(block, lambda _, h, b: (0 if whole else b, 0, 0))
+    return pl.BlockSpec(block, lambda _, b, h: (0 if whole else b, 0, 0))
 
 
 def _bias_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
     """Returns the block of a head of the bias [H, T, S], which has no axis of rows."""
-    return pl.BlockSpec((None, *x.shape[1:]), lambda _, h, b: (h, 0, 0))
+    return pl.BlockSpec((None, *x.shape[1:]), lambda _, b, h: (h, 0, 0))
 
 
 _SPECS: dict[str, Callable[[Any, bool], pl.BlockSpec]] = {
@@ -264,8 +267,8 @@ def _call(
     products: int,
     **others: Array,
 ) -> tuple[Array, ...]:
-    """Calls a kernel on a grid of (tile, head, row of the batch), or, for the gradient of the bias,
-    of (tile of queries, head, tile of keys).
+    """Calls a kernel on a grid of (tile, row of the batch, head), or, for the gradient of the bias,
+    of (tile of queries, tile of keys, head).
 
     Args:
       kernel: a function of `gpu_kernels`.
