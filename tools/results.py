@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results_plot import by_tokens, compared, plot
+from results_plot import by_size, compared, plot
 
 from brt.tasks.language_modeling.differences import Difference
 
@@ -121,19 +121,20 @@ def _training(directory: Path, steps: int, tokens_per_step: int) -> list[tuple[i
 def table(results: dict[str, Any], baseline: str) -> str:
     """Returns the runs as a Markdown table, compared with the model `baseline`."""
     columns = (
-        "model", "seed", "tokens", "bits per byte", "bits per token", f"compared with {baseline}",
-        "without state",
+        "model", "width", "seed", "tokens", "bits per byte", "bits per token",
+        f"compared with {baseline}", "without state",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for tokens, runs in by_tokens(results["runs"]).items():
+    for (width, tokens), runs in by_size(results["runs"]).items():
         for run in runs:
             alone = [other for other in runs if other["seed"] == run["seed"]]
             found = compared(alone, run["name"], baseline)
             forgets = run["without_state"]
             change = "" if forgets is None else f"{forgets - run['bits_per_byte']:+.4f}"
             lines.append(
-                f"| {run['name']} | {run['seed']} | {tokens:,} | {run['bits_per_byte']:.4f} | "
-                f"{run['bits_per_token']:.4f} | {_shown(found)} | {change} |"
+                f"| {run['name']} | {width} | {run['seed']} | {tokens:,} | "
+                f"{run['bits_per_byte']:.4f} | {run['bits_per_token']:.4f} | {_shown(found)} | "
+                f"{change} |"
             )
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ def compared(
     were trained with, with a confidence interval over documents.
 
     Args:
-      runs: runs with the same number of training tokens.
+      runs: runs of models of the same width with the same number of training tokens.
       name, baseline: the names of the two models.
       unit: "bytes" or "tokens".
 
@@ -40,12 +40,18 @@ def compared(
     return paired_difference(ours, theirs, sizes)
 
 
-def by_tokens(runs: Sequence[Run]) -> dict[int, list[Run]]:
-    """Returns the runs by their number of training tokens, in ascending order."""
-    groups: dict[int, list[Run]] = defaultdict(list)
-    for run in sorted(runs, key=lambda run: (run["tokens"], run["name"], run["seed"])):
-        groups[run["tokens"]].append(run)
+def by_size(runs: Sequence[Run]) -> dict[tuple[int, int], list[Run]]:
+    """Returns the runs by the width of the model and the number of training tokens, in ascending
+    order.
+    """
+    groups: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: (*_size(run), run["name"], run["seed"])):
+        groups[_size(run)].append(run)
     return groups
+
+
+def _size(run: Run) -> tuple[int, int]:
+    return run["width"], run["tokens"]
 
 
 def plot(all_results: Sequence[Mapping[str, Any]], name: str, baseline: str) -> bytes:
@@ -91,18 +97,26 @@ def _legend(all_results: Sequence[Mapping[str, Any]]) -> tuple[list[Patch], list
 def _during_training(
     axes: Axes, results: Mapping[str, Any], name: str, baseline: str, color: str
 ) -> None:
-    """Draws the difference of the training losses of the longest runs, and of all test losses."""
-    groups = by_tokens(results["runs"])
-    found = {n: compared(runs, name, baseline, "tokens") for n, runs in groups.items()}
-    points = {n: one for n, one in found.items() if one is not None}
-    axes.errorbar(
-        list(points), [one.value for one in points.values()],
-        yerr=[one.half_width or 0.0 for one in points.values()], fmt="o", markersize=5, capsize=3,
-        color=color,
-    )  # fmt: skip
-    everything = by_tokens([*results["runs"], *results.get("training_only", ())])
-    found = {n: _pairs(runs, name, baseline) for n, runs in everything.items()}
-    pairs = next((found[n] for n in sorted(found, reverse=True) if found[n]), [])
+    """Draws the difference of the training losses of the longest runs, and of all test losses. The
+    points of models that are narrower than the widest one are squares.
+    """
+    groups = by_size(results["runs"])
+    widest = max(width for width, _ in groups)
+    for (width, tokens), runs in groups.items():
+        if (found := compared(runs, name, baseline, "tokens")) is None:
+            continue
+        axes.errorbar(
+            [tokens], [found.value], yerr=[found.half_width or 0.0], markersize=5, capsize=3,
+            fmt="o" if width == widest else "s", color=color,
+        )  # fmt: skip
+        if width < widest:
+            axes.annotate(
+                f"width {width}", (tokens, found.value), xytext=(8, -3), textcoords="offset points",
+                color=color, fontsize="small",
+            )  # fmt: skip
+    everything = by_size([*results["runs"], *results.get("training_only", ())])
+    found_pairs = {size: _pairs(runs, name, baseline) for size, runs in everything.items()}
+    pairs = next((found_pairs[n] for n in sorted(found_pairs, reverse=True) if found_pairs[n]), [])
     if curves := [_difference_of_losses(*pair) for pair in pairs]:
         length = min(len(curve) for curve in curves)
         mean = np.mean([curve[:length] for curve in curves], axis=0)
@@ -134,7 +148,7 @@ def _by_kind(
     ]  # fmt: skip
     if not runs:
         return
-    run = max(runs, key=lambda run: run["tokens"])
+    run = max(runs, key=_size)
     classes = run["comparison"]["classes"]
     places = np.arange(len(classes)) + (index - (count - 1) / 2) * 0.8 / count
     axes.barh(
