@@ -116,11 +116,12 @@ def scans(jaxpr: Any) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.slow_cases("tpu-changes[5-9]*", "cpu-changes1*")
+@pytest.mark.slow_cases("tpu-changes[6-9]*", "tpu-changes10*", "cpu-changes[12]*")
 @pytest.mark.parametrize(
     ("backend", "changes", "mesh", "at_once"),
     [
-        ("cpu", {"layers": 7}, Mesh(), 1),
+        ("cpu", {"layers": 9}, Mesh(), 1),
+        ("cpu", {"layers": 8}, Mesh(), 8),
         ("cpu", {"layers": 4}, Mesh(), 4),
         ("cpu", {"layers": 4, "remat": True}, Mesh(), 1),
         ("gpu", {}, Mesh(), 5),
