@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 from brt.ops.dispatch import output_residual
 from brt.ops.dropout import Dropout
 from brt.ops.gpu import LaunchShape, triton_refusal
+from brt.ops.head_limits import heads_refusal
 from brt.ops.masked_attention import dropout_hash, gpu_kernels
 from brt.ops.masked_attention.gpu_kernels import MaskedTileInputs
 from brt.ops.masked_attention.sharding import attend_on_devices, dropout_refusal
@@ -65,16 +66,12 @@ def refusal(
 
     The arguments are those of `attend_part`.
     """
-    (length, _, width), size = queries.shape[-3:], keys.shape[-3]
+    length, size = queries.shape[-3], keys.shape[-3]
     if reason := dropout_refusal(queries, dropout):
         return reason
     if length % _TILE or size % _TILE:
         return f"takes a multiple of {_TILE} queries and of {_TILE} keys, not {length} and {size}"
-    if width not in _HEAD_DIMS:
-        return f"has heads of 64 or 128, not of {width}"
-    if queries.dtype.name not in _DTYPES:
-        return f"computes in {' and '.join(_DTYPES)}, not in {queries.dtype}"
-    return triton_refusal()
+    return heads_refusal(queries, _HEAD_DIMS, _DTYPES) or triton_refusal()
 
 
 def attend_part(

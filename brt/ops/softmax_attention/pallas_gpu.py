@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import output_residual
 from brt.ops.gpu import LaunchShape, triton_refusal
+from brt.ops.head_limits import heads_refusal
 from brt.ops.normalization import scaled_unit
 from brt.ops.softmax_attention import gpu_kernels
 from brt.ops.softmax_attention.gpu_kernels import SoftmaxTileInputs
@@ -64,18 +65,14 @@ def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: 
         queries may read all keys.
     """
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
-    queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
+    queries, keys = q.shape[1] // blocks, k.shape[-2]
     key_multiple = _TILE if cache_mask is None else 2 * _TILE
     if queries % _TILE or keys % key_multiple:
         return (
             f"takes a multiple of {_TILE} queries and of {key_multiple} keys, not {queries} and "
             f"{keys}"
         )
-    if width not in _HEAD_DIMS:
-        return f"has heads of 64, 128 or 256, not of {width}"
-    if q.dtype.name not in _DTYPES:
-        return f"computes in {' and '.join(_DTYPES)}, not in {q.dtype}"
-    return triton_refusal()
+    return heads_refusal(q, _HEAD_DIMS, _DTYPES) or triton_refusal()
 
 
 def attention(

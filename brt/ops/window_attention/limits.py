@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
+from brt.ops.head_limits import alternatives, heads_refusal
+
 
 class Limits(NamedTuple):
     """Sizes and dtypes of inputs that a kernel supports.
@@ -26,15 +28,7 @@ class Limits(NamedTuple):
           cached: keys and values [B, W, G, K] of the block before the segment, whose number of
             tokens W is the size of the window.
         """
-        window, width = cached[0].shape[1], queries.shape[-1]
+        window = cached[0].shape[1]
         if window not in self.windows:
-            return f"has windows of {_alternatives(self.windows)} tokens, not of {window}"
-        if width not in self.head_dims:
-            return f"has heads of {_alternatives(self.head_dims)}, not of {width}"
-        if queries.dtype.name not in self.dtypes:
-            return f"computes in {' and '.join(self.dtypes)}, not in {queries.dtype}"
-        return None
-
-
-def _alternatives(numbers: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+            return f"has windows of {alternatives(self.windows)} tokens, not of {window}"
+        return heads_refusal(queries, self.head_dims, self.dtypes)
