@@ -59,7 +59,7 @@ def test_results_compare_models_of_the_same_seed(
     found = json.loads(json.dumps(results.collected([tmp_path], "made up")))
     assert [run["tokens"] for run in found["runs"]] == [256] * 5
     lines = results.table(found, "Slide:7L").splitlines()
-    assert lines[2].startswith("| Rec | 4 | 0 | 256 | 2.8000 | 2.8000 | -0.2000 (")
+    assert lines[2].startswith("| Rec | 4 | 32 | 0 | 256 | 2.8000 | 2.8000 | -0.2000 (")
     assert next(line for line in lines if "Slide:6L" in line).endswith("|  |  |")
     pooled = results.compared(found["runs"], "Rec", "Slide:7L")
     assert pooled.value == pytest.approx(-0.2) and pooled.half_width > 0

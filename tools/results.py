@@ -52,6 +52,7 @@ def _run(directory: Path) -> dict[str, Any]:
         "name": point["name"].partition(",seed=")[0],
         "seed": training["seed"],
         "tokens": training["steps"] * tokens_per_step,
+        "tokens_per_step": tokens_per_step,
         "width": model["model_dim"],
         "commit": provenance.get("git", {}).get("commit", "")[:8],
         "versions": provenance.get("versions", {}),
@@ -121,18 +122,18 @@ def _training(directory: Path, steps: int, tokens_per_step: int) -> list[tuple[i
 def table(results: dict[str, Any], baseline: str) -> str:
     """Returns the runs as a Markdown table, compared with the model `baseline`."""
     columns = (
-        "model", "width", "seed", "tokens", "bits per byte", "bits per token",
+        "model", "width", "tokens per step", "seed", "tokens", "bits per byte", "bits per token",
         f"compared with {baseline}", "without state",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for (width, tokens), runs in by_size(results["runs"]).items():
+    for (width, per_step, tokens), runs in by_size(results["runs"]).items():
         for run in runs:
             alone = [other for other in runs if other["seed"] == run["seed"]]
             found = compared(alone, run["name"], baseline)
             forgets = run["without_state"]
             change = "" if forgets is None else f"{forgets - run['bits_per_byte']:+.4f}"
             lines.append(
-                f"| {run['name']} | {width} | {run['seed']} | {tokens:,} | "
+                f"| {run['name']} | {width} | {per_step:,} | {run['seed']} | {tokens:,} | "
                 f"{run['bits_per_byte']:.4f} | {run['bits_per_token']:.4f} | {_shown(found)} | "
                 f"{change} |"
             )

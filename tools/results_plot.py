@@ -8,12 +8,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
 
 from brt.drawing import png
 from brt.tasks.language_modeling.differences import Difference, paired_difference
 
 Run = Mapping[str, Any]
+Size = tuple[int, int, int]  # width of the model, tokens of a step, training tokens
 
 
 def compared(
@@ -23,7 +24,8 @@ def compared(
     were trained with, with a confidence interval over documents.
 
     Args:
-      runs: runs of models of the same width with the same number of training tokens.
+      runs: runs of models of the same width with the same number of training tokens and of tokens
+        per step.
       name, baseline: the names of the two models.
       unit: "bytes" or "tokens".
 
@@ -40,39 +42,45 @@ def compared(
     return paired_difference(ours, theirs, sizes)
 
 
-def by_size(runs: Sequence[Run]) -> dict[tuple[int, int], list[Run]]:
-    """Returns the runs by the width of the model and the number of training tokens, in ascending
-    order.
+def by_size(runs: Sequence[Run]) -> dict[Size, list[Run]]:
+    """Returns the runs by the width of the model, the number of tokens of a step, and the number of
+    training tokens, in ascending order.
     """
-    groups: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    groups: dict[Size, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: (*_size(run), run["name"], run["seed"])):
         groups[_size(run)].append(run)
     return groups
 
 
-def _size(run: Run) -> tuple[int, int]:
-    return run["width"], run["tokens"]
+def _size(run: Run) -> Size:
+    return run["width"], run["tokens_per_step"], run["tokens"]
 
 
 def plot(all_results: Sequence[Mapping[str, Any]], name: str, baseline: str) -> bytes:
     """Returns a plot (PNG) with two panels: the difference of two models against training tokens,
-    and by kind of token after the longest training.
+    and by kind of token after the training that was repeated with the most seeds.
 
     Args:
       all_results: the contents of files that tools/results.py wrote, one for each corpus.
       name: the name of the model.
       baseline: the name of the model that it is compared with.
     """
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    during, kinds = figure.subplots(1, 2, width_ratios=(1, 1.1))
+    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    during, kinds = figure.subplots(1, 2, width_ratios=(1.2, 1))
     for panel in during, kinds:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
+    tokens = {
+        _by_kind(kinds, results, name, baseline, i, len(all_results))
+        for i, results in enumerate(all_results)
+    } - {0}
     for i, results in enumerate(all_results):
         _during_training(during, results, name, baseline, f"C{i}")
-        _by_kind(kinds, results, name, baseline, i, len(all_results))
     during.axhline(0, color="0.3", linewidth=0.8)
-    during.xaxis.set_major_formatter(EngFormatter(sep=""))
+    sizes = {run["tokens"] for results in all_results for run in results["runs"]}
+    during.set_xscale("log")
+    during.set_xticks(sorted(sizes), [_in_words(size) for size in sorted(sizes)])
+    during.xaxis.set_minor_locator(NullLocator())
     during.set(
         title="Training loss (lines) and test loss (points)", xlabel="training tokens",
         ylabel=f"bits per token, {name} less {baseline}",
@@ -80,12 +88,17 @@ def plot(all_results: Sequence[Mapping[str, Any]], name: str, baseline: str) -> 
     kinds.axvline(0, color="0.3", linewidth=0.8)
     kinds.invert_yaxis()
     kinds.xaxis.set_major_locator(MaxNLocator(5))
+    after = " and ".join(_in_words(count) for count in sorted(tokens))
     kinds.set(
-        title="Test tokens by kind, after the longest training",
+        title=f"Kinds of test tokens, after {after}",
         xlabel=f"bits per token, {name} less {baseline}",
     )
     figure.legend(*_legend(all_results), loc="outside lower center", ncols=4, frameon=False)
     return png(figure)
+
+
+def _in_words(count: int) -> str:
+    return EngFormatter(places=0, sep="")(count)
 
 
 def _legend(all_results: Sequence[Mapping[str, Any]]) -> tuple[list[Patch], list[str]]:
@@ -97,27 +110,33 @@ def _legend(all_results: Sequence[Mapping[str, Any]]) -> tuple[list[Patch], list
 def _during_training(
     axes: Axes, results: Mapping[str, Any], name: str, baseline: str, color: str
 ) -> None:
-    """Draws the difference of the training losses of the longest runs, and of all test losses. The
-    points of models that are narrower than the widest one are squares.
+    """Draws the difference of the training losses of the longest runs, and of all test losses.
+    Models that are narrower than the widest one, and runs with larger batches than the smallest,
+    have points of their own and no line.
     """
-    groups = by_size(results["runs"])
-    widest = max(width for width, _ in groups)
-    for (width, tokens), runs in groups.items():
+    groups = by_size([*results["runs"], *results.get("training_only", ())])
+    widest, least = max(size[0] for size in groups), min(size[1] for size in groups)
+    for (width, per_step, tokens), runs in by_size(results["runs"]).items():
         if (found := compared(runs, name, baseline, "tokens")) is None:
             continue
-        axes.errorbar(
-            [tokens], [found.value], yerr=[found.half_width or 0.0], markersize=5, capsize=3,
-            fmt="o" if width == widest else "s", color=color,
-        )  # fmt: skip
-        if width < widest:
+        place, marker = float(tokens), "o"
+        if (width, per_step) != (widest, least):
+            marker, mark = ("s", f"width {width}") if width < widest else ("D", "more lanes")
+            place *= 1.07  # beside the point of the usual model
             axes.annotate(
-                f"width {width}", (tokens, found.value), xytext=(8, -3), textcoords="offset points",
+                mark, (place, found.value), xytext=(8, -3), textcoords="offset points",
                 color=color, fontsize="small",
             )  # fmt: skip
-    everything = by_size([*results["runs"], *results.get("training_only", ())])
-    found_pairs = {size: _pairs(runs, name, baseline) for size, runs in everything.items()}
-    pairs = next((found_pairs[n] for n in sorted(found_pairs, reverse=True) if found_pairs[n]), [])
-    if curves := [_difference_of_losses(*pair) for pair in pairs]:
+        axes.errorbar(
+            [place], [found.value], yerr=[found.half_width or 0.0], markersize=5, capsize=3,
+            fmt=marker, color=color,
+        )  # fmt: skip
+    pairs = [
+        _pairs(runs, name, baseline) for size, runs in sorted(groups.items(), reverse=True)
+        if size[:2] == (widest, least)
+    ]  # fmt: skip
+    longest = next((own for own in pairs if own), [])
+    if curves := [_difference_of_losses(*pair) for pair in longest]:
         length = min(len(curve) for curve in curves)
         mean = np.mean([curve[:length] for curve in curves], axis=0)
         axes.plot(mean[:, 0], mean[:, 1], color=color, linewidth=1.2)
@@ -136,27 +155,37 @@ def _difference_of_losses(ours: Run, theirs: Run) -> np.ndarray:
 
 def _by_kind(
     axes: Axes, results: Mapping[str, Any], name: str, baseline: str, index: int, count: int
-) -> None:
-    """Draws a bar for each kind of token, with its interval, for the longest run that was compared
-    with the baseline.
+) -> int:
+    """Draws a bar for each kind of token, averaged over the seeds of the training that was repeated
+    with the most seeds (the longest, if several were). The bar of the interval is the mean of those
+    of the seeds, which share their test documents.
+
+    Returns:
+      The number of training tokens; 0 if no run was compared with the baseline.
     """
-    runs = [
+    compared_runs = [
         run for run in results["runs"]
         if run["name"] == name and (run["comparison"] or {}).get("with", "").startswith(
             baseline.replace(":", "-")
         )
     ]  # fmt: skip
-    if not runs:
-        return
-    run = max(runs, key=_size)
-    classes = run["comparison"]["classes"]
-    places = np.arange(len(classes)) + (index - (count - 1) / 2) * 0.8 / count
+    if not compared_runs:
+        return 0
+    groups = by_size(compared_runs)
+    size = max(groups, key=lambda size: (len(groups[size]), size))
+    seeds = [run["comparison"]["classes"] for run in groups[size]]
+    means = {
+        key: np.mean([[one[key] for one in classes] for classes in seeds], axis=0)
+        for key in ("difference", "difference_95")
+    }
+    places = np.arange(len(seeds[0])) + (index - (count - 1) / 2) * 0.8 / count
     axes.barh(
-        places, [one["difference"] for one in classes], height=0.8 / count, color=f"C{index}",
-        xerr=[one["difference_95"] for one in classes], alpha=0.85,
+        places, means["difference"], height=0.8 / count, color=f"C{index}",
+        xerr=means["difference_95"], alpha=0.85,
         error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "0.35"},
     )  # fmt: skip
-    axes.set_yticks(range(len(classes)), [one["class"] for one in classes])
+    axes.set_yticks(range(len(seeds[0])), [one["class"] for one in seeds[0]])
+    return size[-1]
 
 
 def _pairs(runs: Sequence[Run], name: str, baseline: str) -> list[tuple[Run, Run]]:
