@@ -19,9 +19,10 @@ from brt.ops.adafactor import Moments, adafactor, has_kernel
 from brt.training import layerwise
 from brt.training.layerwise import Group, LayerwiseState, Parameters
 from brt.training.matrices import Axes, ends_with_heads
+from brt.training.stepper import Stepped, divided
 
-# A function from gradients, state and parameters to new parameters and a new state.
-Step: TypeAlias = Callable[[Parameters, Any, Parameters], tuple[Parameters, Any]]
+# A function from gradients, state, parameters and divisor to the result of a step.
+Step: TypeAlias = Callable[[Parameters, Any, Parameters, Array], Stepped]
 _DECAY = -0.8  # The exponent in optax's formula of the decay of the second moments.
 
 
@@ -60,14 +61,22 @@ class _Stack(NamedTuple):
 
 
 def step(
-    gradients: Parameters, state: LayerwiseState, params: Parameters, plain: Step, rules: Rules
-) -> tuple[Parameters, LayerwiseState]:
-    """Returns the new parameters, and the new state of the optimizer.
+    gradients: Parameters,
+    state: LayerwiseState,
+    params: Parameters,
+    divisor: Float[Array, ""],
+    plain: Step,
+    rules: Rules,
+) -> Stepped:
+    """Returns the new parameters, the new state of the optimizer, and the norm of the gradients.
+
+    The kernels divide the gradients that they read, and return the sums of their squares.
 
     Args:
       gradients: gradients of the parameters.
       state: state of the optimizer `layerwise.layerwise(rules.transform)`.
       params: the parameters.
+      divisor: the gradients are first divided by this number.
       plain: the same function without kernels.
       rules: settings of Adafactor.
     """
@@ -80,13 +89,15 @@ def step(
     }
     stacks = {depth: _stacks(*group, shapes, rules, depth) for depth, group in groups.items()}
     if not any(stacks.values()):
-        return plain(gradients, state, params)
+        return plain(gradients, state, params, divisor)
     new: Group = {}
-    states = {}
+    states, squares = {}, jnp.zeros((), jnp.float32)
     for depth, group in groups.items():
-        of_group, states[depth] = _of_group(*group, stacks[depth], rules, depth)
+        of_group, states[depth], of_arrays = _of_group(*group, divisor, stacks[depth], rules, depth)
         new |= of_group
-    return layerwise.joined(new, params, axes), LayerwiseState(states.pop(""), states)
+        squares += of_arrays
+    after = LayerwiseState(states.pop(""), states)
+    return Stepped(layerwise.joined(new, params, axes), after, jnp.sqrt(squares))
 
 
 def _stacks(
@@ -130,22 +141,25 @@ def _of_group(
     gradients: Group,
     state: Any,
     params: Group,
+    divisor: Float[Array, ""],
     stacks: dict[str, _Stack],
     rules: Rules,
     depth: str,
-) -> tuple[Group, Any]:
-    """Returns the new parameters of a group, and its new state.
+) -> tuple[Group, Any, Float[Array, ""]]:
+    """Returns the new parameters of a group, its new state, and the sum of its squared gradients.
 
     Args:
       gradients, params: arrays by path, reshaped to matrices.
       state: the state of `rules.transform`.
+      divisor: the gradients are first divided by this number.
       stacks: the matrices that have a kernel.
       rules: settings of Adafactor.
       depth: the number of layers, or "" if the arrays have no axis of layers.
     """
     others = params.keys() - stacks
     update = jax.vmap(rules.transform.update) if depth else rules.transform.update
-    updates, after = update(*(_restricted(tree, others) for tree in (gradients, state, params)))
+    rest = divided(_restricted(gradients, others), divisor)
+    updates, after = update(rest, *(_restricted(tree, others) for tree in (state, params)))
     new = {}
     for name, change in updates.items():
         factor = rules.factor(name)
@@ -155,12 +169,16 @@ def _of_group(
     counts = count if depth else count[None]
     decay = 1.0 - jnp.asarray(counts + 1, jnp.float32) ** _DECAY
     scalars = decay, jax.vmap(rules.schedule)(counts)
-    moments = {}
+    moments, squares = {}, optax.tree.norm(rest, squared=True)
     for name, stack in stacks.items():
-        found = adafactor(*stack, *scalars, rules.factor(name), implementation=rules.implementation)
-        value, moments[name] = found if depth else jax.tree.map(lambda x: x[0], found)
-        new[name] = value.reshape(params[name].shape)
-    return new, _with_moments(after, moments, depth)
+        found = adafactor(
+            *stack, *scalars, rules.factor(name), divisor, implementation=rules.implementation
+        )
+        squares += jnp.sum(found.squares)
+        found = found if depth else jax.tree.map(lambda x: x[0], found)
+        moments[name] = found.moments
+        new[name] = found.parameter.reshape(params[name].shape)
+    return new, _with_moments(after, moments, depth), squares
 
 
 def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from brt.ops.adafactor import MOMENTUM
 from brt.training import adafactor, muon, rates
 from brt.training.layerwise import Parameters, layerwise
 from brt.training.matrices import Axes
+from brt.training.stepper import Stepped, Stepper, divided, stepper
 
 # If a dimension of a matrix is below this number, Adafactor does not factor its second moments.
 SMALLEST_FACTORED = 128
@@ -61,35 +62,6 @@ def learning_rate(
         return warm * jnp.clip(shape(jnp.minimum(t, steps)), min(low, top), max(low, top))
 
     return rate
-
-
-class Stepper(NamedTuple):
-    """An optimizer that returns new parameters.
-
-    Attributes:
-      init: returns the initial state for parameters.
-      update: returns the updates, which are added to the parameters, and the new state, from the
-        gradients, the state and the parameters.
-      step: returns the new parameters and the new state from the same arguments as `update`. It may
-        compute them without computing the updates.
-    """
-
-    init: Callable[[Parameters], optax.OptState]
-    update: Callable[[Parameters, Any, Parameters], tuple[Parameters, optax.OptState]]
-    step: Callable[[Parameters, Any, Parameters], tuple[Parameters, optax.OptState]]
-
-
-def stepper(transform: optax.GradientTransformation) -> Stepper:
-    """Returns an optimizer of optax that adds its updates to the parameters in `step`."""
-
-    def step(
-        gradients: Parameters, state: optax.OptState, params: Parameters
-    ) -> tuple[Parameters, optax.OptState]:
-        """Returns the new parameters and the new state; see `Stepper`."""
-        updates, state = transform.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Stepper(transform.init, transform.update, step)
 
 
 def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AUTO) -> Stepper:
@@ -151,12 +123,14 @@ def _clipped(built: Stepper, norm: float) -> Stepper:
     chained = optax.chain(clip, optax.GradientTransformation(built.init, built.update))
 
     def step(
-        gradients: Parameters, state: Any, params: Parameters
-    ) -> tuple[Parameters, optax.OptState]:
-        """Returns the new parameters and the new state; see `Stepper`."""
+        gradients: Parameters, state: Any, params: Parameters, divisor: Float[Array, ""]
+    ) -> Stepped:
+        """Returns the result of a step; see `Stepper`."""
         before, inner = state
+        gradients = divided(gradients, divisor)
+        norm = optax.tree.norm(gradients)
         gradients, before = clip.update(gradients, before)
-        params, inner = built.step(gradients, inner, params)
-        return params, (before, inner)
+        params, inner, _ = built.step(gradients, inner, params, jnp.ones_like(divisor))
+        return Stepped(params, (before, inner), norm)
 
     return Stepper(chained.init, chained.update, step)

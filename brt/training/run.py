@@ -23,11 +23,11 @@ from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights
 from brt.training import adapters, compilation, rates, replicas, trainable
 from brt.training import optimizer as optimizers
-from brt.training.optimizer import Stepper
 from brt.training.sharding import state_shardings
 from brt.training.start import warm_start
 from brt.training.state import TrainState, initial_state, parameter_axes
 from brt.training.step import StepMetrics, train_step
+from brt.training.stepper import Stepper
 
 
 class Shapes(NamedTuple):

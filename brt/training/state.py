@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, PyTree
 from brt import tasks, tree_utils
 from brt.config import Config
 from brt.training import adapters, trainable
-from brt.training.optimizer import Stepper
+from brt.training.stepper import Stepper
 
 # The token embedding of a model has one of these paths in the tree of parameters.
 EMBEDDINGS = (

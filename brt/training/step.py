@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
@@ -12,8 +11,8 @@ from brt import tasks
 from brt.config import Config
 from brt.tasks.interface import Aux, LossInputs
 from brt.training import replicas, trainable
-from brt.training.optimizer import Stepper
 from brt.training.state import TrainState, merged_params, parameter_axes
+from brt.training.stepper import Stepper
 
 # The random key of dropout is the run's key with this number folded in (`jax.random.fold_in`).
 # Another number would change the results of every run.
@@ -204,11 +203,12 @@ def train_step(
             params, gradients = replicas.constrain(
                 (params, gradients), (optimizer_shards, optimizer_shards)
             )
-        gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
         moments = state.optimizer
         if config.optimizer.offload:
             moments = jax.device_put(moments, jax.memory.Space.Device)
-        params, after = optimizer.step(gradients, moments, params)
+        params, after, norm = optimizer.step(
+            gradients, moments, params, jnp.maximum(aux.count, 1.0)
+        )
         skip = config.training.on_bad_step == "skip"
         if config.optimizer.offload and not skip:
             after = jax.device_put(after, jax.memory.Space.Host)
@@ -216,7 +216,7 @@ def train_step(
             # Each replica computes the updates of its shard. The output sharding of the step then
             # gathers the parameters.
             params = replicas.constrain(params, optimizer_shards)
-    metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
+    metrics = StepMetrics(aux.nats, aux.count, norm, aux.metrics)
     model_state = tasks.from_config(config).update_model_state(config, aux.model_state)
     params = trainable.merge(params, frozen)
     new = TrainState(state.step + 1, params, after, aux.carry, model_state)

@@ -126,12 +126,12 @@ def test_small_parameters_are_scaled_by_the_smallest_scale(parameter: float) -> 
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5])
-def test_a_factor_scales_the_update_but_not_the_momentum(factor: float) -> None:
+def test_a_factor_scales_the_update_and_a_divisor_the_gradient(factor: float) -> None:
     given = inputs((2, 128, 256))
-    found = adafactor(*given, factor, implementation="pallas_interpret")
-    assert_close(found, adafactor(*given, factor, implementation="xla"))
-    assert_close(found, adafactor(*given, factor, implementation="reference"))
-    assert_close(found[1], adafactor(*given, implementation="xla")[1])
+    found = adafactor(*given, factor, 3.0, implementation="pallas_interpret")
+    assert_close(found, adafactor(*given, factor, 3.0, implementation="xla"))
+    assert_close(found, adafactor(*given, factor, 3.0, implementation="reference"))
+    assert_close(found.moments, adafactor(*given, 1.0, 3.0, implementation="xla").moments)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from brt.errors import UnsupportedError
 from brt.ops import dispatch
 from brt.ops.adafactor import api, pallas_tpu
 from brt.training import optimizer as optimizers
+from brt.training.stepper import stepper
 
 AXES = {
     "embedding": ("vocab", "embed"),
@@ -66,8 +67,8 @@ GRADIENTS = {
 
 def trained(
     settings: Optimizer, gradients: list[dict], implementation: str | None, start: dict
-) -> tuple[dict, Any]:
-    """Returns the parameters and the state after some steps.
+) -> tuple[dict, Any, list[Any]]:
+    """Returns the parameters and the state after some steps, and the norm of each gradient.
 
     Args:
       settings: settings of the optimizer.
@@ -76,12 +77,14 @@ def trained(
       start: the parameters before the first step.
     """
     optimizer = optimizers.build(settings, 3, AXES, implementation or "auto")
-    by_updates = optimizers.stepper(optax.GradientTransformation(*optimizer[:2])).step
+    by_updates = stepper(optax.GradientTransformation(*optimizer[:2])).step
     step = jax.jit(by_updates if implementation is None else optimizer.step)
     state = optimizer.init(start)
+    norms = []
     for gradient in gradients:
-        start, state = step(gradient, state, start)
-    return jax.device_get((start, state))
+        start, state, norm = step(gradient, state, start, jnp.float32(3.0))
+        norms.append(norm)
+    return jax.device_get((start, state, norms))
 
 
 CASES = [

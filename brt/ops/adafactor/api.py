@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from brt.ops import dispatch
 from brt.ops.adafactor import pallas_tpu, reference, xla
-from brt.ops.adafactor.reference import Moments
+from brt.ops.adafactor.reference import Moments, Updated
 from brt.ops.dispatch import Implementation, Op
 
 OP = Op(
@@ -27,10 +27,12 @@ def adafactor(
     decay: Float[Array, " L"],
     rate: Float[Array, " L"],
     factor: float = 1.0,
+    divisor: Float[Array, ""] | float = 1.0,
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "L A ..."], Moments]:
-    """Returns the new parameters and moments of each of L matrices with A rows and B columns.
+) -> Updated:
+    """Returns the new parameters and moments of each of L matrices with A rows and B columns, and
+    the sums of their squared gradients (after the division by `divisor`).
 
     Args:
       gradient, parameter: [L, A, *columns]; *columns are axes that are merged to the B columns, for
@@ -39,13 +41,14 @@ def adafactor(
       decay: the share of the previous second moments in the new ones.
       rate: the learning rate.
       factor: the update of the parameter, not of the momentum, is multiplied by this number.
+      divisor: the gradients are first divided by this number.
       implementation: the name of an implementation; None takes the best one that supports the
         inputs.
 
     Raises:
       NotImplementedError: the implementation does not exist or does not support these inputs.
     """
-    inputs = gradient, parameter, moments, decay, rate, factor
+    inputs = gradient, parameter, moments, decay, rate, factor, divisor
     return dispatch.run(OP, implementation, *inputs)
 
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from brt.distributed import rules
-from brt.ops.adafactor.reference import Moments
+from brt.ops.adafactor.reference import Moments, Updated
 from brt.ops.adafactor.tpu_kernel import NORM, SUMS, UPDATE, Tiles, kernel
 from brt.ops.tpu import LANES, VMEM_BYTES, vmem_budget, vmem_refusal
 
@@ -70,9 +70,10 @@ def adafactor(
     decay: Float[Array, " L"],
     rate: Float[Array, " L"],
     factor: float = 1.0,
+    divisor: Float[Array, ""] | float = 1.0,
     *,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "L A ..."], Moments]:
+) -> Updated:
     """Returns the new parameters and moments of each matrix of a stack.
 
     Args:
@@ -81,6 +82,7 @@ def adafactor(
       decay: the share of the previous second moments in the new ones.
       rate: the learning rate.
       factor: the update of the parameter, not of the momentum, is multiplied by this number.
+      divisor: the gradients are first divided by this number.
       interpret: True runs the kernel on any device, slowly.
     """
     tiles = tiles_of(parameter, moments)
@@ -89,7 +91,12 @@ def adafactor(
     by_tile, by_column = (layers, tiles.count, tiles.tile), (layers, 1, columns)
     g, p = gradient.reshape(shape), parameter.reshape(shape)
     vectors = [moments.rows.reshape(by_tile), moments.columns.reshape(by_column)]
-    whole = [pl.BlockSpec((None, *x.shape[1:]), lambda layer, *_: (layer, 0, 0)) for x in vectors]
+    arrays = (p, moments.momentum, *vectors)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    results.append(jax.ShapeDtypeStruct((layers, 1, LANES), p.dtype))  # sums of squares
+    *whole, of_layer = (
+        pl.BlockSpec((None, *x.shape[1:]), lambda layer, *_: (layer, 0, 0)) for x in results[2:]
+    )
     # Reads and writes of arrays as large as the parameter.
     passes = 5 if tiles.resident else 8
     new, momentum, *after = pl.pallas_call(
@@ -99,9 +106,9 @@ def adafactor(
             pl.BlockSpec(memory_space=pltpu.SMEM), *_input_specs(tiles, shape[2]), *whole,
         ],
         out_specs=[
-            _spec(tiles, shape[2], UPDATE), _spec(tiles, columns, UPDATE), *whole,
+            _spec(tiles, shape[2], UPDATE), _spec(tiles, columns, UPDATE), *whole, of_layer,
         ],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (p, moments.momentum, *vectors)],
+        out_shape=results,
         input_output_aliases={2: 0, 3: 1},
         scratch_shapes=_scratch(tiles),
         name=f"adafactor_{tiles.tile}x{columns}_float32_{layers * tiles.count}_steps",
@@ -112,10 +119,18 @@ def adafactor(
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=passes * parameter.nbytes
         ),
-    )(jnp.stack([decay, rate], axis=1), g, p, moments.momentum, *vectors)  # fmt: skip
-    of_row, of_column = after
+    )(_scalars(decay, rate, divisor), g, p, moments.momentum, *vectors)  # fmt: skip
+    of_row, of_column, sums = after
     moments = Moments(of_row.reshape(layers, rows), of_column.reshape(layers, columns), momentum)
-    return new.reshape(parameter.shape), moments
+    return Updated(new.reshape(parameter.shape), moments, sums[:, 0, 0])
+
+
+def _scalars(
+    decay: Float[Array, " L"], rate: Float[Array, " L"], divisor: Float[Array, ""] | float
+) -> Float[Array, "L 3"]:
+    """Returns the scalars of each layer that the kernel reads."""
+    scale = jnp.full_like(rate, 1.0) / divisor
+    return jnp.stack([decay, rate, scale], axis=1)
 
 
 interpreted = functools.partial(adafactor, interpret=True)

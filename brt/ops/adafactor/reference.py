@@ -30,6 +30,20 @@ class Moments(NamedTuple):
     momentum: Float[Array, "L A B"]
 
 
+class Updated(NamedTuple):
+    """The result of an update of a stack of L matrices.
+
+    Attributes:
+      parameter: [L, A, *columns], the new parameters.
+      moments: the new state.
+      squares: the sum of the squared gradients of each matrix, after their division.
+    """
+
+    parameter: Float[Array, "L A ..."]
+    moments: Moments
+    squares: Float[Array, " L"]
+
+
 def adafactor(
     gradient: Float[Array, "L A ..."],
     parameter: Float[Array, "L A ..."],
@@ -37,7 +51,8 @@ def adafactor(
     decay: Float[Array, " L"],
     rate: Float[Array, " L"],
     factor: float = 1.0,
-) -> tuple[Float[Array, "L A ..."], Moments]:
+    divisor: Float[Array, ""] | float = 1.0,
+) -> Updated:
     """Returns the new parameters and moments of each matrix of a stack.
 
     Args:
@@ -46,11 +61,13 @@ def adafactor(
       decay: the share of the previous second moments in the new ones.
       rate: the learning rate.
       factor: the update of the parameter, not of the momentum, is multiplied by this number.
+      divisor: the gradients are first divided by this number.
     """
     shape = moments.momentum.shape
-    matrices = gradient.reshape(shape), parameter.reshape(shape)
+    matrices = (gradient / divisor).reshape(shape), parameter.reshape(shape)
     after = jax.vmap(_new_moments)(*matrices, moments, decay, rate)
-    return parameter - factor * after.momentum.reshape(parameter.shape), after
+    new = parameter - factor * after.momentum.reshape(parameter.shape)
+    return Updated(new, after, jnp.sum(matrices[0] ** 2, axis=(1, 2)))
 
 
 def _new_moments(

@@ -84,36 +84,40 @@ class Scratch(NamedTuple):
 
 def kernel(
     scalars: Any, gradient: Any, parameter: Any, momentum: Any, rows: Any, columns: Any,
-    new_parameter: Any, new_momentum: Any, new_rows: Any, new_columns: Any, *scratch: Any,
-    tiles: Tiles, factor: float,
+    new_parameter: Any, new_momentum: Any, new_rows: Any, new_columns: Any, squares: Any,
+    *scratch: Any, tiles: Tiles, factor: float,
 ) -> None:  # fmt: skip
     """Computes one tile in one phase.
 
     Args:
-      scalars: [L, 2], decay of the second moments and learning rate of each layer.
+      scalars: [L, 3], decay of the second moments, learning rate, and factor of the gradients, of
+        each layer.
       gradient, parameter: a tile [R, B], or [R H, K] with heads.
       momentum: a tile [R, B].
       rows, columns: the layer's means of squared gradients of each row [T, R] and column [1, B].
       new_parameter, new_momentum, new_rows, new_columns: results of these shapes.
+      squares: [1, 128], the result for the sum of the layer's squared gradients, 128 times.
       *scratch: the arrays of `Scratch`.
       tiles: the division of the stack into tiles.
       factor: the update of the parameter, not of the momentum, is multiplied by this number.
     """
     layer, phase, tile = (pl.program_id(axis) for axis in range(3))
     held = Scratch(*scratch)
-    decay, rate = scalars[layer, 0], scalars[layer, 1]
+    decay, rate, scale = (scalars[layer, i] for i in range(3))
 
     @pl.when(phase == SUMS)
     def _sums() -> None:
-        _add_squares(gradient, parameter, held, tile, tiles)
+        _add_squares(gradient, parameter, held, scale, tile, tiles)
 
     @pl.when((phase == NORM) & (tile == 0))
     def _factors() -> None:
+        total = jnp.sum(held.row_factors[...], keepdims=True)
+        squares[...] = jnp.broadcast_to(total, squares.shape)
         _new_moments(rows, columns, new_rows, new_columns, held, decay, tiles)
 
     @pl.when(phase == NORM)
     def _norm() -> None:
-        _add_squared_updates(gradient, momentum, held, tile, tiles)
+        _add_squared_updates(gradient, momentum, held, scale, tile, tiles)
 
     @pl.when((phase == UPDATE) & (tile == 0))
     def _scale() -> None:
@@ -122,10 +126,12 @@ def kernel(
     @pl.when(phase == UPDATE)
     def _update() -> None:
         arrays = gradient, parameter, momentum, new_parameter, new_momentum
-        _write(*arrays, held, tile, tiles, factor)
+        _write(*arrays, held, scale, tile, tiles, factor)
 
 
-def _add_squares(gradient: Any, parameter: Any, held: Scratch, tile: Array, tiles: Tiles) -> None:
+def _add_squares(
+    gradient: Any, parameter: Any, held: Scratch, scale: Array, tile: Array, tiles: Tiles
+) -> None:
     """Adds the squares of a tile's gradients and parameters to the sums, and keeps the tile."""
 
     @pl.when(tile == 0)
@@ -135,7 +141,7 @@ def _add_squares(gradient: Any, parameter: Any, held: Scratch, tile: Array, tile
 
     by_lane = jnp.zeros((tiles.tile, LANES), jnp.float32)
     for at in _chunks(tiles):
-        g, p = (_load(ref, at, tiles) for ref in (gradient, parameter))
+        g, p = scale * _load(gradient, at, tiles), _load(parameter, at, tiles)
         square = g * g
         held.column_sums[:, at] += _over_registers(square)
         held.parameter_sums[:, at] += _over_registers(p * p)
@@ -169,7 +175,7 @@ def _new_moments(
 
 
 def _add_squared_updates(
-    gradient: Any, momentum: Any, held: Scratch, tile: Array, tiles: Tiles
+    gradient: Any, momentum: Any, held: Scratch, scale: Array, tile: Array, tiles: Tiles
 ) -> None:
     """Adds the squares of a tile's updates, without the factors of columns, to the sums.
 
@@ -177,7 +183,7 @@ def _add_squared_updates(
     """
     factor = _row_factors(held, tile, tiles)
     for at in _chunks(tiles):
-        update = _gradient(gradient, held, tile, at, tiles) * factor
+        update = _gradient(gradient, held, scale, tile, at, tiles) * factor
         held.update_sums[:, at] += _over_registers(update * update)
         if tiles.resident:
             held.momentum[tile, :, at] = momentum[:, at]
@@ -196,12 +202,12 @@ def _scale_factors(held: Scratch, rate: Array, tiles: Tiles) -> None:
 
 def _write(
     gradient: Any, parameter: Any, momentum: Any, new_parameter: Any, new_momentum: Any,
-    held: Scratch, tile: Array, tiles: Tiles, factor: float,
+    held: Scratch, scale: Array, tile: Array, tiles: Tiles, factor: float,
 ) -> None:  # fmt: skip
     """Writes the new momentum and parameters of a tile."""
     of_row = _row_factors(held, tile, tiles)
     for at in _chunks(tiles):
-        g = _gradient(gradient, held, tile, at, tiles)
+        g = _gradient(gradient, held, scale, tile, at, tiles)
         p = held.parameter[tile, :, at] if tiles.resident else _load(parameter, at, tiles)
         m = held.momentum[tile, :, at] if tiles.resident else momentum[:, at]
         m = MOMENTUM * m + g * of_row * held.column_factors[:, at]
@@ -227,10 +233,12 @@ def _load(ref: Any, at: Any, tiles: Tiles) -> Float[Array, "R C"]:
 
 
 def _gradient(
-    gradient: Any, held: Scratch, tile: Array, at: Any, tiles: Tiles
+    gradient: Any, held: Scratch, scale: Array, tile: Array, at: Any, tiles: Tiles
 ) -> Float[Array, "R C"]:
-    """Returns a chunk of the gradients of a tile, from scratch memory if the layer is resident."""
-    return held.gradient[tile, :, at] if tiles.resident else _load(gradient, at, tiles)
+    """Returns a chunk of the scaled gradients of a tile, from scratch memory if the layer is
+    resident.
+    """
+    return held.gradient[tile, :, at] if tiles.resident else scale * _load(gradient, at, tiles)
 
 
 def _row_factors(held: Scratch, tile: Array, tiles: Tiles) -> Float[Array, "R 1"]:

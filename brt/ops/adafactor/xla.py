@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from brt.ops.adafactor.reference import MOMENTUM, Moments
+from brt.ops.adafactor.reference import MOMENTUM, Moments, Updated
 
 
 def adafactor(
@@ -15,7 +15,8 @@ def adafactor(
     decay: Float[Array, " L"],
     rate: Float[Array, " L"],
     factor: float = 1.0,
-) -> tuple[Float[Array, "L A ..."], Moments]:
+    divisor: Float[Array, ""] | float = 1.0,
+) -> Updated:
     """Returns the new parameters and moments of each matrix of a stack.
 
     Args:
@@ -24,12 +25,14 @@ def adafactor(
       decay: the share of the previous second moments in the new ones.
       rate: the learning rate.
       factor: the update of the parameter, not of the momentum, is multiplied by this number.
+      divisor: the gradients are first divided by this number.
     """
-    matrices = gradient.reshape(moments.momentum.shape), parameter.reshape(moments.momentum.shape)
+    shape = moments.momentum.shape
+    matrices = (gradient / divisor).reshape(shape), parameter.reshape(shape)
     updates, after = jax.vmap(_of_matrix)(*matrices, moments, decay, rate)
     updates = updates if factor == 1 else factor * updates
     new: Array = optax.apply_updates(parameter, updates.reshape(parameter.shape))
-    return new, after
+    return Updated(new, after, jnp.sum(jnp.square(matrices[0]), axis=(1, 2)))
 
 
 def _of_matrix(
