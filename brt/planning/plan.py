@@ -20,6 +20,7 @@ from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.planning.costs import Costs, costs
 from brt.planning.topologies import ROOM, Topology
+from brt.training import compilation
 from brt.training import run as runs
 from brt.training.run import Shapes
 
@@ -130,7 +131,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         lowered = runs.lowered_step(config, shapes, batch)
         requested = jax_versions.LOW_EFFORT if low_effort else {}
         try:
-            offered = requested if topology.backend == "tpu" else {}
+            offered = {**compilation.preferred(), **requested} if topology.backend == "tpu" else {}
             compiled, options = compile_with_known_options(lowered, offered)
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error
@@ -144,7 +145,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         topology, dict(shapes.mesh.shape), _bytes(state.params), _bytes(state.optimizer),
         _bytes(state.carry), _bytes(state.model_state), temporaries,
         arguments + outputs + temporaries, step_costs, tokens, flops,
-        time.perf_counter() - begin, bool(options),
+        time.perf_counter() - begin, bool(requested.keys() & options.keys()),
         tuple(sorted(requested.keys() - options.keys())),
     )  # fmt: skip
 

@@ -8,10 +8,10 @@ from types import MappingProxyType
 import jax
 
 from brt import user_cache
+from brt.ops import dispatch
 
 _DIRECTORY = "jax_compilation_cache_dir"
-# XLA receives these compiler options for programs on CPUs, except for the options that the
-# installed version of jaxlib does not know, or that the user has set in XLA_FLAGS.
+# XLA receives these compiler options for programs on CPUs.
 _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         # The empty value turns off a newer library of XLA for CPUs, which multiplies many small
@@ -23,7 +23,14 @@ _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
         "xla_backend_optimization_level": "2",
     }
 )
-_NONE: Mapping[str, str] = MappingProxyType({})
+# The KiB of on-chip memory (VMEM) that one operation of XLA may use, by the kind of TPU. With more
+# than XLA's default of 16 MiB, matrix products have larger tiles. On other kinds of TPUs, the
+# default is best: a v4 has no more memory, and a v6e has a default of 32 MiB.
+_TPU_MEMORY: Mapping[str, int] = MappingProxyType(
+    {"TPU v5 lite": 40 * 1024, "TPU v5e": 40 * 1024, "TPU v5": 32 * 1024, "TPU v5p": 32 * 1024}
+)
+# The environment variable in which users set compiler options themselves.
+_VARIABLES: Mapping[str, str] = MappingProxyType({"cpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
 
 
 def use_cache() -> None:
@@ -42,17 +49,30 @@ def use_cache() -> None:
 
 @functools.cache
 def options() -> Mapping[str, str]:
-    """Returns XLA's compiler options for the train step on the current backend, by name.
+    """Returns XLA's compiler options for the train step on the current backend, by name: those of
+    `preferred` that the installed compiler knows.
 
     Only training passes options to XLA. Evaluation does not, because tasks jit their functions
     themselves, and jax accepts compiler options only at the outermost jit.
     """
-    if jax.default_backend() != "cpu":
-        return _NONE
-    by_user = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    return MappingProxyType(
-        {k: v for k, v in _CPU_OPTIONS.items() if f"--{k}" not in by_user and _is_known(k, v)}
-    )
+    return MappingProxyType({k: v for k, v in preferred().items() if _is_known(k, v)})
+
+
+def preferred() -> dict[str, str]:
+    """Returns the compiler options that brt prefers for the train step on the backend that programs
+    are compiled for, by name.
+
+    Options that the user has set in the environment are left out. The installed version of the
+    compiler may not know all options.
+    """
+    found: dict[str, str] = {}
+    if dispatch.backend() == "cpu":
+        found = dict(_CPU_OPTIONS)
+    elif memory := _TPU_MEMORY.get(getattr(dispatch.device(), "device_kind", "")):
+        found = {"xla_tpu_scoped_vmem_limit_kib": str(memory)}
+    flags = os.environ.get(_VARIABLES.get(dispatch.backend(), ""), "").split()
+    by_user = {flag.partition("=")[0] for flag in flags}
+    return {name: value for name, value in found.items() if f"--{name}" not in by_user}
 
 
 def _is_known(name: str, value: str) -> bool:

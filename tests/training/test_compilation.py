@@ -1,10 +1,12 @@
 """Tests the compiler options of the train step: an unknown option does not stop training."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
+from brt.ops import dispatch
 from brt.training import compilation
 
 
@@ -31,10 +33,20 @@ def test_what_the_user_says_in_xla_flags_comes_first(monkeypatch: pytest.MonkeyP
     assert on_cpus({**fast, **level}, monkeypatch) == {**fast, **level}
 
 
-@pytest.mark.parametrize("backend", ["gpu", "tpu"])
-def test_other_backends_have_no_options(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert compilation.options.__wrapped__() == {}
+@pytest.mark.parametrize(("backend", "kind"), [("gpu", "NVIDIA H100"), ("tpu", "TPU v4")])
+def test_other_backends_have_no_options(backend: str, kind: str) -> None:
+    with dispatch.use_backend(backend, SimpleNamespace(device_kind=kind)):
+        assert compilation.preferred() == {}
+
+
+def test_a_tpu_gets_memory_for_larger_tiles_unless_the_user_has_set_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "xla_tpu_scoped_vmem_limit_kib"
+    with dispatch.use_backend("tpu", SimpleNamespace(device_kind="TPU v5 lite")):
+        assert compilation.preferred() == {name: "40960"}
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{name}=16384")
+        assert compilation.preferred() == {}
 
 
 def test_options_are_what_jax_takes_and_nobody_changes_them() -> None:
