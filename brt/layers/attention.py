@@ -34,7 +34,7 @@ from brt.layers.basic import (
 from brt.layers.cache import KVCache, TokenProjections
 from brt.layers.entries import NewEntries
 from brt.layers.mlp import MLP
-from brt.layers.reading import document_places, rotated_at, sink_part, updated_sinks, window_part
+from brt.layers.reading import document_places, rotated_at, updated_sinks, window_part, with_sinks
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LocalState,
@@ -49,7 +49,7 @@ from brt.ops import deferred
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import l2_normalize, scaled_unit
-from brt.ops.partial_attention import AttentionPart, merge_parts
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import alibi_bias, relative_bias
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.reductions import add_shared
@@ -298,8 +298,7 @@ class TransformerBlock(nn.Module):
         bias = None if self.model.positions in ("rotary", "none") else self.far_bias()
         unit = sinks._replace(keys=self.normalized_keys(sinks.keys))
         scaled = self.scaled_queries(queries)
-        merged = merge_parts([part, sink_part(self.model, scaled, unit, places, bias)])
-        return merged._replace(output=merged.output.astype(part.output.dtype))
+        return with_sinks(self.model, part, scaled, unit, places, bias)
 
     def _attend_to_states(
         self, queries: Float[Array, "B T H K"] | None, memory: StateKV

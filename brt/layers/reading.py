@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from brt.config import Kernels, Model
 from brt.layers.cache import KVCache, TokenProjections
 from brt.layers.state import Sinks, has_null_keys
+from brt.ops import sink_attention
 from brt.ops.dropout import Dropout
 from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
@@ -29,7 +30,6 @@ from brt.ops.positions import (
     rotations,
     take_positions,
 )
-from brt.ops.sink_attention import sink_attention
 from brt.ops.window_attention import segment_part
 
 
@@ -109,17 +109,19 @@ def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
     return jnp.arange(tokens, dtype=jnp.int32)[None] - by_token
 
 
-def sink_part(
+def with_sinks(
     model: Model,
+    part: AttentionPart,
     queries: Float[Array, "B T H K"],
     sinks: Sinks,
     places: Int[Array, "B T"],
     bias: Float[Array, " H"] | None,
 ) -> AttentionPart:
-    """Returns the attention of tokens to the sinks that have left their window.
+    """Returns the attention of tokens to their window and to the sinks that have left the window.
 
     Args:
       model: the settings as the layer sees them.
+      part: the attention to the window.
       queries: the queries, normalised and scaled, but without rotary positions.
       sinks: the normalised keys and the values, [B, N, S, G, K], of the first S tokens of the
         document to which each block belongs.
@@ -129,8 +131,8 @@ def sink_part(
     Returns:
       The output [B, T, H, K] and the log-sum-exp [B, T, H].
     """
-    return sink_attention(
-        queries, *sinks, places, bias,
+    return sink_attention.with_sinks(
+        part, queries, *sinks, places, bias,
         farthest=model.window - 1 if model.sliding.attend_to_self else model.window,
         speeds=speeds_of(model) if model.positions == "rotary" else None,
     )  # fmt: skip

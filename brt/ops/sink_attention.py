@@ -8,18 +8,20 @@ distance min(p, F + S) - j, where F is the distance of the farthest key of a win
 
 In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, S of
 sinks, H of heads of queries, G of heads of keys, and K of numbers of a head. A head of keys serves
-R = H / G consecutive heads of queries.
+H / G consecutive heads of queries.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.ops.partial_attention import AttentionPart, attend_to_part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import RotarySpeeds, rotate, rotations, take_positions
 from brt.ops.softmax import MASKED
 
 
-def sink_attention(
+def with_sinks(
+    part: AttentionPart,
     queries: Float[Array, "B T H K"],
     keys: Float[Array, "B N S G K"],
     values: Float[Array, "B N S G K"],
@@ -29,10 +31,15 @@ def sink_attention(
     farthest: int,
     speeds: RotarySpeeds | None = None,
 ) -> AttentionPart:
-    """Returns the attention output of every token over the sinks beyond its window, and the
-    log-sum-exp of its logits.
+    """Returns the attention output of every token over its window and the sinks beyond the window,
+    and the log-sum-exp of all these logits.
+
+    Few keys are sinks, so they are repeated for each head of queries, and the weight of the window
+    and the weights of the sinks are computed together. On TPUs, whose registers have 128 lanes, the
+    logits have the tokens on their last axis.
 
     Args:
+      part: the attention to the window: the output [B, T, H, K] and the log-sum-exp [B, T, H].
       queries: already normalized and multiplied by any scale, but not rotated.
       keys, values: the keys and values of the first S tokens of the document of each block, not
         rotated. The entries of tokens that have not been read yet have no meaning and are not used.
@@ -43,7 +50,8 @@ def sink_attention(
       speeds: the angles per token of rotary embeddings; None in models without them.
 
     Returns:
-      The attention output [B, T, H, K] in the dtype of `values` and the log-sum-exp [B, T, H].
+      The attention output [B, T, H, K] in the dtype of `part.output`, and the log-sum-exp
+        [B, T, H].
     """
     batch, length, heads, size = queries.shape
     blocks, count, groups = keys.shape[1:4]
@@ -53,26 +61,24 @@ def sink_attention(
         queries = rotate(queries, take_positions(table, jnp.minimum(places, reach)))
         sinks = take_positions(table, jnp.arange(count))
         keys = rotate(keys.reshape(batch * blocks, count, groups, size), sinks).reshape(keys.shape)
-    shape = batch, blocks, length // blocks, groups, heads // groups, size
-    # The axes of `rows` are [B, N, G, R, tokens of a block, K].
-    rows = jnp.moveaxis(queries.reshape(shape), 2, 4)
-    logits = jnp.einsum("bngrtk,bnsgk->bngrts", rows, keys, preferred_element_type=jnp.float32)
+    keys, values = (jnp.repeat(x, heads // groups, axis=3) for x in (keys, values))
+    rows = queries.reshape(batch, blocks, -1, heads, size)
+    # The axes of `logits` are [B, N, H, S, tokens of a block].
+    logits = jnp.einsum("bnshk,bnlhk->bnhsl", keys, rows, preferred_element_type=jnp.float32)
     if bias is not None:
-        logits += bias.reshape(1, 1, groups, -1, 1, 1)
-    order = jnp.arange(count).reshape(1, 1, 1, 1, 1, -1)
-    left = places.reshape(batch, blocks, 1, 1, -1, 1) - order > farthest
+        logits += bias.reshape(1, 1, heads, 1, 1)
+    order = jnp.arange(count).reshape(1, 1, 1, count, 1)
+    left = places.reshape(batch, blocks, 1, 1, -1) - order > farthest
     logits = jnp.where(left, logits, MASKED)
-    merged = logits.reshape(batch, blocks, groups, -1, count)
-    part = attend_to_part(merged, jnp.moveaxis(values, 2, 3))
+    window = jnp.moveaxis(part.lse.reshape(batch, blocks, -1, heads, 1), 2, 4)
+    top = jax.lax.stop_gradient(jnp.maximum(window, jnp.max(logits, axis=3, keepdims=True)))
+    of_sinks, of_window = jnp.exp(logits - top), jnp.exp(window - top)
+    total = of_window + jnp.sum(of_sinks, axis=3, keepdims=True)
+    weights = (of_sinks / total).astype(values.dtype)
+    read = jnp.einsum("bnhsl,bnshk->bnlhk", weights, values, preferred_element_type=jnp.float32)
 
-    def by_token(x: Float[Array, "B N G RT ..."]) -> Float[Array, "B T H ..."]:
-        """Returns x, the outputs or the log-sum-exps, with the axis of heads after the axis of
-        tokens, and with all blocks on one axis of tokens.
+    def by_token(x: Float[Array, "B N H 1 L"]) -> Float[Array, "B T H"]:
+        return jnp.moveaxis(x[:, :, :, 0], 2, 3).reshape(batch, length, heads)
 
-        The axis RT of x has R * L entries, where L is the number of tokens of a block. The entry
-        x[b, n, g, r * L + t] is the result of token n * L + t and head g * R + r.
-        """
-        x = x.reshape(*rows.shape[:5], *x.shape[4:])
-        return jnp.moveaxis(x, 4, 2).reshape(batch, length, heads, *x.shape[5:])
-
-    return AttentionPart(by_token(part.output).astype(values.dtype), by_token(part.lse))
+    output = by_token(of_window / total)[..., None] * part.output + read.reshape(queries.shape)
+    return AttentionPart(output.astype(part.output.dtype), by_token(top + jnp.log(total)))
