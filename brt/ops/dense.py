@@ -16,6 +16,8 @@ from brt.distributed.rules import can_merge_axes, is_sharded
 from brt.ops import dispatch
 from brt.ops.layout import transposed
 
+_LANES = 128  # the numbers of a row of a TPU's vector register
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) -> Array:
@@ -32,7 +34,7 @@ def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) 
 
 def _dense(x: Array, kernel: Array, inputs: int) -> Array:
     kernel = kernel.astype(x.dtype)
-    if not _flattens_axes(kernel):
+    if not _flattens_axes(kernel, inputs):
         return jnp.tensordot(x, kernel, axes=inputs)
     y = jnp.tensordot(_flatten_last(x, inputs), _matrix(kernel, inputs), axes=1)
     return y.reshape(*x.shape[: x.ndim - inputs], *kernel.shape[inputs:])
@@ -114,8 +116,14 @@ def _sum_over_rows(x: Float[Array, "*R M"], dy: Float[Array, "*R N"]) -> Float[A
     return jnp.matmul(transposed(x), dy, preferred_element_type=jnp.float32)
 
 
-def _flattens_axes(kernel: Array) -> bool:
-    return kernel.ndim > 2 and dispatch.policy().merges_rows and not is_sharded("heads")
+def _flattens_axes(kernel: Array, inputs: int) -> bool:
+    """Returns True if the product with a kernel of more than two axes is computed as a product with
+    a matrix.
+    """
+    policy = dispatch.policy()
+    small_heads = kernel.ndim - inputs > 1 and kernel.shape[-1] % _LANES != 0
+    flattens = policy.merges_rows or (policy.flattens_small_heads and small_heads)
+    return kernel.ndim > 2 and flattens and not is_sharded("heads")
 
 
 def _flatten_last(x: Array, axes: int) -> Array:

@@ -76,6 +76,9 @@ class BackendPolicy(NamedTuple):
         transposed, so factors of such products are first converted to float32.
       merges_rows: products with weights of several input or output axes, and their weight
         gradients, are computed as products of matrices, whose axes are merged by a reshape.
+      flattens_small_heads: if heads do not fill vector registers, projections to heads are computed
+        as products of matrices. Most places of an array [..., heads, numbers of a head] would be
+        padding when it is stored or copied.
       splits_wide_sums: a sum over many adjacent numbers is computed as the sum of several parts.
       stores_barriers: an array that several consumers read is stored by an optimization barrier.
       multiplies_separately: several inputs of one matrix product are multiplied one by one instead
@@ -98,6 +101,7 @@ class BackendPolicy(NamedTuple):
     stores_transposes: bool = False
     float32_factors: bool = False
     merges_rows: bool = False
+    flattens_small_heads: bool = False
     splits_wide_sums: bool = False
     stores_barriers: bool = False
     multiplies_separately: bool = False
@@ -119,7 +123,7 @@ _POLICIES = {
     "gpu": BackendPolicy(),
     "tpu": BackendPolicy(
         stores_barriers=True, multiplies_separately=True, gathers_by_product=True,
-        turns_by_product=True, packs_dropout=True,
+        turns_by_product=True, packs_dropout=True, flattens_small_heads=True,
     ),
 }  # fmt: skip
 

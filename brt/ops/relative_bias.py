@@ -9,11 +9,16 @@ In shapes, R is the number of buckets of distances, H of heads, Q of queries, S 
 offsets.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from brt.ops.positions import t5_buckets
+
+_BLOCK = 128  # the queries and keys of a block of a large tile
 
 
 def relative_buckets(
@@ -39,12 +44,12 @@ def relative_buckets(
 
 def offset_bias(
     table: Float[Array, "R H"], offsets: np.ndarray, *, max_distance: int, both_ways: bool
-) -> Float[Array, "H O"]:
-    """Returns the bias of each head for each of O offsets.
+) -> Float[Array, "H *N O"]:
+    """Returns the bias of each head for each of O offsets, or of N rows of O offsets.
 
     Args:
       table: the bias of each bucket and head.
-      offsets: [O], positions of keys minus positions of queries.
+      offsets: [*N, O], positions of keys minus positions of queries.
       max_distance: the distance from which on all keys on one side of the query share a bucket.
       both_ways: True if keys before and after the query have different buckets; see
         `relative_buckets`.
@@ -52,7 +57,7 @@ def offset_bias(
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=both_ways
     )
-    return jnp.take(table, rows, axis=0).T
+    return jnp.moveaxis(jnp.take(table, rows, axis=0), -1, 0)
 
 
 def bias_tile(
@@ -75,16 +80,37 @@ def bias_tile(
       both_ways: True if keys before and after the query have different buckets; see
         `relative_buckets`.
     """
+    bias = partial(offset_bias, table, max_distance=max_distance, both_ways=both_ways)
+    if queries % _BLOCK or keys % _BLOCK or queries == _BLOCK:
+        return _shifted_rows(lambda offsets: bias(offsets + first), queries, keys)
+    # All blocks of _BLOCK queries and keys on one diagonal are equal, so each is computed once.
+    rows, columns = queries // _BLOCK, keys // _BLOCK
+    starts = first + _BLOCK * np.arange(1 - rows, columns)
+    blocks = _shifted_rows(lambda offsets: bias(starts[:, None] + offsets), _BLOCK, _BLOCK)
+    of_row = [blocks[:, rows - 1 - i : rows - 1 - i + columns] for i in range(rows)]
+    # The axes of the stack are [H, rows, columns, queries of a block, keys of a block].
+    return jnp.stack(of_row, axis=1).swapaxes(2, 3).reshape(-1, queries, keys)
+
+
+def _shifted_rows(
+    bias: Callable[[np.ndarray], Float[Array, "H *N O"]], queries: int, keys: int
+) -> Float[Array, "H *N Q S"]:
+    """Returns the tile that has, for query i and key j, the bias of the offset j - i.
+
+    Args:
+      bias: a function from offsets to their biases, for one or several tiles.
+      queries: Q, the number of queries.
+      keys: S, the number of keys.
+    """
     period = queries + keys
     # The entry of `offsets` at index (j - i) mod `period` is the offset j - i of key j and query i.
     # One entry of `offsets` belongs to no pair of key and query and is never read.
-    offsets = (np.arange(period) + queries) % period - queries
-    row = offset_bias(table, offsets + first, max_distance=max_distance, both_ways=both_ways)
+    row = bias((np.arange(period) + queries) % period - queries)
     # `row` is repeated and then cut into one line for each query. The lines are one entry shorter
     # than `row`, so line i + 1 begins one entry earlier in `row` than line i. This is correct,
     # because the offset of a key is one smaller for query i + 1 than for query i.
-    lines = jnp.tile(row, (1, queries))[:, : queries * (period - 1)]
-    return lines.reshape(-1, queries, period - 1)[:, :, :keys]
+    lines = jnp.tile(row, queries)[..., : queries * (period - 1)]
+    return lines.reshape(*row.shape[:-1], queries, period - 1)[..., :keys]
 
 
 def bias_row(

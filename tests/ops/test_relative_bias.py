@@ -36,7 +36,10 @@ def test_buckets_are_those_of_t5(both_ways: bool) -> None:
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize(("queries", "keys", "first"), [(5, 5, 0), (4, 12, -4), (3, 7, 2)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "first"),
+    [(5, 5, 0), (4, 12, -4), (3, 7, 2), (256, 384, -130), (384, 128, 5), (128, 256, 0)],
+)
 def test_a_tile_holds_the_bias_of_every_pair(
     queries: int, keys: int, first: int, both_ways: bool
 ) -> None:
@@ -46,9 +49,10 @@ def test_a_tile_holds_the_bias_of_every_pair(
     np.testing.assert_array_equal(tile, np.asarray(TABLE)[rows].transpose(2, 0, 1))
 
 
-def test_the_gradient_counts_how_often_a_bucket_is_used() -> None:
-    gradient = jax.grad(lambda t: jnp.sum(bias_tile(t, 6, 6, both_ways=True, **DISTANCES)))
-    offset = np.arange(6)[None] - np.arange(6)[:, None]
+@pytest.mark.parametrize("size", [6, 256])
+def test_the_gradient_counts_how_often_a_bucket_is_used(size: int) -> None:
+    gradient = jax.grad(lambda t: jnp.sum(bias_tile(t, size, size, both_ways=True, **DISTANCES)))
+    offset = np.arange(size)[None] - np.arange(size)[:, None]
     rows = relative_buckets(offset, buckets=8, both_ways=True, **DISTANCES)
     counts = np.bincount(rows.ravel(), minlength=8)
     np.testing.assert_array_equal(gradient(TABLE), np.repeat(counts[:, None], 3, axis=1))
