@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 from brt.planning import products, schedules
 from brt.planning.hlo import Instruction, Module
+from brt.planning.overlap import COLLECTIVES, Overlap, Overlaps, result_bytes
 from brt.planning.topologies import CHIPS
 from brt.planning.traffic import traffic
 
-COLLECTIVES = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
-)  # fmt: skip
 # The table maps scopes (names in the traced program) to parts of the model. An operation belongs to
 # the part of the first scope in the table that occurs in the operation's path of names.
 PARTS = {
@@ -111,12 +109,14 @@ class Costs(NamedTuple):
       collectives: the cost of each kind of collective.
       unknown: names of Pallas kernels whose cycles are unknown.
       instructions: groups of all instructions except collectives, most expensive first.
+      overlaps: those of the collectives that run beside other instructions.
     """
 
     parts: Mapping[str, Cost]
     collectives: Mapping[str, CollectiveCost]
     unknown: tuple[str, ...] = ()
     instructions: tuple[InstructionGroup, ...] = ()
+    overlaps: tuple[Overlap, ...] = ()
 
     @property
     def total(self) -> Cost:
@@ -139,15 +139,19 @@ def costs(text: str, chip: str = "") -> Costs:
     parts: dict[str, Cost] = collections.defaultdict(Cost)
     collectives: dict[str, CollectiveCost] = collections.defaultdict(CollectiveCost)
     groups: dict[tuple[str, ...], InstructionGroup] = {}
-    unknown = set()
+    unknown, overlaps = set(), Overlaps(module)
     for computation, instruction, times in module.executed_instructions():
-        kind = instruction.operation.removesuffix("-start")
-        if kind in COLLECTIVES:
+        started = overlaps.started(instruction, times)
+        if overlaps.ended(instruction):
+            continue
+        if started or instruction.operation in COLLECTIVES:
+            kind = started.kind if started else instruction.operation
             before = collectives[kind]
-            size = before.bytes + times * _result_bytes(instruction)
-            collectives[kind] = CollectiveCost(before.times + times, size)
+            size = started.bytes if started else result_bytes(instruction)
+            collectives[kind] = CollectiveCost(before.times + times, before.bytes + times * size)
             continue
         cost = _cost(module, computation, instruction, chip)
+        overlaps.passed(cost.cycles)
         if any(cost):
             source = instruction.source or _neighbour(module, computation, instruction)
             part = part_of(source)
@@ -160,7 +164,10 @@ def costs(text: str, chip: str = "") -> Costs:
             if not cost.cycles:
                 unknown |= schedules.kernels(instruction.attributes)
     ordered = sorted(groups.values(), key=lambda x: (-x.cost.cycles, -x.cost.bytes_anywhere))
-    return Costs(dict(parts), dict(collectives), tuple(sorted(unknown)), tuple(ordered))
+    return Costs(
+        dict(parts), dict(collectives), tuple(sorted(unknown)), tuple(ordered),
+        tuple(overlaps.found),
+    )  # fmt: skip
 
 
 def _group_key(instruction: Instruction, source: str) -> tuple[str, str, str]:
@@ -177,17 +184,6 @@ def part_of(source: str) -> str:
       source: the path of names under which the instruction was traced, as in `Instruction.source`.
     """
     return next((part for scope, part in PARTS.items() if scope in source), OTHER)
-
-
-def _result_bytes(instruction: Instruction) -> int:
-    """Returns the bytes of an instruction's results.
-
-    The type of an asynchronous start lists operands first, then results, then contexts.
-    """
-    result_shapes, count = instruction.shapes, len(instruction.operands)
-    if instruction.operation.endswith("-start") and instruction.operation != "all-reduce-start":
-        result_shapes = result_shapes[count : 2 * count]
-    return sum(shape.bytes for shape in result_shapes)
 
 
 def _neighbour(module: Module, computation: str, instruction: Instruction) -> str:

@@ -83,9 +83,9 @@ class Plan(NamedTuple):
 
         `products`, `memory` and `network` are the times of matrix products, memory traffic and
         collectives at the chip's peak rates, and `roofline` is their maximum. `compiler` is the
-        time of the cycles that the compiler estimates plus `network`; it is missing if there is no
-        such estimate. Pallas kernels of GPUs do not state their FLOPs, so `products` is at least
-        the time of the FLOPs of the model.
+        time of the cycles that the compiler estimates plus `network`, less `covered_seconds`; it is
+        missing if there is no such estimate. Pallas kernels of GPUs do not state their FLOPs, so
+        `products` is at least the time of the FLOPs of the model.
         """
         chip = self.topology.chip
         if chip is None:
@@ -101,8 +101,23 @@ class Plan(NamedTuple):
         }
         times["roofline"] = max(times.values())
         if chip.clock and total.cycles and not self.low_effort:
-            times["compiler"] = total.cycles / chip.clock + times["network"]
+            waiting = times["network"] - self.covered_seconds
+            times["compiler"] = total.cycles / chip.clock + waiting
         return times
+
+    @property
+    def covered_seconds(self) -> float:
+        """Seconds of the collectives at the bandwidth of the links during which the device computes
+        something else; 0 if the chip or its clock is unknown.
+        """
+        chip = self.topology.chip
+        if chip is None or not chip.clock:
+            return 0.0
+        covered = 0.0
+        for one in self.costs.overlaps:
+            transfer = _transfers(one.kind) * one.bytes / chip.network
+            covered += one.times * min(transfer, one.cycles / chip.clock)
+        return covered
 
 
 def _transfers(kind: str) -> float:

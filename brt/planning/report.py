@@ -37,6 +37,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "kernels_without_cycles": list(plan.costs.unknown),
         "instructions": [_flat(group) for group in plan.costs.instructions[:_MOST_LISTED]],
         "collectives": {kind: cost._asdict() for kind, cost in plan.costs.collectives.items()},
+        "covered_network_seconds": plan.covered_seconds,
         "tokens_per_step": plan.tokens,
         "step_seconds": times,
         "tokens_per_second": {name: plan.tokens / s for name, s in times.items() if s},
@@ -137,10 +138,14 @@ def _parts(plan: Plan) -> list[str]:
 def _collectives(plan: Plan) -> list[str]:
     if not plan.costs.collectives:
         return ["  no collectives"]
-    return [
+    lines = [
         f"  {kind:<20} {cost.times:5d} times, {cost.bytes / 1e6:10.1f} MB of results"
         for kind, cost in sorted(plan.costs.collectives.items())
     ]
+    if beside := sum(one.times for one in plan.costs.overlaps):
+        covered = 1e3 * plan.covered_seconds
+        lines.append(f"  {beside} of them run beside other operations, for {covered:.2f} ms")
+    return lines
 
 
 def _pace(plan: Plan) -> list[str]:
@@ -152,7 +157,7 @@ def _pace(plan: Plan) -> list[str]:
         "memory": "bytes at the bandwidth of its memory",
         "network": "collectives at the bandwidth of its links, without overlap",
         "roofline": "the slowest of these",
-        "compiler": "the compiler's cycles, then the collectives; not a measurement",
+        "compiler": "the compiler's cycles, and the collectives outside them; not a measurement",
     }
     utilization = _utilization(plan)
     lines = []

@@ -87,6 +87,32 @@ ENTRY %main (a: f32[16], b: f32[8]) -> f32[16] {{
     assert not found.parts
 
 
+def test_a_collective_that_runs_beside_other_instructions_is_counted_with_their_cycles() -> None:
+    text = """
+%fused (p: bf16[8]) -> (bf16[8], bf16[64]) {
+  %p = bf16[8]{0} parameter(0)
+  %gathered = bf16[64]{0} all-gather(%p), dimensions={0}
+  ROOT %t = (bf16[8]{0}, bf16[64]{0}) custom-call(%p, %gathered), custom_call_target="Start"
+}
+
+ENTRY %main (a: bf16[8], x: f32[16]) -> bf16[64] {
+  %a = bf16[8]{0} parameter(0)
+  %x = f32[16]{0} parameter(1)
+  %before = f32[16]{0} negate(%x), backend_config={"estimated_cycles":"5"}
+  %async-collective-start.1 = (bf16[8]{0}, bf16[64]{0}) fusion(%a), kind=kCustom, calls=%fused
+  %during = f32[16]{0} negate(%before), backend_config={"estimated_cycles":"7"}
+  %s = f32[16]{0} all-reduce-start(%during), to_apply=%fused
+  %also = f32[16]{0} negate(%during), backend_config={"estimated_cycles":"11"}
+  %e = f32[16]{0} all-reduce-done(%s)
+  ROOT %async-collective-done.1 = bf16[64]{0} fusion(%async-collective-start.1), calls=%done
+}
+"""
+    found = costs(text)
+    assert found.collectives == {"all-gather": (1, 128), "all-reduce": (1, 64)}
+    assert found.overlaps == (("all-reduce", 1, 64, 11.0), ("all-gather", 1, 128, 18.0))
+    assert found.total.cycles == 23
+
+
 def test_types_are_read_with_their_memory() -> None:
     found = hlo.shapes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[], pred[7]{0})")
     assert [(s.dtype, s.dimensions, s.bytes, s.on_chip) for s in found] == [
