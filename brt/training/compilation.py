@@ -24,11 +24,13 @@ _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 # The KiB of on-chip memory (VMEM) that one operation of XLA may use, by the kind of TPU. With more
-# than XLA's default of 16 MiB, matrix products have larger tiles. On other kinds of TPUs, the
-# default is best: a v4 has no more memory, and a v6e has a default of 32 MiB.
+# than XLA's default of 16 MiB, wide matrix products have larger tiles. On other kinds of TPUs, the
+# default is best: a v4 has no more memory, and a v6e has a default of 32 MiB. It is also best for
+# models below _WIDE, whose arrays XLA keeps on the chip if operations leave room for them.
 _TPU_MEMORY: Mapping[str, int] = MappingProxyType(
     {"TPU v5 lite": 40 * 1024, "TPU v5e": 40 * 1024, "TPU v5": 32 * 1024, "TPU v5p": 32 * 1024}
 )
+_WIDE = 1024  # the smallest Model.model_dim with more memory for operations
 # The environment variable in which users set compiler options themselves.
 _VARIABLES: Mapping[str, str] = MappingProxyType({"cpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
 
@@ -48,19 +50,21 @@ def use_cache() -> None:
 
 
 @functools.cache
-def options() -> Mapping[str, str]:
+def options(width: int) -> Mapping[str, str]:
     """Returns XLA's compiler options for the train step on the current backend, by name: those of
     `preferred` that the installed compiler knows.
+
+    `width` is Model.model_dim.
 
     Only training passes options to XLA. Evaluation does not, because tasks jit their functions
     themselves, and jax accepts compiler options only at the outermost jit.
     """
-    return MappingProxyType({k: v for k, v in preferred().items() if _is_known(k, v)})
+    return MappingProxyType({k: v for k, v in preferred(width).items() if _is_known(k, v)})
 
 
-def preferred() -> dict[str, str]:
-    """Returns the compiler options that brt prefers for the train step on the backend that programs
-    are compiled for, by name.
+def preferred(width: int) -> dict[str, str]:
+    """Returns the compiler options that brt prefers for the train step of a model with
+    Model.model_dim = `width` on the backend that programs are compiled for, by name.
 
     Options that the user has set in the environment are left out. The installed version of the
     compiler may not know all options.
@@ -68,8 +72,9 @@ def preferred() -> dict[str, str]:
     found: dict[str, str] = {}
     if dispatch.backend() == "cpu":
         found = dict(_CPU_OPTIONS)
-    elif memory := _TPU_MEMORY.get(getattr(dispatch.device(), "device_kind", "")):
-        found = {"xla_tpu_scoped_vmem_limit_kib": str(memory)}
+    elif width >= _WIDE:
+        memory = _TPU_MEMORY.get(getattr(dispatch.device(), "device_kind", ""))
+        found = {"xla_tpu_scoped_vmem_limit_kib": str(memory)} if memory else {}
     flags = os.environ.get(_VARIABLES.get(dispatch.backend(), ""), "").split()
     by_user = {flag.partition("=")[0] for flag in flags}
     return {name: value for name, value in found.items() if f"--{name}" not in by_user}

@@ -182,10 +182,9 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state_shapes)
     init = partial(initial_state, run.config, run.optimizer)
+    options = dict(compilation.options(run.config.model.model_dim))
     with meshes.use(run.mesh):
-        create = jax.jit(
-            init, out_shardings=shardings, compiler_options=dict(compilation.options())
-        )
+        create = jax.jit(init, out_shardings=shardings, compiler_options=options)
         state = create(_key(run))
     if not run.weights:
         return state
@@ -334,7 +333,8 @@ class CompiledStep:
         if (shape := _shape(batch)) not in self._compiled:
             shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.state_shapes)
             lowered = lowered_step(self._run.config, shapes, batch)
-            self._compiled[shape] = lowered.compile(compilation.options())
+            options = compilation.options(self._run.config.model.model_dim)
+            self._compiled[shape] = lowered.compile(options)
             # All processes start the step together, because a process that waits in a collective
             # operation for a process that still compiles would soon give up.
             processes.wait_for_all("compiled")

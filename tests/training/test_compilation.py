@@ -13,7 +13,7 @@ from brt.training import compilation
 def on_cpus(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Returns the compiler options for CPUs if the preferred options were `options`."""
     monkeypatch.setattr(compilation, "_CPU_OPTIONS", options)
-    return dict(compilation.options.__wrapped__())
+    return dict(compilation.options.__wrapped__(8))
 
 
 def test_an_option_that_this_jaxlib_does_not_know_is_left_out(
@@ -36,21 +36,22 @@ def test_what_the_user_says_in_xla_flags_comes_first(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("backend", "kind"), [("gpu", "NVIDIA H100"), ("tpu", "TPU v4")])
 def test_other_backends_have_no_options(backend: str, kind: str) -> None:
     with dispatch.use_backend(backend, SimpleNamespace(device_kind=kind)):
-        assert compilation.preferred() == {}
+        assert compilation.preferred(1024) == {}
 
 
-def test_a_tpu_gets_memory_for_larger_tiles_unless_the_user_has_set_it(
+def test_a_tpu_gets_memory_for_the_tiles_of_wide_models_unless_the_user_has_set_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "xla_tpu_scoped_vmem_limit_kib"
     with dispatch.use_backend("tpu", SimpleNamespace(device_kind="TPU v5 lite")):
-        assert compilation.preferred() == {name: "40960"}
+        assert compilation.preferred(1024) == {name: "40960"}
+        assert compilation.preferred(1023) == {}
         monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{name}=16384")
-        assert compilation.preferred() == {}
+        assert compilation.preferred(1024) == {}
 
 
 def test_options_are_what_jax_takes_and_nobody_changes_them() -> None:
-    options = compilation.options()
+    options = compilation.options(8)
     assert jax.jit(lambda: 7).lower().compile(options)() == 7
     with pytest.raises(TypeError):
         options["xla_cpu_enable_fast_math"] = "true"

@@ -99,7 +99,7 @@ class Timed:
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> Timed:
-    return Timed(jax.jit(function).lower(*args).compile(compilation.options()), args)
+    return Timed(jax.jit(function).lower(*args).compile(compilation.options(width=0)), args)
 
 
 class Contestant(Timed):
@@ -118,7 +118,7 @@ class Contestant(Timed):
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)
-        step = lowered.compile(compilation.options())
+        step = lowered.compile(compilation.options(model.model_dim))
         self.compile_seconds = time.perf_counter() - begin
         self.temporary_mib = step.memory_analysis().temp_size_in_bytes / 2**20
         super().__init__(step, args)

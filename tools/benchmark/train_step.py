@@ -45,7 +45,8 @@ class Contestant:
         self.model, training = config.model, config.training
         shapes = runs.compute_shapes(config)
         batch = random_batch(self.model, training.batch_size, training.segment_length)
-        self.step = runs.lowered_step(config, shapes, batch).compile(compilation.options())
+        options = compilation.options(self.model.model_dim)
+        self.step = runs.lowered_step(config, shapes, batch).compile(options)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.state_shapes)
         init = partial(initial_state, config, shapes.optimizer)
         with use(shapes.mesh):
