@@ -15,8 +15,7 @@ from jaxtyping import Array, Float
 from brt.distributed.rules import can_merge_axes, is_sharded
 from brt.ops import dispatch
 from brt.ops.layout import transposed
-
-_LANES = 128  # the numbers of a row of a TPU's vector register
+from brt.ops.tpu import LANES
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -121,7 +120,7 @@ def _flattens_axes(kernel: Array, inputs: int) -> bool:
     a matrix.
     """
     policy = dispatch.policy()
-    small_heads = kernel.ndim - inputs > 1 and kernel.shape[-1] % _LANES != 0
+    small_heads = kernel.ndim - inputs > 1 and kernel.shape[-1] % LANES != 0
     flattens = policy.merges_rows or (policy.flattens_small_heads and small_heads)
     return kernel.ndim > 2 and flattens and not is_sharded("heads")
 
