@@ -117,7 +117,9 @@ def dot_float32(a: Array, b: Array, axes: tuple) -> Array:
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def l2_normalize_rows(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
+def l2_normalize_rows(
+    x: Float[Array, "*B R K"],
+) -> tuple[Float[Array, "*B R K"], Float[Array, "*B R 1"]]:
     """Returns x / |x| and 1 / |x| for each row of x, in float32."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPSILON)
@@ -125,20 +127,27 @@ def l2_normalize_rows(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Floa
 
 
 def l2_normalize_rows_backward(
-    x: Float[Array, "R K"], gradient: Float[Array, "R K"]
-) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
+    x: Float[Array, "*B R K"],
+    gradient: Float[Array, "*B R K"],
+    inverse: Float[Array, "*B R 1"] | None = None,
+) -> tuple[Float[Array, "*B R K"], Float[Array, "*B R 1"]]:
     """Returns the gradient of the input of `l2_normalize_rows`, and a sum for the gradient of a
     scale; both float32.
 
     Args:
       x: the rows before normalization.
       gradient: the gradient of x / |x|.
+      inverse: 1 / |x|, the second result of `l2_normalize_rows`; None to compute it again, which
+        takes longer than the rest of the function.
 
     Returns:
-      The gradient of x [R, K]; and for each row the dot product of `gradient` and x / |x|, [R, 1],
-      from which the gradient of a scale is computed.
+      The gradient of x; and for each row the dot product of `gradient` and x / |x|, from which
+      the gradient of a scale is computed.
     """
-    direction, inverse = l2_normalize_rows(x)
+    if inverse is None:
+        direction, inverse = l2_normalize_rows(x)
+    else:
+        direction = x.astype(jnp.float32) * inverse
     along = jnp.sum(gradient * direction, axis=-1, keepdims=True)
     return (gradient - along * direction) * inverse, along
 

@@ -337,6 +337,7 @@ def _add_gradients(
     weights = jnp.exp(_logits(parts, own) - inputs.lse[which, :, rows])
     d_logits = weights * (_products((part.values for part in parts), theirs) - along)
     d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
+    d_keys, d_values = dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
     pairs = zip(_split_by_part(d_logits, parts), parts, strict=True)
     d_own = sum(dot_float32(cut, part.keys, TN) for cut, part in pairs)
     place, scale = QUERIES[which], slice(which, which + 1)
@@ -349,4 +350,4 @@ def _add_gradients(
     results.scales[scale] += jnp.broadcast_to(total, (1, LANES))
     d_own *= inputs.scales[scale, :1]
     results.projected[place, rows] = d_own.astype(results.projected.dtype)
-    return dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
+    return d_keys, d_values

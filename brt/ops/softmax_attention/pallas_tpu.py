@@ -333,6 +333,10 @@ def _backward_kernel(
         weights = jnp.exp(_logits(seen, keys, own, settings) - from_bits(lse[:, rows], jnp.float32))
         d_logits = weights * (dot_float32(values, theirs, NT) - along[:, rows])
         d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
+        d_keys, d_values = dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
+        if rows.start:
+            d_keys, d_values = d_keys + keys_sum[...], d_values + values_sum[...]
+        keys_sum[...], values_sum[...] = d_keys, d_values
         d_own = dot_float32(d_logits, keys, TN)
         if length is not None:
             d_own, directed = l2_normalize_rows_backward(q[rows], d_own)
@@ -340,10 +344,6 @@ def _backward_kernel(
             total = jnp.sum(directed, axis=0, keepdims=True)
             d_length[...] += jnp.broadcast_to(total, (1, LANES))
         d_q[rows] = d_own.astype(d_q.dtype)
-        d_keys, d_values = dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
-        if rows.start:
-            d_keys, d_values = d_keys + keys_sum[...], d_values + values_sum[...]
-        keys_sum[...], values_sum[...] = d_keys, d_values
     for results, total in ((d_k, keys_sum), (d_v, values_sum)):
         if settings.masks and settings.null_keys:
             half = results.shape[0] // 2

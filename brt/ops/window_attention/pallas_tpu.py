@@ -15,8 +15,10 @@ the gradients of keys and values for each head of queries, and XLA sums them ove
 share them.
 
 The backward pass recomputes the weights from the log-sum-exp. Its steps go through the blocks of a
-segment in order. The gradients of a block's keys and values stay in VMEM until the queries of the
-next block have added to them.
+segment from the last to the first. The gradients of a block's keys and values stay in VMEM until
+the queries of the block itself have added to them. The gradients of the cached keys and values are
+written in float32, and those of the cached keys are the gradients of normalized keys. Outside of
+the kernel, XLA computes the gradients of the keys themselves, or nothing if they are not used.
 
 In shapes, B is the number of lanes, H of heads of queries, G of heads of keys and values, T of
 tokens of a segment, N of its blocks, and K of numbers of a head. A segment is also split into D
@@ -37,7 +39,14 @@ from jaxtyping import Array, Float, Int, UInt32
 from brt.ops.dispatch import bits_dtype, from_bits, input_residual, output_residual
 from brt.ops.dropout import DropoutMask
 from brt.ops.grouped_heads import summed_over_groups
-from brt.ops.tpu import LANES, parallel_heads, tokens_first, vmem_limit, vmem_refusal
+from brt.ops.tpu import (
+    LANES,
+    l2_normalize_rows_backward,
+    parallel_heads,
+    tokens_first,
+    vmem_limit,
+    vmem_refusal,
+)
 from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
 from brt.ops.window_attention.tpu_arrays import (
@@ -52,9 +61,7 @@ from brt.ops.window_attention.tpu_kernels import (
 )
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
-# A tile has at most this many rows in the forward kernel and in the backward kernel. With these
-# numbers, the compiler's schedules are shortest.
-_FORWARD_ROWS, _BACKWARD_ROWS = 256, 128
+_MOST_ROWS = 128  # A tile has at most this many rows; with 64 or 256, schedules are longer.
 
 
 def refusal(
@@ -90,7 +97,7 @@ def _backward_vmem_bytes(window: int, width: int, itemsize: int, drops: bool) ->
     """
     blocks, sums = 2 * 13 * window * width * itemsize, 4 * window * width * 4
     dropout = 2 * window * window // 8 if drops else 0
-    return blocks + sums + 14 * window * _BACKWARD_ROWS * 4 + dropout
+    return blocks + sums + 14 * window * _MOST_ROWS * 4 + dropout
 
 
 def window_attention(
@@ -128,12 +135,10 @@ def window_attention(
       interpret: True runs the kernels on any device, slowly, and with windows of any size.
     """
     window, part = cached[0].shape[1], queries.shape[1] // first.shape[1]
-    forward, backward = (
-        rows if window % rows == 0 else window for rows in (_FORWARD_ROWS, _BACKWARD_ROWS)
-    )
+    rows = window if window % _MOST_ROWS else _MOST_ROWS
     if part % window:
-        forward, backward = math.gcd(forward, part), math.gcd(backward, part)
-    settings = WindowKernelSettings(attend_to_self, null_keys, forward, backward, interpret, part)
+        rows = math.gcd(rows, part)
+    settings = WindowKernelSettings(attend_to_self, null_keys, rows, interpret, part)
     words = None
     if dropout is not None:
         settings, words = settings._replace(scale=dropout.scale), dropout.packed_words()
@@ -178,18 +183,16 @@ class _Arguments(NamedTuple):
         """Returns x, an array with a number for each token, as one row vector for each block."""
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
-    def bias_tile(self, rows: int, settings: WindowKernelSettings) -> Float[Array, "H W R"] | None:
+    def bias_tile(self, settings: WindowKernelSettings) -> Float[Array, "H W R"] | None:
         """Returns the bias of the first R rows of a block, or None without a bias.
 
         The bias of the block's other tiles of R rows is the same matrix, rolled along the slots.
-
-        Args:
-          rows: R, the number of rows of a tile.
-          settings: static settings of the kernels.
         """
         if self.bias is None:
             return None
-        return tpu_bias.bias_tile(self.bias, rows, settings.attend_to_self, settings.interpret)
+        return tpu_bias.bias_tile(
+            self.bias, settings.rows, settings.attend_to_self, settings.interpret
+        )
 
     def kernel_inputs(self, tile: Array | None, **others: Array) -> WindowKernelInputs:
         """Returns the inputs of the kernels.
@@ -216,14 +219,20 @@ def _attend(
     return _forward(arguments, settings)[0]
 
 
-def _specs(inputs: WindowKernelInputs, blocks: int) -> WindowKernelInputs:
-    """Returns the block specs of the inputs; after the last block, they stay at the last block."""
+def _specs(
+    inputs: WindowKernelInputs, blocks: int, *, reverse: bool = False
+) -> WindowKernelInputs:
+    """Returns the block specs of the inputs.
+
+    Args:
+      inputs: the arrays that the kernel reads.
+      blocks: the number of blocks of a segment.
+      reverse: True if the steps of a segment go from its last block to its first.
+    """
 
     def block_index(n: Array) -> Array:
-        """Returns the index of the block that step n of a segment reads: n, or the index of the
-        last block if there is no block n. The backward kernel has one step more than blocks.
-        """
-        return jnp.minimum(n, blocks - 1)
+        """Returns the index of the block that step n of a segment processes."""
+        return blocks - 1 - n if reverse else n
 
     def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
         """Returns the block spec with which step n of a segment reads block `place(n)` of x.
@@ -281,7 +290,7 @@ def _forward(
     arguments: _Arguments, settings: WindowKernelSettings
 ) -> tuple[tuple[Array, Array], tuple]:
     (heads, batch, blocks), q = arguments.grid, arguments.q
-    inputs = arguments.kernel_inputs(arguments.bias_tile(settings.forward_rows, settings))
+    inputs = arguments.kernel_inputs(arguments.bias_tile(settings))
     specs = _specs(inputs, blocks)
     each = jax.ShapeDtypeStruct((batch, heads, blocks, 1, arguments.window), jnp.uint32)
     rows = pl.BlockSpec((None, None, None, 1, arguments.window), lambda h, b, n, _: (b, h, n, 0, 0))
@@ -305,7 +314,7 @@ def _forward(
     # The bias tile is saved for the backward pass only if the segment has one block. For longer
     # segments, the backward pass computes the tile again, which costs little per block and saves
     # memory.
-    tile = arguments.bias_tile(settings.backward_rows, settings) if blocks == 1 else None
+    tile = arguments.bias_tile(settings) if blocks == 1 else None
     tile = None if tile is None else input_residual(tile)
     return (tokens_first(y), sums), (arguments, y, lse, tile)
 
@@ -319,39 +328,34 @@ def _backward(
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
     along = arguments.rows_by_block(along)
     if tile is None:
-        tile = arguments.bias_tile(settings.backward_rows, settings)
+        tile = arguments.bias_tile(settings)
     inputs = arguments.kernel_inputs(tile, gradient=gradient, lse=lse, along=along)
-    specs, window, width = _specs(inputs, blocks), arguments.window, arguments.q.shape[3]
-    # Step n of a segment writes the gradients of the keys and values of block n - 1. Step 0 has no
-    # such block, but must write somewhere. `previous_spec` lets it write to block 0, and step 1
-    # overwrites these numbers with the gradients of block 0.
-    previous_spec = pl.BlockSpec(
-        (None, None, window, width), lambda h, b, n, _: (b, h, jnp.maximum(n - 1, 0), 0)
-    )
+    specs = _specs(inputs, blocks, reverse=True)
+    window, width = arguments.window, arguments.q.shape[3]
     cached_spec = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, 0, 0))
 
-    def by_query_head(x: Array) -> jax.ShapeDtypeStruct:
+    def by_query_head(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
         """Returns the shape [B, H, T, K] and dtype of the gradient of the keys or values x
         [B, G, T, K], because the kernel writes a gradient for each head of queries.
         """
-        return jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), x.dtype)
+        return jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), dtype or x.dtype)
 
     like = WindowKernelGradients(
         arguments.q, by_query_head(arguments.k), by_query_head(arguments.v),
-        by_query_head(arguments.cached_k), by_query_head(arguments.cached_v),
+        by_query_head(arguments.cached_k, "float32"), by_query_head(arguments.cached_v, "float32"),
         inputs.scale, inputs.tile,
     )  # fmt: skip
     (results,) = pl.pallas_call(
         functools.partial(backward_kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(heads, batch, blocks + 1), in_specs=[specs],
+            num_scalar_prefetch=1, grid=arguments.grid, in_specs=[specs],
             out_specs=[
                 WindowKernelGradients(
-                    specs.q, previous_spec, previous_spec, cached_spec, cached_spec, specs.scale,
+                    specs.q, specs.q, specs.q, cached_spec, cached_spec, specs.scale,
                     specs.tile,
                 )
             ],
-            scratch_shapes=[pltpu.VMEM((2, window, width), jnp.float32)] * 2,
+            scratch_shapes=[pltpu.VMEM((window, width), jnp.float32)] * 2,
         ),
         out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)],
         cost_estimate=_cost(arguments, products=5),
@@ -364,9 +368,11 @@ def _backward(
     k, v, cached_k, cached_v = (
         summed_over_groups(x, arguments.k.shape[1], axis=1) for x in results[1:5]
     )
+    if arguments.scale is not None:
+        cached_k, _ = l2_normalize_rows_backward(arguments.cached_k, cached_k)
     return (arguments._replace(
-        q=results.q, k=k, v=v, cached_k=cached_k, cached_v=cached_v, scale=d_scale, bias=d_bias,
-        first=None, dropout=None,
+        q=results.q, k=k, v=v, cached_k=cached_k.astype(k.dtype), cached_v=cached_v.astype(v.dtype),
+        scale=d_scale, bias=d_bias, first=None, dropout=None,
     ),)  # fmt: skip
 
 

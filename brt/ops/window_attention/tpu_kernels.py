@@ -42,8 +42,7 @@ class WindowKernelSettings(NamedTuple):
     Attributes:
       attend_to_self: True if the nearest key of a token is the token's own.
       null_keys: True if keys before the document count as zero keys with zero values.
-      forward_rows, backward_rows: the number of rows of a tile, in the forward and the backward
-        kernel.
+      rows: R, the number of rows of a tile.
       interpret: True runs the kernels on any device, slowly.
       part: a number of tokens. The segment is split into parts of this length, and documents start
         only at starts of parts. If `part` is a multiple of the block, the kernels mask the previous
@@ -53,8 +52,7 @@ class WindowKernelSettings(NamedTuple):
 
     attend_to_self: bool
     null_keys: bool
-    forward_rows: int
-    backward_rows: int
+    rows: int
     interpret: bool | pltpu.InterpretParams
     part: int
     scale: float = 1.0
@@ -70,6 +68,8 @@ class _LoadedBlocks(NamedTuple):
     # may start inside of blocks, because each tile then has a mask of its own, and with null keys,
     # because the hidden keys and values are then replaced by zeros instead of being masked.
     unseen: Array
+    # [W, 1], 1 / |k| for each key k of the current block; None if keys are not normalized.
+    inverse_norms: Array | None
 
 
 def _load_blocks(
@@ -77,23 +77,29 @@ def _load_blocks(
 ) -> _LoadedBlocks:
     start, seen = documents.n == 0, documents.document_start(0) < 0
     keys, values = (list(pair.previous_and_own(start)) for pair in (inputs.keys, inputs.values))
+    inverse_norms = None
     if inputs.scale is not None:
-        keys = [l2_normalize_rows(x)[0].astype(x.dtype) for x in keys]
+        (before, _), (own, inverse_norms) = map(l2_normalize_rows, keys)
+        keys = [x.astype(keys[0].dtype) for x in (before, own)]
     unseen = jnp.zeros(()) if documents.start_inside else jnp.where(seen, 0.0, MASKED)
     if settings.null_keys:
         for pair in (keys, values):
             pair[0] = jax.lax.select(seen, pair[0], jnp.zeros_like(pair[0]))
         unseen = jnp.zeros(())
-    return _LoadedBlocks((keys[0], keys[1]), (values[0], values[1]), unseen)
+    return _LoadedBlocks((keys[0], keys[1]), (values[0], values[1]), unseen, inverse_norms)
 
 
-def _load_queries(inputs: WindowKernelInputs, rows: "_RowTile") -> Float[Array, "R K"]:
+def _load_queries(
+    inputs: WindowKernelInputs, rows: "_RowTile"
+) -> tuple[Float[Array, "R K"], Float[Array, "R 1"] | None]:
+    """Returns the queries of a tile, scaled to the norm `inputs.scale`, and 1 / |q| for each query
+    q; without `inputs.scale`, returns the queries as they are, and None.
+    """
     own = inputs.q[rows.all]
-    return (
-        own
-        if inputs.scale is None
-        else (l2_normalize_rows(own)[0] * inputs.scale[:, :1]).astype(own.dtype)
-    )
+    if inputs.scale is None:
+        return own, None
+    directions, inverse_norms = l2_normalize_rows(own)
+    return (directions * inputs.scale[:, :1]).astype(own.dtype), inverse_norms
 
 
 def _stack(parts: list[Array]) -> Array:
@@ -237,6 +243,42 @@ class _RowTile(NamedTuple):
         current_sums = dot_float32(columns[1][:, self.current], current, NN)
         return current_sums + dot_float32(columns[0][:, self.before], before, NN)
 
+    def finished_sums(self, total: Any, current: Array, x: Float[Array, "R K"]) -> Array:
+        """Adds the gradients that the keys (or values) of the current block receive from the tile.
+
+        The tiles of a block are processed from the last to the first, so the gradients of the
+        tile's own keys are then complete.
+
+        Args:
+          total: [W, K], reference to the sums of the gradients.
+          current: the gradients of the logits (or the weights) of the current block's keys
+            `self.current`, [(i + 1) R, R], where i is the index of this tile in the block.
+          x: the queries (or the gradients of the outputs) of the tile.
+
+        Returns:
+          The gradients [R, K] of the keys (or values) R i to R (i + 1), which are complete.
+        """
+        added, begin = dot_float32(current, x, NN), self.all.start
+        if begin:
+            total[:begin] += added[:begin]
+        return total[self.all] + added[begin:]
+
+    def add_to_previous(self, total: Any, before: Array, x: Float[Array, "R K"]) -> None:
+        """Adds the gradients that the keys (or values) of the previous block receive from the tile.
+
+        They take the place of the current block's sums that `finished_sums` has returned.
+
+        Args:
+          total: [W, K], reference to the sums of the gradients.
+          before: the gradients of the logits (or the weights) of the previous block's keys
+            `self.before`, [W - i R, R], where i is the index of this tile in the block.
+          x: the queries (or the gradients of the outputs) of the tile.
+        """
+        added, end = dot_float32(before, x, NN), self.all.stop
+        total[self.all] = added[: self.rows]
+        if end < len(total):
+            total[end:] += added[self.rows :]
+
 
 def _hide_before(first: Array, products: Float[Array, "S R"]) -> Float[Array, "S R"]:
     """Returns the products, with MASKED in the rows before row `first`."""
@@ -244,8 +286,9 @@ def _hide_before(first: Array, products: Float[Array, "S R"]) -> Float[Array, "S
     return jnp.where(place >= first, products, MASKED)
 
 
-def _row_tiles(window: int, rows: int, settings: WindowKernelSettings) -> list[_RowTile]:
-    return [_RowTile(i, rows, settings.attend_to_self) for i in range(window // rows)]
+def _row_tiles(window: int, settings: WindowKernelSettings) -> list[_RowTile]:
+    count = window // settings.rows
+    return [_RowTile(i, settings.rows, settings.attend_to_self) for i in range(count)]
 
 
 def forward_kernel(
@@ -271,15 +314,19 @@ def forward_kernel(
     dtype = inputs.values.own.dtype
     documents = BlockDocuments(first, pl.program_id(1), pl.program_id(2), y.shape[0], settings.part)
     block = _load_blocks(documents, inputs, settings)
-    transposed = block.values[0].T, block.values[1].T
-    for rows in _row_tiles(y.shape[0], settings.forward_rows, settings):
-        logits = rows.logits(block, _load_queries(inputs, rows), inputs.tile, documents)
+    tiles, softmax = _row_tiles(y.shape[0], settings), []
+    # The weights of all tiles are computed before any sum: the softmax of a tile can then be
+    # computed while the matrix units compute the logits of the next tile.
+    for rows in tiles:
+        logits = rows.logits(block, _load_queries(inputs, rows)[0], inputs.tile, documents)
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
         if inputs.dropout is not None:
             weights = jnp.where(rows.dropout_mask(inputs.dropout), weights, 0.0)
-        current, before = rows.unfold(weights, dtype)
+        softmax.append((rows.unfold(weights, dtype), top, total))
+    transposed = block.values[0].T, block.values[1].T
+    for rows, ((current, before), top, total) in zip(tiles, softmax, strict=True):
         sums = rows.weighted_sums(transposed, current, before)
         y[rows.all] = to_bits((sums * (settings.scale / total)).T.astype(dtype))
         lse[:, rows.all] = to_bits(top + jnp.log(total))
@@ -292,68 +339,48 @@ def backward_kernel(
 ) -> None:  # fmt: skip
     """Writes the gradients of one step to `results`.
 
-    Step n of a segment writes the gradients of the queries of block n, and of the keys and values
-    of block n - 1 (at step 0, of the cached block), which no later queries see. An additional step
-    after the last block writes the gradients of the last block's keys and values. The gradients of
-    `inputs.scale` and of the bias tile are sums, to which every step of a head adds.
+    The steps of a segment go from its last block to its first. The gradients of a block's keys and
+    values are sums over the queries of the block and of the next block. The step of the next block
+    leaves its part in `keys_sum` and `values_sum`. The step of the block adds its own part, writes
+    the sums, and leaves its part of the gradients of the block before. After the first block of a
+    segment, these are the gradients of the cached block. The gradients of `inputs.scale` and of the
+    bias tile are sums, to which every step of a head adds.
+
+    Only rare and short operations depend on the index of the step. The compiler schedules the
+    operations before, in and after such a condition separately, and a long schedule is better.
 
     Args:
       first: [B, D], for each of the B lanes and D parts of the segment (`settings.part` tokens
         each), the place of the first token of the part's document. The segment begins at place 0.
       inputs: references to the inputs of the step, including the gradient of the output.
       results: references to the gradients.
-      keys_sum, values_sum: [2, W, K], float32 scratch memory, in which the gradients of keys and
-        values of two consecutive blocks are added up.
+      keys_sum, values_sum: [W, K], float32 scratch memory.
       settings: static settings of the kernel.
     """
-    lane, n, blocks = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
-    # `before` and `current` are the indices of the previous and the current block in the scratch
-    # memory.
-    before, current = n % 2, (n + 1) % 2
+    lane, step = pl.program_id(1), pl.program_id(2)
+    n = pl.num_programs(2) - 1 - step
 
-    @pl.when(n == 0)
+    @pl.when(step == 0)
     def _start_segment() -> None:
         for total in (keys_sum, values_sum):
-            total[0] = jnp.zeros_like(total[0])
+            total[...] = jnp.zeros_like(total)
 
-    @pl.when((n == 0) & (lane == 0))
+    @pl.when((step == 0) & (lane == 0))
     def _start_head() -> None:
         for total in (results.scale, results.tile):
             if total is not None:
                 total[...] = jnp.zeros_like(total)
 
-    @pl.when(n < blocks)
-    def _add_block() -> None:
-        for total in (keys_sum, values_sum):
-            total[current] = jnp.zeros_like(total[0])
-        window = results.q.shape[0]
-        documents = BlockDocuments(first, lane, n, window, settings.part)
-        block = _load_blocks(documents, inputs, settings)
-        for rows in _row_tiles(window, settings.backward_rows, settings):
-            _add_gradients(
-                rows,
-                block,
-                inputs,
-                results,
-                (keys_sum, values_sum),
-                (before, current),
-                documents,
-                settings,
-            )
-
-    d_keys, d_values = keys_sum[before], values_sum[before] * settings.scale
-    # To differentiate the normalization of the keys, step n needs the keys of block n - 1. In a
-    # step with a block n, these are the previous block's keys in `inputs.keys`. The additional step
-    # after the last block has the inputs of the last block, which is block n - 1 itself.
-    if inputs.scale is not None:
-        block_keys, last = inputs.keys.previous_and_own(n == 0)
-        d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, block_keys, last), d_keys)[0]
-    d_keys, d_values = d_keys.astype(results.keys.dtype), d_values.astype(results.values.dtype)
-    results.keys[...], results.values[...] = d_keys, d_values
+    window = results.q.shape[0]
+    documents = BlockDocuments(first, lane, n, window, settings.part)
+    block = _load_blocks(documents, inputs, settings)
+    for rows in reversed(_row_tiles(window, settings)):
+        _add_gradients(rows, block, inputs, results, (keys_sum, values_sum), documents, settings)
 
     @pl.when(n == 0)
     def _write_cache_gradients() -> None:
-        results.cached_keys[...], results.cached_values[...] = d_keys, d_values
+        results.cached_keys[...] = keys_sum[...]
+        results.cached_values[...] = values_sum[...] * settings.scale
 
 
 def _add_gradients(
@@ -362,14 +389,12 @@ def _add_gradients(
     inputs: WindowKernelInputs,
     results: WindowKernelGradients,
     sums: tuple[Any, Any],
-    places: tuple[Array, Array],
     documents: BlockDocuments,
     settings: WindowKernelSettings,
 ) -> None:
-    """Adds the gradients of one tile of rows."""
+    """Adds the gradients of one tile of rows to `sums`, and writes those that are complete."""
     keys_sum, values_sum = sums
-    before, current = places
-    own, theirs = _load_queries(inputs, rows), inputs.gradient[rows.all]
+    (own, inverse_norms), theirs = _load_queries(inputs, rows), inputs.gradient[rows.all]
     lse = from_bits(inputs.lse[:, rows.all], jnp.float32)
     weights = kept = jnp.exp(rows.logits(block, own, inputs.tile, documents) - lse)
     d_weights = rows.folded_products(block.values, theirs)
@@ -380,18 +405,29 @@ def _add_gradients(
     if results.tile is not None:
         rows.add_rolled(results.tile, d_logits)
     d_logit_parts, weight_parts = (rows.unfold(x, own.dtype) for x in (d_logits, kept))
-    keys_sum[current, rows.current] += dot_float32(d_logit_parts[0], own, NN)
-    values_sum[current, rows.current] += dot_float32(weight_parts[0], theirs, NN)
 
-    @pl.when(documents.document_start(rows.all.start if documents.start_inside else 0) < 0)
-    def _add_to_previous() -> None:
-        keys_sum[before, rows.before] += dot_float32(d_logit_parts[1], own, NN)
-        values_sum[before, rows.before] += dot_float32(weight_parts[1], theirs, NN)
+    # The order of the products matters: the schedule is shortest if those with values come first.
+    d_values = rows.finished_sums(values_sum, weight_parts[0], theirs) * settings.scale
+    results.values[rows.all] = d_values.astype(results.values.dtype)
+    d_keys = rows.finished_sums(keys_sum, d_logit_parts[0], own)
+    if inputs.scale is not None:
+        d_keys, _ = l2_normalize_rows_backward(
+            inputs.keys.own[rows.all], d_keys, block.inverse_norms[rows.all]
+        )
+    results.keys[rows.all] = d_keys.astype(results.keys.dtype)
+    # The weights of keys of another document are zero, except those of null keys.
+    seen = documents.document_start(0) < 0 if settings.null_keys else None
+    for total, part, x in (
+        (values_sum, weight_parts[1], theirs),
+        (keys_sum, d_logit_parts[1], own),
+    ):
+        x = x if seen is None else jax.lax.select(seen, x, jnp.zeros_like(x))
+        rows.add_to_previous(total, part, x)
 
     d_own = dot_float32(d_logit_parts[0], block.keys[1][rows.current], TN)
     d_own += dot_float32(d_logit_parts[1], block.keys[0][rows.before], TN)
     if inputs.scale is not None:
-        d_own, along = l2_normalize_rows_backward(inputs.q[rows.all], d_own)
+        d_own, along = l2_normalize_rows_backward(inputs.q[rows.all], d_own, inverse_norms)
         d_own *= inputs.scale[:, :1]
         results.scale[...] += jnp.broadcast_to(jnp.sum(along, axis=0, keepdims=True), (1, LANES))
     results.q[rows.all] = d_own.astype(results.q.dtype)
