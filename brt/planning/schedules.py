@@ -25,12 +25,12 @@ _CORES = {"v4": 2, "v5p": 2}
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
-        "window_attention_512x512x128": (4157, 2661, 3032, 1807),
-        "window_attention_backward_512x512x128": (7901, 5910, 6452, 4621),
-        "window_attention_dropout_512x512x128": (4576, 2794, 3203, 1867),
-        "window_attention_backward_dropout_512x512x128": (8665, 6142, 6707, 4928),
-        "document_attention_512x512x128": (3236, 2515, 2627, 1835),
-        "document_attention_backward_512x512x128": (5420, 4629, 5093, 3745),
+        "window_attention_512x512x128": (3859, 2283, 2658, 1572),
+        "window_attention_backward_512x512x128": (6301, 4201, 4661, 3148),
+        "window_attention_dropout_512x512x128": (4276, 2344, 2753, 1668),
+        "window_attention_backward_dropout_512x512x128": (7005, 4265, 4789, 3435),
+        "document_attention_512x512x128": (2888, 2061, 2140, 1558),
+        "document_attention_backward_512x512x128": (4342, 3550, 4070, 2652),
         "bias_tile_512x128": (1133, 354, 426, 299),
         "bias_tile_512x256": (1152, 399, 471, 314),
         "bias_gradient_512x128": (883, 401, 485, 390),
@@ -50,12 +50,12 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
         "improved_clustered_2048x32": (46644, 29052, 29451, 26852),
         "improved_clustered_backward_2048x32": (121200, 41321, 41625, 37349),
-        "causal_clustered_512x1536x128": (7798, 5977, 6303, 4534),
+        "causal_clustered_512x1536x128": (6538, 4563, 4772, 2929),
         "causal_clustered_backward_512x1536x128": (9868, 8379, 8788, 5510),
-        "state_attention_512x1536x128": (7597, 5699, 5729, 3814),
-        "state_attention_backward_512x1536x128": (12932, 8980, 9200, 5883),
-        "recurrent_cell_512x4608x128": (0, 11638, 12035, 6062),
-        "recurrent_cell_backward_512x4608x128": (0, 15725, 16475, 9270),
+        "state_attention_512x1536x128": (7416, 4971, 5030, 2968),
+        "state_attention_backward_512x1536x128": (12483, 8817, 8717, 5370),
+        "recurrent_cell_512x4608x128": (0, 11092, 11504, 5205),
+        "recurrent_cell_backward_512x4608x128": (0, 15414, 16121, 8746),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
         # On v6e, schedules of 3272 and 3658 bundles were also observed for weight_gradient.
@@ -67,8 +67,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "adafactor_64x4096": (3966, 2741, 2892, 2146),
         "adafactor_128x1024": (2096, 1583, 1718, 1434),
         "adafactor_32x1024": (1360, 0, 0, 0),
-        "softmax_attention_512x512x128": (2500, 2074, 2203, 1499),
-        "softmax_attention_backward_512x512x128": (4013, 3020, 3370, 2188),
+        "softmax_attention_512x512x128": (2326, 1557, 1798, 1209),
+        "softmax_attention_backward_512x512x128": (3616, 2941, 3159, 2008),
     }.items()
 }
 # The kernels in `_TYPES` do not compute in bfloat16. Their names in the compiled program contain

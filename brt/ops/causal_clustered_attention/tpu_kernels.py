@@ -192,16 +192,22 @@ def forward_kernel(
     """
     lane, n = pl.program_id(1), pl.program_id(2)
     dtype = inputs.v.dtype
-    columns = inputs.v[...].T, inputs.kept_v[...].T
-    summed = inputs.rest[...].T
-    for tile in _row_tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings):
+    tiles = _row_tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings)
+    softmax = []
+    # The weights of all tiles are computed before any sum: the softmax of a tile can then be
+    # computed while the matrix units compute the logits of the next tile.
+    for tile in tiles:
         logits = _logits(tile, inputs)
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
         near, kept, rest = tile.split(weights)
-        sums = dot_float32(columns[0][:, tile.near], near.astype(dtype), NN)
-        sums += dot_float32(columns[1], kept.astype(dtype), NN) + dot_float32(summed, rest, NN)
+        softmax.append((near.astype(dtype), kept.astype(dtype), rest, top, total))
+    columns = inputs.v[...].T, inputs.kept_v[...].T
+    summed = inputs.rest[...].T
+    for tile, (near, kept, rest, top, total) in zip(tiles, softmax, strict=True):
+        sums = dot_float32(columns[0][:, tile.near], near, NN)
+        sums += dot_float32(columns[1], kept, NN) + dot_float32(summed, rest, NN)
         y[tile.rows] = to_bits((sums / total).T.astype(dtype))
         lse[:, tile.rows] = top + jnp.log(total)
 

@@ -208,15 +208,18 @@ def attend_states(
     both = _key_parts(seen, inputs, settings)
     outputs.keys[...] = both[0][0].keys
     for which, parts in enumerate(both):
-        columns = [part.values.T for part in parts]
-        for rows in _row_tiles(outputs.keys.shape[0]):
+        tiles, softmax = _row_tiles(outputs.keys.shape[0]), []
+        # The weights of all tiles are computed before any sum: the softmax of a tile can then be
+        # computed while the matrix units compute the logits of the next tile.
+        for rows in tiles:
             logits = _logits(parts, _scaled_queries(which, rows, inputs, settings))
             top = jnp.max(logits, axis=0, keepdims=True)
             weights = jnp.exp(logits - top)
             total = jnp.sum(weights, axis=0, keepdims=True)
-            pairs = zip(
-                columns, _split_by_part(weights.astype(columns[0].dtype), parts), strict=True
-            )
+            softmax.append((weights.astype(parts[0].values.dtype), top, total))
+        columns = [part.values.T for part in parts]
+        for rows, (weights, top, total) in zip(tiles, softmax, strict=True):
+            pairs = zip(columns, _split_by_part(weights, parts), strict=True)
             sums = sum(dot_float32(column, part, NN) for column, part in pairs)
             outputs.y[which, rows] = (sums / total).T.astype(outputs.y.dtype)
             outputs.lse[which, :, rows] = top + jnp.log(total)

@@ -65,16 +65,19 @@ def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: 
         )
     if reason := head_refusal(width, q.dtype):
         return reason
-    return vmem_refusal(_backward_vmem_bytes(queries, keys, max(width, LANES), q.dtype.itemsize))
+    return vmem_refusal(_vmem_bytes(queries, keys, max(width, LANES), q.dtype.itemsize))
 
 
-def _backward_vmem_bytes(queries: int, keys: int, width: int, itemsize: int) -> int:
-    """Returns the bytes of VMEM that the backward pass needs.
+def _vmem_bytes(queries: int, keys: int, width: int, itemsize: int) -> int:
+    """Returns the bytes of VMEM that the larger of both passes needs.
 
-    These are two buffers for each block, the sums and a tile of logits.
+    Both have two buffers for each block and arrays of the size of a tile's logits. The forward pass
+    also keeps the weights of all tiles, and the backward pass the sums.
     """
-    blocks = 2 * width * itemsize * (3 * queries + 4 * keys)
-    return blocks + 2 * keys * width * 4 + 5 * keys * _tile_rows(queries, keys) * 4
+    buffer, tile = 2 * width * itemsize, keys * _tile_rows(queries, keys) * 4
+    forward = buffer * 2 * (queries + keys) + queries * keys * itemsize + 3 * tile
+    backward = buffer * (3 * queries + 4 * keys) + 2 * keys * width * 4 + 5 * tile
+    return max(forward, backward)
 
 
 def _tile_rows(queries: int, keys: int) -> int:
@@ -303,13 +306,18 @@ def _forward_kernel(
 ) -> None:
     seen = cache_mask[pl.program_id(1)] > 0
     keys, values = _load_keys_values(seen, k, v, settings)
-    columns = values.T
-    for rows in _row_tiles(q.shape[0], k.shape[0]):
+    tiles, softmax = _row_tiles(q.shape[0], k.shape[0]), []
+    # The weights of all tiles are computed before any sum: the softmax of a tile can then be
+    # computed while the matrix units compute the logits of the next tile.
+    for rows in tiles:
         logits = _logits(seen, keys, _load_queries(q, rows, length), settings)
         top = jnp.max(logits, axis=0, keepdims=True)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True)
-        sums = dot_float32(columns, weights.astype(v.dtype), NN)
+        softmax.append((weights.astype(v.dtype), top, total))
+    columns = values.T
+    for rows, (weights, top, total) in zip(tiles, softmax, strict=True):
+        sums = dot_float32(columns, weights, NN)
         y[rows] = to_bits((sums / total).T.astype(v.dtype))
         lse[:, rows] = to_bits(top + jnp.log(total))
 
@@ -333,6 +341,7 @@ def _backward_kernel(
         weights = jnp.exp(_logits(seen, keys, own, settings) - from_bits(lse[:, rows], jnp.float32))
         d_logits = weights * (dot_float32(values, theirs, NT) - along[:, rows])
         d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
+        # The schedule is shorter if these products come before the gradient of the queries.
         d_keys, d_values = dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
         if rows.start:
             d_keys, d_values = d_keys + keys_sum[...], d_values + values_sum[...]
