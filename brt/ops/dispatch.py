@@ -215,6 +215,13 @@ def device() -> Any:
     return elsewhere[1] if elsewhere else jax.devices()[0]
 
 
+def device_kind() -> str:
+    """Returns the kind of device that is compiled for, such as "TPU v5 lite", or an empty string if
+    it is unknown.
+    """
+    return getattr(device(), "device_kind", "")
+
+
 @contextlib.contextmanager
 def use_backend(name: str, device: Any = None) -> Iterator[None]:
     """Context in which programs are compiled for a backend that this process does not have.

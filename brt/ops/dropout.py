@@ -26,6 +26,11 @@ from brt.ops import dispatch, dropout_bits
 from brt.ops.dispatch import Implementation, Op
 
 _BYTE_VALUES = 256
+# On these kinds of TPUs, every operation that reads an array after dropout, or its gradient,
+# computes the mask again, beside its matrix products. This takes less time than storing the mask. On
+# a v4, the integer products of the hash take too long, and on a v6e, the matrix products are too
+# fast to hide the hash.
+_FAST_HASHES = "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p"
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rng"], meta_fields=["rate"])
@@ -46,7 +51,8 @@ class Dropout:
 
     def __call__(self, x: Float[Array, "B *T"]) -> Float[Array, "B *T"]:
         """Returns x with dropped entries set to zero and the others scaled up."""
-        return x * self.factors(x.shape, x.dtype)
+        mask = self._drawn(rules.lane_indices(x.shape[0]), x.shape[1:])
+        return x * mask.factors(x.dtype, stored=dispatch.device_kind() not in _FAST_HASHES)
 
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
         """Returns random factors, 0 or 1 / (1 - rate), in the given shape and dtype.
@@ -105,9 +111,13 @@ class DropoutMask:
     scale: float
     transposed: bool = False
 
-    def factors(self, dtype: jnp.dtype) -> Float[Array, "*T"]:
-        """Returns the factors of the array's entries, 0 or `scale`, in `dtype`."""
-        factors = jnp.where(_draw_once(self.keep), jnp.asarray(self.scale, dtype), 0)
+    def factors(self, dtype: jnp.dtype, stored: bool = True) -> Float[Array, "*T"]:
+        """Returns the factors of the array's entries, 0 or `scale`, in `dtype`.
+
+        `stored` stores the mask on TPUs instead of computing it for each reader.
+        """
+        keep = _draw_once(self.keep) if stored else self.keep
+        factors = jnp.where(keep, jnp.asarray(self.scale, dtype), 0)
         return factors.swapaxes(-1, -2) if self.transposed else factors
 
     def keep_mask(self) -> Bool[Array, "*T"]:

@@ -34,21 +34,16 @@ TN = (((0,), (0,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
 
 
-def _device_kind() -> str:
-    """Returns the kind of chip that is compiled for, or an empty string if it is unknown."""
-    return getattr(dispatch.device(), "device_kind", "")
-
-
 def vmem_limit() -> int:
     """Returns the number of bytes of VMEM that a kernel may use on the chip for which programs are
     compiled.
     """
-    return _V4_VMEM_BYTES if "v4" in _device_kind() else VMEM_BYTES
+    return _V4_VMEM_BYTES if "v4" in dispatch.device_kind() else VMEM_BYTES
 
 
 def cores_per_chip() -> int:
     """Returns the number of cores, 1 or 2, among which a chip divides the grid of a kernel."""
-    return 2 if _device_kind() in _TWO_CORE_CHIPS else 1
+    return 2 if dispatch.device_kind() in _TWO_CORE_CHIPS else 1
 
 
 def vmem_budget() -> int:
