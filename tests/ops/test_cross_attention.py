@@ -63,6 +63,7 @@ def parameters_of(config: CrossConfig) -> CrossParameters:
 
 
 @cache
+@jax.ensure_compile_time_eval()
 def arrays() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
     q, k, v = (
