@@ -1,9 +1,13 @@
 """Cycles of Pallas kernels, which the compilers do not estimate.
 
 The compiler schedules a TPU kernel as bundles of instructions. Each bundle takes a cycle, unless it
-waits for memory. `tools/benchmark/kernels.py` counts the bundles of a grid step for the table
+waits for memory. `tools/benchmark/kernels.py` counts the bundles of a grid step for the tables
 below. The tool counts the body of a loop once; for improved clustered attention, the table contains
 the number of bundles in all iterations.
+
+A pass is the sequence of grid steps that differ only in the last axis of the grid. The first and
+the last step of a pass may execute instructions that all other steps skip, for example to set sums
+to zero and to write them. The name of such a kernel contains the number of passes.
 """
 
 import math
@@ -16,7 +20,8 @@ LIBTPU = "0.0.42.1"
 _CHIPS = "v4", "v5e", "v5p", "v6e"
 # A chip of type v4 or v5p has two cores. Each core runs half of the steps of a kernel's grid.
 _CORES = {"v4": 2, "v5p": 2}
-# BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip. It is 0 if the
+# BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip, without those of
+# PASS_BUNDLES, which are executed once in a pass. It is 0 if the
 # chip cannot or need not run the kernel. The numbers in a name are sizes of the arrays of a grid
 # step, such as queries, keys and head size, or tokens and clusters. For improved clustered
 # attention, they are tokens and best keys of a cluster. The compiler may produce different
@@ -26,11 +31,11 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
         "window_attention_512x512x128": (3859, 2283, 2658, 1572),
-        "window_attention_backward_512x512x128": (6301, 4201, 4661, 3148),
+        "window_attention_backward_512x512x128": (5982, 3867, 4079, 2974),
         "window_attention_dropout_512x512x128": (4276, 2344, 2753, 1668),
-        "window_attention_backward_dropout_512x512x128": (7005, 4265, 4789, 3435),
+        "window_attention_backward_dropout_512x512x128": (6694, 3931, 4181, 3258),
         "document_attention_512x512x128": (2888, 2061, 2140, 1558),
-        "document_attention_backward_512x512x128": (4342, 3550, 4070, 2652),
+        "document_attention_backward_512x512x128": (4130, 3316, 3804, 2513),
         "bias_tile_512x128": (1133, 354, 426, 299),
         "bias_tile_512x256": (1152, 399, 471, 314),
         "bias_gradient_512x128": (883, 401, 485, 390),
@@ -56,8 +61,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "state_attention_backward_512x1536x128": (12483, 8817, 8717, 5370),
         "recurrent_cell_512x4608x128": (0, 11092, 11504, 5205),
         "recurrent_cell_backward_512x4608x128": (0, 15414, 16121, 8746),
-        "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
-        "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
+        "cross_entropy_512x640x1024": (11299, 9538, 9585, 3960),
+        "cross_entropy_backward_512x640x1024": (9555, 8748, 8913, 2953),
         # On v6e, schedules of 3272 and 3658 bundles were also observed for weight_gradient.
         "weight_gradient_4096x512x256": (8801, 9295, 8224, 5144),
         "shared_input_matmul_512x1024x512": (4029, 0, 3771, 0),
@@ -69,6 +74,16 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "adafactor_32x1024": (1360, 0, 0, 0),
         "softmax_attention_512x512x128": (2326, 1557, 1798, 1209),
         "softmax_attention_backward_512x512x128": (3616, 2941, 3159, 2008),
+    }.items()
+}
+PASS_BUNDLES: Mapping[str, Mapping[str, int]] = {
+    kernel: dict(zip(_CHIPS, bundles, strict=True))
+    for kernel, bundles in {
+        "window_attention_backward_512x512x128": (316, 273, 526, 161),
+        "window_attention_backward_dropout_512x512x128": (312, 273, 550, 165),
+        "document_attention_backward_512x512x128": (222, 207, 207, 127),
+        "cross_entropy_512x640x1024": (2329, 1668, 1639, 952),
+        "cross_entropy_backward_512x640x1024": (641, 646, 646, 326),
     }.items()
 }
 # The kernels in `_TYPES` do not compute in bfloat16. Their names in the compiled program contain
@@ -83,7 +98,7 @@ _FIXED_TOKENS = 700
 # The table has improved clustered attention with this number of best keys, which are the keys that
 # the queries of a cluster attend to exactly.
 _MEASURED_BEST = 32
-_NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps\b")
+_NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps(?:_in_(\d+)_passes)?\b")
 _FLOPS, _BYTES = (
     re.compile(rf'"cost_estimate":\s*\{{[^{{}}]*"{name}":\s*"?(\d+)')
     for name in ("flops", "bytes_accessed")
@@ -105,7 +120,7 @@ def cycles(attributes: str, chip: str) -> float:
     match = _NAME.search(attributes)
     if not match:
         return 0.0
-    kernel, size, dtype, steps = match.groups()
+    kernel, size, dtype, steps, passes = match.groups()
     name = f"{kernel}_{size}"
     others = (
         other
@@ -115,8 +130,9 @@ def cycles(attributes: str, chip: str) -> float:
     known = name if name in BUNDLES else next(others, None)
     if not known or not dtype.startswith(_TYPES.get(kernel, "bfloat16")):
         return 0.0
-    steps_per_core = int(steps) / _CORES.get(chip, 1)
-    return BUNDLES[known].get(chip, 0) * _work(name) / _work(known) * steps_per_core
+    bundles = BUNDLES[known].get(chip, 0) * int(steps)
+    bundles += PASS_BUNDLES.get(known, {}).get(chip, 0) * int(passes or steps)
+    return bundles * _work(name) / _work(known) / _CORES.get(chip, 1)
 
 
 def kernels(attributes: str) -> set[str]:

@@ -266,6 +266,17 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
     assert found.unknown == ("window_attention_512x512x128_float32",)
 
 
+def test_what_the_ends_of_a_pass_execute_counts_once_in_a_pass() -> None:
+    kernel = "window_attention_backward_512x512x128"
+    every, ends = (x[kernel]["v5e"] for x in (schedules.BUNDLES, schedules.PASS_BUNDLES))
+    assert ends > 0
+    for name, expected in (
+        (f"{kernel}_bfloat16_24_steps_in_3_passes", 24 * every + 3 * ends),
+        (f"{kernel}_bfloat16_24_steps", 24 * (every + ends)),
+    ):
+        assert schedules.cycles(f'metadata={{op_name="jit(f)/{name}"}}', "v5e") == expected
+
+
 def test_a_kernel_that_reads_an_array_several_times_states_its_bytes() -> None:
     text = """
 ENTRY %main (p: f32[1000,1024]) -> f32[1000,1024] {

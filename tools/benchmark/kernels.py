@@ -7,8 +7,9 @@ python tools/benchmark/kernels.py --case segmented --compare --lanes 16    # wit
 python tools/benchmark/kernels.py --case masked --window 2048    # 4,096 tokens
 
 The length is the number of bundles of instructions in a step of the kernel's grid, such as a head
-of a lane's block. A bundle takes one cycle, unless it waits for memory. The table in
-`brt.planning.schedules`, which `brt.plan` uses, contains these numbers. With --compare, the costs
+of a lane's block. A bundle takes one cycle, unless it waits for memory. "In a pass" are the bundles
+that only the first or the last step of a pass executes, see `brt.planning.schedules`. Its tables,
+which `brt.plan` uses, contain these numbers. With --compare, the costs
 of the whole case are compared with an implementation in plain XLA.
 """
 
@@ -25,7 +26,11 @@ CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1
 NAME = re.compile(r"\b([a-z_]+_(?:\d+x)+\d+)_[a-z]+\d+_\d+_steps")
 # The chips for which a case is not compiled: the kernels need more memory, or are not used there.
 WITHOUT = {"cell": ("v4",), "products": ("v5e", "v6e")}
-TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
+# A line of a schedule may begin with the number of a bundle, contain a branch that skips a region
+# of instructions, and mark the end of such a region.
+BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s")
+SKIP = re.compile(r"sbr\.rel \(!?%p\w+\) target = \$region(\d+)")
+END = re.compile(r"empty region (\d+)")
 
 
 def main() -> None:
@@ -36,14 +41,16 @@ def main() -> None:
     if args.compare:
         compare(args)
         return
-    known: dict[str, dict[str, int]] = {}
-    print("| kernel | chip | bundles | MB of VMEM |\n|---|---|---|---|")
+    known: dict[str, dict[str, tuple[int, int]]] = {}
+    print("| kernel | chip | bundles | in a pass | MB of VMEM |\n|---|---|---|---|---|")
     for chip in (chip for chip in args.chips if chip not in WITHOUT.get(args.case, ())):
         with tempfile.TemporaryDirectory() as place:
             vmem = compiled(chip, Path(place), args)
             for name, bundles in sorted(schedules(Path(place)).items()):
                 known.setdefault(name, {})[chip] = bundles
-                print(f"| {name} | {chip} | {bundles:,} | {vmem[name] / 1e6:.1f} |", flush=True)
+                each, ends = bundles
+                numbers = f"{each:,} | {ends:,} | {vmem[name] / 1e6:.1f}"
+                print(f"| {name} | {chip} | {numbers} |", flush=True)
     if args.json:
         print(json.dumps(known))
 
@@ -71,14 +78,36 @@ def compiled(chip: str, place: Path, args: argparse.Namespace) -> dict[str, int]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def schedules(place: Path) -> dict[str, int]:
-    """Returns the bundles of each kernel; the maximum if several kernels have the same name."""
-    found: dict[str, int] = {}
-    for path in place.glob("*_steps*schedule-analysis_final_bundles.txt"):
-        name, total = NAME.search(path.name), TOTAL.search(path.read_text())
-        if name and total:
-            found[name[1]] = max(int(total[1]), found.get(name[1], 0))
+def schedules(place: Path) -> dict[str, tuple[int, int]]:
+    """Returns the bundles of each kernel: those of every step, and those of the first and the last
+    step of a pass. If several kernels have the same name, the longest schedule counts.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for path in place.glob("*_steps*final_bundles.txt"):
+        name = NAME.search(path.name)
+        if name and "schedule-analysis" not in path.name:
+            bundles = count(path.read_text(), has_passes="_passes" in path.name)
+            found[name[1]] = max(bundles, found.get(name[1], (0, 0)), key=sum)
     return found
+
+
+def count(schedule: str, has_passes: bool) -> tuple[int, int]:
+    """Returns the bundles of a schedule that every step executes, and the bundles of the regions
+    that most steps skip. Without passes, all bundles count as executed by every step.
+    """
+    bundle, begins, regions = 0, {}, []
+    for line in schedule.splitlines():
+        if number := BUNDLE.match(line):
+            bundle = int(number[1], 16)
+        regions += [(begins.pop(end), bundle) for end in END.findall(line) if end in begins]
+        begins |= {region: bundle for region in SKIP.findall(line)}
+    total, skipped, last = bundle + 1, 0, 0
+    for begin, end in sorted(regions):
+        # The largest region is the body of the loop over the steps. A region inside of another
+        # region is counted with it.
+        if has_passes and end - begin < total / 2 and begin >= last:
+            skipped, last = skipped + end - begin, end
+    return total - skipped, skipped
 
 
 def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:

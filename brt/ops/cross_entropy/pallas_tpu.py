@@ -277,11 +277,15 @@ def _embedding_gradient(
 def _options(
     name: str, size: tuple[int, int, int], grid: tuple[int, int], like: Array, interpret: Interpret
 ) -> dict[str, Any]:
-    """Returns the options of a kernel's call; the name has the size of a tile and their number."""
+    """Returns the options of a kernel's call.
+
+    The name has the size of a tile, the number of tiles, and the number of passes over the last
+    axis of the grid, for `brt.planning.schedules`.
+    """
     tiles, products = grid[0] * grid[1], 1 if name == "token_scores" else 2
     rows, columns, width = size
     return {
-        "name": f"{name}_{rows}x{columns}x{width}_{like.dtype}_{tiles}_steps",
+        "name": f"{name}_{rows}x{columns}x{width}_{like.dtype}_{tiles}_steps_in_{grid[0]}_passes",
         "interpret": interpret,
         "compiler_params": pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tpu.vmem_limit()

@@ -16,9 +16,9 @@ share them.
 
 The backward pass recomputes the weights from the log-sum-exp. Its steps go through the blocks of a
 segment from the last to the first. The gradients of a block's keys and values stay in VMEM until
-the queries of the block itself have added to them. The gradients of the cached keys and values are
-written in float32, and those of the cached keys are the gradients of normalized keys. Outside of
-the kernel, XLA computes the gradients of the keys themselves, or nothing if they are not used.
+the queries of the block itself have added to them. For the cached keys, the kernel writes the
+gradients of the normalized keys. XLA then computes the gradients of the keys themselves, or nothing
+if they are not used.
 
 In shapes, B is the number of lanes, H of heads of queries, G of heads of keys and values, T of
 tokens of a segment, N of its blocks, and K of numbers of a head. A segment is also split into D
@@ -334,15 +334,15 @@ def _backward(
     window, width = arguments.window, arguments.q.shape[3]
     cached_spec = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, 0, 0))
 
-    def by_query_head(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    def by_query_head(x: Array) -> jax.ShapeDtypeStruct:
         """Returns the shape [B, H, T, K] and dtype of the gradient of the keys or values x
         [B, G, T, K], because the kernel writes a gradient for each head of queries.
         """
-        return jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), dtype or x.dtype)
+        return jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), x.dtype)
 
     like = WindowKernelGradients(
         arguments.q, by_query_head(arguments.k), by_query_head(arguments.v),
-        by_query_head(arguments.cached_k, "float32"), by_query_head(arguments.cached_v, "float32"),
+        by_query_head(arguments.cached_k), by_query_head(arguments.cached_v),
         inputs.scale, inputs.tile,
     )  # fmt: skip
     (results,) = pl.pallas_call(
@@ -369,10 +369,10 @@ def _backward(
         summed_over_groups(x, arguments.k.shape[1], axis=1) for x in results[1:5]
     )
     if arguments.scale is not None:
-        cached_k, _ = l2_normalize_rows_backward(arguments.cached_k, cached_k)
+        cached_k = l2_normalize_rows_backward(arguments.cached_k, cached_k)[0].astype(k.dtype)
     return (arguments._replace(
-        q=results.q, k=k, v=v, cached_k=cached_k.astype(k.dtype), cached_v=cached_v.astype(v.dtype),
-        scale=d_scale, bias=d_bias, first=None, dropout=None,
+        q=results.q, k=k, v=v, cached_k=cached_k, cached_v=cached_v, scale=d_scale, bias=d_bias,
+        first=None, dropout=None,
     ),)  # fmt: skip
 
 
@@ -382,15 +382,18 @@ _attend.defvjp(_forward, _backward)
 def _options(arguments: _Arguments, settings: WindowKernelSettings, name: str) -> dict[str, Any]:
     """Returns the options of the kernel's call.
 
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    The name tells `brt.planning.schedules` which kernel it is, how many steps its grid has, and
+    how often the backward kernel goes over the blocks of a segment.
     """
     q = arguments.q
     if settings.part % arguments.window:
         name = name.replace("window", "document")
     size = f"{arguments.window}x{arguments.window}x{q.shape[-1]}_{q.dtype}"
     drops = "" if arguments.dropout is None else "_dropout"
+    heads, batch, blocks = arguments.grid
+    passes = f"_in_{heads * batch}_passes" if "backward" in name else ""
     return {
-        "name": f"{name}{drops}_{size}_{math.prod(arguments.grid)}_steps",
+        "name": f"{name}{drops}_{size}_{heads * batch * blocks}_steps{passes}",
         "interpret": settings.interpret,
         "compiler_params": parallel_heads(3),
     }

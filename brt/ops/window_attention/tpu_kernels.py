@@ -379,8 +379,9 @@ def backward_kernel(
 
     @pl.when(n == 0)
     def _write_cache_gradients() -> None:
-        results.cached_keys[...] = keys_sum[...]
-        results.cached_values[...] = values_sum[...] * settings.scale
+        results.cached_keys[...] = keys_sum[...].astype(results.cached_keys.dtype)
+        values = values_sum[...] * settings.scale
+        results.cached_values[...] = values.astype(results.cached_values.dtype)
 
 
 def _add_gradients(
