@@ -43,15 +43,13 @@ def figures(attention: float = 30e6, loss: float = 70e6, **others: Any) -> dict[
 
 
 def test_the_instructions_that_most_steps_skip_are_counted_apart(tool: Callable) -> None:
-    skips = "0x{:x} : > {{ %1 = sbr.rel (%p1_p0) target = $region{} }}"
-    lines = {
-        2: skips.format(2, 9),  # the loop over the steps
-        5: skips.format(5, 7), 6: skips.format(6, 8), 8: "0x8 PF: > { } /* Start/End empty region 8 */",
-        15: "0xf PF: > { } /* Start/End empty region 7 */",
-        60: skips.format(60, 10), 64: "0x40 PF: > { } /* Start/End empty region 10 */",
-        98: "0x62 PF: > { } /* Start/End empty region 9 */",
-    }  # fmt: skip
-    schedule = "\n".join(lines.get(i, f"0x{i:x} : > {{ %v = vadd.f32 }}") for i in range(100))
+    # The first region is the body of the loop over the steps. The third is inside of the second.
+    regions = (2, 98), (5, 15), (6, 8), (60, 64)
+    lines = [f"0x{i:x} : > {{ %v = vadd.f32" for i in range(100)]
+    for number, (begin, end) in enumerate(regions):
+        lines[begin] += f" ;; %1 = sbr.rel (%p1_p0) target = $region{number}"
+        lines[end] += f" /* Start/End empty region {number} */"
+    schedule = "\n".join(lines)
     count = tool("kernels").count
     assert count(schedule, has_passes=True) == (100 - 10 - 4, 10 + 4)
     assert count(schedule, has_passes=False) == (100, 0)

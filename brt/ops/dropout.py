@@ -27,8 +27,8 @@ from brt.ops.dispatch import Implementation, Op
 
 _BYTE_VALUES = 256
 # On these kinds of TPUs, every operation that reads an array after dropout, or its gradient,
-# computes the mask again, beside its matrix products. This takes less time than storing the mask. On
-# a v4, the integer products of the hash take too long, and on a v6e, the matrix products are too
+# computes the mask again, beside its matrix products. This takes less time than storing the mask.
+# On a v4, the integer products of the hash take too long, and on a v6e, the matrix products are too
 # fast to hide the hash.
 _FAST_HASHES = "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p"
 

@@ -219,9 +219,7 @@ def _attend(
     return _forward(arguments, settings)[0]
 
 
-def _specs(
-    inputs: WindowKernelInputs, blocks: int, *, reverse: bool = False
-) -> WindowKernelInputs:
+def _specs(inputs: WindowKernelInputs, blocks: int, *, reverse: bool = False) -> WindowKernelInputs:
     """Returns the block specs of the inputs.
 
     Args:
