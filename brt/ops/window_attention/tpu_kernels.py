@@ -411,7 +411,7 @@ def _add_gradients(
     d_values = rows.finished_sums(values_sum, weight_parts[0], theirs) * settings.scale
     results.values[rows.all] = d_values.astype(results.values.dtype)
     d_keys = rows.finished_sums(keys_sum, d_logit_parts[0], own)
-    if inputs.scale is not None:
+    if block.inverse_norms is not None:
         d_keys, _ = l2_normalize_rows_backward(
             inputs.keys.own[rows.all], d_keys, block.inverse_norms[rows.all]
         )
