@@ -41,13 +41,17 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "bias_gradient_512x128": (883, 401, 485, 390),
         "accumulate_fire_16x64x128": (2343, 1915, 1766, 2049),
         "accumulate_fire_backward_16x64x128": (5353, 4398, 4094, 5018),
-        # The sizes are heads, queries, keys and numbers of all heads of a step.
+        # The sizes are segments, queries and numbers of all heads of a step.
+        "segment_states_16x128x128": (1288, 903, 983, 819),
+        "segment_states_backward_16x128x128": (1931, 1364, 1471, 1126),
+        # The sizes are heads, queries, keys and numbers of all heads of a step. With 128 queries,
+        # the schedules of v5e, v5p and v6e have a mask for each query.
         "masked_attention_2x1024x1024x128": (0, 9204, 8922, 6365),
         "masked_attention_backward_2x1024x1024x128": (0, 19737, 18258, 10140),
         "masked_attention_dropout_2x1024x1024x128": (0, 19918, 19599, 17008),
         "masked_attention_backward_dropout_2x1024x1024x128": (0, 29896, 27451, 21789),
-        "masked_attention_2x128x1024x128": (2602, 0, 0, 0),
-        "masked_attention_backward_2x128x1024x128": (3331, 0, 0, 0),
+        "masked_attention_2x128x1024x128": (2602, 1838, 1716, 1706),
+        "masked_attention_backward_2x128x1024x128": (3331, 3094, 2785, 1810),
         "masked_attention_dropout_2x128x1024x128": (20519, 0, 0, 0),
         "masked_attention_backward_dropout_2x128x1024x128": (21245, 0, 0, 0),
         "kmeans_4096x128": (2949, 2342, 2381, 1540),

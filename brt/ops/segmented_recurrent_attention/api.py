@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention import cache, pallas_tpu, reference, xla
+from brt.ops.segmented_recurrent_attention import cache, pallas_tpu, reference, states_tpu, xla
 from brt.ops.segmented_recurrent_attention.cache import DecodingCache as DecodingCache
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.recurrence import NeuronMetrics as NeuronMetrics
@@ -30,6 +30,7 @@ from brt.ops.segmented_recurrent_attention.recurrence import (
 )
 from brt.ops.segmented_recurrent_attention.windows import SegmentWindows as SegmentWindows
 from brt.ops.segmented_recurrent_attention.windows import SharedKeys as SharedKeys
+from brt.ops.tpu import LANES
 
 
 def _kernel_refusal(
@@ -47,12 +48,23 @@ OP = Op(
     "segmented_recurrent_attention",
     (
         Implementation(
-            "pallas_tpu", partial(xla.attend, recur=pallas_tpu.recurrence),
+            "pallas_tpu",
+            partial(
+                xla.attend,
+                recur=pallas_tpu.recurrence,
+                kernels=xla.DenseKernels(states_tpu.read_states, LANES, states_tpu.MOST_QUERIES),
+            ),
             ("tpu",), ("tpu",), _kernel_refusal,
         ),
         Implementation("xla", xla.attend),
         Implementation(
-            "pallas_interpret", partial(xla.attend, recur=pallas_tpu.interpreted), (),
+            "pallas_interpret",
+            partial(
+                xla.attend,
+                recur=pallas_tpu.interpreted,
+                kernels=xla.DenseKernels(states_tpu.interpreted, 1, states_tpu.MOST_QUERIES),
+            ),
+            (),
             refusal=lambda _, windows, parameters, config, **__: pallas_tpu.feature_refusal(config),
         ),
         Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),

@@ -1,10 +1,13 @@
-"""Segmented recurrent attention of all target positions of a batch, in plain XLA.
+"""Segmented recurrent attention of all target positions of a batch.
+
+The implementation in plain XLA and the implementations with kernels use this module.
 
 A window is the keys and values that the queries of one segment read. Attention is computed in one
 of two forms:
 
   dense: every query is multiplied with the windows of all segments. Then the windows of all
-    segments other than the query's own are masked. This is as much work as full attention.
+    segments other than the query's own are masked. This is as much work as full attention. With
+    kernels on TPUs, this form is faster than the other one, which copies windows and states.
   slots: every query is multiplied with the window of its own segment only. For this, the queries of
     a source are sorted into M rows, and all queries of a row read the same segment. A row has G
     places for queries, its slots. A source of m <= M segments has M // m rows for each of its
@@ -22,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from brt.ops import dispatch
+from brt.ops import dispatch, masked_attention
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.recurrence import (
@@ -45,6 +48,24 @@ from brt.ops.segmented_recurrent_attention.windows import (
 )
 
 
+class DenseKernels(NamedTuple):
+    """Kernels for the form "dense".
+
+    Attributes:
+      read_states: a function with the arguments and the result of `states_tpu.read_states`.
+      unit: the kernels take a multiple of so many queries and of so many keys.
+      most: the kernels take at most so many queries of a source.
+    """
+
+    read_states: Callable[..., Array]
+    unit: int
+    most: int
+
+    def support(self, queries: int, keys: int) -> bool:
+        """Returns True if the kernels take these numbers of queries and keys of a source."""
+        return queries <= self.most and queries % self.unit == 0 and keys % self.unit == 0
+
+
 def attend(
     queries: Float[Array, "B T H K"],
     windows: SegmentWindows,
@@ -55,6 +76,7 @@ def attend(
     target_length: int | None = None,
     dropout: Dropout | None = None,
     recur: Callable[..., RecurrentStates] = recurrence,
+    kernels: DenseKernels | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Returns the attention output of the T target positions from t0 on, and metrics of the
     accumulate-and-fire neurons, the activation function of the recurrence.
@@ -71,6 +93,8 @@ def attend(
       dropout: dropout of the softmax weights; None for no dropout.
       recur: the function that computes the states of the recurrence, with the arguments and the
         result of `recurrence.recurrence`.
+      kernels: kernels for the form "dense", which is then the form that "auto" selects; None for
+        plain XLA.
 
     Returns:
       The output; and the metrics, which are None unless `config.kind` is "srformer" and
@@ -83,7 +107,7 @@ def attend(
             aux = NeuronMetrics(recurrent.firing_rate, *leak_and_threshold(parameters, config))
     y = _attend_by_form(
         queries, windows, recurrent, parameters.sigma, config,
-        t0=t0, schedule=segment_schedule(config, target_length), dropout=dropout,
+        t0=t0, schedule=segment_schedule(config, target_length), dropout=dropout, kernels=kernels,
     )  # fmt: skip
     return y, aux
 
@@ -98,22 +122,29 @@ def _attend_by_form(
     t0: int | Int[Array, ""],
     schedule: SegmentSchedule,
     dropout: Dropout | None,
+    kernels: DenseKernels | None,
 ) -> Float[Array, "B T H K"]:
     """Attends from every query to its own segment, in the form that
     `config.training_form` names.
     """
     count, length = windows.keys.shape[0], queries.shape[1]
     form = config.training_form
+    if kernels is not None and not kernels.support(length, count * windows.keys.shape[3]):
+        kernels = None
     if not isinstance(t0, int):
         # The form with slots is impossible, because the number of slots of a row depends on t0,
         # whose value is not known at trace time.
         form = "dense"
     elif count == 1:
         form = "slots"
+    elif form == "auto" and kernels is not None:
+        form = "dense"
     elif form == "auto":
         form = "slots" if 2 * slots_per_row(count, length, t0, schedule) <= length else "dense"
     if form == "dense":
-        return _attend_densely(queries, windows, recurrence, sigma, config, t0, schedule, dropout)
+        return _attend_densely(
+            queries, windows, recurrence, sigma, config, t0, schedule, dropout, kernels
+        )
     return _attend_by_slots(queries, windows, recurrence, sigma, config, t0, schedule, dropout)
 
 
@@ -137,6 +168,39 @@ def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -
         return -(-stay // (count // segments))
 
     return max(needed_slots(segments) for segments in range(1, count + 1))
+
+
+def _attend_by_kernels(
+    queries: Float[Array, "B T H K"],
+    windows: SegmentWindows,
+    recurrence: RecurrentStates | None,
+    sigma: Float[Array, ""] | None,
+    config: CrossConfig,
+    own: Int[Array, "B T"],
+    dropout: Dropout | None,
+    kernels: DenseKernels,
+) -> Float[Array, "B T H K"]:
+    """Computes the form "dense" with kernels, which read all arrays as the projections write them.
+
+    `own` is the segment of each query.
+    """
+    batch, _, heads, width = queries.shape
+    attended = recurrent = None
+    if config.use_segment:
+        keys, values = (
+            x.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)
+            for x in (windows.keys, windows.values)
+        )
+        count, _, size = windows.mask.shape
+        is_own = own[:, :, None] == jnp.arange(count * size) // size
+        mask = is_own & jnp.moveaxis(windows.mask, 0, 1).reshape(batch, 1, -1)
+        attended = masked_attention.attend(queries, keys, values, None, mask, dropout)
+    if recurrence is not None:
+        states, scale, _ = recurrence
+        recurrent = kernels.read_states(queries, states, own)
+        if scale is not None:
+            recurrent = recurrent * scale.swapaxes(1, 2).astype(queries.dtype)
+    return combine_outputs(attended, recurrent, sigma)
 
 
 class SlotAssignment(NamedTuple):
@@ -304,11 +368,18 @@ def _attend_densely(
     t0: int | Int[Array, ""],
     schedule: SegmentSchedule,
     dropout: Dropout | None,
+    kernels: DenseKernels | None,
 ) -> Float[Array, "B T H K"]:
+    own = segment_index(
+        t0 + jnp.arange(queries.shape[1], dtype=jnp.int32), windows.counts, schedule
+    )
+    if kernels is not None and windows.shared is None:
+        return _attend_by_kernels(
+            queries, windows, recurrence, sigma, config, own, dropout, kernels
+        )
     batch, length, heads, width = queries.shape
     count, size = windows.keys.shape[0], windows.keys.shape[3]
     by_head = queries.swapaxes(1, 2)
-    own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, schedule)
     # The axes of `is_own` are [B, T, M].
     is_own = own[:, :, None] == jnp.arange(count)[None, None]
     attended = recurrent = None

@@ -1,0 +1,52 @@
+"""Tests the TPU kernel of the recurrence's output in an interpreter on CPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.ops.segmented_recurrent_attention.states_tpu import interpreted
+
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
+BATCH, TARGETS = 2, 24
+
+
+def expected(queries: jax.Array, states: jax.Array, segment: jax.Array) -> jax.Array:
+    """Returns the product of each query and the state of its segment, in plain XLA."""
+    own = jax.nn.one_hot(segment, len(states), dtype=queries.dtype)
+    return jnp.einsum("bthc,mbhce,btm->bthe", queries, states, own, precision="highest")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "width", "segments"),
+    [(4, 64, 3), (2, 128, 5), (3, 64, 1), (2, 64, 34)],
+    ids=["pairs of heads", "a head", "an odd number of heads", "a loop over segments"],
+)
+def test_queries_read_the_state_of_their_segment(
+    heads: int, width: int, segments: int, dtype: str
+) -> None:
+    rng = np.random.default_rng(0)
+    queries, gradient = (
+        jnp.asarray(rng.normal(size=(BATCH, TARGETS, heads, width)), dtype) for _ in range(2)
+    )
+    states = jnp.asarray(rng.normal(size=(segments, BATCH, heads, width, width)), dtype)
+    segment = jnp.asarray(rng.integers(segments, size=(BATCH, TARGETS)), jnp.int32)
+    found, pull = jax.vjp(lambda q, r: interpreted(q, r, segment), queries, states)
+    wide = queries.astype(jnp.float32), states.astype(jnp.float32)
+    right, pull_right = jax.vjp(lambda q, r: expected(q, r, segment), *wide)
+    pairs = [
+        (found, right),
+        *zip(pull(gradient), pull_right(gradient.astype(jnp.float32)), strict=True),
+    ]
+    for ours, theirs in pairs:
+        assert ours.dtype == dtype
+        error = np.abs(np.asarray(ours, np.float32) - np.asarray(theirs))
+        assert error.max() <= TOLERANCE[dtype] * np.abs(theirs).max()
+
+
+def test_a_state_that_no_query_reads_has_no_gradient() -> None:
+    queries, states = jnp.ones((1, 8, 2, 64)), jnp.ones((4, 1, 2, 64, 64))
+    segment = jnp.full((1, 8), 2)
+    gradient = jax.grad(lambda r: interpreted(queries, r, segment).sum())(states)
+    assert jnp.all(gradient[2] == 8) and not jnp.any(gradient[jnp.array([0, 1, 3])])
