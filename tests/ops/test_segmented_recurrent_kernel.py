@@ -136,7 +136,7 @@ def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"kind": "segmented"}, "is of CrossAttention.kind = 'srformer' with its neurons"),
+        ({"kind": "xl_memory"}, "'segmented' or 'srformer' with its neurons (use_raf)"),
         ({"clamp": 2.0}, "has no CrossAttention.clamp, which is 2"),
         ({"width": 32}, "has heads of 64 or 128, not of 32"),
         ({"heads": 3}, "takes heads of 64 in pairs; a device has 3"),

@@ -43,16 +43,23 @@ from brt.ops.segmented_recurrent_attention.tpu_kernels import (
 from brt.ops.tpu import LANES, parallel_heads, vmem_refusal
 
 _HEAD_DIMS = (64, 128)
+# Kinds of cross-attention that need only the kernel of masked attention, not that of this module.
+_WITHOUT_RECURRENCE = "full", "segmented"
 
 
 def feature_refusal(config: CrossConfig) -> str | None:
-    """Returns the reason why the kernel does not support these settings, or None if it does.
+    """Returns the reason why the kernels do not support these settings, or None if they do.
 
-    Pallas's interpreter needs only this check, because it runs the kernel with any sizes. On TPUs,
+    Pallas's interpreter needs only this check, because it runs the kernels with any sizes. On TPUs,
     `refusal` also checks the sizes.
     """
+    if config.kind in _WITHOUT_RECURRENCE:
+        return None
     if config.kind != "srformer" or not config.use_raf:
-        return "is of CrossAttention.kind = 'srformer' with its neurons (use_raf)"
+        return (
+            "is of CrossAttention.kind = 'full', 'segmented' or 'srformer' with its neurons "
+            "(use_raf)"
+        )
     if config.clamp:
         return f"has no CrossAttention.clamp, which is {config.clamp:g}"
     return None
@@ -78,10 +85,12 @@ def refusal(
     together, heads = LANES // width, heads // rules.shard_count("heads", heads)
     if heads % together:
         return f"takes heads of {width} in pairs; a device has {heads}"
-    if config.segment_size % 8:
-        return f"has segments of a multiple of 8 tokens, not of {config.segment_size}"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {dtype}"
+    if config.kind in _WITHOUT_RECURRENCE:
+        return None
+    if config.segment_size % 8:
+        return f"has segments of a multiple of 8 tokens, not of {config.segment_size}"
     # The blocks of inputs and outputs take two buffers each in VMEM, because Pallas copies one
     # block while the kernel computes another.
     numbers = segments * LANES * (8 * config.segment_size + 2 * width)

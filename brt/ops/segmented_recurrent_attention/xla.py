@@ -135,10 +135,10 @@ def _attend_by_form(
         # The form with slots is impossible, because the number of slots of a row depends on t0,
         # whose value is not known at trace time.
         form = "dense"
-    elif count == 1:
-        form = "slots"
     elif form == "auto" and kernels is not None:
         form = "dense"
+    elif count == 1:
+        form = "slots"
     elif form == "auto":
         form = "slots" if 2 * slots_per_row(count, length, t0, schedule) <= length else "dense"
     if form == "dense":
@@ -192,8 +192,9 @@ def _attend_by_kernels(
             for x in (windows.keys, windows.values)
         )
         count, _, size = windows.mask.shape
-        is_own = own[:, :, None] == jnp.arange(count * size) // size
-        mask = is_own & jnp.moveaxis(windows.mask, 0, 1).reshape(batch, 1, -1)
+        mask = jnp.moveaxis(windows.mask, 0, 1).reshape(batch, 1, -1)
+        if count > 1:
+            mask &= own[:, :, None] == jnp.arange(count * size) // size
         attended = masked_attention.attend(queries, keys, values, None, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
