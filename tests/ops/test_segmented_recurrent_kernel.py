@@ -98,6 +98,39 @@ def test_states_and_gradients_are_those_of_xla(
     assert 0.1 < expected[1].firing_rate < 0.9
 
 
+@pytest.mark.parametrize("kind", ["full", "segmented", "srformer"])
+def test_attention_and_gradients_by_kernels_are_those_of_plain_xla(kind: Any) -> None:
+    """The kernels multiply all queries with all segments; plain XLA sorts the queries here."""
+    config = dataclasses.replace(CONFIG, kind=kind, q_ref=12)
+    keys, values, learned = inputs()
+    mask = jnp.arange(SEGMENTS * 8).reshape(SEGMENTS, 1, 8) < jnp.array([[[13], [24]]])
+    if kind == "full":
+        keys, values = (
+            jnp.moveaxis(x, 0, 2).reshape(1, LANES, HEADS, -1, WIDTH) for x in (keys, values)
+        )
+        mask = jnp.moveaxis(mask, 0, 1).reshape(1, LANES, -1)
+    counts = jnp.array([1, 1]) if kind == "full" else jnp.array([2, 3])
+    queries = jnp.asarray(
+        np.random.default_rng(3).normal(size=(LANES, 12, HEADS, WIDTH)), "float32"
+    )
+
+    def loss(arrays: tuple[Any, ...], implementation: str) -> tuple[jax.Array, jax.Array]:
+        q, k, v, parameters = arrays
+        windows = segmented.SegmentWindows(k, v, mask, counts)
+        y, _ = segmented.attend(
+            q, windows, parameters, config, target_length=12, implementation=implementation
+        )
+        return jnp.sum(jnp.sin(y)), y
+
+    given = queries, keys, values, learned
+    ours, xla = (
+        jax.jit(jax.grad(partial(loss, implementation=name), has_aux=True))(given)
+        for name in ("pallas_interpret", "xla")
+    )
+    used = (lambda x: (x[0][:3], x[1])) if kind != "srformer" else (lambda x: x)
+    assert_close(used(ours), used(xla))
+
+
 def test_many_segments_run_in_a_loop() -> None:
     """17 segments are more than the kernel unrolls, and a prime number, which it cannot group."""
     shape = 17, 1, 1, 8, WIDTH

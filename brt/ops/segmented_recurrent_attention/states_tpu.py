@@ -6,7 +6,7 @@ segment, the queries of all other segments are set to zero. A group of two heads
 multiplied with a block-diagonal matrix, so queries and outputs stay where the projections read and
 write them. The states are read as `pallas_tpu.recurrence` writes them.
 
-In shapes, B is the number of sources, T of queries of a source, M of segments, H of heads, H' of
+In shapes, B is the number of sources, T of queries of a source, M of segments, H of heads, N of
 groups of heads, and K of numbers of a head. P is the total width of the heads of a group, 128 on
 TPUs. The matrices K x K of these heads lie side by side as one matrix K x P.
 """
@@ -75,7 +75,7 @@ def _local(queries: Array, states: Array, segment: Array, *, interpret: Interpre
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _products(
     queries: Float[Array, "B T HK"],
-    states: Float[Array, "B H' M K P"],
+    states: Float[Array, "B N M K P"],
     segment: Int[Array, "B T 1"],
     interpret: Interpret,
 ) -> Float[Array, "B T HK"]:

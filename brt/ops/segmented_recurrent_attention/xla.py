@@ -194,7 +194,7 @@ def _attend_by_kernels(
         count, _, size = windows.mask.shape
         mask = jnp.moveaxis(windows.mask, 0, 1).reshape(batch, 1, -1)
         if count > 1:
-            mask &= own[:, :, None] == jnp.arange(count * size) // size
+            mask &= own[:, :, None] == jnp.arange(count * size)[None, None] // size
         attended = masked_attention.attend(queries, keys, values, None, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
