@@ -36,6 +36,11 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "window_attention_backward_dropout_512x512x128": (6694, 3931, 4181, 3258),
         "document_attention_512x512x128": (2888, 2061, 2140, 1558),
         "document_attention_backward_512x512x128": (4130, 3316, 3804, 2513),
+        # Layers of Llama 3.2 1B and SmolLM2-135M. On v4, these arrays do not fit into VMEM.
+        "window_attention_2048x2048x64": (0, 20090, 20447, 13337),
+        "window_attention_backward_2048x2048x64": (0, 43426, 43589, 25762),
+        "document_attention_2048x2048x64": (0, 18394, 18469, 12890),
+        "document_attention_backward_2048x2048x64": (0, 41276, 41599, 23242),
         "bias_tile_512x128": (1133, 354, 426, 299),
         "bias_tile_512x256": (1152, 399, 471, 314),
         "bias_gradient_512x128": (883, 401, 485, 390),
@@ -86,6 +91,8 @@ PASS_BUNDLES: Mapping[str, Mapping[str, int]] = {
         "window_attention_backward_512x512x128": (316, 273, 526, 161),
         "window_attention_backward_dropout_512x512x128": (312, 273, 550, 165),
         "document_attention_backward_512x512x128": (222, 207, 207, 127),
+        "window_attention_backward_2048x2048x64": (0, 1296, 1549, 904),
+        "document_attention_backward_2048x2048x64": (0, 1038, 1038, 774),
         "cross_entropy_512x640x1024": (2329, 1668, 1639, 952),
         "cross_entropy_backward_512x640x1024": (641, 646, 646, 326),
     }.items()
