@@ -24,6 +24,7 @@ from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import cache, pallas_tpu, reference, states_tpu, xla
 from brt.ops.segmented_recurrent_attention.cache import DecodingCache as DecodingCache
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
+from brt.ops.segmented_recurrent_attention.dense import DenseKernels
 from brt.ops.segmented_recurrent_attention.recurrence import NeuronMetrics as NeuronMetrics
 from brt.ops.segmented_recurrent_attention.recurrence import (
     RecurrenceParameters as RecurrenceParameters,
@@ -52,7 +53,7 @@ OP = Op(
             partial(
                 xla.attend,
                 recur=pallas_tpu.recurrence,
-                kernels=xla.DenseKernels(states_tpu.read_states, LANES, states_tpu.MOST_QUERIES),
+                kernels=DenseKernels(states_tpu.read_states, LANES, states_tpu.MOST_QUERIES),
             ),
             ("tpu",), ("tpu",), _kernel_refusal,
         ),
@@ -62,7 +63,7 @@ OP = Op(
             partial(
                 xla.attend,
                 recur=pallas_tpu.interpreted,
-                kernels=xla.DenseKernels(states_tpu.interpreted, 1, states_tpu.MOST_QUERIES),
+                kernels=DenseKernels(states_tpu.interpreted, 1, states_tpu.MOST_QUERIES),
             ),
             (),
             refusal=lambda _, windows, parameters, config, **__: pallas_tpu.feature_refusal(config),

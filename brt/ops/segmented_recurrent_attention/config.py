@@ -50,8 +50,8 @@ class CrossConfig:
         unless it is larger than the keys and values.
       training_form: how training computes the attention. "dense" multiplies every query with all
         segments and masks the segments of other queries; "slots" sorts the queries by segment and
-        multiplies them with their own segment only; "auto" selects the cheaper form. The results
-        are equal.
+        multiplies them with their own segment only; "auto" selects the cheaper form, which is
+        "dense" where kernels of TPUs compute it. The results are equal.
     """
 
     kind: Literal["full", "segmented", "srformer", "xl_memory", "transformer_xl", "local_global"]

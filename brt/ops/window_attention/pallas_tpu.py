@@ -54,11 +54,8 @@ from brt.ops.window_attention.tpu_arrays import (
     WindowKernelGradients,
     WindowKernelInputs,
 )
-from brt.ops.window_attention.tpu_kernels import (
-    WindowKernelSettings,
-    backward_kernel,
-    forward_kernel,
-)
+from brt.ops.window_attention.tpu_kernels import backward_kernel, forward_kernel
+from brt.ops.window_attention.tpu_tiles import WindowKernelSettings
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
 _MOST_ROWS = 128  # A tile has at most this many rows; with 64 or 256, schedules are longer.

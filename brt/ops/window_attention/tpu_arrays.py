@@ -74,10 +74,10 @@ class WindowKernelGradients(NamedTuple):
 
     Attributes:
       q: [W, K], the gradient of the block's queries.
-      keys, values: [W, K], the gradients of the keys and values of the previous block, if that
-        block is in the segment.
+      keys, values: [W, K], the gradients of the block's keys and values.
       cached_keys, cached_values: [W, K], the gradients of the cached keys and values, which the
-        first step of a segment writes.
+        step of the first block writes. If the kernel normalizes keys, these are the gradients of
+        the normalized keys.
       scale, tile: float32 [1, 128] and [W, R], the gradients of `WindowKernelInputs.scale` and
         `WindowKernelInputs.tile`, summed over all steps of a head; None if the input is None.
     """

@@ -9,21 +9,17 @@ In shapes, W is the number of tokens of a block and of a window, R the number of
 K the size of a head.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from brt.ops import dropout_bits
 from brt.ops.dispatch import from_bits, to_bits
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import (
     LANES,
-    NN,
-    NT,
     TN,
     dot_float32,
     l2_normalize_rows,
@@ -34,47 +30,17 @@ from brt.ops.window_attention.tpu_arrays import (
     WindowKernelGradients,
     WindowKernelInputs,
 )
-
-
-class WindowKernelSettings(NamedTuple):
-    """Static settings of the kernels.
-
-    Attributes:
-      attend_to_self: True if the nearest key of a token is the token's own.
-      null_keys: True if keys before the document count as zero keys with zero values.
-      rows: R, the number of rows of a tile.
-      interpret: True runs the kernels on any device, slowly.
-      part: a number of tokens. The segment is split into parts of this length, and documents start
-        only at starts of parts. If `part` is a multiple of the block, the kernels mask the previous
-        block as a whole; otherwise they mask, for each tile, the keys before the tile's document.
-      scale: the number by which dropout multiplies the weights that it keeps.
-    """
-
-    attend_to_self: bool
-    null_keys: bool
-    rows: int
-    interpret: bool | pltpu.InterpretParams
-    part: int
-    scale: float = 1.0
-
-
-class _LoadedBlocks(NamedTuple):
-    """Keys and values of the previous and the current block; keys are normalized if necessary."""
-
-    keys: tuple[Array, Array]
-    values: tuple[Array, Array]
-    # The number `unseen` is added to the logits of the previous block. It is MASKED if the previous
-    # block belongs to another document, and 0 otherwise. It is always 0 in two cases: if documents
-    # may start inside of blocks, because each tile then has a mask of its own, and with null keys,
-    # because the hidden keys and values are then replaced by zeros instead of being masked.
-    unseen: Array
-    # [W, 1], 1 / |k| for each key k of the current block; None if keys are not normalized.
-    inverse_norms: Array | None
+from brt.ops.window_attention.tpu_tiles import (
+    LoadedBlocks,
+    RowTile,
+    WindowKernelSettings,
+    row_tiles,
+)
 
 
 def _load_blocks(
     documents: BlockDocuments, inputs: WindowKernelInputs, settings: WindowKernelSettings
-) -> _LoadedBlocks:
+) -> LoadedBlocks:
     start, seen = documents.n == 0, documents.document_start(0) < 0
     keys, values = (list(pair.previous_and_own(start)) for pair in (inputs.keys, inputs.values))
     inverse_norms = None
@@ -86,11 +52,11 @@ def _load_blocks(
         for pair in (keys, values):
             pair[0] = jax.lax.select(seen, pair[0], jnp.zeros_like(pair[0]))
         unseen = jnp.zeros(())
-    return _LoadedBlocks((keys[0], keys[1]), (values[0], values[1]), unseen, inverse_norms)
+    return LoadedBlocks((keys[0], keys[1]), (values[0], values[1]), unseen, inverse_norms)
 
 
 def _load_queries(
-    inputs: WindowKernelInputs, rows: "_RowTile"
+    inputs: WindowKernelInputs, rows: RowTile
 ) -> tuple[Float[Array, "R K"], Float[Array, "R 1"] | None]:
     """Returns the queries of a tile, scaled to the norm `inputs.scale`, and 1 / |q| for each query
     q; without `inputs.scale`, returns the queries as they are, and None.
@@ -100,195 +66,6 @@ def _load_queries(
         return own, None
     directions, inverse_norms = l2_normalize_rows(own)
     return (directions * inputs.scale[:, :1]).astype(own.dtype), inverse_norms
-
-
-def _stack(parts: list[Array]) -> Array:
-    """Concatenates the parts that are not empty along the first axis."""
-    return jnp.concatenate([part for part in parts if len(part)], axis=0)
-
-
-class _RowTile(NamedTuple):
-    """Rows i * R to (i + 1) * R of a block of W rows."""
-
-    i: int
-    rows: int
-    attend_to_self: bool
-
-    @property
-    def all(self) -> slice:
-        """The slice of the block's rows that are in the tile."""
-        return slice(self.i * self.rows, (self.i + 1) * self.rows)
-
-    @property
-    def current(self) -> slice:
-        """The slice of the current block's W keys that at least one row of the tile sees."""
-        return slice(0, (self.i + 1) * self.rows)
-
-    @property
-    def before(self) -> slice:
-        """The slice of the previous block's W keys that at least one row of the tile sees."""
-        return slice(self.i * self.rows, None)
-
-    def _own(self) -> Bool[Array, "R R"]:
-        """Returns the mask of the tile's diagonal square, True where the slot is of the current
-        block.
-        """
-        slot, row = (jax.lax.broadcasted_iota(jnp.int32, (self.rows, self.rows), a) for a in (0, 1))
-        return slot <= row if self.attend_to_self else slot < row
-
-    def fold(self, current: Array, before: Array) -> Float[Array, "W R"]:
-        """Returns, for each slot and row, the logit (or another product) of the key in the slot.
-
-        This tile is the i-th of the block, so its rows see only some keys of both blocks.
-
-        Args:
-          current: the logits [(i + 1) R, R] of the keys `self.current` of the current block and the
-            R rows of the tile.
-          before: the logits [W - i R, R] of the keys `self.before` of the previous block and the R
-            rows of the tile.
-        """
-        begin, rows = self.i * self.rows, self.rows
-        middle = jnp.where(self._own(), current[begin:], before[:rows])
-        return _stack([current[:begin], middle, before[rows:]])
-
-    def unfold(self, x: Float[Array, "W R"], dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Returns the weights (or gradients) x of slots as weights of the keys of both blocks.
-
-        The method is the inverse of `fold`. The results have the shapes of the arguments `current`
-        and `before` of `fold`, and the dtype `dtype`. Keys that are in no slot of a row get zero.
-        """
-        middle, own = x[self.all], self._own()
-        current = _stack([x[: self.i * self.rows], jnp.where(own, middle, 0)])
-        before = _stack([jnp.where(own, 0, middle), x[(self.i + 1) * self.rows :]])
-        return current.astype(dtype), before.astype(dtype)
-
-    def dropout_mask(self, words: Any) -> Bool[Array, "W R"]:
-        """Returns the dropout mask of the tile, True for weights that dropout keeps.
-
-        `words` is a reference to the mask of the block, slots x rows, packed by `dropout_bits`.
-        """
-        return dropout_bits.unpack(words[:, self.all], words.shape[1])
-
-    def rolled_bias(self, tile: Any) -> Float[Array, "W R"]:
-        """Returns the bias of this tile's slots and rows.
-
-        `tile` [W, R] is the bias of the block's first tile. The bias of this tile, the i-th of the
-        block, is `tile` rolled by i R places along the slots.
-        """
-        if not self.i:
-            return tile[...]
-        cut = tile.shape[0] - self.i * self.rows
-        return jnp.concatenate([tile[cut:], tile[:cut]], axis=0)
-
-    def add_rolled(self, tile: Any, x: Float[Array, "W R"]) -> None:
-        """Adds the gradient x of this tile's bias to `tile`, the gradient of the first tile's bias.
-
-        This tile's bias is the first tile's bias, rolled along the slots by `rolled_bias`. The
-        gradient x is therefore first rolled back.
-        """
-        cut, begin = tile.shape[0] - self.i * self.rows, self.i * self.rows
-        tile[:cut] += x[begin:]
-        if self.i:
-            tile[cut:] += x[:begin]
-
-    def logits(
-        self, block: _LoadedBlocks, own: Float[Array, "R K"], tile: Any, documents: BlockDocuments
-    ) -> Float[Array, "W R"]:
-        """Returns the logits of each slot and row of the tile, with bias and mask.
-
-        Args:
-          block: the keys of the previous and the current block, and the mask of the previous block.
-          own: the queries of the tile's rows.
-          tile: [W, R], the bias of the block's first tile; None for no bias.
-          documents: the starts of the documents, for the mask of keys of other documents.
-        """
-        first = documents.document_start(self.all.start) if documents.start_inside else None
-        results = self.folded_products(block.keys, own, block.unseen, first)
-        return results if tile is None else results + self.rolled_bias(tile)
-
-    def folded_products(
-        self, pair: tuple[Array, Array], x: Float[Array, "R K"], unseen: Array | float = 0.0,
-        first: Array | None = None,
-    ) -> Float[Array, "W R"]:  # fmt: skip
-        """Returns the dot products of the vectors of all slots with each row of x.
-
-        Args:
-          pair: the keys (or values) of the previous block and of the current block, each [W, K].
-          x: a vector for each row of the tile.
-          unseen: a number that is added to the products with the previous block, to mask a block of
-            another document.
-          first: the position of the first key of the rows' document, counted from the start of the
-            current block. Products with earlier keys become MASKED. None masks no products.
-        """
-        before, current = pair
-        both = dot_float32(current[self.current], x, NT), dot_float32(before[self.before], x, NT)
-        if first is None:
-            return self.fold(both[0], both[1] + unseen)
-        # `self.before` selects keys of the previous block. Counted from the start of the current
-        # block, the first of these keys has the position `begin`, a negative number.
-        begin = self.before.start - len(before)
-        return self.fold(_hide_before(first, both[0]), _hide_before(first - begin, both[1]))
-
-    def weighted_sums(
-        self, columns: tuple[Array, Array], current: Array, before: Array
-    ) -> Float[Array, "K R"]:
-        """Returns, for each row of the tile, the sum of the values, weighted by attention weights.
-
-        Args:
-          columns: the transposed values [K, W] of the previous block and of the current block.
-          current: the weights [(i + 1) R, R] of the current block's keys `self.current`, where i is
-            the index of this tile in the block.
-          before: the weights [W - i R, R] of the previous block's keys `self.before`.
-        """
-        current_sums = dot_float32(columns[1][:, self.current], current, NN)
-        return current_sums + dot_float32(columns[0][:, self.before], before, NN)
-
-    def finished_sums(self, total: Any, current: Array, x: Float[Array, "R K"]) -> Array:
-        """Adds the gradients that the keys (or values) of the current block receive from the tile.
-
-        The tiles of a block are processed from the last to the first, so the gradients of the
-        tile's own keys are then complete.
-
-        Args:
-          total: [W, K], reference to the sums of the gradients.
-          current: the gradients of the logits (or the weights) of the current block's keys
-            `self.current`, [(i + 1) R, R], where i is the index of this tile in the block.
-          x: the queries (or the gradients of the outputs) of the tile.
-
-        Returns:
-          The gradients [R, K] of the keys (or values) R i to R (i + 1), which are complete.
-        """
-        added, begin = dot_float32(current, x, NN), self.all.start
-        if begin:
-            total[:begin] += added[:begin]
-        return total[self.all] + added[begin:]
-
-    def add_to_previous(self, total: Any, before: Array, x: Float[Array, "R K"]) -> None:
-        """Adds the gradients that the keys (or values) of the previous block receive from the tile.
-
-        They take the place of the current block's sums that `finished_sums` has returned.
-
-        Args:
-          total: [W, K], reference to the sums of the gradients.
-          before: the gradients of the logits (or the weights) of the previous block's keys
-            `self.before`, [W - i R, R], where i is the index of this tile in the block.
-          x: the queries (or the gradients of the outputs) of the tile.
-        """
-        added, end = dot_float32(before, x, NN), self.all.stop
-        total[self.all] = added[: self.rows]
-        if end < len(total):
-            total[end:] += added[self.rows :]
-
-
-def _hide_before(first: Array, products: Float[Array, "S R"]) -> Float[Array, "S R"]:
-    """Returns the products, with MASKED in the rows before row `first`."""
-    place = jax.lax.broadcasted_iota(jnp.int32, products.shape, 0)
-    return jnp.where(place >= first, products, MASKED)
-
-
-def _row_tiles(window: int, settings: WindowKernelSettings) -> list[_RowTile]:
-    count = window // settings.rows
-    return [_RowTile(i, settings.rows, settings.attend_to_self) for i in range(count)]
 
 
 def forward_kernel(
@@ -314,7 +91,7 @@ def forward_kernel(
     dtype = inputs.values.own.dtype
     documents = BlockDocuments(first, pl.program_id(1), pl.program_id(2), y.shape[0], settings.part)
     block = _load_blocks(documents, inputs, settings)
-    tiles, softmax = _row_tiles(y.shape[0], settings), []
+    tiles, softmax = row_tiles(y.shape[0], settings), []
     # The weights of all tiles are computed before any sum: the softmax of a tile can then be
     # computed while the matrix units compute the logits of the next tile.
     for rows in tiles:
@@ -374,7 +151,7 @@ def backward_kernel(
     window = results.q.shape[0]
     documents = BlockDocuments(first, lane, n, window, settings.part)
     block = _load_blocks(documents, inputs, settings)
-    for rows in reversed(_row_tiles(window, settings)):
+    for rows in reversed(row_tiles(window, settings)):
         _add_gradients(rows, block, inputs, results, (keys_sum, values_sum), documents, settings)
 
     @pl.when(n == 0)
@@ -385,8 +162,8 @@ def backward_kernel(
 
 
 def _add_gradients(
-    rows: _RowTile,
-    block: _LoadedBlocks,
+    rows: RowTile,
+    block: LoadedBlocks,
     inputs: WindowKernelInputs,
     results: WindowKernelGradients,
     sums: tuple[Any, Any],

@@ -1,0 +1,128 @@
+"""The form "dense" of segmented recurrent attention: every query is multiplied with all windows.
+
+Then the windows of all segments other than the query's own are masked. This is as much work as full
+attention. Kernels of TPUs can compute this form without copies of windows and states.
+
+In shapes, B is the number of sources, T of target positions, M of segments, S of keys of a window,
+H of heads, and K of numbers of a head.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.ops import masked_attention
+from brt.ops.dropout import Dropout
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
+from brt.ops.segmented_recurrent_attention.recurrence import RecurrentStates
+from brt.ops.segmented_recurrent_attention.segments import SegmentSchedule, segment_index
+from brt.ops.segmented_recurrent_attention.windows import (
+    SegmentWindows,
+    attend_to_window,
+    combine_outputs,
+)
+
+
+class DenseKernels(NamedTuple):
+    """Kernels for the form "dense".
+
+    Attributes:
+      read_states: a function with the arguments and the result of `states_tpu.read_states`.
+      unit: the kernels take a multiple of so many queries and of so many keys.
+      most: the kernels take at most so many queries of a source.
+    """
+
+    read_states: Callable[..., Array]
+    unit: int
+    most: int
+
+    def support(self, queries: int, keys: int) -> bool:
+        """Returns True if the kernels take these numbers of queries and keys of a source."""
+        return queries <= self.most and queries % self.unit == 0 and keys % self.unit == 0
+
+
+def attend_densely(
+    queries: Float[Array, "B T H K"],
+    windows: SegmentWindows,
+    recurrence: RecurrentStates | None,
+    sigma: Float[Array, ""] | None,
+    config: CrossConfig,
+    t0: int | Int[Array, ""],
+    schedule: SegmentSchedule,
+    dropout: Dropout | None,
+    kernels: DenseKernels | None,
+) -> Float[Array, "B T H K"]:
+    own = segment_index(
+        t0 + jnp.arange(queries.shape[1], dtype=jnp.int32), windows.counts, schedule
+    )
+    if kernels is not None and windows.shared is None:
+        return _attend_by_kernels(
+            queries, windows, recurrence, sigma, config, own, dropout, kernels
+        )
+    batch, length, heads, width = queries.shape
+    count, size = windows.keys.shape[0], windows.keys.shape[3]
+    by_head = queries.swapaxes(1, 2)
+    # The axes of `is_own` are [B, T, M].
+    is_own = own[:, :, None] == jnp.arange(count)[None, None]
+    attended = recurrent = None
+    if config.use_segment:
+        keys, values = (
+            jnp.moveaxis(x, 0, 2).reshape(batch, heads, -1, width)
+            for x in (windows.keys, windows.values)
+        )
+        mask = is_own[:, :, :, None] & jnp.moveaxis(windows.mask, 0, 1)[:, None]
+        mask = mask.reshape(batch, length, count * size)
+        if windows.shared is not None:
+            keys = jnp.concatenate([keys, windows.shared.keys], axis=2)
+            values = jnp.concatenate([values, windows.shared.values], axis=2)
+            shared = windows.shared.mask[:, None]
+            shared = jnp.broadcast_to(shared, (batch, length, shared.shape[-1]))
+            mask = jnp.concatenate([mask, shared], axis=2)
+        attended = attend_to_window(by_head, keys, values, mask, dropout)
+    if recurrence is not None:
+        states, scale, _ = recurrence
+        # There is a copy of the queries for each segment, which is zero where the segment is not
+        # the query's own. One product with the states of all segments therefore reads only the
+        # state of the query's own segment. The axes are [B, H, T, M, K].
+        masked_queries = jnp.where(is_own[:, None, :, :, None], by_head[:, :, :, None], 0)
+        states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
+        recurrent = jnp.matmul(masked_queries.reshape(batch, heads, length, -1), states)
+        if scale is not None:
+            recurrent = recurrent * scale.astype(queries.dtype)
+    return combine_outputs(attended, recurrent, sigma).swapaxes(1, 2)
+
+
+def _attend_by_kernels(
+    queries: Float[Array, "B T H K"],
+    windows: SegmentWindows,
+    recurrence: RecurrentStates | None,
+    sigma: Float[Array, ""] | None,
+    config: CrossConfig,
+    own: Int[Array, "B T"],
+    dropout: Dropout | None,
+    kernels: DenseKernels,
+) -> Float[Array, "B T H K"]:
+    """Computes the form "dense" with kernels, which read all arrays as the projections write them.
+
+    `own` is the segment of each query.
+    """
+    batch, _, heads, width = queries.shape
+    attended = recurrent = None
+    if config.use_segment:
+        keys, values = (
+            x.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)
+            for x in (windows.keys, windows.values)
+        )
+        count, _, size = windows.mask.shape
+        mask = jnp.moveaxis(windows.mask, 0, 1).reshape(batch, 1, -1)
+        if count > 1:
+            mask &= own[:, :, None] == jnp.arange(count * size)[None, None] // size
+        attended = masked_attention.attend(queries, keys, values, None, mask, dropout)
+    if recurrence is not None:
+        states, scale, _ = recurrence
+        recurrent = kernels.read_states(queries, states, own)
+        if scale is not None:
+            recurrent = recurrent * scale.swapaxes(1, 2).astype(queries.dtype)
+    return combine_outputs(attended, recurrent, sigma)
