@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from brt.planning.schedules import BUNDLES, LIBTPU
+from brt.planning.schedules import BUNDLES, LIBTPU, PASS_BUNDLES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e")
 # Names of the cases of tools/benchmark/kernels.py, with the number of their kernels.
 CASES = {
-    "window": 9,
+    "window": 8,
     "local": 2,
     "recurrent": 2,
     "cell": 2,
     "loss": 2,
+    # The case also has the kernels of masked attention, with a mask for each query. On v4, the table
+    # has those of the next case.
+    "segmented": 6,
     "masked": 2,
     "masked_dropout": 2,
-    "segmented": 2,
     "clustered": 3,
     "improved": 3,
     "causal": 2,
@@ -64,10 +66,7 @@ def test_kernels_compile_forward_and_backward(
     sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", *sizes)
     used = json.loads(out.splitlines()[-1])
-    # Tiles of the bias have the same number of rows in the forward and the backward pass if the
-    # window has 128 tokens. Then one kernel computes both.
-    tiles = 1 if window == 128 else 2
-    assert len(used) == CASES["window"] - 2 + tiles and max(used.values()) < 64 * 2**20
+    assert len(used) == CASES["window"] and max(used.values()) < 64 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -185,18 +184,20 @@ def test_the_kernels_of_the_loss_compile(chip: str, head_dim: int, dtype: str) -
     reason=f"the table was counted with libtpu {LIBTPU}",
 )
 def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, dict[str, tuple[int, int]]] = {}
     for case in CASES:
         out = run("tools/benchmark/kernels.py", "--json", f"--case={case}")
         found |= json.loads(out.splitlines()[-1])
     # Other kernels' cases contain these two kernels with sizes that the table does not have.
     others = {"kmeans_2048x128", "shared_input_matmul_512x256x512"}
     assert found.keys() - BUNDLES.keys() == others
+    # The cases have other windows.
+    known = {kernel: x for kernel, x in BUNDLES.items() if "2048x2048x64" not in kernel}
     longer = {
-        (kernel, chip): (known[chip], bundles)
-        for kernel, known in BUNDLES.items()
+        (kernel, chip): (every[chip], bundles)
+        for kernel, every in known.items()
         for chip, bundles in found[kernel].items()
-        if bundles > GROWTH * known[chip]
+        if sum(bundles) > GROWTH * (every[chip] + PASS_BUNDLES.get(kernel, {}).get(chip, 0))
     }
     assert not longer
 
