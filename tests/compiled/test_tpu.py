@@ -20,7 +20,7 @@ CASES = {
     "recurrent": 2,
     "cell": 2,
     "loss": 2,
-    # The case also has the kernels of masked attention, with a mask for each query. On v4, the table
+    # The case also has kernels of masked attention, with a mask for each query. On v4, the table
     # has those of the next case.
     "segmented": 6,
     "masked": 2,

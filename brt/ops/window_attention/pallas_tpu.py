@@ -27,7 +27,6 @@ parts, and documents start only at starts of parts.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +54,7 @@ from brt.ops.window_attention.tpu_arrays import (
     WindowKernelInputs,
 )
 from brt.ops.window_attention.tpu_kernels import backward_kernel, forward_kernel
+from brt.ops.window_attention.tpu_specs import block_specs
 from brt.ops.window_attention.tpu_tiles import WindowKernelSettings
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
@@ -216,77 +216,12 @@ def _attend(
     return _forward(arguments, settings)[0]
 
 
-def _specs(inputs: WindowKernelInputs, blocks: int, *, reverse: bool = False) -> WindowKernelInputs:
-    """Returns the block specs of the inputs.
-
-    Args:
-      inputs: the arrays that the kernel reads.
-      blocks: the number of blocks of a segment.
-      reverse: True if the steps of a segment go from its last block to its first.
-    """
-
-    def block_index(n: Array) -> Array:
-        """Returns the index of the block that step n of a segment processes."""
-        return blocks - 1 - n if reverse else n
-
-    def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
-        """Returns the block spec with which step n of a segment reads block `place(n)` of x.
-
-        The shape of x is [B, H, T, K] for queries and [B, G, T, K] for keys and values.
-        """
-        window, members = inputs.q.shape[2] // blocks, inputs.q.shape[1] // x.shape[1]
-        shape = (None, None, window, x.shape[3])
-
-        def key_head(h: Array) -> Array:
-            """Returns h // members, the head of x that serves head h of the queries:
-            `members` heads of queries share one head of x. The operator // is not used, because it
-            has code for negative numbers that kernels do not support.
-            """
-            return h if members == 1 else jax.lax.div(h, jnp.int32(members))
-
-        return pl.BlockSpec(shape, lambda h, b, n, _: (b, key_head(h), place(n), 0))
-
-    def row_spec(x: Array | None) -> pl.BlockSpec | None:
-        """Returns the block spec with which step n of a segment reads the row vector of its block
-        from x [B, H, N, 1, W], an array with a number for each token; None if x is None.
-        """
-        if x is None:
-            return None
-        return pl.BlockSpec(
-            (None, None, None, *x.shape[3:]), lambda h, b, n, _: (b, h, block_index(n), 0, 0)
-        )
-
-    def window_specs(x: WindowBlocks) -> WindowBlocks:
-        """Returns the block specs with which step n of a segment reads the keys (or values) of the
-        cached block, of block n - 1 and of block n; x has the arrays.
-        """
-        return WindowBlocks(
-            block_spec(x.cached, jnp.zeros_like),
-            block_spec(x.before, lambda n: jnp.maximum(block_index(n) - 1, 0)),
-            block_spec(x.own, block_index),
-        )
-
-    return WindowKernelInputs(
-        block_spec(inputs.q, block_index), window_specs(inputs.keys), window_specs(inputs.values),
-        _head_spec(inputs.scale), _head_spec(inputs.tile), _head_spec(inputs.dropout),
-        None if inputs.gradient is None else block_spec(inputs.gradient, block_index),
-        row_spec(inputs.lse), row_spec(inputs.along),
-    )  # fmt: skip
-
-
-def _head_spec(x: Any) -> pl.BlockSpec | None:
-    """Returns the spec of a block that all steps of a head share."""
-    if x is None:
-        return None
-    return pl.BlockSpec((None, *x.shape[1:]), lambda h, b, n, _: (h, *(0 for _ in x.shape[1:])))
-
-
 def _forward(
     arguments: _Arguments, settings: WindowKernelSettings
 ) -> tuple[tuple[Array, Array], tuple]:
     (heads, batch, blocks), q = arguments.grid, arguments.q
     inputs = arguments.kernel_inputs(arguments.bias_tile(settings))
-    specs = _specs(inputs, blocks)
+    specs = block_specs(inputs, blocks)
     each = jax.ShapeDtypeStruct((batch, heads, blocks, 1, arguments.window), jnp.uint32)
     rows = pl.BlockSpec((None, None, None, 1, arguments.window), lambda h, b, n, _: (b, h, n, 0, 0))
     ((y, lse),) = pl.pallas_call(
@@ -325,7 +260,7 @@ def _backward(
     if tile is None:
         tile = arguments.bias_tile(settings)
     inputs = arguments.kernel_inputs(tile, gradient=gradient, lse=lse, along=along)
-    specs = _specs(inputs, blocks, reverse=True)
+    specs = block_specs(inputs, blocks, reverse=True)
     window, width = arguments.window, arguments.q.shape[3]
     cached_spec = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, 0, 0))
 
