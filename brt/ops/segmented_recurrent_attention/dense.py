@@ -54,6 +54,15 @@ def attend_densely(
     dropout: Dropout | None,
     kernels: DenseKernels | None,
 ) -> Float[Array, "B T H K"]:
+    """Returns the attention output of every query, from products with the windows of all segments.
+
+    Args:
+      queries, windows, config, t0, dropout: as for `xla.attend`.
+      recurrence: the states of the recurrence; None for no recurrence.
+      sigma: as for `windows.combine_outputs`.
+      schedule: the rule by which target positions read segments.
+      kernels: kernels that support these numbers of queries and keys; None for plain XLA.
+    """
     own = segment_index(
         t0 + jnp.arange(queries.shape[1], dtype=jnp.int32), windows.counts, schedule
     )
