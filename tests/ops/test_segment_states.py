@@ -19,7 +19,7 @@ def expected(queries: jax.Array, states: jax.Array, segment: jax.Array) -> jax.A
     return jnp.einsum("bthc,mbhce,btm->bthe", queries, states, own, precision="highest")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "width", "segments"),
     [(4, 64, 3), (2, 128, 5), (3, 64, 1), (2, 64, 34)],

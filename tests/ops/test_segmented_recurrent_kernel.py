@@ -98,7 +98,9 @@ def test_states_and_gradients_are_those_of_xla(
     assert 0.1 < expected[1].firing_rate < 0.9
 
 
-@pytest.mark.parametrize("kind", ["full", "segmented", "srformer"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("full", marks=pytest.mark.slow), "segmented", "srformer"]
+)
 def test_attention_and_gradients_by_kernels_are_those_of_plain_xla(kind: Any) -> None:
     """The kernels multiply all queries with all segments; plain XLA sorts the queries here."""
     config = dataclasses.replace(CONFIG, kind=kind, q_ref=12)
