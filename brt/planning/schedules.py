@@ -18,6 +18,13 @@ from collections.abc import Mapping
 # 0.0.50.1, the schedules of some kernels are longer, those of clustered attention by 5 to 11 %.
 LIBTPU = "0.0.42.1"
 _CHIPS = "v4", "v5e", "v5p", "v6e"
+
+
+def _by_chip(table: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, int]]:
+    """Returns the numbers of each kernel by the names of the chips."""
+    return {kernel: dict(zip(_CHIPS, numbers, strict=True)) for kernel, numbers in table.items()}
+
+
 # A chip of type v4 or v5p has two cores. Each core runs half of the steps of a kernel's grid.
 _CORES = {"v4": 2, "v5p": 2}
 # BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip, without those of
@@ -27,9 +34,8 @@ _CORES = {"v4": 2, "v5p": 2}
 # attention, they are tokens and best keys of a cluster. The compiler may produce different
 # schedules for the same kernel when other code changes; the table has the longest schedule that was
 # observed.
-BUNDLES: Mapping[str, Mapping[str, int]] = {
-    kernel: dict(zip(_CHIPS, bundles, strict=True))
-    for kernel, bundles in {
+BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
+    {
         "window_attention_512x512x128": (3859, 2283, 2658, 1572),
         "window_attention_backward_512x512x128": (5982, 3867, 4079, 2974),
         "window_attention_dropout_512x512x128": (4276, 2344, 2753, 1668),
@@ -83,11 +89,10 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "adafactor_32x1024": (1360, 0, 0, 0),
         "softmax_attention_512x512x128": (2326, 1557, 1798, 1209),
         "softmax_attention_backward_512x512x128": (3616, 2941, 3159, 2008),
-    }.items()
-}
-PASS_BUNDLES: Mapping[str, Mapping[str, int]] = {
-    kernel: dict(zip(_CHIPS, bundles, strict=True))
-    for kernel, bundles in {
+    }
+)
+PASS_BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
+    {
         "window_attention_backward_512x512x128": (316, 273, 526, 161),
         "window_attention_backward_dropout_512x512x128": (312, 273, 550, 165),
         "document_attention_backward_512x512x128": (222, 207, 207, 127),
@@ -95,8 +100,8 @@ PASS_BUNDLES: Mapping[str, Mapping[str, int]] = {
         "document_attention_backward_2048x2048x64": (0, 1038, 1038, 774),
         "cross_entropy_512x640x1024": (2329, 1668, 1639, 952),
         "cross_entropy_backward_512x640x1024": (641, 646, 646, 326),
-    }.items()
-}
+    }
+)
 # The kernels in `_TYPES` do not compute in bfloat16. Their names in the compiled program contain
 # another type, which `_TYPES` states. For all other kernels, the table has only bfloat16. A plan
 # does not use its cycles for float32, because float32 products take several times as long.

@@ -17,7 +17,6 @@ from brt.ops import masked_attention
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.recurrence import RecurrentStates
-from brt.ops.segmented_recurrent_attention.segments import SegmentSchedule, segment_index
 from brt.ops.segmented_recurrent_attention.windows import (
     SegmentWindows,
     attend_to_window,
@@ -49,23 +48,19 @@ def attend_densely(
     recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
     config: CrossConfig,
-    t0: int | Int[Array, ""],
-    schedule: SegmentSchedule,
+    own: Int[Array, "B T"],
     dropout: Dropout | None,
     kernels: DenseKernels | None,
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query, from products with the windows of all segments.
 
     Args:
-      queries, windows, config, t0, dropout: as for `xla.attend`.
+      queries, windows, config, dropout: as for `xla.attend`.
       recurrence: the states of the recurrence; None for no recurrence.
       sigma: as for `windows.combine_outputs`.
-      schedule: the rule by which target positions read segments.
+      own: the segment of each query.
       kernels: kernels that support these numbers of queries and keys; None for plain XLA.
     """
-    own = segment_index(
-        t0 + jnp.arange(queries.shape[1], dtype=jnp.int32), windows.counts, schedule
-    )
     if kernels is not None and windows.shared is None:
         return _attend_by_kernels(
             queries, windows, recurrence, sigma, config, own, dropout, kernels

@@ -125,9 +125,8 @@ def _attend_by_form(
     elif form == "auto":
         form = "slots" if 2 * slots_per_row(count, length, t0, schedule) <= length else "dense"
     if form == "dense":
-        return attend_densely(
-            queries, windows, recurrence, sigma, config, t0, schedule, dropout, kernels
-        )
+        own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, schedule)
+        return attend_densely(queries, windows, recurrence, sigma, config, own, dropout, kernels)
     return _attend_by_slots(queries, windows, recurrence, sigma, config, t0, schedule, dropout)
 
 
