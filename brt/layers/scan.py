@@ -17,7 +17,7 @@ from brt.config.fields import RematPolicy
 from brt.layers.basic import SHARED, learned_at_once, remat_policy, unrolled
 from brt.layers.entries import written
 from brt.layers.output_check import check_output
-from brt.layers.runs import Run
+from brt.layers.runs import Run, runs
 from brt.layers.state import LayerAux, LayerOutput
 from brt.ops import dispatch
 
@@ -126,6 +126,11 @@ def scan_layers(
     if method == "decode_step":
         state = written(each["block"], state)
     return LayerOutput(stream.x, state, aux, stream.summaries)
+
+
+def unrolls_layers(model: Model) -> bool:
+    """Returns True if no run of layers of a model is computed in a loop."""
+    return all(_layers_at_once(run.model, run.layers) == run.layers for run in runs(model))
 
 
 def _layers_at_once(model: Model, layers: int) -> int:

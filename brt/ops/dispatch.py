@@ -94,6 +94,8 @@ class BackendPolicy(NamedTuple):
         once.
       shares_optimizer_state: the optimizer's state is sharded over replicas if the setting for this
         sharding is 'auto'.
+      separates_layers: the compiled step has a separate array for each layer of a stack
+        (`brt.training.layer_forms`).
     """
 
     dtype: str = "bfloat16"
@@ -112,6 +114,7 @@ class BackendPolicy(NamedTuple):
     recomputes_elementwise: bool = True
     sends_arrays_together: bool = False
     shares_optimizer_state: bool = True
+    separates_layers: bool = True
 
 
 _POLICIES = {
@@ -119,6 +122,7 @@ _POLICIES = {
         dtype="float32", orders_memory=False, stores_transposes=True, float32_factors=True,
         merges_rows=True, splits_wide_sums=True, defers_gradients=False,
         recomputes_elementwise=False, sends_arrays_together=True, shares_optimizer_state=False,
+        separates_layers=False,
     ),
     "gpu": BackendPolicy(),
     "tpu": BackendPolicy(

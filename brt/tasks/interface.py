@@ -116,6 +116,13 @@ class Task(abc.ABC):
     def reader(self, config: Config, dataset: Dataset) -> Reader:
         """Returns the reader that yields the training batch of each step."""
 
+    def unrolls_layers(self, config: Config) -> bool:
+        """Returns True if accelerators compute the layers of the model without a loop over layers.
+
+        The default is the rule of encoders and of decoders for summarisation.
+        """
+        return not getattr(getattr(config, self.model), "remat", False)
+
     def sharded_sizes(self, config: Config) -> DivisibleSizes:
         """Returns the sizes that have to be divisible by the number of devices which shard them.
 

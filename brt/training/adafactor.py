@@ -47,6 +47,42 @@ class Rules(NamedTuple):
     implementation: str
 
 
+class _Arrays(NamedTuple):
+    """The arrays of parameters that are all outside of stacks, or in stacks of equally many layers.
+
+    Attributes:
+      depth: the number of layers, or "" if the arrays have no axis of layers.
+      gradients, params: arrays by path, reshaped to matrices; in the separate form of
+        `brt.training.layer_forms`, lists with an array for each layer.
+      state: the state of the optimizer; a list of states in the separate form.
+    """
+
+    depth: str
+    gradients: Group
+    state: Any
+    params: Group
+
+    def layers(self) -> list["_Arrays"]:
+        """Returns the arrays of each layer; the arrays must be in the separate form."""
+        gradients, params = (
+            layerwise.layers_of(group, len(self.state)) for group in (self.gradients, self.params)
+        )
+        return [_Arrays("", *layer) for layer in zip(gradients, self.state, params, strict=True)]
+
+
+class _Updated(NamedTuple):
+    """The result of a step for the arrays of an `_Arrays`.
+
+    Attributes:
+      params, state: the new parameters and the new state, in the form of the old ones.
+      squares: the sum of the squared gradients, after their division.
+    """
+
+    params: Group
+    state: Any
+    squares: Float[Array, ""]
+
+
 class _Stack(NamedTuple):
     """A stack of matrices with a kernel: the first inputs of the op `brt.ops.adafactor`.
 
@@ -58,6 +94,10 @@ class _Stack(NamedTuple):
     gradient: Array
     parameter: Array
     moments: Moments
+
+
+# The shapes of parameters in the model, without the axis of layers in the separate form, by path.
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
 def step(
@@ -80,43 +120,36 @@ def step(
       plain: the same function without kernels.
       rules: settings of Adafactor.
     """
-    axes = rules.axes
-    outside, stacked = layerwise.split(gradients, axes)
-    p_outside, p_stacked = layerwise.split(params, axes)
-    shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()}
-    groups = {"": (outside, state.outside, p_outside)} | {
-        depth: (group, state.stacked[depth], p_stacked[depth]) for depth, group in stacked.items()
-    }
-    stacks = {depth: _stacks(*group, shapes, rules, depth) for depth, group in groups.items()}
-    if not any(stacks.values()):
+    outside, stacked = layerwise.split(gradients, rules.axes)
+    p_outside, p_stacked = layerwise.split(params, rules.axes)
+    groups = [_Arrays("", outside, state.outside, p_outside)] + [
+        _Arrays(depth, group, state.stacked[depth], p_stacked[depth])
+        for depth, group in stacked.items()
+    ]
+    flat = flatten_dict(params, sep="/")
+    shapes = {name: (x[0] if isinstance(x, list) else x).shape for name, x in flat.items()}
+    if not any(_has_kernels(group, shapes, rules) for group in groups):
         return plain(gradients, state, params, divisor)
-    new: Group = {}
-    states, squares = {}, jnp.zeros((), jnp.float32)
-    for depth, group in groups.items():
-        of_group, states[depth], of_arrays = _of_group(*group, divisor, stacks[depth], rules, depth)
-        new |= of_group
-        squares += of_arrays
-    after = LayerwiseState(states.pop(""), states)
-    return Stepped(layerwise.joined(new, params, axes), after, jnp.sqrt(squares))
+    first, *others = (_of_group(group, divisor, shapes, rules) for group in groups)
+    new, squares = dict(first.params), first.squares
+    for one in others:
+        new |= one.params
+        squares += one.squares
+    states = {depth: one.state for depth, one in zip(stacked, others, strict=True)}
+    new_params = layerwise.joined(new, params, rules.axes)
+    return Stepped(new_params, LayerwiseState(first.state, states), jnp.sqrt(squares))
 
 
-def _stacks(
-    gradients: Group,
-    state: Any,
-    params: Group,
-    shapes: dict[str, tuple[int, ...]],
-    rules: Rules,
-    depth: str,
-) -> dict[str, _Stack]:
-    """Returns the matrices of a group that have a kernel, by path.
+def _has_kernels(group: _Arrays, shapes: Shapes, rules: Rules) -> bool:
+    """Returns True if a matrix of a group has a kernel."""
+    if isinstance(group.state, list):
+        group, *_ = group.layers()
+    return bool(_stacks(group, shapes, rules))
 
-    Args:
-      gradients, params: arrays by path, reshaped to matrices.
-      state: the state of `rules.transform`.
-      shapes: shapes of the parameters in the model.
-      rules: settings of Adafactor.
-      depth: the number of layers, or "" if the arrays have no axis of layers.
-    """
+
+def _stacks(group: _Arrays, shapes: Shapes, rules: Rules) -> dict[str, _Stack]:
+    """Returns the matrices of a group, not in the separate form, that have a kernel, by path."""
+    depth, gradients, state, params = group
     factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
     found = {}
     for name, matrix in params.items():
@@ -137,25 +170,22 @@ def _stacks(
     return found
 
 
-def _of_group(
-    gradients: Group,
-    state: Any,
-    params: Group,
-    divisor: Float[Array, ""],
-    stacks: dict[str, _Stack],
-    rules: Rules,
-    depth: str,
-) -> tuple[Group, Any, Float[Array, ""]]:
+def _of_group(group: _Arrays, divisor: Float[Array, ""], shapes: Shapes, rules: Rules) -> _Updated:
     """Returns the new parameters of a group, its new state, and the sum of its squared gradients.
 
     Args:
-      gradients, params: arrays by path, reshaped to matrices.
-      state: the state of `rules.transform`.
+      group: the arrays.
       divisor: the gradients are first divided by this number.
-      stacks: the matrices that have a kernel.
+      shapes: shapes of the parameters.
       rules: settings of Adafactor.
-      depth: the number of layers, or "" if the arrays have no axis of layers.
     """
+    if isinstance(group.state, list):
+        layers = [_of_group(layer, divisor, shapes, rules) for layer in group.layers()]
+        squares = jnp.sum(jnp.stack([one.squares for one in layers]))
+        new = layerwise.lists_of([one.params for one in layers])
+        return _Updated(new, [one.state for one in layers], squares)
+    depth, gradients, state, params = group
+    stacks = _stacks(group, shapes, rules)
     others = params.keys() - stacks
     update = jax.vmap(rules.transform.update) if depth else rules.transform.update
     rest = divided(_restricted(gradients, others), divisor)
@@ -178,7 +208,7 @@ def _of_group(
         found = found if depth else jax.tree.map(lambda x: x[0], found)
         moments[name] = found.moments
         new[name] = found.parameter.reshape(params[name].shape)
-    return new, _with_moments(after, moments, depth), squares
+    return _Updated(new, _with_moments(after, moments, depth), squares)
 
 
 def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:

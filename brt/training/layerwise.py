@@ -5,9 +5,12 @@ Adafactor clips and scales updates by root mean squares over a parameter. If the
 over a stack, the layers would influence each other, and the model would train differently than
 without stacking. Adafactor also factors the second moments of matrices, so kernels with an axis of
 heads are reshaped to matrices.
+
+The functions accept both forms of parameters (`brt.training.layer_forms`): in the separate form, a
+list with an array for each layer takes the place of a stack.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -17,8 +20,9 @@ from jaxtyping import Array, PyTree
 from brt.training.matrices import Axes, as_matrix, from_matrix
 
 Parameters: TypeAlias = PyTree[Array]
-# Matrices by the path of the parameter.
-Group: TypeAlias = dict[str, Array]
+# Matrices by the path of the parameter. For a stack of layers in the separate form, there is a list
+# of matrices.
+Group: TypeAlias = dict[str, Any]
 
 
 class LayerwiseState(NamedTuple):
@@ -27,11 +31,12 @@ class LayerwiseState(NamedTuple):
     Attributes:
       outside: state of the parameters that are not stacked by layer.
       stacked: states of stacked parameters, by the number of layers in the stack (as a string).
-        Every array of these states has a first axis of layers.
+        Every array of these states has a first axis of layers. In the separate form, there is a
+        list with a state for each layer instead.
     """
 
     outside: optax.OptState
-    stacked: dict[str, optax.OptState]
+    stacked: dict[str, Any]
 
 
 def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
@@ -52,7 +57,10 @@ def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
         group = outside
         if names[:1] == ("layers",):
             group = stacked.setdefault(str(len(leaf)), {})
-        group[name] = as_matrix(names, leaf)
+        if isinstance(leaf, list):
+            group[name] = [as_matrix(names[1:], layer) for layer in leaf]
+        else:
+            group[name] = as_matrix(names, leaf)
     return outside, stacked
 
 
@@ -64,9 +72,32 @@ def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
       like: a tree of all parameters, or of arrays of their shapes.
       axes: names of each parameter's axes, by the parameter's path.
     """
-    shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
-    kernels = {n: from_matrix(axes.get(n, ()), matrices[n], s) for n, s in shapes.items()}
-    return unflatten_dict(kernels, sep="/")
+
+    def kernel(name: str, leaf: Any) -> Any:
+        """Returns the parameter `name`, whose shape is that of `leaf`."""
+        names, matrix = axes.get(name, ()), matrices[name]
+        if not isinstance(leaf, list):
+            return from_matrix(names, matrix, leaf.shape)
+        pairs = zip(matrix, leaf, strict=True)
+        return [from_matrix(names[1:], layer, one.shape) for layer, one in pairs]
+
+    flat = flatten_dict(like, sep="/")
+    return unflatten_dict({name: kernel(name, leaf) for name, leaf in flat.items()}, sep="/")
+
+
+def layers_of(group: Group, layers: int) -> list[Group]:
+    """Returns the group of each layer from a group of lists; the inverse of `lists_of`.
+
+    Args:
+      group: lists with an array for each layer.
+      layers: the number of layers.
+    """
+    return [{name: leaf[i] for name, leaf in group.items()} for i in range(layers)]
+
+
+def lists_of(groups: list[Group]) -> Group:
+    """Returns a group of lists, with an array for each layer, from the groups of the layers."""
+    return {name: [group[name] for group in groups] for name in groups[0]}
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
@@ -97,10 +128,24 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
         updates, outside_state = transform.update(outside, state.outside, p_outside)
         stacked_states = {}
         for depth, group in stacked.items():
-            layer_updates, stacked_states[depth] = jax.vmap(transform.update)(
-                group, state.stacked[depth], p_stacked[depth]
+            layer_updates, stacked_states[depth] = _update_stack(
+                transform, group, state.stacked[depth], p_stacked[depth]
             )
             updates |= layer_updates
         return joined(updates, gradients, axes), LayerwiseState(outside_state, stacked_states)
 
     return optax.GradientTransformation(init, update)
+
+
+def _update_stack(
+    transform: optax.GradientTransformation, gradients: Group, state: Any, params: Group
+) -> tuple[Group, Any]:
+    """Returns the updates and the new state of all parameters with the same number of layers, for
+    each layer separately.
+    """
+    if not isinstance(state, list):
+        return jax.vmap(transform.update)(gradients, state, params)
+    layers = layers_of(gradients, len(state)), state, layers_of(params, len(state))
+    results = [transform.update(*layer) for layer in zip(*layers, strict=True)]
+    updates, states = zip(*results, strict=True)
+    return lists_of(list(updates)), list(states)

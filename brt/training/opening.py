@@ -52,7 +52,8 @@ class OpenRun:
     Attributes:
       run: config, task, data, devices and optimizer of the run.
       workdir: the run directory; a temporary directory in all processes except for the first.
-      state: the train state. A training step donates its memory to the next state.
+      state: the train state, in either form of `layer_forms`. A training step donates its memory to
+        the next state.
       completed: number of completed steps, as in `state`.
       resumed: True between the restoring of a checkpoint and the next step.
       writer: writes checkpoints.

@@ -1,5 +1,9 @@
 """Multiplies learning rates and weight decays of chosen parameters by factors (Optimizer.rates)."""
 
+import operator
+from functools import partial
+
+import jax
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
@@ -55,9 +59,10 @@ def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree
       which: 0 for the factor of the learning rate, 1 for the factor of the weight decay.
     """
     flat = flatten_dict(tree, sep="/")
-    factors = {path: factors_of(path, optimizer)[which] for path in flat}
-    scaled = {path: x if factors[path] == 1 else factors[path] * x for path, x in flat.items()}
-    return unflatten_dict(scaled, sep="/")
+    for path, leaf in flat.items():
+        if (factor := factors_of(path, optimizer)[which]) != 1:
+            flat[path] = jax.tree.map(partial(operator.mul, factor), leaf)
+    return unflatten_dict(flat, sep="/")
 
 
 def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:

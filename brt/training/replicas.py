@@ -91,8 +91,12 @@ def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree
     """
 
     def parameter_shard_spec(path: tuple, parameter: Array) -> PartitionSpec:
-        """Returns the `shard_spec` of one parameter, whose path in the tree is `path`."""
-        names = axes.get("/".join(key.key for key in path), ())
+        """Returns the `shard_spec` of one parameter, whose path in the tree is `path`.
+
+        A layer of a stack is an entry of a list, and has the names of the stack without "layers".
+        """
+        keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        names = axes.get("/".join(keys), ())[len(path) - len(keys) :]
         return shard_spec(names, parameter.shape, count())
 
     return jax.tree.map_with_path(parameter_shard_spec, params)

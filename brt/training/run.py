@@ -21,7 +21,7 @@ from brt.errors import NonFiniteError
 from brt.tasks import resolving
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights
-from brt.training import adapters, compilation, rates, replicas, trainable
+from brt.training import adapters, compilation, layer_forms, rates, replicas, trainable
 from brt.training import optimizer as optimizers
 from brt.training.sharding import state_shardings
 from brt.training.start import warm_start
@@ -249,8 +249,9 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     The step is lowered for batches that have `Training.batch_size` lanes and, on all other axes,
     the sizes of `batch`.
 
-    The arguments of the lowered step are the two results of `step_inputs`, a batch, the random key
-    and, if `skips_spikes` is True, the loss above which the step leaves the train state unchanged.
+    The arguments of the lowered step are the two results of `step_inputs` for a train state in the
+    form of `layer_forms.step_shapes`, a batch, the random key and, if `skips_spikes` is True, the
+    loss above which the step leaves the train state unchanged.
 
     Args:
       config: the config of the run.
@@ -259,7 +260,8 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
         processes it is the number of lanes of one process.
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.state_shapes)
+    state_shapes = layer_forms.step_shapes(config, shapes.state_shapes)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes)
 
     def step(params: Any, rest: TrainState, *inputs: Any) -> tuple[TrainState, StepMetrics]:
         """Returns the train state after a step, and the step's metrics.
@@ -295,7 +297,7 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     limit = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(mesh))
     limits = (limit,) if skips_spikes(config) else ()
     with meshes.use(mesh):
-        inputs = step_inputs(shapes.state_shapes)
+        inputs = step_inputs(state_shapes)
         return jitted.lower(*inputs, jax.tree.map(with_all_lanes, batch), key, *limits)
 
 
@@ -326,6 +328,7 @@ class CompiledStep:
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._limited = skips_spikes(run.config)
+        self._forms = layer_forms.LayerForms(run.config, run.state_shapes)
         self._compiled: dict[tuple, Any] = {}
 
     def prepare(self, batch: Any) -> None:
@@ -349,17 +352,25 @@ class CompiledStep:
         """Runs a step, which is compiled first if necessary.
 
         Args:
-          state: the train state, whose memory is donated to the result.
+          state: the train state in either form of `layer_forms`. Its memory is donated to the
+            result.
           batch: a batch on the devices, the result of `put`.
           limit: the loss in nats per token above which the step leaves the state unchanged; used
             only if `skips_spikes` is True.
 
         Returns:
-          The train state after the step, and the step's metrics.
+          The train state after the step, in the form of the compiled step, and the step's metrics.
         """
         self.prepare(batch)
+        state = self._forms.for_step(state)
         limits = (put_scalar(self._run, np.float32(limit)),) if self._limited else ()
         return self._compiled[_shape(batch)](*step_inputs(state), batch, self._key, *limits)
+
+    def stacked(self, state: TrainState) -> TrainState:
+        """Returns a train state of either form with stacks of layers. Its memory is donated to the
+        result.
+        """
+        return self._forms.stacked(state)
 
 
 def compiled_step(run: Run) -> CompiledStep:

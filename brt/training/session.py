@@ -27,7 +27,7 @@ from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
 from brt.training.run import CompiledStep
 from brt.training.start import checkpoints, config_changes
-from brt.training.state import merged_params
+from brt.training.state import TrainState, merged_params
 from brt.training.watchdog import monitored
 from brt.types import Variables
 
@@ -102,8 +102,14 @@ class Session(OpenRun):
 
         If the run trains low-rank adapters, their products are added to the parameters.
         """
-        params = merged_params(self.run.config, self.state.params)
-        return Variables(params, self.state.model_state)
+        state = self._stacked_state()
+        return Variables(merged_params(self.run.config, state.params), state.model_state)
+
+    def _stacked_state(self) -> TrainState:
+        """Returns the train state with stacks of layers (`layer_forms`), which replaces `state`."""
+        if self.program:
+            self.state = self.program.stacked(self.state)
+        return self.state
 
     def compile(self) -> None:
         """Compiles the train step for the largest batches, and enters the phase "stepping"."""
@@ -220,7 +226,7 @@ class Session(OpenRun):
         self.accumulator.flush()
         with self.pause("saving"):
             try:
-                self.writer.save(self.completed, self.state, self._metadata())
+                self.writer.save(self.completed, self._stacked_state(), self._metadata())
             except NonFiniteError as error:
                 if not self.bad_steps.rolls_back:
                     raise

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from brt import tasks
 from brt.config import Config
 from brt.tasks.interface import Aux, LossInputs
-from brt.training import replicas, trainable
+from brt.training import layer_forms, replicas, trainable
 from brt.training.state import TrainState, merged_params, parameter_axes
 from brt.training.stepper import Stepper
 
@@ -65,7 +65,8 @@ def _loss_and_gradients(
 
             `trained` are the parameters with respect to which the loss is differentiated.
             """
-            params = merged_params(config, trainable.merge(trained, frozen))
+            params = layer_forms.stacked(trainable.merge(trained, frozen))
+            params = merged_params(config, params)
             return loss(config, params, LossInputs(batch, key, carry, model_state))
 
         (_, aux), gradients = jax.value_and_grad(summed_loss, has_aux=True)(trained)
@@ -180,7 +181,7 @@ def train_step(
     where gradients are stopped at the carry, so that they do not flow into the previous segment.
 
     Args:
-      state: the train state before the step.
+      state: the train state before the step, in either form of `brt.training.layer_forms`.
       batch: arrays whose first axis is lanes or rows.
       key: random key of Training.seed, the same at every step. The key is an argument, so that runs
         with different seeds share one compiled program.
@@ -190,7 +191,7 @@ def train_step(
       optimizer: optimizer of the run.
 
     Returns:
-      The train state after the step, and the metrics of the step.
+      The train state after the step, in the same form, and the metrics of the step.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry, optimizer_shards = jax.lax.stop_gradient(state.carry), None

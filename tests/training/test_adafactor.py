@@ -13,7 +13,9 @@ from brt.config import Optimizer
 from brt.errors import UnsupportedError
 from brt.ops import dispatch
 from brt.ops.adafactor import api, pallas_tpu
+from brt.training import layer_forms
 from brt.training import optimizer as optimizers
+from brt.training.state import TrainState
 from brt.training.stepper import stepper
 
 AXES = {
@@ -65,8 +67,17 @@ GRADIENTS = {
 }
 
 
+def separated(params: dict, state: Any = ()) -> TrainState:
+    """Returns parameters and state with a list of arrays in place of each stack of layers."""
+    return layer_forms.separated(TrainState(jnp.int32(0), params, state, (), {}), AXES)
+
+
 def trained(
-    settings: Optimizer, gradients: list[dict], implementation: str | None, start: dict
+    settings: Optimizer,
+    gradients: list[dict],
+    implementation: str | None,
+    start: dict,
+    lists: bool = False,
 ) -> tuple[dict, Any, list[Any]]:
     """Returns the parameters and the state after some steps, and the norm of each gradient.
 
@@ -75,16 +86,20 @@ def trained(
       gradients: the gradients of each step.
       implementation: the implementation of the op "adafactor"; None adds updates of optax.
       start: the parameters before the first step.
+      lists: True computes the steps with a list of arrays in place of each stack of layers.
     """
     optimizer = optimizers.build(settings, 3, AXES, implementation or "auto")
     by_updates = stepper(optax.GradientTransformation(*optimizer[:2])).step
     step = jax.jit(by_updates if implementation is None else optimizer.step)
     state = optimizer.init(start)
     norms = []
+    if lists:
+        _, start, state, *_ = separated(start, state)
+        gradients = [separated(gradient).params for gradient in gradients]
     for gradient in gradients:
         start, state, norm = step(gradient, state, start, jnp.float32(3.0))
         norms.append(norm)
-    return jax.device_get((start, state, norms))
+    return jax.device_get((*map(layer_forms.stacked, (start, state)), norms))
 
 
 CASES = [
@@ -98,6 +113,14 @@ IDS = ["steps", "clipped", "zeros", "clip_norm", "rates"]
 
 
 @pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
+def test_a_step_with_a_list_of_layers_equals_one_with_a_stack(
+    settings: Optimizer, gradients: str
+) -> None:
+    expected = trained(settings, GRADIENTS[gradients], None, tree(0))
+    assert_equal(trained(settings, GRADIENTS[gradients], None, tree(0), lists=True), expected)
+
+
+@pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
 def test_a_step_on_cpus_is_bit_by_bit_that_of_optax(settings: Optimizer, gradients: str) -> None:
     expected = trained(settings, GRADIENTS[gradients], None, tree(0))
     actual = trained(settings, GRADIENTS[gradients], "auto", tree(0))
@@ -105,10 +128,11 @@ def test_a_step_on_cpus_is_bit_by_bit_that_of_optax(settings: Optimizer, gradien
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.slow_cases("zeros", "rates", "clipped")
+@pytest.mark.slow_cases("zeros-*", "rates-*", "clipped-*", "clip_norm-True")
+@pytest.mark.parametrize("lists", [False, True])
 @pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
 def test_a_step_by_the_kernel_equals_optax(
-    settings: Optimizer, gradients: str, monkeypatch: pytest.MonkeyPatch
+    settings: Optimizer, gradients: str, lists: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_name = {one.name: one for one in api.OP.implementations}
     kernel = by_name["pallas_interpret"]._replace(auto=dispatch.ANY)
@@ -116,9 +140,14 @@ def test_a_step_by_the_kernel_equals_optax(
     monkeypatch.setattr(pallas_tpu, "_SMALLEST", 0)
     monkeypatch.setattr(dispatch, "_auto_choices", {})
     expected = trained(settings, GRADIENTS[gradients], None, tree(0))
-    actual = trained(settings, GRADIENTS[gradients], "auto", tree(0))
+    actual = trained(settings, GRADIENTS[gradients], "auto", tree(0), lists)
     # The matrix of 130 x 131 is left to XLA.
     assert dispatch.auto_choices() == {"adafactor": "pallas_interpret, xla"}
+    assert_equal(actual, expected)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Checks that two trees agree within the rounding of float32."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.shape == e.shape and a.dtype == e.dtype

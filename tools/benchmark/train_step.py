@@ -31,6 +31,7 @@ from brt.errors import ConfigError
 from brt.models.flops import forward_flops_per_token
 from brt.training import compilation
 from brt.training import run as runs
+from brt.training.layer_forms import LayerForms
 from brt.training.profiling import peak_flops
 from brt.training.state import initial_state
 
@@ -50,7 +51,8 @@ class Contestant:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.state_shapes)
         init = partial(initial_state, config, shapes.optimizer)
         with use(shapes.mesh):
-            self.state = jax.jit(init, out_shardings=shardings)()
+            state = jax.jit(init, out_shardings=shardings)()
+        self.state = LayerForms(config, shapes.state_shapes).for_step(state)
         self.batch = jax.device_put(batch, by_lane(shapes.mesh))
         self.key = jax.random.key(training.seed)
         memory = self.step.memory_analysis()

@@ -29,6 +29,7 @@ from brt.layers.runs import (
     next_model_state,
     state_axes,
 )
+from brt.layers.scan import unrolls_layers
 from brt.models.decoder import Decoder, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
@@ -161,6 +162,12 @@ class LanguageModeling(Task):
     def carry_axes(self, config: Config) -> StackState | distillation.DistillationCarry:
         """Returns the names of the axes of each array in the carry."""
         return distillation.with_teacher_axes(config, state_axes(config.model))
+
+    def unrolls_layers(self, config: Config) -> bool:
+        """Returns True if accelerators compute the layers of the decoder without a loop over
+        layers, for which Model.remat and Model.unroll are settings.
+        """
+        return unrolls_layers(config.model)
 
     def sharded_sizes(self, config: Config) -> DivisibleSizes:
         """Returns the sizes that have to be divisible by the number of devices which shard them,

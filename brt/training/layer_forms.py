@@ -1,0 +1,176 @@
+"""The two forms of a train state: with stacks of layers, and with a separate array for each layer.
+
+Models, checkpoints and evaluations have the parameters of equal layers in one array with an axis of
+layers, a stack. A step that calls its layers without a loop would cut every stack into layers, and
+would put the gradients of the layers into a new stack. On TPUs, this takes 5 % of a step. The step
+of accelerators therefore reads and writes a train state in the separate form, which has a list of
+arrays, one for each layer, in place of a stack. The optimizer's state of a stack
+(`layerwise.LayerwiseState.stacked`) is a list of states in the same way.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from brt import tasks
+from brt.config import Config
+from brt.ops import dispatch
+from brt.training.layerwise import LayerwiseState
+from brt.training.matrices import Axes
+from brt.training.state import TrainState, parameter_axes
+
+
+def separates(config: Config) -> bool:
+    """Returns True if the compiled step of a config has its train state in the separate form.
+
+    Muon concatenates the matrices of all layers, so it has the stacked form. An optimizer state
+    that is stored in the memory of the host has it, too.
+    """
+    return (
+        dispatch.policy().separates_layers
+        and config.optimizer.name != "muon"
+        and not config.optimizer.offload
+        and tasks.from_config(config).unrolls_layers(config)
+    )
+
+
+def separated(state: TrainState, axes: Axes) -> TrainState:
+    """Returns a train state, or its shapes, in the separate form.
+
+    Args:
+      state: a train state with stacks.
+      axes: names of each parameter's axes, by the parameter's path; those of stacks start with
+        "layers".
+    """
+    params = _separated_params(state.params, axes)
+    return state._replace(params=params, optimizer=_separated_optimizer(state.optimizer))
+
+
+def _separated_params(params: PyTree, axes: Axes) -> PyTree:
+    flat = flatten_dict(params, sep="/")
+    for path, leaf in flat.items():
+        if axes.get(path, ())[:1] == ("layers",):
+            flat[path] = [_layer(leaf, i) for i in range(len(leaf))]
+    return unflatten_dict(flat, sep="/")
+
+
+def _separated_optimizer(state: Any) -> Any:
+    def separate(part: Any) -> Any:
+        """Returns a part of the optimizer's state in the separate form."""
+        if not isinstance(part, LayerwiseState):
+            return part
+        stacked = {
+            depth: [jax.tree.map(partial(_layer, i=i), states) for i in range(int(depth))]
+            for depth, states in part.stacked.items()
+        }
+        return part._replace(stacked=stacked)
+
+    return jax.tree.map(separate, state, is_leaf=lambda x: isinstance(x, LayerwiseState))
+
+
+def _layer(x: Any, i: int) -> Any:
+    """Returns layer i of a stack, or its shape and sharding."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x[i]
+    sharding = x.sharding
+    if isinstance(sharding, NamedSharding):
+        # The axis of layers is never sharded.
+        spec = PartitionSpec(*sharding.spec[1:])
+        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+
+def stacked(tree: PyTree[Array]) -> PyTree[Array]:
+    """Returns parameters, or an optimizer's state, of either form with stacks of layers."""
+
+    def stack(part: Any) -> Any:
+        """Returns a list as a tree of stacks, and other parts of the tree as they are."""
+        if not isinstance(part, list):
+            return part
+        return jax.tree.map(lambda *layers: jnp.stack(layers), *part)
+
+    return jax.tree.map(stack, tree, is_leaf=lambda x: isinstance(x, list))
+
+
+def step_shapes(config: Config, shapes: TrainState) -> TrainState:
+    """Returns the shapes and shardings of a train state in the form of the compiled step.
+
+    Args:
+      config: the config of the run.
+      shapes: shapes and shardings of the train state with stacks.
+    """
+    return separated(shapes, parameter_axes(config)) if separates(config) else shapes
+
+
+class LayerForms:
+    """Converts a train state on devices to the form of the compiled step, and back.
+
+    A conversion deletes the arrays that it is given. Parameters and optimizer state are converted
+    one after the other, so that a conversion needs no more memory than a step, which has gradients.
+
+    Args:
+      config: the config of the run.
+      shapes: shapes and shardings of the train state with stacks.
+    """
+
+    def __init__(self, config: Config, shapes: TrainState):
+        of_step = step_shapes(config, shapes)
+        self._structure: Any = jax.tree.structure(of_step.params)
+        self._differ = of_step is not shapes
+        separate = partial(_separated_params, axes=parameter_axes(config))
+        self._separate = _programs(separate, _separated_optimizer, of_step)
+        self._stack = _programs(stacked, stacked, shapes)
+
+    def for_step(self, state: TrainState) -> TrainState:
+        """Returns a train state of either form in the form of the compiled step."""
+        converted = self._structure == jax.tree.structure(state.params)
+        return state if converted else _converted(state, self._separate)
+
+    def stacked(self, state: TrainState) -> TrainState:
+        """Returns a train state of either form with stacks of layers."""
+        separate = self._differ and self._structure == jax.tree.structure(state.params)
+        return _converted(state, self._stack) if separate else state
+
+
+Conversion = Callable[[Any], Any]
+
+
+def _programs(
+    params: Conversion, optimizer: Conversion, result: TrainState
+) -> tuple[Conversion, Conversion]:
+    """Returns compiled conversions of the parameters and of the optimizer's state.
+
+    Args:
+      params, optimizer: the conversions.
+      result: shapes and shardings of the converted train state.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, result)
+    return (
+        jax.jit(params, out_shardings=shardings.params, donate_argnums=0),
+        jax.jit(optimizer, out_shardings=shardings.optimizer, donate_argnums=0),
+    )
+
+
+def _converted(state: TrainState, programs: tuple[Conversion, Conversion]) -> TrainState:
+    of_params, of_optimizer = programs
+    params = _consumed(of_params, state.params)
+    return state._replace(params=params, optimizer=_consumed(of_optimizer, state.optimizer))
+
+
+def _consumed(program: Conversion, tree: PyTree[Array]) -> PyTree[Array]:
+    """Returns the result of a conversion, and deletes the arrays of its argument."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        result = program(tree)
+    # Arrays that are not converted are donated. A stack cannot be, as no result has its shape.
+    for leaf in jax.tree.leaves(tree):
+        if not leaf.is_deleted():
+            leaf.delete()
+    return result
