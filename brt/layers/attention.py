@@ -29,6 +29,7 @@ from brt.layers.basic import (
     normed,
     parameter,
     product_kernel,
+    residual_normed,
     zero_for_states,
 )
 from brt.layers.cache import KVCache, TokenProjections
@@ -133,7 +134,8 @@ class TransformerBlock(nn.Module):
         """Returns the queries, keys and values of the layer's inputs x, not yet normalised. They
         are separate matrix products, because splitting a joint product would copy its parts.
         """
-        h, kernels = self.normed(x), [self.queries, self.keys]
+        h, x = residual_normed(self.model, x, self.norm)
+        h, kernels = dropout(self, h, self.model.dropout), [self.queries, self.keys]
         if self.cross_attends:
             kernels.append(self.cross_queries)
         kernels.append(self.values)
@@ -147,7 +149,7 @@ class TransformerBlock(nn.Module):
             queries = add_shared(queries, self.queries_bias)
             keys = add_shared(keys, self.keys_bias)
             values = add_shared(values, self.values_bias)
-        return TokenProjections(queries, keys, values, cross[0] if cross else None)
+        return TokenProjections(queries, keys, values, cross[0] if cross else None, x)
 
     def _heads_name(self, x: Float[Array, "B T H K"]) -> str:
         """Returns the name of the heads axis of x, which has a head per query head or key head."""
@@ -244,25 +246,28 @@ class TransformerBlock(nn.Module):
 
     def attend(
         self,
-        x: Float[Array, "B T D"],
         projections: TokenProjections,
         past: KVCache,
         memory: StateKV | None,
         mix: Mix | None = None,
         taps: TokenTaps = NO_TAPS,
+        *,
+        residual: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Returns the layer's output for a segment.
 
         Args:
-          x: the inputs of the layer.
-          projections: the result of `project` for x.
+          projections: the result of `project` for the inputs of the layer.
           past: the keys and values of the tokens before the segment.
           memory: keys and values [B, N, S, H, K] of the recurrent states that each block reads, or
             None.
           mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
           taps: accumulators of deferred weight gradients; `NO_TAPS` defers none.
+          residual: the vectors to which the layer adds its output; None stands for the inputs of
+            the layer, `projections.residual`.
         """
         m = self.model
+        x = projections.residual if residual is None else residual
         drops = m.dropout and self.training
         own = projections
         # With `normalize_qk`, `window_part` normalises and scales queries and keys. Otherwise it

@@ -21,6 +21,7 @@ from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import rms_norm
+from brt.ops.residual_norm import residual_norm
 
 Initializer = Callable[..., Array]
 
@@ -242,6 +243,15 @@ def normed(
       weights: the weights, from `norm_parameter`.
     """
     return rms_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
+
+
+def residual_normed(
+    model: Model, x: Float[Array, "*B D"], weights: Float[Array, " D"]
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+    """Returns `normed` of the same arguments, and x for a residual connection, with which the
+    backward pass may be faster; see `brt.ops.residual_norm`.
+    """
+    return residual_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:

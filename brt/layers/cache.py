@@ -34,12 +34,15 @@ class TokenProjections(NamedTuple):
       queries: [B, T, H, K].
       keys, values: [B, T, G, K], for G heads of keys.
       cross_queries: queries [B, T, H, K] for the recurrent states, or None.
+      residual: the inputs of the layer, as its residual connection should read them; see
+        `brt.ops.residual_norm`.
     """
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T G K"]
     values: Float[Array, "B T G K"]
     cross_queries: Float[Array, "B T H K"] | None
+    residual: Float[Array, "B T D"]
 
 
 class KVCache(NamedTuple):

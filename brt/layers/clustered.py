@@ -213,7 +213,7 @@ class ClusteredLayer(WindowLayer):
                 attend_to_self=m.sliding.attend_to_self, implementation=implementation,
             )  # fmt: skip
 
-        y = self.tokens.attend(x, projections, cached, feedback, attend_beyond_window)
+        y = self.tokens.attend(projections, cached, feedback, attend_beyond_window)
         return LayerOutput(y, ClusteredState(window, *past))
 
     def mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:

@@ -12,6 +12,7 @@ from brt.layers.basic import (
     normed,
     parameter,
     product_kernel,
+    residual_normed,
 )
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops import deferred
@@ -67,7 +68,8 @@ class MLP(nn.Module):
             blocks; by default, gradients are not deferred.
         """
         m = self.model
-        y = self._products(normed(m, x, self.mlp_norm), tokens, taps)
+        h, x = residual_normed(m, x, self.mlp_norm)
+        y = self._products(h, tokens, taps)
         if m.norm.outputs:
             y = normed(m, y, self.mlp_output_norm)
         return x + dropout(self, y, m.dropout)

@@ -330,7 +330,7 @@ class RecurrentLayer(nn.Module):
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
         memory = StateKV(*(constrain(part, *names) for part in memory))
-        y = self.tokens.attend(x, projections, past, memory, taps=taps.tokens)
+        y = self.tokens.attend(projections, past, memory, taps=taps.tokens)
         return LayerOutput(y, RecurrentState(window, vectors, jnp.ones_like(state.valid)))
 
     def begin_block(

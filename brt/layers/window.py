@@ -64,7 +64,7 @@ class WindowLayer(nn.Module):
         taps = taps or NO_TAPS
         projections = self.tokens.project(x, taps)
         past, after = with_cache(self.model, state, projections, document_start)
-        return LayerOutput(self.tokens.attend(x, projections, past, feedback, taps=taps), after)
+        return LayerOutput(self.tokens.attend(projections, past, feedback, taps=taps), after)
 
     def mix_step(self, state: Any, position: Int[Array, ""]) -> Mix | None:
         """Returns the function that adds attention to keys beyond the window to the attention of

@@ -189,7 +189,7 @@ class PastTokensLayer(WindowLayer):
         if cached.first is not None:
             before = document_places(cached, x.shape[1])[:, :: m.block_length]
         mix = self._mix(past, counts[:, :-1], before, jnp.arange(m.block_length))
-        y = self.tokens.attend(x, projections, cached, feedback, mix)
+        y = self.tokens.attend(projections, cached, feedback, mix)
         return LayerOutput(y, state_after_segment(past, counts[:, -1], window, size=size))
 
     def mix_step(self, state: MemoryState, position: Int[Array, ""]) -> Mix:

@@ -44,14 +44,14 @@ def rms_norm(
 
     `epsilon` is added to the mean square, whose root is rms(x).
     """
-    return _rms_forward(x, scale, epsilon)[0]
+    return rms_norm_forward(x, scale, epsilon)[0]
 
 
 def _broadcast_scale(scale: Float[Array, "*D"], like: Array) -> Array:
     return scale.reshape((1,) * (like.ndim - scale.ndim) + scale.shape)
 
 
-def _rms_forward(
+def rms_norm_forward(
     x: Array, scale: Array, epsilon: float
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     inverse = _inverse(x, 1 / x.shape[-1], epsilon)
@@ -68,7 +68,7 @@ def _rms_backward(
     return dx.astype(x.dtype), sum_leading(gradient * y, x.ndim - 1)
 
 
-rms_norm.defvjp(_rms_forward, _rms_backward)
+rms_norm.defvjp(rms_norm_forward, _rms_backward)
 
 
 def layer_norm(

@@ -80,6 +80,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "cross_entropy_backward_512x640x1024": (9555, 8748, 8913, 2953),
         # On v6e, schedules of 3272 and 3658 bundles were also observed for weight_gradient.
         "weight_gradient_4096x512x256": (8801, 9295, 8224, 5144),
+        "residual_norm_backward_256x1024": (2939, 1407, 1482, 1236),
         "shared_input_matmul_512x1024x512": (4029, 0, 3771, 0),
         "summed_matmul_512x2048x256": (3525, 0, 2991, 0),
         "summed_matmul_512x4096x256": (7957, 0, 7302, 0),

@@ -17,7 +17,7 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     tokens = jnp.arange(2 * 6, dtype=jnp.float32).reshape(2, 6, 1, 1)
     state = WindowState(tokens[:, :2] - 100, tokens[:, :2] - 200, jnp.array([True, False]))
     start = jnp.array([[False, False, True], [False, True, False]])
-    projections = TokenProjections(tokens, tokens, -tokens, None)
+    projections = TokenProjections(tokens, tokens, -tokens, None, tokens[..., 0])
 
     past, after = with_cache(MODEL, state, projections, start)
     keys, values = past.joined(projections)

@@ -29,6 +29,7 @@ from brt.ops.gates import GateWeights
 from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
+from brt.ops.residual_norm import residual_norm
 from brt.ops.softmax_attention import attend
 from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
@@ -280,6 +281,20 @@ def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return both_ways, [array(args.lanes, args.window, model), into, back, *mlp]
 
 
+def norm(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """Builds the case of an RMS norm with a residual connection."""
+    x = array(args.lanes, TOKENS, 1024)
+
+    def gradients(x, scale, weights, more):
+        def loss(x, scale):
+            h, x = residual_norm(x, scale, implementation=args.implementation)
+            return _inner(h, weights) + _inner(x, more)
+
+        return jax.grad(loss, argnums=(0, 1))(x, scale)
+
+    return gradients, [x, array(1024, dtype="float32"), x, x]
+
+
 def optimizer(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     """Builds the case of Adafactor's update of an embedding, and of a stack of two layers of an MLP
     and of projections.
@@ -317,4 +332,5 @@ CASES = {
     "segmented": segmented, "clustered": clustered,
     "improved": partial(clustered, kind="improved_clustered"),
     "causal": causal, "weights": weights, "products": products, "optimizer": optimizer,
+    "norm": norm,
 }  # fmt: skip

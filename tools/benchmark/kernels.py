@@ -165,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
     cases = (
         "window", "local", "recurrent", "cell", "loss", "masked", "masked_dropout", "segmented",
-        "clustered", "improved", "causal", "weights", "products", "optimizer",
+        "clustered", "improved", "causal", "weights", "products", "optimizer", "norm",
     )  # fmt: skip
     flags.add_argument("--case", choices=cases, default="window")
     flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")

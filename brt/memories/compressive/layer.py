@@ -215,7 +215,7 @@ class CompressiveLayer(nn.Module):
         )
         left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
         mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
-        y = self.tokens.attend(x, projections, past, feedback, mix)
+        y = self.tokens.attend(projections, past, feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
         queries = self.tokens.scaled_queries(projections.queries)
         return LayerOutput(y, after, self._aux(queries, tokens, before, made, past))

@@ -198,7 +198,8 @@ class WindowGatedDeltaNetLayer(nn.Module):
         read, memory = self.memory(self.tokens.normed(x), memory, since_start)
         projections = self.tokens.project(x)
         past, window = with_cache(self.model, state.window, projections, document_start)
-        y = self.tokens.attend(x + self._dropped(read), projections, past, feedback)
+        x = projections.residual + self._dropped(read)
+        y = self.tokens.attend(projections, past, feedback, residual=x)
         return LayerOutput(y, WindowDeltaState(window, *memory))
 
     def begin_block(self, x: None, *, state: WindowDeltaState, **_: Any) -> LayerOutput:

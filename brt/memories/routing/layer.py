@@ -259,8 +259,8 @@ class RoutingLayer(nn.Module):
         )  # fmt: skip
         # The layer adds the outputs of all heads to x. This line adds the output of the routed
         # heads, and `attend` adds the output of the windowed heads.
-        x = x + dense(read, self.output, inputs=2)
-        y = self.tokens.attend(x, projections, past, None)
+        x = projections.residual + dense(read, self.output, inputs=2)
+        y = self.tokens.attend(projections, past, None, residual=x)
         rings = rings_after(routed, state.rings, start)
         return LayerOutput(y, RoutedState(window, *rings), self._aux(routed, statistics))
 
