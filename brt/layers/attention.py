@@ -131,20 +131,18 @@ class TransformerBlock(nn.Module):
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Returns the queries, keys and values of the layer's inputs x, not yet normalised. They
-        are separate matrix products, because splitting a joint product would copy its parts.
-        """
+        """Returns the queries, keys and values of the layer's inputs x, not yet normalised."""
         h, x = residual_normed(self.model, x, self.norm)
         h, kernels = dropout(self, h, self.model.dropout), [self.queries, self.keys]
         if self.cross_attends:
             kernels.append(self.cross_queries)
         kernels.append(self.values)
         tokens = self._along(h)
-        products = tuple(
+        # Separate products, because splitting a joint product would copy its parts.
+        queries, keys, *cross, values = (
             constrain(product, "lanes", tokens, self._heads_name(product), None)
             for product in deferred.dots(h, kernels, taps.projections)
         )
-        queries, keys, *cross, values = products
         if self.model.attention.bias != "none":
             queries = add_shared(queries, self.queries_bias)
             keys = add_shared(keys, self.keys_bias)
@@ -263,13 +261,11 @@ class TransformerBlock(nn.Module):
             None.
           mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
           taps: accumulators of deferred weight gradients; `NO_TAPS` defers none.
-          residual: the vectors to which the layer adds its output; None stands for the inputs of
-            the layer, `projections.residual`.
+          residual: vectors to which the layer adds its output; None is `projections.residual`.
         """
         m = self.model
         x = projections.residual if residual is None else residual
-        drops = m.dropout and self.training
-        own = projections
+        drops, own = m.dropout and self.training, projections
         # With `normalize_qk`, `window_part` normalises and scales queries and keys. Otherwise it
         # does neither, so the settings `Norm.queries_keys` and `query_scale` are applied here.
         if not m.attention.normalize_qk:

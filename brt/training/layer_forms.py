@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from brt import tasks
 from brt.config import Config
 from brt.ops import dispatch
+from brt.training import replicas
 from brt.training.layerwise import LayerwiseState
 from brt.training.matrices import Axes
 from brt.training.state import TrainState, parameter_axes
@@ -99,14 +100,31 @@ def stacked(tree: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(stack, tree, is_leaf=lambda x: isinstance(x, list))
 
 
-def step_shapes(config: Config, shapes: TrainState) -> TrainState:
+def step_shapes(config: Config, shapes: TrainState, mesh: Mesh) -> TrainState:
     """Returns the shapes and shardings of a train state in the form of the compiled step.
+
+    If each replica holds a shard of the optimizer's state, it also holds only this shard of the
+    parameters in the separate form. The step then gathers the parameters at its beginning, in the
+    dtype in which it computes, and can gather the parameters of a layer while it computes another.
 
     Args:
       config: the config of the run.
       shapes: shapes and shardings of the train state with stacks.
+      mesh: the mesh of devices.
     """
-    return separated(shapes, parameter_axes(config)) if separates(config) else shapes
+    if not separates(config):
+        return shapes
+    axes = parameter_axes(config)
+    state = separated(shapes, axes)
+    if not replicas.shards_optimizer(config.optimizer, mesh):
+        return state
+
+    def sharded(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        """Returns the shape of a parameter, with another sharding."""
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    specs = replicas.optimizer_shards(state.params, axes, mesh)
+    return state._replace(params=jax.tree.map(sharded, state.params, specs))
 
 
 class LayerForms:
@@ -118,10 +136,11 @@ class LayerForms:
     Args:
       config: the config of the run.
       shapes: shapes and shardings of the train state with stacks.
+      mesh: the mesh of devices.
     """
 
-    def __init__(self, config: Config, shapes: TrainState):
-        of_step = step_shapes(config, shapes)
+    def __init__(self, config: Config, shapes: TrainState, mesh: Mesh):
+        of_step = step_shapes(config, shapes, mesh)
         self._structure: Any = jax.tree.structure(of_step.params)
         self._differ = of_step is not shapes
         separate = partial(_separated_params, axes=parameter_axes(config))

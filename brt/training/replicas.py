@@ -79,25 +79,28 @@ def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> Partition
     return PartitionSpec()
 
 
-def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
+def optimizer_shards(
+    params: PyTree, axes: Mapping[str, Names], mesh: rules.Mesh | None = None
+) -> PyTree[PartitionSpec]:
     """Returns the partition specs by which replicas share the work of the optimizer: each replica
     updates one shard of each parameter.
 
     The specs are those of `shard_spec`, in a tree with the structure of `params`.
 
     Args:
-      params: the parameters.
+      params: the parameters, or their shapes.
       axes: names of each parameter's axes, by the parameter's path.
+      mesh: the mesh of devices; None for JAX's current mesh.
     """
 
-    def parameter_shard_spec(path: tuple, parameter: Array) -> PartitionSpec:
+    def parameter_shard_spec(path: tuple, parameter: Any) -> PartitionSpec:
         """Returns the `shard_spec` of one parameter, whose path in the tree is `path`.
 
         A layer of a stack is an entry of a list, and has the names of the stack without "layers".
         """
         keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
         names = axes.get("/".join(keys), ())[len(path) - len(keys) :]
-        return shard_spec(names, parameter.shape, count())
+        return shard_spec(names, parameter.shape, count(mesh))
 
     return jax.tree.map_with_path(parameter_shard_spec, params)
 

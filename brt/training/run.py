@@ -260,7 +260,7 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
         processes it is the number of lanes of one process.
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
-    state_shapes = layer_forms.step_shapes(config, shapes.state_shapes)
+    state_shapes = layer_forms.step_shapes(config, shapes.state_shapes, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes)
 
     def step(params: Any, rest: TrainState, *inputs: Any) -> tuple[TrainState, StepMetrics]:
@@ -275,10 +275,11 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
         state = rest._replace(params=params)
         return train_step(state, *inputs, config=config, optimizer=shapes.optimizer)
 
-    # If replicas shard the optimizer, the new parameters are the output of an all-gather, which
-    # cannot use the memory of the old parameters. Donating the old parameters would only add a
-    # copy.
-    donated = (1,) if replicas.shards_optimizer(config.optimizer, mesh) else (0, 1)
+    # If replicas shard the optimizer, but not the parameters, the new parameters are the output of
+    # an all-gather, which cannot use the memory of the old parameters. Donating the old parameters
+    # would only add a copy.
+    shards = replicas.shards_optimizer(config.optimizer, mesh)
+    donated = (1,) if shards and not layer_forms.separates(config) else (0, 1)
     # `out_shardings` has a sharding for each array of the state, and one for all metrics.
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 
@@ -328,7 +329,7 @@ class CompiledStep:
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._limited = skips_spikes(run.config)
-        self._forms = layer_forms.LayerForms(run.config, run.state_shapes)
+        self._forms = layer_forms.LayerForms(run.config, run.state_shapes, run.mesh)
         self._compiled: dict[tuple, Any] = {}
 
     def prepare(self, batch: Any) -> None:

@@ -44,6 +44,7 @@ from brt.ops.local_attention import local_attention
 from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
+from brt.ops.residual_norm import residual_norm
 from brt.ops.segmented_recurrent_attention import SegmentWindows
 from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.weight_gradient import weight_gradient
@@ -339,6 +340,15 @@ def scores() -> tuple[Run, list]:
     return run, []
 
 
+def norm() -> tuple[Run, list]:
+    arrays = normal(13, (LANES, 128, 256), (256,))
+
+    def run(name: str, x: jax.Array, scale: jax.Array) -> Any:
+        return residual_norm(x, scale, implementation=name)
+
+    return run, arrays
+
+
 def weights(inputs: int, outputs: int) -> tuple[Run, list]:
     """Returns a case of weight gradients over three steps, with several heads and tiles."""
     axes = (2, 4, 384)
@@ -434,6 +444,7 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("summed_matmul", "heads"): lambda: blocks((4,), 3),
     ("summed_matmul", "groups of heads"): lambda: blocks((2, 4), 1),
     ("adafactor", ""): optimizer,
+    ("residual_norm", ""): norm,
     ("weight_gradient", "matrix"): lambda: weights(1, 1),
     ("weight_gradient", "into heads"): lambda: weights(1, 3),
     ("weight_gradient", "from heads"): lambda: weights(2, 1),
@@ -517,11 +528,12 @@ def test_every_op_has_a_reference_a_case_and_a_choice_for_every_backend() -> Non
 
 
 def test_a_gin_file_can_name_every_op() -> None:
-    # Only code of brt calls these ops: the first in cross-attention, dropout in any module, and the
-    # others in loops over blocks.
+    # Only code of brt calls these ops: the first in cross-attention, dropout and norms in any
+    # module, and the others in loops over blocks.
     inner = {
         "segmented_recurrent_attention",
         "dropout",
+        "residual_norm",
         "weight_gradient",
         "shared_input_matmul",
         "summed_matmul",

@@ -52,7 +52,7 @@ class Contestant:
         init = partial(initial_state, config, shapes.optimizer)
         with use(shapes.mesh):
             state = jax.jit(init, out_shardings=shardings)()
-        self.state = LayerForms(config, shapes.state_shapes).for_step(state)
+        self.state = LayerForms(config, shapes.state_shapes, shapes.mesh).for_step(state)
         self.batch = jax.device_put(batch, by_lane(shapes.mesh))
         self.key = jax.random.key(training.seed)
         memory = self.step.memory_analysis()

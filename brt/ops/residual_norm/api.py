@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import EPSILON
-from brt.ops.residual_norm import pallas_tpu, xla
+from brt.ops.residual_norm import pallas_tpu, reference, xla
 
 OP = Op(
     "residual_norm",
@@ -19,6 +19,7 @@ OP = Op(
         Implementation(
             "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=pallas_tpu.refusal
         ),
+        Implementation("reference", reference.residual_norm, auto=()),
     ),
 )
 
