@@ -31,6 +31,11 @@ _TPU_MEMORY: Mapping[str, int] = MappingProxyType(
     {"TPU v5 lite": 40 * 1024, "TPU v5e": 40 * 1024, "TPU v5": 32 * 1024, "TPU v5p": 32 * 1024}
 )
 _WIDE = 1024  # the smallest Model.model_dim with more memory for operations
+# Further options by the kind of TPU. A v4 computes while it gathers arrays from other chips only
+# with this option; a v5e also does without it.
+_TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"TPU v4": {"xla_enable_async_all_gather": "true"}}
+)
 # The environment variable in which users set compiler options themselves.
 _VARIABLES: Mapping[str, str] = MappingProxyType({"cpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
 
@@ -72,9 +77,11 @@ def preferred(width: int) -> dict[str, str]:
     found: dict[str, str] = {}
     if dispatch.backend() == "cpu":
         found = dict(_CPU_OPTIONS)
-    elif width >= _WIDE:
-        memory = _TPU_MEMORY.get(getattr(dispatch.device(), "device_kind", ""))
-        found = {"xla_tpu_scoped_vmem_limit_kib": str(memory)} if memory else {}
+    else:
+        kind = dispatch.device_kind()
+        found = dict(_TPU_OPTIONS.get(kind, {}))
+        if width >= _WIDE and kind in _TPU_MEMORY:
+            found["xla_tpu_scoped_vmem_limit_kib"] = str(_TPU_MEMORY[kind])
     flags = os.environ.get(_VARIABLES.get(dispatch.backend(), ""), "").split()
     by_user = {flag.partition("=")[0] for flag in flags}
     return {name: value for name, value in found.items() if f"--{name}" not in by_user}

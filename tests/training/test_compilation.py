@@ -33,7 +33,7 @@ def test_what_the_user_says_in_xla_flags_comes_first(monkeypatch: pytest.MonkeyP
     assert on_cpus({**fast, **level}, monkeypatch) == {**fast, **level}
 
 
-@pytest.mark.parametrize(("backend", "kind"), [("gpu", "NVIDIA H100"), ("tpu", "TPU v4")])
+@pytest.mark.parametrize(("backend", "kind"), [("gpu", "NVIDIA H100"), ("tpu", "TPU v6 lite")])
 def test_other_backends_have_no_options(backend: str, kind: str) -> None:
     with dispatch.use_backend(backend, SimpleNamespace(device_kind=kind)):
         assert compilation.preferred(1024) == {}
@@ -48,6 +48,14 @@ def test_a_tpu_gets_memory_for_the_tiles_of_wide_models_unless_the_user_has_set_
         assert compilation.preferred(1023) == {}
         monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{name}=16384")
         assert compilation.preferred(1024) == {}
+
+
+def test_a_v4_gathers_parameters_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "xla_enable_async_all_gather"
+    with dispatch.use_backend("tpu", SimpleNamespace(device_kind="TPU v4")):
+        assert compilation.preferred(1024) == compilation.preferred(8) == {name: "true"}
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=false")
+        assert compilation.preferred(8) == {}
 
 
 def test_options_are_what_jax_takes_and_nobody_changes_them() -> None:
