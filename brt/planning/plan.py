@@ -20,7 +20,7 @@ from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.planning.costs import Costs, costs
 from brt.planning.topologies import ROOM, Topology
-from brt.training import compilation
+from brt.training import compilation, layer_forms
 from brt.training import run as runs
 from brt.training.run import Shapes
 
@@ -152,7 +152,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error
     memory: Any = compiled.memory_analysis()
-    state = shapes.state_shapes
+    state = layer_forms.step_shapes(config, shapes.state_shapes, shapes.mesh)
     step_costs = costs(compiled.as_text(), topology.chip.name if topology.chip else "")
     arguments = memory.argument_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -31,14 +31,15 @@ from brt.training.state import TrainState, parameter_axes
 def separates(config: Config) -> bool:
     """Returns True if the compiled step of a config has its train state in the separate form.
 
-    Muon concatenates the matrices of all layers, so it has the stacked form. An optimizer state
-    that is stored in the memory of the host has it, too.
+    Models without stacks have no separate form. Muon concatenates the matrices of all layers, so it
+    has the stacked form. An optimizer state that is stored in the memory of the host has it, too.
     """
     return (
         dispatch.policy().separates_layers
         and config.optimizer.name != "muon"
         and not config.optimizer.offload
         and tasks.from_config(config).unrolls_layers(config)
+        and any(names[:1] == ("layers",) for names in parameter_axes(config).values())
     )
 
 

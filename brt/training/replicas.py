@@ -116,6 +116,12 @@ def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 
 
+def gathered(tree: PyTree[Array]) -> PyTree[Array]:
+    """Returns the arrays of a tree, each constrained to be whole on every device."""
+    whole = PartitionSpec()
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), tree)
+
+
 def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
     """Returns specs that shard the axis "lanes" of every array over the replicas.
 

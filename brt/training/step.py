@@ -127,6 +127,9 @@ def _over_replicas(
       optimizer_shards: specs of the gradients' shards; None if all replicas need all gradients.
     """
     if replicas.count() == 1 or jax.tree.leaves(state.model_state):
+        if optimizer_shards is not None:
+            # Each replica may hold only a shard of the parameters.
+            state = state._replace(params=replicas.gathered(state.params))
         return _loss_and_gradients(state, carry, batch, key, config)
 
     def summed_gradients(

@@ -13,6 +13,7 @@ import pytest
 from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Data, Mesh, Model, Optimizer, Training
 from brt.layers.sections import Recurrence
+from brt.memories.routing.section import Routing
 from brt.ops import dispatch
 from brt.training import inspection, layer_forms, loop
 from brt.training import optimizer as optimizers
@@ -23,7 +24,7 @@ TOLERANCE = 1e-5  # absolute tolerance of float32 values, which have magnitude 1
 STEPS = 3
 CONFIG = Config(
     model=Model(
-        layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
+        vocab_size=256, layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
         kinds=(Recurrence(layers=(1,), states=6),),
     ),
     training=Training(
@@ -99,6 +100,14 @@ def is_list(x: Any) -> bool:
         ),
         pytest.param(
             {"mesh": {"data": 4}, "optimizer": {"state": "shared"}}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {
+                "mesh": {"data": 4},
+                "optimizer": {"state": "shared"},
+                "model": {"kinds": (Routing(layers=(1,), clusters=4, keep=8, heads=1),)},
+            },
+            marks=pytest.mark.slow,
         ),
         pytest.param({"mesh": {"fsdp": 4}}, marks=pytest.mark.slow),
         pytest.param({"training": {"trainable": ("stack/window_2/*",)}}, marks=pytest.mark.slow),
