@@ -31,6 +31,7 @@ CASES = {
     "weights": 1,
     "products": 3,
     "optimizer": 2,
+    "norm": 1,
 }
 # A schedule may be longer than that in the table by this factor before the test fails.
 GROWTH = 1.05
@@ -101,6 +102,8 @@ def test_the_kernels_of_windows_that_are_not_a_block_compile(
         ("improved", "float32"),
         ("causal", "bfloat16"),
         ("weights", "bfloat16"),
+        ("norm", "bfloat16"),
+        ("norm", "float32"),
     ],
 )
 def test_other_kernels_compile_forward_and_backward(chip: str, case: str, dtype: str) -> None:
@@ -176,6 +179,12 @@ def test_the_kernel_of_the_whole_cell_compiles(
 def test_the_kernels_of_the_loss_compile(chip: str, head_dim: int, dtype: str) -> None:
     sizes = f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=loss", *sizes)
+    assert len(json.loads(out.splitlines()[-1])) == CASES["loss"]
+
+
+def test_the_largest_tiles_of_the_loss_fit_into_a_v4() -> None:
+    sizes = "--head_dim=256", "--vocabulary=4096"
+    out = run("tools/benchmark/kernels.py", "--one=v4", "--case=loss", *sizes)
     assert len(json.loads(out.splitlines()[-1])) == CASES["loss"]
 
 

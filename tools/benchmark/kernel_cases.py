@@ -140,9 +140,9 @@ def cell(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Builds the case of the cross-entropy of 4,096 tokens per lane with a vocabulary of 32,000."""
-    width = 8 * args.head_dim
-    hidden, embedding = array(args.lanes, 4096, width), array(32000, width, dtype="float32")
+    """Builds the case of the cross-entropy of 4,096 tokens per lane."""
+    size = args.vocabulary, 8 * args.head_dim
+    hidden, embedding = array(args.lanes, 4096, size[1]), array(*size, dtype="float32")
     targets, mask = (array(args.lanes, 4096, dtype=dtype) for dtype in ("int32", "bool"))
 
     def gradients(hidden, embedding, targets, mask):

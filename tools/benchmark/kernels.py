@@ -67,7 +67,7 @@ def compiled(chip: str, place: Path, args: argparse.Namespace) -> dict[str, int]
       Bytes of VMEM by kernel.
     """
     flags = f"--xla_jf_dump_to={place} --xla_jf_dump_llo_text=true"
-    kept = "case", "window", "head_dim", "dtype"
+    kept = "case", "window", "head_dim", "vocabulary", "dtype"
     sizes = [f"--{name}={getattr(args, name)}" for name in kept]
     done = subprocess.run(
         [sys.executable, __file__, f"--one={chip}", *sizes], capture_output=True, text=True,
@@ -172,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--lanes", type=int, default=1)
     flags.add_argument("--window", type=int, default=512)
     flags.add_argument("--head_dim", type=int, default=128)
+    flags.add_argument("--vocabulary", type=int, default=32000, help="of the case loss")
     flags.add_argument("--dtype", default="bfloat16")
     flags.add_argument("--json", action="store_true", help="one more line, for programs")
     flags.add_argument("--implementation", default="pallas_tpu", help=argparse.SUPPRESS)
