@@ -17,8 +17,9 @@ longest are listed; those that are no matrix products are candidates for optimiz
 
 A baseline is a file with a case (.gin files, bindings, machine), the versions of the compiler and
 the costs. With --baseline, the case is compiled again, and the exit code is 1 if the costs of a
-part have grown by more than 5 %. With --record, the new costs replace those in the file. If the
-file does not exist, it is created for the case of the flags.
+part have grown by more than 5 %. With --record, the new costs replace those in the file, and the
+tables are printed. If the file does not exist, it is created for the case of the flags. The
+baselines of whole models are in tools/benchmark/baselines/full/; each takes minutes to compile.
 """
 
 import argparse
@@ -74,14 +75,18 @@ def main(args: argparse.Namespace) -> int:
         lines = by_length(found)
     else:
         found = {name: case.figures(*more) for name, more in variants(args.implementations)}
-        lines = side_by_side(found)
-        lines += [line for one in found.values() for line in bounds(one)]
+        lines = tables(found)
     if args.instructions:
         lines += [line for one in found.values() for line in longest(one, args.instructions)]
     print("\n".join(lines))
     if args.json:
         command_line.write_json(args.json, {str(name): one for name, one in found.items()}, None)
     return 0
+
+
+def tables(found: Mapping[str, Figures]) -> list[str]:
+    """Returns the tables of the costs of each part and of their bounds, by name of a variant."""
+    return side_by_side(found) + [line for one in found.values() for line in bounds(one)]
 
 
 def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
@@ -207,8 +212,10 @@ def beside_baseline(args: argparse.Namespace) -> int:
         raise ConfigError(f"--baseline={path} does not exist; --topology and --record begin it")
     versions = {name: version(name) for name in ("jax", "libtpu")}
     if args.record:
-        content = {"case": case._asdict(), "versions": versions, **kept(case.figures())}
+        figures = case.figures()
+        content = {"case": case._asdict(), "versions": versions, **kept(figures)}
         path.write_text(json.dumps(content, indent=1) + "\n")
+        print("\n".join(tables({path.stem: figures})))
         return 0
     if versions != recorded["versions"]:
         raise ConfigError(

@@ -328,8 +328,7 @@ def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
     parts = 1 if itemsize == 2 else 2
     both = parts * 2 * (rows + columns) * width * itemsize + 2 * rows * columns * 4
     forward = 2 * rows * width * itemsize + rows * width * 4 + 13 * rows * tpu.LANES * 4
-    # The backward kernel adds a product to its float32 output. The compiler spills registers with up
-    # to half of the product.
+    # The backward kernel adds a product to its output. The compiler spills up to half of it.
     backward = (2 + 0.5) * columns * width * 4
     return both + max(forward, int(backward))
 
