@@ -182,8 +182,9 @@ def test_the_kernels_of_the_loss_compile(chip: str, head_dim: int, dtype: str) -
     assert len(json.loads(out.splitlines()[-1])) == CASES["loss"]
 
 
-def test_the_largest_tiles_of_the_loss_fit_into_a_v4() -> None:
-    sizes = "--head_dim=256", "--vocabulary=4096"
+@pytest.mark.parametrize(("width", "vocabulary"), [(2048, 4096), (1536, 32000)])
+def test_the_largest_tiles_of_the_loss_fit_into_a_v4(width: int, vocabulary: int) -> None:
+    sizes = f"--head_dim={width // 8}", f"--vocabulary={vocabulary}"
     out = run("tools/benchmark/kernels.py", "--one=v4", "--case=loss", *sizes)
     assert len(json.loads(out.splitlines()[-1])) == CASES["loss"]
 
