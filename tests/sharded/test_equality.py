@@ -7,9 +7,11 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from sharded_cases import CASES, MESHES, STEPS, curve, worst
 
 from brt.config import Kernels, Mesh
+from brt.ops import dispatch
 from brt.training import run as runs
 
 TOLERANCE = 1e-5  # float32, for losses and states, relative to an array's largest magnitude
@@ -31,6 +33,22 @@ def test_devices_that_share_a_run_equal_one(name: str, mesh: str, case: Callable
     # Adafactor.
     config, (nats, state) = case(name, "adamw" if (name, mesh) == QUICK else "adafactor")
     found, after = curve(config, MESHES[mesh], STEPS)
+    assert worst(found, nats) < TOLERANCE
+    assert worst(after.carry, state.carry) < TOLERANCE
+    assert worst(after.model_state, state.model_state) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_with_shards_of_separate_layers_equal_one_device(
+    name: str, case: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, (nats, state) = case(name, "adafactor")
+    forms = {"separates_layers": True, "shares_optimizer_state": True}
+    policies = {key: one._replace(**forms) for key, one in dispatch._POLICIES.items()}
+    monkeypatch.setattr(dispatch, "_POLICIES", policies)
+    found, after = curve(config, MESHES["data"], STEPS)
+    assert any(isinstance(x, list) for x in flatten_dict(after.params).values())
     assert worst(found, nats) < TOLERANCE
     assert worst(after.carry, state.carry) < TOLERANCE
     assert worst(after.model_state, state.model_state) < TOLERANCE
