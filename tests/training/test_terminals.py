@@ -1,5 +1,6 @@
 """Tests that every kind of terminal shows progress from the first step on."""
 
+import contextlib
 import fcntl
 import io
 import os
@@ -29,11 +30,22 @@ def shown_on(tmp_path: Path) -> Callable[[int], str]:
         ):
             progress.step(1)
             progress.report_first_step(1, 7.91)
-        text = os.read(ours, 100_000).decode()
-        os.close(ours)
-        return text
+        return read_all(ours)
 
     return show
+
+
+def read_all(terminal: int) -> str:
+    """Returns everything that was written to a pseudo-terminal whose other side is closed.
+
+    The kernel may deliver the text in several parts.
+    """
+    parts = []
+    with open(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):
+        # Linux reports the end as an error.
+        while part := file.read(100_000):
+            parts.append(part)
+    return b"".join(parts).decode()
 
 
 def test_a_terminal_has_a_bar_with_a_figure_at_once(shown_on: Callable[[int], str]) -> None:
