@@ -8,10 +8,11 @@ arrays, one for each layer, in place of a stack. The optimizer's state of a stac
 (`layerwise.LayerwiseState.stacked`) is a list of states in the same way.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,9 @@ from brt.training import replicas
 from brt.training.layerwise import LayerwiseState
 from brt.training.matrices import Axes
 from brt.training.state import TrainState, parameter_axes
+
+# A compiled conversion of the parameters or of the optimizer's state.
+Conversion: TypeAlias = Callable[[Any], Any]
 
 
 def separates(config: Config) -> bool:
@@ -141,12 +145,20 @@ class LayerForms:
     """
 
     def __init__(self, config: Config, shapes: TrainState, mesh: Mesh):
-        of_step = step_shapes(config, shapes, mesh)
-        self._structure: Any = jax.tree.structure(of_step.params)
-        self._differ = of_step is not shapes
-        separate = partial(_separated_params, axes=parameter_axes(config))
-        self._separate = _programs(separate, _separated_optimizer, of_step)
-        self._stack = _programs(stacked, stacked, shapes)
+        self._config, self._shapes = config, shapes
+        self._of_step = step_shapes(config, shapes, mesh)
+        self._structure: Any = jax.tree.structure(self._of_step.params)
+
+    @functools.cached_property
+    def _separate(self) -> tuple[Conversion, Conversion]:
+        """The conversions to the form of the compiled step."""
+        separate = partial(_separated_params, axes=parameter_axes(self._config))
+        return _programs(separate, _separated_optimizer, self._of_step)
+
+    @functools.cached_property
+    def _stack(self) -> tuple[Conversion, Conversion]:
+        """The conversions to stacks of layers."""
+        return _programs(stacked, stacked, self._shapes)
 
     def for_step(self, state: TrainState) -> TrainState:
         """Returns a train state of either form in the form of the compiled step."""
@@ -155,11 +167,9 @@ class LayerForms:
 
     def stacked(self, state: TrainState) -> TrainState:
         """Returns a train state of either form with stacks of layers."""
-        separate = self._differ and self._structure == jax.tree.structure(state.params)
+        differ = self._of_step is not self._shapes
+        separate = differ and self._structure == jax.tree.structure(state.params)
         return _converted(state, self._stack) if separate else state
-
-
-Conversion = Callable[[Any], Any]
 
 
 def _programs(

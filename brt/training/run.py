@@ -278,8 +278,9 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     # If replicas shard the optimizer, but not the parameters, the new parameters are the output of
     # an all-gather, which cannot use the memory of the old parameters. Donating the old parameters
     # would only add a copy.
-    shards = replicas.shards_optimizer(config.optimizer, mesh)
-    donated = (1,) if shards and not layer_forms.separates(config) else (0, 1)
+    has_stacks = state_shapes is shapes.state_shapes
+    gathers = has_stacks and replicas.shards_optimizer(config.optimizer, mesh)
+    donated = (1,) if gathers else (0, 1)
     # `out_shardings` has a sharding for each array of the state, and one for all metrics.
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 
