@@ -38,6 +38,7 @@ def results(
     return both(x, scale), jax.grad(loss, argnums=(0, 1))(x, scale)
 
 
+@pytest.mark.slow_cases("*shape[12]")
 @pytest.mark.parametrize("shape", [(2, 256, 128), (384, 256), (1, 2, 128, 128)])
 @pytest.mark.parametrize("epsilon", EPSILONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)

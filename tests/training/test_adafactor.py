@@ -112,6 +112,7 @@ CASES = [
 IDS = ["steps", "clipped", "zeros", "clip_norm", "rates"]
 
 
+@pytest.mark.slow_cases("clipped", "zeros", "clip_norm")
 @pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
 def test_a_step_with_a_list_of_layers_equals_one_with_a_stack(
     settings: Optimizer, gradients: str
