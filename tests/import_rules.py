@@ -70,7 +70,7 @@ TASK_MODULES_IMPORTED_ABOVE = {
 # Modules that may compare backends, with the reason.
 BACKEND_MODULES = {
     "brt.ops.dispatch",  # selects implementations and policies
-    "brt.training.compilation",  # options of the compiler of this process
+    "brt.ops.compiler_options",  # options of the compiler of this process
 }
 TASK_FOLDERS = sorted(init.parent for init in (ROOT / "brt/tasks").glob("*/__init__.py"))
 

@@ -26,8 +26,10 @@ from brt.generation import memory as memories
 from brt.generation import state_files, steps
 from brt.generation.beams import search_memory
 from brt.generation.memory import Memory
+from brt.generation.separate import with_separate_kernels
 from brt.generation.steps import CHUNK
 from brt.models.decoder import Decoder
+from brt.ops.compiler_options import of_inference
 from brt.types import Variables
 
 # The program that reads chunks of a block is compiled and used only if there are at least this many
@@ -57,15 +59,16 @@ class Session:
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
         known = known_ids or config.model.vocab_size
         self._chunk = steps.chunk_size(config.model)
-        self._read_segment = rules.jit(partial(steps.read_segment, decoder), donate_argnums=1)
-        self._read_chunk = rules.jit(partial(steps.advance, decoder), donate_argnums=1)
-        self._end_block = rules.jit(partial(steps.end_block, decoder), donate_argnums=1)
-        self._read_and_write = rules.jit(
+        compiled = partial(rules.jit, compiler_options=of_inference())
+        self._read_segment = compiled(partial(steps.read_segment, decoder), donate_argnums=1)
+        self._read_chunk = compiled(partial(steps.advance, decoder), donate_argnums=1)
+        self._end_block = compiled(partial(steps.end_block, decoder), donate_argnums=1)
+        self._read_and_write = compiled(
             partial(steps.read_and_write, decoder, known),
             static_argnames="sampling",
             donate_argnums=1,
         )
-        self._search = rules.jit(partial(search_memory, decoder, known), static_argnames="decoding")
+        self._search = compiled(partial(search_memory, decoder, known), static_argnames="decoding")
         self._new_memory = rules.jit(partial(memories.new_memory, decoder, 1))
         repeat = partial(jnp.repeat, repeats=lanes)
         self._repeat = rules.jit(lambda memory: memories.map_lanes(memory, repeat))
@@ -99,7 +102,7 @@ class Session:
         tokens = np.asarray(tokens, np.int32)
         if self.memory.count == 0:
             tokens = np.concatenate([np.array([self._bos_id], np.int32), tokens])
-        start, position = 0, int(self.memory.position)
+        start, position, separate = 0, int(self.memory.position), self._separate
         while start < len(tokens):
             left = len(tokens) - start
             if position == 0 and left >= window:
@@ -109,14 +112,23 @@ class Session:
             elif self._reads_chunk(position, left):
                 size = self._chunk
                 piece = np.tile(tokens[start : start + size], (self._memory_lanes, 1))
-                self.memory = self._read_chunk(self._variables, self.memory, piece)
+                self.memory = self._read_chunk(separate, self.memory, piece)
                 self._chunk_is_compiled = True
                 position = self._end_if_full(position + size)
             else:
                 size = min(left, CHUNK - position % CHUNK, window - position)
-                self._step(tokens[start : start + size], size, self._config.sampling, _NO_KEY())
+                self._step(
+                    separate, tokens[start : start + size], size, self._config.sampling, _NO_KEY()
+                )
                 position = (position + size) % window
             start += size
+
+    @property
+    def _separate(self) -> Variables:
+        """The learned arrays in the form that programs for single tokens read. It is not stored,
+        because a train step could not reuse the memory of the parameters.
+        """
+        return with_separate_kernels(self._config.model, self._variables)
 
     @property
     def _memory_lanes(self) -> int:
@@ -154,24 +166,26 @@ class Session:
         if self.memory.count == 0:
             self.read([])
         self._spread()
+        separate = self._separate
         while count > 0:
             size = min(count, CHUNK, self._config.model.block_length - int(self.memory.position))
-            piece = self._step(np.zeros(0, np.int32), size, sampling, key)
+            piece = self._step(separate, np.zeros(0, np.int32), size, sampling, key)
             yield piece
             ended = bool(np.isin(piece[:, -1], self._config.model.end_ids).all())
             count = 0 if ended else count - size
 
     def _step(
-        self, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling, key: Array
-    ) -> Int[np.ndarray, "B C"]:
+        self, separate: Variables, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling,
+        key: Array,
+    ) -> Int[np.ndarray, "B C"]:  # fmt: skip
         """Reads a prompt in all lanes, and samples tokens until there are `count` tokens, which
-        must fit into the open block, or the text ends.
+        must fit into the open block, or the text ends. `separate` is the property of this name.
         """
         tokens = np.zeros((self._memory_lanes, CHUNK), np.int32)
         tokens[:, : len(prompt)] = prompt
         counts = np.int32(len(prompt)), np.int32(count)
         self.memory, read, length = self._read_and_write(
-            self._variables, self.memory, tokens, *counts, key, sampling=sampling
+            separate, self.memory, tokens, *counts, key, sampling=sampling
         )
         self._end_if_full(int(self.memory.position))
         return np.asarray(read)[:, : int(length)]
@@ -200,7 +214,7 @@ class Session:
         """
         if self.memory.count == 0:
             self.read([])
-        best = self._search(self._variables, self.memory, decoding=decoding)
+        best = self._search(self._separate, self.memory, decoding=decoding)
         tokens = np.asarray(best.sequences[0, 0, 1:])
         self.read(tokens)
         return tokens

@@ -20,6 +20,7 @@ from brt.distributed.rules import check_names, gathered
 from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
+from brt.ops.layer_kernel import LayerKernel
 from brt.ops.normalization import rms_norm
 from brt.ops.residual_norm import residual_norm
 
@@ -184,6 +185,13 @@ def parameter(
     Raises:
       ConfigError: the number of names differs from the number of axes, or a name does not exist.
     """
+    return _parameter(module, name, shape, axes, init)
+
+
+def _parameter(
+    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...],
+    init: Initializer | None,
+) -> Any:  # fmt: skip
     shown = f"the parameter {name!r} of {type(module).__name__}"
     if isinstance(axes, str) or len(axes) != len(shape):
         raise ConfigError(
@@ -200,17 +208,20 @@ def parameter(
 def product_kernel(
     module: nn.Module, model: Model, name: str, shape: tuple[int, ...],
     axes: tuple[str | None, ...], init: Initializer | None = None,
-) -> Array:  # fmt: skip
+) -> Array | LayerKernel:  # fmt: skip
     """Creates a float32 parameter of `module` for a matrix product, and returns the parameter.
 
-    If the axis "embed" is sharded (`Mesh.fsdp`), the returned array is gathered, in the precision
-    of the product (see `brt.distributed.rules.gathered`).
+    In a loop over layers whose kernels are separate arrays (`brt.layers.scan`), the result is a
+    `LayerKernel`. If the axis "embed" is sharded (`Mesh.fsdp`), the returned array is gathered, in
+    the precision of the product (see `brt.distributed.rules.gathered`).
 
     Args:
       module, name, shape, axes, init: as for `parameter`.
       model: the settings of the decoder.
     """
-    kernel = parameter(module, name, shape, axes, init)
+    kernel = _parameter(module, name, shape, axes, init)
+    if isinstance(kernel, LayerKernel):
+        return kernel
     return gathered(kernel, compute_dtype(model), axes)
 
 

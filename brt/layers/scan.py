@@ -5,10 +5,12 @@ instead of being stored, and whether a layer's weight gradients must be computed
 pass of the layers below (`learned_at_once`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -20,6 +22,7 @@ from brt.layers.output_check import check_output
 from brt.layers.runs import Run, runs
 from brt.layers.state import LayerAux, LayerOutput
 from brt.ops import dispatch
+from brt.ops.layer_kernel import of_layer
 
 # On CPUs, runs of at most this many layers are unrolled, which is faster than a loop over layers.
 # More layers are called in a loop, because they would take long to compile if they were unrolled.
@@ -81,16 +84,21 @@ def scan_layers(
     at_once = _layers_at_once(run.model, run.layers)
     no_loop = whole and at_once == run.layers
     tied = ties and no_loop and taps is None and defers_gradients()
+    separate = _has_separate_kernels(layers)
+    # A parameter with separate kernels has no axis of layers over which the scan could loop.
+    index = jnp.arange(run.layers) if separate else None
 
     def layer(
-        module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, shared: Any
-    ) -> tuple[Stream, tuple[Any, LayerAux]]:
+        module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, index: Any,
+        shared: Any,
+    ) -> tuple[Stream, tuple[Any, LayerAux]]:  # fmt: skip
         """Calls one layer, which `nn.scan` repeats for all layers of the run.
 
         Args:
           module: the module of the layer.
           stream: the output of the layer below.
           each, model_state, taps: the layer's own parts of the arguments of `scan_layers`.
+          index: the index of the layer, if its kernels are separate arrays; otherwise None.
           shared: the keyword arguments that all layers share.
 
         Returns:
@@ -102,6 +110,8 @@ def scan_layers(
         call = _call_tied if tied else _call
         if method == "decode_step" and not run.layer_kind.reads_chunks:
             call = _call_by_token
+        if separate:
+            call = partial(_call_separate, call, index)
         output = call(module, method, stream.x, inputs)
         summaries = stream.summaries if output.summaries is None else output.summaries
         return Stream(output.x, summaries), (output.state, output.aux)
@@ -112,9 +122,10 @@ def scan_layers(
         layer = nn.remat(layer, prevent_cse=no_loop, policy=remat_policy(keep))
     scan = nn.scan(
         layer,
-        variable_axes={"params": 0},
-        split_rngs={"params": True, "dropout": True, SHARED: True},
-        in_axes=({name: 0 if name == "block" else axis for name in each}, 0, 0, nn.broadcast),
+        variable_axes={} if separate else {"params": 0},
+        variable_broadcast="params" if separate else False,
+        split_rngs={"params": not separate, "dropout": True, SHARED: True},
+        in_axes=({name: 0 if name == "block" else axis for name in each}, 0, 0, 0, nn.broadcast),
         out_axes=(0 if opened else axis, 0),
         length=run.layers,
         unroll=at_once,
@@ -122,10 +133,17 @@ def scan_layers(
         # Flax's check of constant variables is turned off, because it traces every layer twice.
         check_constancy_invariants=False,
     )
-    stream, (state, aux) = scan(layers, stream, each, model_state, taps, shared)
+    stream, (state, aux) = scan(layers, stream, each, model_state, taps, index, shared)
     if method == "decode_step":
         state = written(each["block"], state)
     return LayerOutput(stream.x, state, aux, stream.summaries)
+
+
+def _has_separate_kernels(layers: nn.Module) -> bool:
+    """Returns True if a parameter of the layers is a list of arrays, one for each layer."""
+    params = layers.variables.get("params", {})
+    leaves = jax.tree.leaves(params, is_leaf=lambda part: isinstance(part, list))
+    return any(isinstance(leaf, list) for leaf in leaves)
 
 
 def unrolls_layers(model: Model) -> bool:
@@ -157,6 +175,24 @@ def _call(module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, An
     output = getattr(module, method)(x, **inputs)
     check_output(module, method, output, x, inputs)
     return output
+
+
+def _call_separate(
+    call: Callable[..., LayerOutput], index: Int[Array, ""], module: nn.Module, method: str,
+    x: PyTree[Array], inputs: dict[str, Any],
+) -> LayerOutput:  # fmt: skip
+    """Calls a layer whose parameters are those of all layers, with separate kernels."""
+
+    def choose(params: PyTree[Array]) -> PyTree[Array]:
+        """Returns the parameters of the layer `index`."""
+        return jax.tree.map(
+            partial(of_layer, layer=index), params, is_leaf=lambda part: isinstance(part, list)
+        )
+
+    chosen = nn.map_variables(
+        lambda module: call(module, method, x, inputs), "params", trans_in_fn=choose
+    )
+    return chosen(module)
 
 
 def _call_by_token(

@@ -14,24 +14,30 @@ from jaxtyping import Array, Float
 
 from brt.distributed.rules import can_merge_axes, is_sharded
 from brt.ops import dispatch
+from brt.ops.layer_kernel import LayerKernel
 from brt.ops.layout import transposed
 from brt.ops.tpu import LANES
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) -> Array:
+def dense(
+    x: Float[Array, "..."], kernel: Float[Array, "..."] | LayerKernel, inputs: int = 1
+) -> Array:
     """Returns the product [*rows, *outputs] of x and a kernel, in x's dtype.
 
     Args:
       x: [*rows, *inputs], where *rows stands for any number of axes, and *inputs for the axes that
         the product sums over.
-      kernel: [*inputs, *outputs], where *outputs stands for any number of axes.
+      kernel: [*inputs, *outputs], where *outputs stands for any number of axes, or the kernel of a
+        layer that the program chooses, for which there are no gradients.
       inputs: the number of axes in *inputs.
     """
     return _dense(x, kernel, inputs)
 
 
-def _dense(x: Array, kernel: Array, inputs: int) -> Array:
+def _dense(x: Array, kernel: Array | LayerKernel, inputs: int) -> Array:
+    if isinstance(kernel, LayerKernel):
+        return kernel.product(lambda own: _dense(x, own, inputs))
     kernel = kernel.astype(x.dtype)
     if not _flattens_axes(kernel, inputs):
         return jnp.tensordot(x, kernel, axes=inputs)

@@ -96,6 +96,7 @@ class BackendPolicy(NamedTuple):
         sharding is 'auto'.
       separates_layers: the compiled step has a separate array for each layer of a stack
         (`brt.training.layer_forms`).
+      copies_layers: a loop over layers copies a layer's kernels before it multiplies with them.
     """
 
     dtype: str = "bfloat16"
@@ -115,6 +116,7 @@ class BackendPolicy(NamedTuple):
     sends_arrays_together: bool = False
     shares_optimizer_state: bool = True
     separates_layers: bool = True
+    copies_layers: bool = False
 
 
 _POLICIES = {
@@ -122,7 +124,7 @@ _POLICIES = {
         dtype="float32", orders_memory=False, stores_transposes=True, float32_factors=True,
         merges_rows=True, splits_wide_sums=True, defers_gradients=False,
         recomputes_elementwise=False, sends_arrays_together=True, shares_optimizer_state=False,
-        separates_layers=False,
+        separates_layers=False, copies_layers=True,
     ),
     "gpu": BackendPolicy(),
     "tpu": BackendPolicy(

@@ -17,10 +17,10 @@ from brt.config import Config
 from brt.config import Mesh as MeshConfig
 from brt.distributed.mesh import AXES, describe_indivisible_size
 from brt.errors import ConfigError
-from brt.ops import dispatch
+from brt.ops import compiler_options, dispatch
 from brt.planning.costs import Costs, costs
 from brt.planning.topologies import ROOM, Topology
-from brt.training import compilation, layer_forms
+from brt.training import layer_forms
 from brt.training import run as runs
 from brt.training.run import Shapes
 
@@ -146,7 +146,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         lowered = runs.lowered_step(config, shapes, batch)
         requested = jax_versions.LOW_EFFORT if low_effort else {}
         try:
-            preferred = compilation.preferred(config.model.model_dim)
+            preferred = compiler_options.preferred(config.model.model_dim)
             offered = {**preferred, **requested} if topology.backend == "tpu" else {}
             compiled, options = compile_with_known_options(lowered, offered)
         except jax.errors.JaxRuntimeError as error:

@@ -1,43 +1,12 @@
-"""Compiler options, and the cache of compiled programs that restarts and sweeps share."""
+"""The cache of compiled programs that restarts and sweeps share."""
 
-import functools
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import jax
 
 from brt import user_cache
-from brt.ops import dispatch
 
 _DIRECTORY = "jax_compilation_cache_dir"
-# XLA receives these compiler options for programs on CPUs.
-_CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        # The empty value turns off a newer library of XLA for CPUs, which multiplies many small
-        # matrices, as attention does, on a single thread. Without the library, a step of a small
-        # model takes an eighth less time.
-        "xla_cpu_experimental_ynn_fusion_type": "",
-        # LLVM's optimization level 3 takes a quarter more compile time than level 2, and the
-        # programs are no faster.
-        "xla_backend_optimization_level": "2",
-    }
-)
-# The KiB of on-chip memory (VMEM) that one operation of XLA may use, by the kind of TPU. With more
-# than XLA's default of 16 MiB, wide matrix products have larger tiles. On other kinds of TPUs, the
-# default is best: a v4 has no more memory, and a v6e has a default of 32 MiB. It is also best for
-# models below _WIDE, whose arrays XLA keeps on the chip if operations leave room for them.
-_TPU_MEMORY: Mapping[str, int] = MappingProxyType(
-    {"TPU v5 lite": 40 * 1024, "TPU v5e": 40 * 1024, "TPU v5": 32 * 1024, "TPU v5p": 32 * 1024}
-)
-_WIDE = 1024  # the smallest Model.model_dim with more memory for operations
-# Further options by the kind of TPU. A v4 computes while it gathers arrays from other chips only
-# with this option; a v5e also does without it.
-_TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"TPU v4": {"xla_enable_async_all_gather": "true"}}
-)
-# The environment variable in which users set compiler options themselves.
-_VARIABLES: Mapping[str, str] = MappingProxyType({"cpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
 
 
 def use_cache() -> None:
@@ -52,45 +21,3 @@ def use_cache() -> None:
     if directory := user_cache.private("programs"):
         jax.config.update(_DIRECTORY, str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-@functools.cache
-def options(width: int) -> Mapping[str, str]:
-    """Returns XLA's compiler options for the train step on the current backend, by name: those of
-    `preferred` that the installed compiler knows.
-
-    `width` is Model.model_dim.
-
-    Only training passes options to XLA. Evaluation does not, because tasks jit their functions
-    themselves, and jax accepts compiler options only at the outermost jit.
-    """
-    return MappingProxyType({k: v for k, v in preferred(width).items() if _is_known(k, v)})
-
-
-def preferred(width: int) -> dict[str, str]:
-    """Returns the compiler options that brt prefers for the train step of a model with
-    Model.model_dim = `width` on the backend that programs are compiled for, by name.
-
-    Options that the user has set in the environment are left out. The installed version of the
-    compiler may not know all options.
-    """
-    found: dict[str, str] = {}
-    if dispatch.backend() == "cpu":
-        found = dict(_CPU_OPTIONS)
-    else:
-        kind = dispatch.device_kind()
-        found = dict(_TPU_OPTIONS.get(kind, {}))
-        if width >= _WIDE and kind in _TPU_MEMORY:
-            found["xla_tpu_scoped_vmem_limit_kib"] = str(_TPU_MEMORY[kind])
-    flags = os.environ.get(_VARIABLES.get(dispatch.backend(), ""), "").split()
-    by_user = {flag.partition("=")[0] for flag in flags}
-    return {name: value for name, value in found.items() if f"--{name}" not in by_user}
-
-
-def _is_known(name: str, value: str) -> bool:
-    """Returns True if this jaxlib knows an option; experimental ones change with versions."""
-    try:
-        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True

@@ -18,6 +18,7 @@ from brt.distributed import mesh as meshes
 from brt.distributed import processes
 from brt.distributed.mesh import by_lane, replicated
 from brt.errors import NonFiniteError
+from brt.ops import compiler_options
 from brt.tasks import resolving
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights
@@ -182,7 +183,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state_shapes)
     init = partial(initial_state, run.config, run.optimizer)
-    options = dict(compilation.options(run.config.model.model_dim))
+    options = dict(compiler_options.options(run.config.model.model_dim))
     with meshes.use(run.mesh):
         create = jax.jit(init, out_shardings=shardings, compiler_options=options)
         state = create(_key(run))
@@ -338,7 +339,7 @@ class CompiledStep:
         if (shape := _shape(batch)) not in self._compiled:
             shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.state_shapes)
             lowered = lowered_step(self._run.config, shapes, batch)
-            options = compilation.options(self._run.config.model.model_dim)
+            options = compiler_options.options(self._run.config.model.model_dim)
             self._compiled[shape] = lowered.compile(options)
             # All processes start the step together, because a process that waits in a collective
             # operation for a process that still compiles would soon give up.

@@ -27,8 +27,8 @@ from brt import allocator, tasks
 from brt.config import Config, Model, Training
 from brt.layers.sections import Recurrence
 from brt.models.decoder import new_state
+from brt.ops import compiler_options
 from brt.tasks.arguments import LossInputs
-from brt.training import compilation
 from brt.training.state import initial_params, parameter_counts
 from brt.types import Batch
 
@@ -99,7 +99,7 @@ class Timed:
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> Timed:
-    return Timed(jax.jit(function).lower(*args).compile(compilation.options(width=0)), args)
+    return Timed(jax.jit(function).lower(*args).compile(compiler_options.options(width=0)), args)
 
 
 class Contestant(Timed):
@@ -118,7 +118,7 @@ class Contestant(Timed):
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)
-        step = lowered.compile(compilation.options(model.model_dim))
+        step = lowered.compile(compiler_options.options(model.model_dim))
         self.compile_seconds = time.perf_counter() - begin
         self.temporary_mib = step.memory_analysis().temp_size_in_bytes / 2**20
         super().__init__(step, args)

@@ -29,7 +29,7 @@ from brt.config import Config
 from brt.distributed.mesh import by_lane, use
 from brt.errors import ConfigError
 from brt.models.flops import forward_flops_per_token
-from brt.training import compilation
+from brt.ops import compiler_options
 from brt.training import run as runs
 from brt.training.layer_forms import LayerForms
 from brt.training.profiling import peak_flops
@@ -46,7 +46,7 @@ class Contestant:
         self.model, training = config.model, config.training
         shapes = runs.compute_shapes(config)
         batch = random_batch(self.model, training.batch_size, training.segment_length)
-        options = compilation.options(self.model.model_dim)
+        options = compiler_options.options(self.model.model_dim)
         self.step = runs.lowered_step(config, shapes, batch).compile(options)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.state_shapes)
         init = partial(initial_state, config, shapes.optimizer)

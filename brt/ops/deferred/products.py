@@ -18,12 +18,14 @@ from brt.ops import dispatch
 from brt.ops.block_products import shared_input_matmul, summed_matmul
 from brt.ops.deferred.taps import Kernels, Tap, multiplies_separately
 from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
+from brt.ops.layer_kernel import LayerKernel
 from brt.ops.layout import transpose_copy
 
 
 def dots(
-    x: Float[Array, "..."], kernels: Sequence[Array], tap: Tap | None, inputs: int = 1
-) -> tuple[Array, ...]:
+    x: Float[Array, "..."], kernels: Sequence[Array | LayerKernel], tap: Tap | None,
+    inputs: int = 1,
+) -> tuple[Array, ...]:  # fmt: skip
     """Returns the products of x with several kernels (weights).
 
     With a tap, the backward pass computes no weight gradients. It writes x and the gradients of the
@@ -44,7 +46,9 @@ def dots(
     return _dots(x, jax.lax.stop_gradient(tuple(kernels)), tap, inputs)
 
 
-def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
+def dot(
+    x: Float[Array, "..."], kernel: Array | LayerKernel, tap: Tap | None, inputs: int = 1
+) -> Array:
     """Returns the product of x with one kernel (weight).
 
     With a tap, the weight gradient is computed from the tap after the scan, as in `dots`.
@@ -125,7 +129,10 @@ _dots.defvjp(_dots_forward, _dots_backward)
 
 
 def dot_of_parts(
-    parts: Sequence[Array], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
+    parts: Sequence[Array],
+    kernel: Float[Array, "P ..."] | LayerKernel,
+    tap: Tap | None,
+    inputs: int,
 ) -> Array:
     """Returns the product of a kernel with the concatenation of several inputs.
 

@@ -33,6 +33,7 @@ from brt.distributed import rules
 from brt.formatting import counted
 from brt.layers.runs import StackState, parts
 from brt.models.decoder import forget, new_state
+from brt.ops import compiler_options
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import answers
 from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses
@@ -170,7 +171,10 @@ class DocumentEvaluator:
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._answers = answers.answer_spans(self._store, self._tokenizer)
         self._sampler = Sampler(config, self._store, dataset.tokenizer)
-        self._step = jax.jit(self._segment, static_argnames=("part", "by_token"), donate_argnums=1)
+        self._step = jax.jit(
+            self._segment, static_argnames=("part", "by_token"), donate_argnums=1,
+            compiler_options=compiler_options.of_inference(),
+        )  # fmt: skip
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True

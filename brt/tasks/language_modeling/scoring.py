@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from brt.config import Config
 from brt.distributed.mesh import place_like
 from brt.models.decoder import new_state
+from brt.ops import compiler_options
 from brt.tasks.language_modeling.forward import segment_nats
 from brt.types import Batch, Variables
 
@@ -23,7 +24,10 @@ class TextScorer:
 
     def __init__(self, config: Config, bos_id: int):
         self._config, self._bos_id = config, bos_id
-        self._step = jax.jit(partial(segment_nats, config), donate_argnums=1)
+        self._step = jax.jit(
+            partial(segment_nats, config), donate_argnums=1,
+            compiler_options=compiler_options.of_inference(),
+        )  # fmt: skip
 
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
