@@ -6,6 +6,7 @@ python tools/benchmark/gpu_kernels.py --window 2048 --block 256    # a window th
 python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
 python tools/benchmark/gpu_kernels.py --operation softmax_attention     # of recurrent states
 python tools/benchmark/gpu_kernels.py --operation masked_attention --head_dims 64,128  # of encoders
+python tools/benchmark/gpu_kernels.py --operation clustered_attention --head_dims 64,128
 
 No GPU is needed. For each kernel, the table has the compiler's figures: registers of a thread,
 bytes of registers that are spilled to memory, warps and shared memory of a program, and the number
@@ -221,7 +222,36 @@ def masked_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tup
     return gradients, ((tokens, tokens, tokens, bias), array(2, 1, 1024, dtype="bool"), tokens)
 
 
+def clustered_gradients(
+    args: argparse.Namespace, array: Callable[..., Any]
+) -> tuple[Callable, Any]:
+    """Returns a function that computes the gradients of improved clustered attention with 100
+    clusters, for two rows of 4,096 tokens and twelve heads, and the shapes of its inputs.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from brt.config import Attention
+    from brt.layers.attention_kinds import clustered_config
+    from brt.ops.clustered_attention import attend_by_label
+
+    config = clustered_config(Attention(kind="improved_clustered", clusters=100))
+
+    def gradients(learned: Any, valid: Any, labels: Any, weights: Any) -> Any:
+        def loss(learned: Any) -> jax.Array:
+            output = attend_by_label(
+                *learned, valid, labels, config, scale=1.0, implementation=args.implementation
+            )
+            return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
+
+        return jax.grad(loss)(learned)
+
+    tokens, valid = array(2, 4096, 12, args.one), array(2, 4096, dtype="bool")
+    return gradients, ((tokens, tokens, tokens), valid, array(2, 12, 4096, dtype="int32"), tokens)
+
+
 OPERATIONS = {
+    "clustered_attention": clustered_gradients,
     "window_attention": window_gradients,
     "softmax_attention": softmax_gradients,
     "masked_attention": masked_gradients,

@@ -5,6 +5,7 @@ and R of best keys of a cluster; K and E are the sizes of a key and of a value o
 + X - 1 is the number of distances between a query and a key.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,27 @@ class BestKeys(NamedTuple):
     mask: Bool[Array, "B H C X"]
 
 
+# A function that returns the attention of the centroids [B, H, C, K] to the keys that they see. Its
+# further arguments are the keys and values, a mask that is True where a centroid sees a key, the
+# logits, for functions that do not compute them from the centroids, and dropout.
+CentroidAttention = Callable[
+    [Array, Array, Array, Bool[Array, "B #H #C X"], Float[Array, "B H C X"], Dropout | None],
+    AttentionPart,
+]
+
+
+def attend_from_centroids(
+    centroids: Array,
+    keys: Array,
+    values: Array,
+    seen: Bool[Array, "B #H #C X"],
+    logits: Float[Array, "B H C X"],
+    dropout: Dropout | None,
+) -> AttentionPart:
+    """Returns the attention of the centroids with these logits; see `CentroidAttention`."""
+    return attend_to_part(jnp.where(seen, logits, MASKED), values, dropout)
+
+
 def clustered(
     queries: Float[Array, "B H T K"],
     keys: Float[Array, "B H X K"],
@@ -55,6 +77,8 @@ def clustered(
     config: ClusteredConfig,
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
+    *,
+    attend: CentroidAttention = attend_from_centroids,
 ) -> Float[Array, "B H T E"]:
     """Returns, for each query, the attention output of its cluster's centroid (equations 4 to 6).
 
@@ -67,14 +91,14 @@ def clustered(
       config: the settings of clustered attention.
       dropout: dropout of the centroids' attention weights [B, H, C, X], or None.
       bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
+      attend: computes the attention of the centroids.
     """
-    logits = matmul_nt(_centroids(queries, labels, config), keys)
+    centroids = _centroids(queries, labels, config)
+    logits = matmul_nt(centroids, keys)
     if bias is not None:
         logits += mean_bias(bias, labels, _cluster_count(labels, config))
-    logits = jnp.where(valid[:, None, None], logits, MASKED)
-    return gather_by_label(
-        attend_to_part(logits, values, dropout).output.astype(values.dtype), labels
-    )
+    part = attend(centroids, keys, values, valid[:, None, None], logits, dropout)
+    return gather_by_label(part.output.astype(values.dtype), labels)
 
 
 def improved_clustered(
@@ -86,6 +110,8 @@ def improved_clustered(
     config: ClusteredConfig,
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
+    *,
+    attend: CentroidAttention = attend_from_centroids,
 ) -> Float[Array, "B H T E"]:
     """Returns the output of improved clustered attention (section 3.3 of the paper).
 
@@ -103,6 +129,7 @@ def improved_clustered(
         query's weights of the best keys, and `dropout.part(1)` to the centroids' weights
         [B, H, C, X].
       bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
+      attend: computes the attention of the centroids to all keys that are not their best keys.
     """
     tokens, clusters = labels.shape[-1], _cluster_count(labels, config)
     size = min(tile_size(tokens, clusters), tokens)
@@ -126,7 +153,7 @@ def improved_clustered(
     if config.mass_rule == "lse_jensen":
         variance = _cluster_variance(queries, labels, centroids)
         logits += variance[..., None] * _half_squares(keys)[:, :, None]
-    rest = attend_to_part(jnp.where(mask & ~best.mask, logits, MASKED), values, rest_dropout)
+    rest = attend(centroids, keys, values, mask & ~best.mask, logits, rest_dropout)
     rest = AttentionPart(*(gather_by_tile(x, tiles)[:, :, :, None] for x in rest))
     lse = own.lse
     if config.mass_rule == "paper":

@@ -31,8 +31,8 @@ from brt.ops.masked_attention.gpu_kernels import MaskedTileInputs
 from brt.ops.masked_attention.sharding import attend_on_devices, dropout_refusal
 from brt.ops.partial_attention import AttentionPart
 
-_HEAD_DIMS = (64, 128)
-_DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128)
+DTYPES = ("bfloat16", "float16")
 _TILE = 128  # The numbers of queries and of keys must be multiples of this number.
 
 
@@ -71,7 +71,7 @@ def refusal(
         return reason
     if length % _TILE or size % _TILE:
         return f"takes a multiple of {_TILE} queries and of {_TILE} keys, not {length} and {size}"
-    return heads_refusal(queries, _HEAD_DIMS, _DTYPES) or triton_refusal()
+    return heads_refusal(queries, HEAD_DIMS, DTYPES) or triton_refusal()
 
 
 def attend_part(
