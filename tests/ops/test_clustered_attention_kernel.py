@@ -1,4 +1,4 @@
-"""Tests the TPU kernels of k-means and of clustered attention, interpreted.
+"""Tests the kernels of k-means and the TPU kernel of clustered attention, interpreted.
 
 Clusters equal those of plain XLA exactly; attention is compared with a tolerance.
 """
@@ -46,14 +46,15 @@ def codes(tokens: int, bits: int, clusters: int, lanes: int = 2) -> tuple[jax.Ar
     return tuple(map(jnp.asarray, (signs(tokens), valid, signs(clusters), active)))
 
 
-@pytest.mark.slow_cases("700-*")
+@pytest.mark.slow_cases("*700-*")
 @pytest.mark.parametrize(("tokens", "bits", "clusters"), [(40, 8, 6), (700, 63, 130)])
-def test_clusters_equal_those_of_xla(tokens: int, bits: int, clusters: int) -> None:
-    """The case of 700 tokens has more tokens than a tile of the kernel."""
+@pytest.mark.parametrize("kernel", [KERNEL, "pallas_gpu_interpret"])
+def test_clusters_equal_those_of_xla(kernel: str, tokens: int, bits: int, clusters: int) -> None:
+    """The case of 700 tokens has more tokens than a tile of the kernels."""
     given = codes(tokens, bits, clusters)
     find = jax.jit(kmeans, static_argnames=("iterations", "implementation"))
     expected = find(*given, iterations=3, implementation="xla")
-    found = find(*given, iterations=3, implementation=KERNEL)
+    found = find(*given, iterations=3, implementation=kernel)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert len(np.unique(expected[0])) > clusters // 2
 

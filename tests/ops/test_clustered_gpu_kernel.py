@@ -13,7 +13,7 @@ from brt.config import Attention, Mesh
 from brt.distributed.mesh import build
 from brt.layers.attention_kinds import clustered_config
 from brt.ops import dispatch
-from brt.ops.clustered_attention import ClusteredConfig, attend_by_label, pallas_gpu
+from brt.ops.clustered_attention import ClusteredConfig, attend_by_label, kmeans_gpu, pallas_gpu
 from brt.ops.dropout import Dropout
 
 KERNEL = "pallas_gpu_interpret"
@@ -80,6 +80,20 @@ def test_what_attention_does_not_support_is_said(changed: dict[str, Any], reason
     others = given.get("dropout"), given.get("bias")
     with dispatch.use_backend("gpu"):
         assert pallas_gpu.refusal(x, x, values, None, None, settings, *others) == reason
+
+
+@pytest.mark.parametrize(
+    ("bits", "clusters", "reason"),
+    [
+        (64, 100, "has codes of 63 bits at most, not of 64"),
+        (63, 129, "has 128 clusters at most, not 129"),
+    ],
+)
+def test_what_kmeans_does_not_support_is_said(bits: int, clusters: int, reason: str) -> None:
+    codes, centroids = jnp.zeros((1, 1, 128, bits)), jnp.zeros((1, 1, clusters, bits))
+    with dispatch.use_backend("gpu"):
+        assert kmeans_gpu.refusal(codes, None, centroids) == reason
+        assert kmeans_gpu.refusal(codes[..., :63], None, centroids[:, :, :100]) is None
 
 
 def test_cpus_refuse_the_kernel() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from brt import jax_versions
 
-_NAMES = r"((?:window|softmax|masked)_attention_\w+"
+_NAMES = r"((?:(?:window|softmax|masked)_attention|kmeans)_\w+"
 KERNELS = re.compile(rf"\.entry {_NAMES}?)(?:_mosaic_gpu_kernel)?\(")
 LAUNCHES = re.compile(rf"{_NAMES}) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)")
 # For Mosaic GPU, XLA's dump has only a call, so these figures are in the files of the kernel.
@@ -226,28 +226,30 @@ def clustered_gradients(
     args: argparse.Namespace, array: Callable[..., Any]
 ) -> tuple[Callable, Any]:
     """Returns a function that computes the gradients of improved clustered attention with 100
-    clusters, for two rows of 4,096 tokens and twelve heads, and the shapes of its inputs.
+    clusters, for two rows of 4,096 tokens and twelve heads, and the shapes of its inputs. K-means
+    of the queries is compiled, too.
     """
     import jax
     import jax.numpy as jnp
 
     from brt.config import Attention
     from brt.layers.attention_kinds import clustered_config
-    from brt.ops.clustered_attention import attend_by_label
+    from brt.ops.clustered_attention import attend
 
     config = clustered_config(Attention(kind="improved_clustered", clusters=100))
 
-    def gradients(learned: Any, valid: Any, labels: Any, weights: Any) -> Any:
+    def gradients(learned: Any, valid: Any, weights: Any) -> Any:
         def loss(learned: Any) -> jax.Array:
-            output = attend_by_label(
-                *learned, valid, labels, config, scale=1.0, implementation=args.implementation
-            )
+            output = attend(
+                *learned, valid, config, jax.random.key(0), scale=1.0,
+                implementation=args.implementation, kmeans_implementation=args.implementation,
+            )  # fmt: skip
             return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
 
         return jax.grad(loss)(learned)
 
     tokens, valid = array(2, 4096, 12, args.one), array(2, 4096, dtype="bool")
-    return gradients, ((tokens, tokens, tokens), valid, array(2, 12, 4096, dtype="int32"), tokens)
+    return gradients, ((tokens, tokens, tokens), valid, tokens)
 
 
 OPERATIONS = {

@@ -1,0 +1,197 @@
+"""K-means of hash codes on GPUs, as a Pallas kernel for the Triton backend.
+
+A hash code is a vector of bits +1 and -1, and each centroid is such a vector, too. A program of the
+kernel runs all iterations for one head. In each iteration, it loops over tiles of codes: products
+of the tile and the centroids rank the centroids by their distance from each code, and the product
+of the resulting memberships and the codes adds up the codes of each cluster. No sum needs atomic
+additions. `kmeans_tpu` has the same arithmetic, and describes it.
+
+In shapes, B is the number of rows of the batch, H of heads, T of codes of a head, P of bits of a
+code, and C of clusters. T', P' and C' are T, P and C after padding.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.distributed import rules
+from brt.ops.gpu import LaunchShape, dot_float32, triton_refusal
+
+# More clusters or bits do not fit into the registers of a program.
+_MAX_CLUSTERS, _MAX_BITS = 128, 63
+# With these parameters, the compiler for sm_90a (H100, H200) spills no registers.
+_LAUNCH = LaunchShape(rows=64, columns=0, warps=8, stages=2)
+# This number is added to the ranks of centroids that no code may be assigned to. It is greater than
+# all other ranks.
+_UNUSED = 2.0**22
+
+
+def refusal(
+    codes: Float[Array, "B H T P"],
+    valid: Any,
+    centroids: Float[Array, "B H C P"],
+    *_: Any,
+    **__: Any,
+) -> str | None:
+    """Returns the reason why the kernel does not support these inputs, or None if it does.
+
+    The arguments are the same as for `kmeans` below.
+    """
+    if centroids.shape[2] > _MAX_CLUSTERS:
+        return f"has {_MAX_CLUSTERS} clusters at most, not {centroids.shape[2]}"
+    if codes.shape[3] > _MAX_BITS:
+        return f"has codes of {_MAX_BITS} bits at most, not of {codes.shape[3]}"
+    return triton_refusal()
+
+
+def kmeans(
+    codes: Float[Array, "B H T P"],
+    valid: Bool[Array, "B T"],
+    centroids: Float[Array, "B H C P"],
+    active: Bool[Array, "B C"],
+    *,
+    iterations: int,
+    interpret: bool = False,
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
+
+    Returns the index of each code's cluster, int32, or C for padding; and the centroids to which
+    the last iteration assigned the codes.
+
+    Args:
+      codes: hash codes of +1 and -1.
+      valid: False for padding, which does not affect centroids.
+      centroids: the initial centroids.
+      active: True for clusters that codes may be assigned to.
+      iterations: the number of iterations, each of which assigns all codes to clusters.
+      interpret: True runs the kernel on any device, slowly.
+    """
+    local = functools.partial(_local, iterations=iterations, interpret=interpret)
+    if rules.partitioned():
+        by_head = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
+        by_lane = rules.partition_spec("lanes", None, shape=valid.shape)
+        local = jax.shard_map(
+            local, in_specs=(by_head, by_lane, by_head, by_lane),
+            out_specs=(jax.P(*by_head[:3]), by_head), axis_names=rules.automatic_axes(),
+            check_vma=False,
+        )  # fmt: skip
+    return local(codes, valid, centroids, active)
+
+
+interpreted = functools.partial(kmeans, interpret=True)
+
+
+class _Inputs(NamedTuple):
+    """Inputs of a program, or of all programs with axes of rows and heads in front.
+
+    Attributes:
+      codes: bfloat16 [T', P']. The number behind the bits of a code is 1, so that sums of codes
+        count them. Padding is zero.
+      centroids: bfloat16 [C', P'], the initial centroids.
+      ranks: float32 [C'], the index of each centroid, plus `_UNUSED` if no code may be assigned to
+        it.
+    """
+
+    codes: Any
+    centroids: Any
+    ranks: Any
+
+
+def _local(
+    codes: Array, valid: Array, centroids: Array, active: Array, *, iterations: int, interpret: bool
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    (batch, heads, tokens, bits), clusters = codes.shape, centroids.shape[2]
+    counted = jnp.pad(codes, ((0, 0),) * 3 + ((0, 1),), constant_values=1)
+    counted = jnp.where(valid[:, None, :, None], counted, 0).astype(jnp.bfloat16)
+    width, used = max(pl.next_power_of_2(bits + 1), 16), max(pl.next_power_of_2(clusters), 16)
+    ranks = jnp.arange(used)[None] + jnp.where(_padded(active, 1, used), 0, _UNUSED)
+    inputs = _Inputs(
+        _padded(_padded(counted, 3, width), 2, -(-tokens // _LAUNCH.rows) * _LAUNCH.rows),
+        _padded(_padded(centroids.astype(jnp.bfloat16), 3, width), 2, used),
+        ranks.astype(jnp.float32),
+    )
+    labels, found = pl.pallas_call(
+        functools.partial(kmeans_kernel, bits=bits, iterations=iterations),
+        grid=(heads, batch),
+        in_specs=[
+            _Inputs(
+                *(pl.BlockSpec((None, None, *x.shape[2:]), _head) for x in inputs[:2]),
+                pl.BlockSpec((None, used), lambda h, b: (b, 0)),
+            )
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, inputs.codes.shape[2]), lambda h, b: (b, h, 0)),
+            pl.BlockSpec((None, None, used, width), _head),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct(inputs.codes.shape[:3], jnp.int32),
+            jax.ShapeDtypeStruct(inputs.centroids.shape, jnp.bfloat16),
+        ],
+        interpret=interpret, compiler_params=_LAUNCH.compiler_params(),
+    )(inputs)  # fmt: skip
+    labels = jnp.where(valid[:, None], labels[:, :, :tokens], clusters)
+    return labels, found[:, :, :clusters, :bits].astype(centroids.dtype)
+
+
+def _head(h: Any, b: Any) -> tuple[Any, ...]:
+    return b, h, 0, 0
+
+
+def _padded(x: Array, axis: int, size: int) -> Array:
+    """Returns x, padded with zeros or False along an axis to a size."""
+    return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+
+
+def kmeans_kernel(
+    inputs: _Inputs, labels: Any, centroids: Any, *, bits: int, iterations: int
+) -> None:
+    """Writes the cluster of each code of a head, and the centroids.
+
+    Args:
+      inputs: references to the inputs of the program.
+      labels: reference to the clusters, int32 [T'].
+      centroids: reference to the centroids of the last assignment, bfloat16 [C', P'].
+      bits: P, the number of bits of a code.
+      iterations: the number of assignments.
+    """
+    used = inputs.centroids.shape[0]
+    ranks, rows = inputs.ranks[:][:, None], _LAUNCH.rows
+    tiles = inputs.codes.shape[0] // rows
+
+    def ranked(codes: Array, means: Array) -> Array:
+        """Returns numbers [C', R], of which the smallest of a code belongs to its cluster.
+
+        The product of two codes is the number of equal bits minus the number of different bits.
+        """
+        return ranks - used * dot_float32(means, codes.T)
+
+    def update(_: Any, means: Array) -> Array:
+        """Returns the bitwise majority of the codes of each cluster, -1 for a tie."""
+
+        def add_tile(i: Any, sums: Array) -> Array:
+            """Returns `sums`, the sums [C', P'] of each cluster's codes, plus those of a tile."""
+            codes = inputs.codes[pl.ds(i * rows, rows)]
+            order = ranked(codes, means)
+            members = order == jnp.min(order, axis=0)[None]
+            return sums + dot_float32(members.astype(codes.dtype), codes)
+
+        sums = jax.lax.fori_loop(0, tiles, add_tile, jnp.zeros(means.shape, jnp.float32))
+        column = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
+        counts = jnp.sum(jnp.where(column == bits, sums, 0), axis=1)
+        majority = jnp.where(column < bits, jnp.where(sums > 0, 1.0, -1.0), 0.0)
+        return jnp.where((counts > 0)[:, None], majority.astype(means.dtype), means)
+
+    means = jax.lax.fori_loop(0, iterations - 1, update, inputs.centroids[:, :])
+    centroids[:, :] = means
+
+    def assign(i: Any, _: None) -> None:
+        """Writes the clusters of a tile of codes; the low bits of a rank are its index."""
+        own = pl.ds(i * rows, rows)
+        smallest = jnp.min(ranked(inputs.codes[own], means), axis=0)
+        labels[own] = smallest.astype(jnp.int32) & (used - 1)
+
+    jax.lax.fori_loop(0, tiles, assign, None)
