@@ -85,15 +85,16 @@ def test_what_attention_does_not_support_is_said(changed: dict[str, Any], reason
 @pytest.mark.parametrize(
     ("bits", "clusters", "reason"),
     [
-        (64, 100, "has codes of 63 bits at most, not of 64"),
-        (63, 129, "has 128 clusters at most, not 129"),
+        (65, 100, "has codes of 64 bits at most, not of 65"),
+        (64, 129, "has 128 clusters at most, not 129"),
     ],
 )
 def test_what_kmeans_does_not_support_is_said(bits: int, clusters: int, reason: str) -> None:
     codes, centroids = jnp.zeros((1, 1, 128, bits)), jnp.zeros((1, 1, clusters, bits))
     with dispatch.use_backend("gpu"):
         assert kmeans_gpu.refusal(codes, None, centroids) == reason
-        assert kmeans_gpu.refusal(codes[..., :63], None, centroids[:, :, :100]) is None
+        fitting = jnp.zeros((1, 1, 128, 64)), None, jnp.zeros((1, 1, 100, 64))
+        assert kmeans_gpu.refusal(*fitting) is None
 
 
 def test_cpus_refuse_the_kernel() -> None:

@@ -22,7 +22,7 @@ from brt.distributed import rules
 from brt.ops.gpu import LaunchShape, dot_float32, triton_refusal
 
 # More clusters or bits do not fit into the registers of a program.
-_MAX_CLUSTERS, _MAX_BITS = 128, 63
+_MAX_CLUSTERS, _MAX_BITS = 128, 64
 # With these parameters, the compiler for sm_90a (H100, H200) spills no registers.
 _LAUNCH = LaunchShape(rows=64, columns=0, warps=8, stages=2)
 # This number is added to the ranks of centroids that no code may be assigned to. It is greater than
@@ -72,12 +72,12 @@ def kmeans(
     """
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():
-        by_head = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
-        by_lane = rules.partition_spec("lanes", None, shape=valid.shape)
+        head_partition = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
+        lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
         local = jax.shard_map(
-            local, in_specs=(by_head, by_lane, by_head, by_lane),
-            out_specs=(jax.P(*by_head[:3]), by_head), axis_names=rules.automatic_axes(),
-            check_vma=False,
+            local, in_specs=(head_partition, lane_partition) * 2,
+            out_specs=(jax.P(*head_partition[:3]), head_partition),
+            axis_names=rules.automatic_axes(), check_vma=False,
         )  # fmt: skip
     return local(codes, valid, centroids, active)
 
@@ -89,14 +89,15 @@ class _Inputs(NamedTuple):
     """Inputs of a program, or of all programs with axes of rows and heads in front.
 
     Attributes:
-      codes: bfloat16 [T', P']. The number behind the bits of a code is 1, so that sums of codes
-        count them. Padding is zero.
+      codes: bfloat16 [T', P']. Padding is zero.
+      exist: float32 [T'], 1 for codes and 0 for padding.
       centroids: bfloat16 [C', P'], the initial centroids.
       ranks: float32 [C'], the index of each centroid, plus `_UNUSED` if no code may be assigned to
         it.
     """
 
     codes: Any
+    exist: Any
     centroids: Any
     ranks: Any
 
@@ -105,27 +106,30 @@ def _local(
     codes: Array, valid: Array, centroids: Array, active: Array, *, iterations: int, interpret: bool
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     (batch, heads, tokens, bits), clusters = codes.shape, centroids.shape[2]
-    counted = jnp.pad(codes, ((0, 0),) * 3 + ((0, 1),), constant_values=1)
-    counted = jnp.where(valid[:, None, :, None], counted, 0).astype(jnp.bfloat16)
-    width, used = max(pl.next_power_of_2(bits + 1), 16), max(pl.next_power_of_2(clusters), 16)
+    width, used = (max(pl.next_power_of_2(size), 16) for size in (bits, clusters))
+    rows = -(-tokens // _LAUNCH.rows) * _LAUNCH.rows
+    existing = jnp.where(valid[:, None, :, None], codes, 0).astype(jnp.bfloat16)
     ranks = jnp.arange(used)[None] + jnp.where(_padded(active, 1, used), 0, _UNUSED)
     inputs = _Inputs(
-        _padded(_padded(counted, 3, width), 2, -(-tokens // _LAUNCH.rows) * _LAUNCH.rows),
+        _padded(_padded(existing, 3, width), 2, rows),
+        _padded(valid.astype(jnp.float32), 1, rows),
         _padded(_padded(centroids.astype(jnp.bfloat16), 3, width), 2, used),
         ranks.astype(jnp.float32),
     )
     labels, found = pl.pallas_call(
-        functools.partial(kmeans_kernel, bits=bits, iterations=iterations),
+        functools.partial(kmeans_kernel, iterations=iterations),
         grid=(heads, batch),
         in_specs=[
             _Inputs(
-                *(pl.BlockSpec((None, None, *x.shape[2:]), _head) for x in inputs[:2]),
+                _by_head(inputs.codes),
+                pl.BlockSpec((None, rows), lambda h, b: (b, 0)),
+                _by_head(inputs.centroids),
                 pl.BlockSpec((None, used), lambda h, b: (b, 0)),
             )
         ],
         out_specs=[
-            pl.BlockSpec((None, None, inputs.codes.shape[2]), lambda h, b: (b, h, 0)),
-            pl.BlockSpec((None, None, used, width), _head),
+            pl.BlockSpec((None, None, rows), lambda h, b: (b, h, 0)),
+            _by_head(inputs.centroids),
         ],
         out_shape=[
             jax.ShapeDtypeStruct(inputs.codes.shape[:3], jnp.int32),
@@ -137,8 +141,9 @@ def _local(
     return labels, found[:, :, :clusters, :bits].astype(centroids.dtype)
 
 
-def _head(h: Any, b: Any) -> tuple[Any, ...]:
-    return b, h, 0, 0
+def _by_head(x: Array) -> pl.BlockSpec:
+    """Returns the block of a head of an array [B, H, M, N]."""
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda h, b: (b, h, 0, 0))
 
 
 def _padded(x: Array, axis: int, size: int) -> Array:
@@ -146,16 +151,13 @@ def _padded(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
 
 
-def kmeans_kernel(
-    inputs: _Inputs, labels: Any, centroids: Any, *, bits: int, iterations: int
-) -> None:
+def kmeans_kernel(inputs: _Inputs, labels: Any, centroids: Any, *, iterations: int) -> None:
     """Writes the cluster of each code of a head, and the centroids.
 
     Args:
       inputs: references to the inputs of the program.
       labels: reference to the clusters, int32 [T'].
       centroids: reference to the centroids of the last assignment, bfloat16 [C', P'].
-      bits: P, the number of bits of a code.
       iterations: the number of assignments.
     """
     used = inputs.centroids.shape[0]
@@ -172,18 +174,21 @@ def kmeans_kernel(
     def update(_: Any, means: Array) -> Array:
         """Returns the bitwise majority of the codes of each cluster, -1 for a tie."""
 
-        def add_tile(i: Any, sums: Array) -> Array:
-            """Returns `sums`, the sums [C', P'] of each cluster's codes, plus those of a tile."""
-            codes = inputs.codes[pl.ds(i * rows, rows)]
+        def add_tile(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Returns the sums [C', P'] of each cluster's codes and their numbers [C'], with those
+            of the i-th tile.
+            """
+            own = pl.ds(i * rows, rows)
+            codes = inputs.codes[own]
             order = ranked(codes, means)
-            members = order == jnp.min(order, axis=0)[None]
-            return sums + dot_float32(members.astype(codes.dtype), codes)
+            members = (order == jnp.min(order, axis=0)[None]).astype(jnp.float32)
+            counts = sums[1] + jnp.sum(members * inputs.exist[own][None], axis=1)
+            return sums[0] + dot_float32(members.astype(codes.dtype), codes), counts
 
-        sums = jax.lax.fori_loop(0, tiles, add_tile, jnp.zeros(means.shape, jnp.float32))
-        column = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
-        counts = jnp.sum(jnp.where(column == bits, sums, 0), axis=1)
-        majority = jnp.where(column < bits, jnp.where(sums > 0, 1.0, -1.0), 0.0)
-        return jnp.where((counts > 0)[:, None], majority.astype(means.dtype), means)
+        zeros = jnp.zeros(means.shape, jnp.float32), jnp.zeros(used, jnp.float32)
+        sums, counts = jax.lax.fori_loop(0, tiles, add_tile, zeros)
+        majority = jnp.where(sums > 0, 1.0, -1.0).astype(means.dtype)
+        return jnp.where((counts > 0)[:, None], majority, means)
 
     means = jax.lax.fori_loop(0, iterations - 1, update, inputs.centroids[:, :])
     centroids[:, :] = means

@@ -136,11 +136,11 @@ def _attend(
     batch, heads, clusters, _ = centroids.shape
     by_head = jnp.broadcast_to(seen, (batch, heads, *seen.shape[2:]))
     mask = _padded(by_head, 3) if seen.shape[2] == 1 else _padded(_padded(by_head, 3), 2)
-    q, k, v, mask = (
-        x.reshape(-1, *x.shape[2:])
-        for x in (*(_padded(x, 2) for x in (centroids, keys, values)), mask)
+    q, k, v = (
+        _padded(x, 2).reshape(batch * heads, -1, 1, x.shape[3]) for x in (centroids, keys, values)
     )
-    part = masked.attend_part(*(x[:, :, None] for x in (q, k, v)), None, mask, interpret=interpret)
+    by_row = mask.reshape(batch * heads, *mask.shape[2:])
+    part = masked.attend_part(q, k, v, None, by_row, interpret=interpret)
     return AttentionPart(
         part.output.reshape(batch, heads, -1, values.shape[3])[:, :, :clusters],
         part.lse.reshape(batch, heads, -1)[:, :, :clusters],
