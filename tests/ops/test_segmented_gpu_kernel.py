@@ -55,11 +55,11 @@ def run(recur: Callable, given: tuple[Any, ...], config: CrossConfig = CONFIG) -
 
     def loss(given: tuple[Any, ...]) -> tuple[jax.Array, Any]:
         found = recur(*given[:2], counts, given[2], config)
-        weighted = (
+        states, scale = (
             jnp.sum(x * jnp.asarray(rng.normal(size=x.shape), jnp.float32))
             for x in (found.states, found.scale)
         )
-        return sum(weighted), found
+        return states + scale, found
 
     function = jax.jit(jax.grad(loss, has_aux=True))
     found = function(given)
@@ -163,7 +163,7 @@ def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
 def test_what_the_kernels_do_not_support_is_said(
     changed: dict[str, Any], reason: str | None
 ) -> None:
-    sizes = {"size": 64, "width": 64, "dtype": "bfloat16"}
+    sizes: dict[str, Any] = {"size": 64, "width": 64, "dtype": "bfloat16"}
     sizes |= {name: changed[name] for name in sizes if name in changed}
     config = dataclasses.replace(
         CONFIG, **{name: x for name, x in changed.items() if name not in sizes}

@@ -9,4 +9,5 @@ from brt.ops.segmented_recurrent_attention.api import advance as advance
 from brt.ops.segmented_recurrent_attention.api import attend as attend
 from brt.ops.segmented_recurrent_attention.api import prefill as prefill
 from brt.ops.segmented_recurrent_attention.api import step as step
+from brt.ops.segmented_recurrent_attention.pallas_gpu import refusal as gpu_refusal
 from brt.ops.segmented_recurrent_attention.pallas_tpu import refusal as refusal

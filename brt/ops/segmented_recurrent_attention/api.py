@@ -59,7 +59,8 @@ def _gpu_refusal(
     config: CrossConfig,
     **__: Any,
 ) -> str | None:
-    return pallas_gpu.refusal(config, *windows.keys.shape[3:], windows.keys.dtype)
+    size, width = windows.keys.shape[3:]
+    return pallas_gpu.refusal(config, size, width, windows.keys.dtype)
 
 
 OP = Op(

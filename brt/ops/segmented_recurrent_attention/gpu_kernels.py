@@ -18,6 +18,8 @@ from jaxtyping import Array
 
 from brt.ops.gpu import LaunchShape, dot_float32
 
+_MATRIX_ROWS = 64  # The matrix units take this number of rows of a product's first factor.
+
 
 class NeuronTileInputs(NamedTuple):
     """Inputs of the forward kernel, or their block specs.
@@ -215,9 +217,9 @@ def segmented_recurrence_products(
     def tile_backward(i: Any, _: None) -> None:
         rows = _tile_slice(i, launch.rows)
         keys = inputs.keys[rows]
-        products = dot_float32(inputs.values[rows], own.T)
+        products = _few_rows_times(inputs.values[rows], own.T)
         d_keys[rows] = (products + 2 * keys.astype(jnp.float32) * squares).astype(dtype)
-        d_values[rows] = dot_float32(keys, own).astype(dtype)
+        d_values[rows] = _few_rows_times(keys, own).astype(dtype)
 
     _loop(0, inputs.keys.shape[0] // launch.rows, tile_backward, None)
 
@@ -238,6 +240,15 @@ def _place(i: Any, tiles: int, rows: int) -> tuple[Any, Any]:
     if tiles == 1:
         return i, pl.ds(0, rows)
     return jax.lax.div(i, tiles), _tile_slice(jax.lax.rem(i, tiles), rows)
+
+
+def _few_rows_times(a: Array, b: Array) -> Array:
+    """Returns the matrix product a b in float32.
+
+    The matrix units of an H100 take 64 rows of the first factor at a time. With fewer rows, the
+    product is therefore computed from the transposed factors.
+    """
+    return dot_float32(a, b) if a.shape[0] >= _MATRIX_ROWS else dot_float32(b.T, a.T).T
 
 
 def _reset(membrane: Array, neuron: Any) -> Array:

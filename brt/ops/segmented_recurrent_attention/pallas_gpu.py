@@ -124,4 +124,5 @@ def _local(
     keys: Array, values: Array, counts: Array, learned: tuple, settings: RecurrenceSettings
 ) -> tuple[Float[Array, "M B H K K"], Float[Array, "B H K"], Float[Array, "B H K"]]:
     """Returns the states, the sums of squared keys, and the numbers of states above 0."""
-    return run_neurons(RecurrenceArguments(keys, values, *learned, counts), settings)[:3]
+    bias, neuron = learned
+    return run_neurons(RecurrenceArguments(keys, values, bias, neuron, counts), settings)[:3]
