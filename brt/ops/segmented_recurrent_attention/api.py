@@ -40,6 +40,8 @@ from brt.ops.segmented_recurrent_attention.windows import SegmentWindows as Segm
 from brt.ops.segmented_recurrent_attention.windows import SharedKeys as SharedKeys
 from brt.ops.tpu import LANES
 
+gpu_refusal = pallas_gpu.refusal
+
 
 def _kernel_refusal(
     queries: Array,
