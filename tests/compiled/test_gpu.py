@@ -84,6 +84,19 @@ def test_the_kernels_of_centroids_compile_without_spills() -> None:
         assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
 
 
+@pytest.mark.parametrize(
+    "options", [[], ["--segment=16"], ["--segment=96", "--dtype=float16"]], ids=" ".join
+)
+def test_the_kernels_of_the_segmented_recurrence_compile_without_spills(options: list[str]) -> None:
+    """One of the three kernels, that of the membrane potentials, has no matrix products."""
+    options = ["--operation=segmented_recurrence", "--head_dims=64,128", "--json", *options]
+    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+    assert len(found) == 3 * 2
+    for name, used in found.items():
+        assert (used["spilled"], used["atomics"]) == (0, 0), name
+        assert (used["wgmma"] > 0) == ("potentials" not in name), name
+
+
 def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -> None:
     def peak(implementation: str) -> int:
         bindings = (

@@ -7,6 +7,7 @@ python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
 python tools/benchmark/gpu_kernels.py --operation softmax_attention     # of recurrent states
 python tools/benchmark/gpu_kernels.py --operation masked_attention --head_dims 64,128  # of encoders
 python tools/benchmark/gpu_kernels.py --operation clustered_attention --head_dims 64,128
+python tools/benchmark/gpu_kernels.py --operation segmented_recurrence --head_dims 64,128
 
 No GPU is needed. For each kernel, the table has the compiler's figures: registers of a thread,
 bytes of registers that are spilled to memory, warps and shared memory of a program, and the number
@@ -27,7 +28,7 @@ from typing import Any
 
 from brt import jax_versions
 
-_NAMES = r"((?:(?:window|softmax|masked)_attention|kmeans)_\w+"
+_NAMES = r"((?:(?:window|softmax|masked)_attention|segmented_recurrence|kmeans)_\w+"
 KERNELS = re.compile(rf"\.entry {_NAMES}?)(?:_mosaic_gpu_kernel)?\(")
 LAUNCHES = re.compile(rf"{_NAMES}) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)")
 # For Mosaic GPU, XLA's dump has only a call, so these figures are in the files of the kernel.
@@ -252,7 +253,43 @@ def clustered_gradients(
     return gradients, ((tokens, tokens, tokens), valid, tokens)
 
 
+def segmented_gradients(
+    args: argparse.Namespace, array: Callable[..., Any]
+) -> tuple[Callable, Any]:
+    """Returns a function that computes the gradients of SRformer's cross-attention of 128 target
+    positions, for two sources of 1,024 tokens and eight heads, and the shapes of its inputs.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from brt.config import CrossAttention
+    from brt.layers.seq2seq.cross_attention import cross_config
+    from brt.ops import segmented_recurrent_attention as segmented
+
+    config, size = cross_config(CrossAttention(kind="srformer")), args.segment
+
+    def gradients(learned: Any, mask: Any, counts: Any, weights: Any) -> Any:
+        def loss(learned: Any) -> jax.Array:
+            queries, keys, values, parameters = learned
+            windows = segmented.SegmentWindows(keys, values, mask, counts)
+            output, _ = segmented.attend(
+                queries, windows, parameters, config, implementation=args.implementation
+            )
+            return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
+
+        return jax.grad(loss)(learned)
+
+    queries, keys = array(2, 128, 8, args.one), array(1024 // size, 2, 8, size, args.one)
+    kernel, bias = (array(*(args.one,) * n, dtype="float32") for n in (2, 1))
+    parameters = segmented.RecurrenceParameters(
+        kernel, array(dtype="float32"), array(dtype="float32"), bias
+    )
+    mask, counts = array(1024 // size, 2, size, dtype="bool"), array(2, dtype="int32")
+    return gradients, ((queries, keys, keys, parameters), mask, counts, queries)
+
+
 OPERATIONS = {
+    "segmented_recurrence": segmented_gradients,
     "clustered_attention": clustered_gradients,
     "window_attention": window_gradients,
     "softmax_attention": softmax_gradients,
@@ -269,6 +306,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--implementation", default="pallas_gpu")
     flags.add_argument("--window", type=int, default=512)
     flags.add_argument("--block", type=int, default=0, help="default: a window")
+    flags.add_argument("--segment", type=int, default=64, help="tokens of a segment of a source")
     sizes = {"type": lambda text: [int(x) for x in text.split(",")], "default": [64, 128, 256]}
     flags.add_argument("--head_dims", metavar="SIZES", help="default: 64,128,256", **sizes)
     flags.add_argument("--dtype", default="bfloat16")

@@ -39,12 +39,23 @@ def _kernel_refusal(
     return segmented.refusal(config, heads, width, -(-length // config.segment_size), keys.dtype)
 
 
+def _gpu_refusal(
+    queries: Array, keys: Array, values: Array, valid: Array, parameters: CrossParameters,
+    config: CrossConfig, **__: Any,
+) -> str | None:  # fmt: skip
+    return segmented.gpu_refusal(config, config.segment_size, keys.shape[3], keys.dtype)
+
+
 OP = Op(
     "cross_attention",
     (
         Implementation(
             "pallas_tpu", partial(xla.attend, implementation="pallas_tpu"),
             ("tpu",), ("tpu",), _kernel_refusal,
+        ),
+        Implementation(
+            "pallas_gpu", partial(xla.attend, implementation="pallas_gpu"),
+            ("gpu",), ("gpu",), _gpu_refusal,
         ),
         Implementation("xla", xla.attend),
         Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),

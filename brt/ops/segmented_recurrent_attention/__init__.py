@@ -7,6 +7,7 @@ from brt.ops.segmented_recurrent_attention.api import SegmentWindows as SegmentW
 from brt.ops.segmented_recurrent_attention.api import SharedKeys as SharedKeys
 from brt.ops.segmented_recurrent_attention.api import advance as advance
 from brt.ops.segmented_recurrent_attention.api import attend as attend
+from brt.ops.segmented_recurrent_attention.api import gpu_refusal as gpu_refusal
 from brt.ops.segmented_recurrent_attention.api import prefill as prefill
 from brt.ops.segmented_recurrent_attention.api import step as step
 from brt.ops.segmented_recurrent_attention.pallas_tpu import refusal as refusal

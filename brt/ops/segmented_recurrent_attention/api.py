@@ -21,7 +21,14 @@ from jaxtyping import Array, Float, Int
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention import cache, pallas_tpu, reference, states_tpu, xla
+from brt.ops.segmented_recurrent_attention import (
+    cache,
+    pallas_gpu,
+    pallas_tpu,
+    reference,
+    states_tpu,
+    xla,
+)
 from brt.ops.segmented_recurrent_attention.cache import DecodingCache as DecodingCache
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.dense import DenseKernels
@@ -33,6 +40,8 @@ from brt.ops.segmented_recurrent_attention.windows import SegmentWindows as Segm
 from brt.ops.segmented_recurrent_attention.windows import SharedKeys as SharedKeys
 from brt.ops.tpu import LANES
 
+gpu_refusal = pallas_gpu.refusal
+
 
 def _kernel_refusal(
     queries: Array,
@@ -43,6 +52,17 @@ def _kernel_refusal(
 ) -> str | None:
     segments, _, heads, _, width = windows.keys.shape
     return pallas_tpu.refusal(config, heads, width, segments, windows.keys.dtype)
+
+
+def _gpu_refusal(
+    queries: Array,
+    windows: SegmentWindows,
+    parameters: RecurrenceParameters,
+    config: CrossConfig,
+    **__: Any,
+) -> str | None:
+    size, width = windows.keys.shape[3:]
+    return pallas_gpu.refusal(config, size, width, windows.keys.dtype)
 
 
 OP = Op(
@@ -57,6 +77,11 @@ OP = Op(
             ),
             ("tpu",), ("tpu",), _kernel_refusal,
         ),
+        Implementation(
+            "pallas_gpu",
+            partial(xla.attend, recur=pallas_gpu.recurrence),
+            ("gpu",), ("gpu",), _gpu_refusal,
+        ),
         Implementation("xla", xla.attend),
         Implementation(
             "pallas_interpret",
@@ -67,6 +92,12 @@ OP = Op(
             ),
             (),
             refusal=lambda _, windows, parameters, config, **__: pallas_tpu.feature_refusal(config),
+        ),
+        Implementation(
+            "pallas_gpu_interpret",
+            partial(xla.attend, recur=pallas_gpu.interpreted),
+            (),
+            refusal=lambda _, windows, parameters, config, **__: pallas_gpu.feature_refusal(config),
         ),
         Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),
     ),

@@ -44,7 +44,7 @@ from brt.ops.tpu import LANES, parallel_heads, vmem_refusal
 
 _HEAD_DIMS = (64, 128)
 # Kinds of cross-attention that need only the kernel of masked attention, not that of this module.
-_WITHOUT_RECURRENCE = "full", "segmented"
+WITHOUT_RECURRENCE = "full", "segmented"
 
 
 def feature_refusal(config: CrossConfig) -> str | None:
@@ -53,7 +53,7 @@ def feature_refusal(config: CrossConfig) -> str | None:
     Pallas's interpreter needs only this check, because it runs the kernels with any sizes. On TPUs,
     `refusal` also checks the sizes.
     """
-    if config.kind in _WITHOUT_RECURRENCE:
+    if config.kind in WITHOUT_RECURRENCE:
         return None
     if config.kind != "srformer" or not config.use_raf:
         return (
@@ -87,7 +87,7 @@ def refusal(
         return f"takes heads of {width} in pairs; a device has {heads}"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {dtype}"
-    if config.kind in _WITHOUT_RECURRENCE:
+    if config.kind in WITHOUT_RECURRENCE:
         return None
     if config.segment_size % 8:
         return f"has segments of a multiple of 8 tokens, not of {config.segment_size}"

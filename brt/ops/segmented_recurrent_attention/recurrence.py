@@ -129,7 +129,7 @@ def key_value_sums(
       config: settings of cross-attention.
     """
     if config.use_raf and not config.clamp:
-        values = _matmul(values, parameters.kernel)
+        values = matmul(values, parameters.kernel)
     return _key_value_sums(keys, values)
 
 
@@ -156,7 +156,7 @@ def neuron_inputs(
         products, total = (jnp.clip(x, -config.clamp, config.clamp) for x in (products, total))
     x = products if config.kv_source == "segment" else _other_segments(products, total)
     if config.use_raf and config.clamp:
-        x = _matmul(x, parameters.kernel)
+        x = matmul(x, parameters.kernel)
     if config.use_raf and parameters.bias is not None:
         x = x + jnp.expand_dims(parameters.bias, range(x.ndim - 1))
     return x
@@ -219,13 +219,13 @@ def sum_segments(x: Float[Array, "M *B"]) -> Float[Array, "*B"]:
 
 
 @jax.custom_vjp
-def _matmul(x: Array, kernel: Array) -> Array:
+def matmul(x: Array, kernel: Array) -> Array:
     """Returns x @ kernel in x's dtype."""
     return jnp.einsum("...c,ce->...e", x, kernel.astype(x.dtype))
 
 
 def _matmul_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _matmul(x, kernel), (x, kernel)
+    return matmul(x, kernel), (x, kernel)
 
 
 def _matmul_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
@@ -237,7 +237,7 @@ def _matmul_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[A
     return jnp.einsum("...e,ce->...c", gradient, kernel.astype(gradient.dtype)), d_kernel
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 @jax.custom_vjp
