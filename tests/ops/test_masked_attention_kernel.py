@@ -134,7 +134,8 @@ def test_a_batch_without_room_is_split(biased: bool, monkeypatch: pytest.MonkeyP
     assert_close(run(pallas_tpu.interpreted, given), run(reference.attend_part, given))
 
 
-@pytest.mark.parametrize("own_masks", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("own_masks", [False, True])
 def test_many_keys_are_split(own_masks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three calls of the kernels attend to 128, 128 and 64 keys, with the same dropout as one."""
     given = inputs((2,), 24, 320, 2, 8, own_masks=own_masks)

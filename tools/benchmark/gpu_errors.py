@@ -19,6 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from brt.config import Attention, CrossAttention
+from brt.layers.attention_kinds import clustered_config
+from brt.layers.seq2seq.cross_attention import cross_config
+from brt.ops import segmented_recurrent_attention as segmented
+from brt.ops.clustered_attention import attend_by_label, kmeans
 from brt.ops.dropout import DropoutMask
 from brt.ops.masked_attention import attend as masked_attend
 from brt.ops.softmax_attention import attend, attend_to_blocks
@@ -164,6 +169,91 @@ def masked(tokens: int, width: int, dtype: str = "bfloat16", *, biased: bool = T
     return Case(name, function, inputs, SOFTMAX)
 
 
+def clustered(tokens: int, width: int, kind: str) -> Case:
+    """Returns a case of clustered attention with 100 clusters; the second row ends with padding.
+
+    Args:
+      tokens: the number of tokens of a row.
+      width: the numbers of a head.
+      kind: "clustered" or "improved_clustered".
+    """
+    rng = np.random.default_rng(tokens + width)
+    shape = LANES, tokens, HEADS, width
+    names = "queries", "keys", "values"
+    inputs = {name: _normal(rng, shape, "bfloat16") for name in names}
+    valid = jnp.asarray(np.arange(tokens) < np.array([[tokens], [tokens // 3]]))
+    labels = jnp.asarray(rng.integers(0, 100, (LANES, HEADS, tokens)), jnp.int32)
+    config = clustered_config(Attention(kind=kind, clusters=100))
+
+    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
+        # XLA would compute sums over constant labels while it compiles, which takes long.
+        own = jax.lax.optimization_barrier(labels)
+        output = attend_by_label(
+            **given, valid=valid, labels=own, config=config, scale=width**-0.5,
+            implementation=implementation,
+        )  # fmt: skip
+        return (output,)
+
+    return Case(f"{kind}, {tokens} tokens, heads of {width}", function, inputs, SOFTMAX)
+
+
+def clusters(tokens: int) -> Case:
+    """Returns a case of k-means, whose clusters and centroids must be those of the reference.
+
+    `tokens` is the number of codes of a head; the codes of the second row end with padding.
+    """
+    rng = np.random.default_rng(tokens)
+    codes = jnp.asarray(2.0 * rng.integers(2, size=(LANES, HEADS, tokens, 64)) - 1, jnp.float32)
+    valid = jnp.asarray(np.arange(tokens) < np.array([[tokens], [tokens // 3]]))
+    active = jnp.ones((LANES, 100), bool)
+
+    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
+        codes = given["codes"]
+        labels, centroids = kmeans(
+            codes, valid, codes[:, :, :100], active, iterations=10, implementation=implementation
+        )
+        return labels.astype(jnp.float32), centroids
+
+    return Case(f"k-means of {tokens} codes", function, {"codes": codes}, SOFTMAX)
+
+
+def recurrence(tokens: int, width: int) -> Case:
+    """Returns a case of SRformer's attention of 128 queries, whose second source ends with padding.
+
+    A state near the threshold may fire in one precision only, so that single numbers differ by more
+    than the precision: compare with the error of plain XLA.
+
+    Args:
+      tokens: the number of tokens of a source, in segments of 64.
+      width: the numbers of a head.
+    """
+    rng, segments = np.random.default_rng(tokens + width), tokens // 64
+    shape = segments, LANES, HEADS, 64, width
+    inputs = {
+        "queries": _normal(rng, (LANES, 128, HEADS, width), "bfloat16", width**-0.5),
+        "keys": _normal(rng, shape, "bfloat16"),
+        "values": _normal(rng, shape, "bfloat16"),
+        "kernel": _normal(rng, (width, width), "float32", width**-0.5),
+    }
+    counts = jnp.asarray([segments, segments // 2])
+    mask = jnp.arange(segments)[:, None, None] < counts[None, :, None]
+    mask = jnp.broadcast_to(mask, (segments, LANES, 64))
+    config = cross_config(CrossAttention(kind="srformer", segment_size=64))
+
+    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
+        windows = segmented.SegmentWindows(given["keys"], given["values"], mask, counts)
+        learned = segmented.RecurrenceParameters(
+            given["kernel"], jnp.float32(0.7), jnp.float32(4.0), jnp.zeros(width)
+        )
+        output, _ = segmented.attend(
+            given["queries"], windows, learned, config,
+            target_length=128, implementation=implementation,
+        )  # fmt: skip
+        return (output,)
+
+    return Case(f"SRformer, {tokens} tokens, heads of {width}", function, inputs, SOFTMAX)
+
+
 def _normal(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0
 ) -> jax.Array:
@@ -176,6 +266,10 @@ CASES: Sequence[Callable[[], Case]] = (
     partial(states, 512, 512, 128, 3),
     partial(states_to_blocks, 512, 512, 128, False),
     partial(masked, 1024, 64),
+    partial(clusters, 4096),
+    partial(clustered, 4096, 64, "clustered"),
+    partial(clustered, 1024, 64, "improved_clustered"),
+    partial(recurrence, 1024, 64),
     partial(window, 256, 64, dropout=True),
     partial(window, 256, 128, "float16", null_keys=True),
     partial(states, 128, 128, 64, 2),
@@ -216,7 +310,9 @@ def measured(case: Case) -> Iterator[str]:
     expected = computed(case, "reference")
     for implementation in case.implementations:
         found, again = (computed(case, implementation) for _ in range(2))
-        error = max(np.abs(found[name] - x).max() / np.abs(x).max() for name, x in expected.items())
+        error = max(
+            np.abs(found[name] - x).max() / (np.abs(x).max() or 1.0) for name, x in expected.items()
+        )
         same = all(np.array_equal(found[name], again[name]) for name in found)
         yield f"{case.name:85} {implementation:17} {error:9.1e}  {'yes' if same else 'no'}"
 
