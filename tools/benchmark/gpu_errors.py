@@ -172,6 +172,9 @@ def masked(tokens: int, width: int, dtype: str = "bfloat16", *, biased: bool = T
 def clustered(tokens: int, width: int, kind: str) -> Case:
     """Returns a case of clustered attention with 100 clusters; the second row ends with padding.
 
+    In improved clustered attention, the best keys of a cluster may be others in another precision,
+    so that single numbers differ by more than the precision: compare with the error of plain XLA.
+
     Args:
       tokens: the number of tokens of a row.
       width: the numbers of a head.
