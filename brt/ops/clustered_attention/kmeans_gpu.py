@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.distributed import rules
+from brt.ops.clustered_attention.kmeans_tpu import on_devices
 from brt.ops.gpu import LaunchShape, dot_float32, triton_refusal
 
 # More clusters or bits do not fit into the registers of a program.
@@ -71,15 +71,7 @@ def kmeans(
       interpret: True runs the kernel on any device, slowly.
     """
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
-    if rules.partitioned():
-        head_partition = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
-        lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
-        local = jax.shard_map(
-            local, in_specs=(head_partition, lane_partition) * 2,
-            out_specs=(jax.P(*head_partition[:3]), head_partition),
-            axis_names=rules.automatic_axes(), check_vma=False,
-        )  # fmt: skip
-    return local(codes, valid, centroids, active)
+    return on_devices(local, codes, valid, centroids, active)
 
 
 interpreted = functools.partial(kmeans, interpret=True)

@@ -14,6 +14,7 @@ clusters. P' and C' are P and C after padding; P' includes the row of ones.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -89,19 +90,36 @@ def kmeans(
       iterations: the number of iterations, each of which assigns all codes to clusters.
       interpret: True runs the kernel on any device, slowly.
     """
-    local = functools.partial(_local, iterations=iterations, interpret=interpret)
+
+    def local(*arrays: Array) -> tuple[Array, Array]:
+        """Returns the clusters and centroids of one device."""
+        labels, found = _local(*arrays, iterations=iterations, interpret=interpret)
+        return labels[..., 0], found
+
+    return on_devices(local, codes, valid, centroids, active)
+
+
+def on_devices(
+    local: Callable[..., tuple[Array, Array]],
+    codes: Float[Array, "B H T P"],
+    valid: Bool[Array, "B T"],
+    centroids: Float[Array, "B H C P"],
+    active: Bool[Array, "B C"],
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    """Returns local(codes, valid, centroids, active), computed by each device for its own rows of
+    the batch and its own heads.
+    """
     if rules.partitioned():
         head_partition = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
         lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
         local = jax.shard_map(
             local,
             in_specs=(head_partition, lane_partition, head_partition, lane_partition),
-            out_specs=(head_partition, head_partition),
+            out_specs=(jax.P(*head_partition[:3]), head_partition),
             axis_names=rules.automatic_axes(),
             check_vma=False,
         )
-    labels, centroids = local(codes, valid, centroids, active)
-    return labels[..., 0], centroids
+    return local(codes, valid, centroids, active)
 
 
 interpreted = functools.partial(kmeans, interpret=True)
