@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.layers.runs import StackBlock, StackState
+from brt.layers.state import without_ready
 from brt.models.decoder import Decoder, new_state
 from brt.types import Variables
 
@@ -46,6 +47,11 @@ def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
         logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
         count=jnp.zeros((), jnp.int32),
     )
+
+
+def unprepared(memory: Memory) -> Memory:
+    """Returns the memory without what `brt.generation.steps.prepare` has added."""
+    return memory._replace(block=without_ready(memory.block))
 
 
 def map_lanes(memory: Memory, function: Callable[..., Array]) -> Memory:

@@ -62,6 +62,7 @@ class Session:
         compiled = partial(rules.jit, compiler_options=of_inference())
         self._read_segment = compiled(partial(steps.read_segment, decoder), donate_argnums=1)
         self._read_chunk = compiled(partial(steps.advance, decoder), donate_argnums=1)
+        self._prepare = compiled(partial(steps.prepare, decoder), donate_argnums=1)
         self._end_block = compiled(partial(steps.end_block, decoder), donate_argnums=1)
         self._read_and_write = compiled(
             partial(steps.read_and_write, decoder, known),
@@ -87,7 +88,18 @@ class Session:
 
         Until the session writes, all lanes have the same memory, which therefore has a single lane.
         """
-        self.memory: Memory = self._new_memory(self._variables)
+        self.memory = self._new_memory(self._variables)
+
+    @property
+    def memory(self) -> Memory:
+        """What the session remembers of the text so far."""
+        return memories.unprepared(self._memory)
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        # Between tokens that are read or written one by one, `_memory` is prepared for the next
+        # one. `_is_prepared` says so.
+        self._memory, self._is_prepared = memory, False
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
         """Reads the same text in all lanes.
@@ -184,9 +196,12 @@ class Session:
         tokens = np.zeros((self._memory_lanes, CHUNK), np.int32)
         tokens[:, : len(prompt)] = prompt
         counts = np.int32(len(prompt)), np.int32(count)
-        self.memory, read, length = self._read_and_write(
-            separate, self.memory, tokens, *counts, key, sampling=sampling
+        if not self._is_prepared:
+            self._memory = self._prepare(self._variables, self._memory)
+        self._memory, read, length = self._read_and_write(
+            separate, self._memory, tokens, *counts, key, sampling=sampling
         )
+        self._is_prepared = True
         self._end_if_full(int(self.memory.position))
         return np.asarray(read)[:, : int(length)]
 

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Int
 from brt.config import Model, Sampling
 from brt.generation.memory import Memory
 from brt.generation.sampling import choose
-from brt.layers.state import without_ready
 from brt.models.decoder import Decoder, logits, output_weights
 from brt.types import Variables
 
@@ -56,6 +55,17 @@ def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
     return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
 
 
+def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
+    """Returns the memory with the keys and values of the open block also in the form in which
+    attention to single tokens reads them. `read_and_write` needs this form and keeps it up to date.
+    """
+    block = decoder.apply(
+        {"params": variables.params}, memory.block, memory.position, variables.model_state,
+        method="prepare_block",
+    )  # fmt: skip
+    return memory._replace(block=block)
+
+
 def read_segment(
     decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, "B T"]
 ) -> Memory:
@@ -87,6 +97,7 @@ def read_and_write(
     `prompt_length` and `count` are arrays.
 
     Args:
+      memory: a memory that `prepare` has returned.
       tokens: the prompt, padded.
       prompt_length: number of tokens of the prompt.
       count: number of tokens of the prompt and of sampled tokens together.
@@ -129,10 +140,6 @@ def read_and_write(
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
         return i + 1, advance(decoder, variables, memory, next_tokens), tokens
 
-    block = decoder.apply(
-        {"params": variables.params}, memory.block, memory.position, variables.model_state,
-        method="prepare_block",
-    )  # fmt: skip
-    start = jnp.zeros((), jnp.int32), memory._replace(block=block), tokens
+    start = jnp.zeros((), jnp.int32), memory, tokens
     length, memory, tokens = jax.lax.while_loop(is_unfinished, add_token, start)
-    return memory._replace(block=without_ready(memory.block)), tokens, length
+    return memory, tokens, length

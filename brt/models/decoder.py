@@ -20,6 +20,7 @@ from brt.distributed.rules import constrain
 from brt.layers.basic import compute_dtype, dropout, norm_parameter, normed, parameter
 from brt.layers.runs import ModelState, StackBlock, StackState, new_stack_state, replace_parts
 from brt.layers.stack import Stack
+from brt.ops.few_rows import transposed_product
 from brt.ops.lookup import lookup
 from brt.types import Tokens
 
@@ -241,7 +242,4 @@ def logits(
       weights: the matrix that `output_weights` returns.
       hidden: the final vectors of the tokens, `DecoderOutput.hidden`.
     """
-    product = jnp.einsum(
-        "btd,vd->btv", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
-    return product * logit_scale(model)
+    return transposed_product(hidden, weights.astype(hidden.dtype)) * logit_scale(model)

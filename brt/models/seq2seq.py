@@ -25,6 +25,7 @@ from brt.layers.seq2seq.decoder import Decoder, Metrics
 from brt.layers.seq2seq.encoder import Encoder
 from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding
 from brt.ops.cross_attention import CrossCache
+from brt.ops.few_rows import transposed_product
 
 Params = dict[str, Any]
 
@@ -312,10 +313,7 @@ def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
       out: the scale, the embedding and the bias, from `readout`.
       hidden: the vectors of the tokens.
     """
-    product = out.scale * jnp.einsum(
-        "...d,vd->...v", hidden, out.embedding.astype(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    product = out.scale * transposed_product(hidden, out.embedding.astype(hidden.dtype))
     if out.bias is None:
         return product
     return product + out.bias.reshape((1,) * (product.ndim - 1) + out.bias.shape)

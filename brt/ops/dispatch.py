@@ -96,6 +96,8 @@ class BackendPolicy(NamedTuple):
         sharding is 'auto'.
       separates_layers: the compiled step has a separate array for each layer of a stack
         (`brt.training.layer_forms`).
+      rewrites_few_rows: products of a few vectors with a matrix need other forms than products of
+        many vectors (`brt.ops.few_rows`).
       copies_layers: a loop over layers copies a layer's kernels before it multiplies with them.
     """
 
@@ -116,6 +118,7 @@ class BackendPolicy(NamedTuple):
     sends_arrays_together: bool = False
     shares_optimizer_state: bool = True
     separates_layers: bool = True
+    rewrites_few_rows: bool = False
     copies_layers: bool = False
 
 
@@ -124,7 +127,7 @@ _POLICIES = {
         dtype="float32", orders_memory=False, stores_transposes=True, float32_factors=True,
         merges_rows=True, splits_wide_sums=True, defers_gradients=False,
         recomputes_elementwise=False, sends_arrays_together=True, shares_optimizer_state=False,
-        separates_layers=False, copies_layers=True,
+        separates_layers=False, rewrites_few_rows=True, copies_layers=True,
     ),
     "gpu": BackendPolicy(),
     "tpu": BackendPolicy(

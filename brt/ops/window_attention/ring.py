@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brt.ops.few_rows import stacked_products
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
 
@@ -91,7 +92,7 @@ def ring_attention(
     rows = queries.reshape(batch, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, groups, -1, size)
     new = [x.swapaxes(1, 2) for x in own]
-    parts = _product(rows, ring.keys), _product(rows, new[0].swapaxes(2, 3))
+    parts = stacked_products(rows, ring.keys), stacked_products(rows, new[0].swapaxes(2, 3))
     logits = jnp.concatenate(parts, axis=-1).reshape(batch, groups, -1, tokens, window + tokens)
     in_window = (distances >= nearest) & (distances < window + nearest)
     readable = read[:, None, None] + ahead[None, :, None]
@@ -110,11 +111,8 @@ def ring_attention(
         weights = jnp.where(hidden, 0.0, weights)
     weights = weights.astype(own[1].dtype).reshape(batch, groups, -1, window + tokens)
     before, here = jnp.split(weights, [window], axis=-1)
-    output = _product(before, ring.values) + _product(here, new[1])
+    output = stacked_products(before, ring.values) + stacked_products(here, new[1])
     output = output.astype(own[1].dtype).reshape(batch, groups, -1, tokens, size)
     output = output.transpose(0, 3, 1, 2, 4).reshape(queries.shape)
     return AttentionPart(output, jnp.moveaxis(lse, 3, 1).reshape(batch, tokens, heads))
 
-
-def _product(a: Float[Array, "B G M N"], b: Float[Array, "B G N P"]) -> Float[Array, "B G M P"]:
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
