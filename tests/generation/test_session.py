@@ -164,6 +164,19 @@ def test_what_is_written_does_not_depend_on_how_calls_are_cut(recurrent: Case) -
     assert np.any(texts[0][0] != texts[0][1]), "every lane draws its own"
 
 
+def test_a_session_that_goes_back_reads_no_keys_of_the_text_it_has_left(recurrent: Case) -> None:
+    session = recurrent.session
+    session.restart(Variables(recurrent.params))
+    session.read(TEXT[:9])  # The open block has two tokens of four.
+    before = session.snapshot()
+    expected = written(session, 2, sampling=RANDOM)
+    session.resume(before)
+    session.read([5])
+    session.resume(before)
+    np.testing.assert_array_equal(written(session, 2, sampling=RANDOM), expected)
+    assert jax.tree.structure(session.memory) == jax.tree.structure(before)
+
+
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [("recurrent", 40), *(pytest.param(name, 20_000, marks=pytest.mark.slow) for name in MODELS)],
