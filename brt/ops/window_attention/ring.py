@@ -115,4 +115,3 @@ def ring_attention(
     output = output.astype(own[1].dtype).reshape(batch, groups, -1, tokens, size)
     output = output.transpose(0, 3, 1, 2, 4).reshape(queries.shape)
     return AttentionPart(output, jnp.moveaxis(lse, 3, 1).reshape(batch, tokens, heads))
-
