@@ -97,8 +97,7 @@ class Session:
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        # Between tokens that are read or written one by one, `_memory` is prepared for the next
-        # one. `_is_prepared` says so.
+        # While tokens are read or written one by one, `_memory` also has what `steps.prepare` adds.
         self._memory, self._is_prepared = memory, False
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
@@ -198,10 +197,10 @@ class Session:
         counts = np.int32(len(prompt)), np.int32(count)
         if not self._is_prepared:
             self._memory = self._prepare(self._variables, self._memory)
+            self._is_prepared = True
         self._memory, read, length = self._read_and_write(
             separate, self._memory, tokens, *counts, key, sampling=sampling
         )
-        self._is_prepared = True
         self._end_if_full(int(self.memory.position))
         return np.asarray(read)[:, : int(length)]
 
