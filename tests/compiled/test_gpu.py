@@ -84,6 +84,15 @@ def test_the_kernels_of_centroids_compile_without_spills() -> None:
         assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
 
 
+def test_the_kernels_of_causal_clustered_attention_compile_without_spills() -> None:
+    """There are three kernels for the previous block and three for the memory of the centroids."""
+    options = "--operation=causal_clustered_attention", "--head_dims=64,128", "--json"
+    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+    assert len(found) == 6 * 2
+    for name, used in found.items():
+        assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
+
+
 @pytest.mark.parametrize(
     "options", [[], ["--segment=16"], ["--segment=96", "--dtype=float16"]], ids=" ".join
 )

@@ -23,9 +23,15 @@ from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import segmented_recurrent_attention as segmented
+from brt.ops.causal_clustered_attention import (
+    CentroidMemory,
+    Centroids,
+    causal_clustered_attention,
+)
 from brt.ops.clustered_attention import attend_by_label, kmeans
 from brt.ops.dropout import DropoutMask
 from brt.ops.masked_attention import attend as masked_attend
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.window_attention import window_part
 
@@ -200,6 +206,52 @@ def clustered(tokens: int, width: int, kind: str) -> Case:
     return Case(f"{kind}, {tokens} tokens, heads of {width}", function, inputs, SOFTMAX)
 
 
+def causal_clustered(window: int, width: int) -> Case:
+    """Returns a case of causal clustered attention of two blocks, with 64 centroids that keep 16
+    keys each. In one row, a document starts in between, and one memory is not full.
+
+    The window's own attention, which is an input, is random.
+
+    Args:
+      window: the window, and the number of tokens of a block.
+      width: the numbers of a head.
+    """
+    rng = np.random.default_rng(window + width)
+    tokens, memory = (LANES, 2 * window, HEADS, width), (2, LANES, HEADS, 64)
+    inputs: Inputs = {
+        "queries": _normal(rng, tokens, "bfloat16", width**-0.5),
+        "window": AttentionPart(
+            _normal(rng, tokens, "bfloat16"), _normal(rng, tokens[:3], "float32")
+        ),
+        "keys": _normal(rng, (LANES, 3 * window, HEADS, width), "bfloat16"),
+        "values": _normal(rng, (LANES, 3 * window, HEADS, width), "bfloat16"),
+        "memory": [
+            *(_normal(rng, (*memory, 16, width), "bfloat16") for _ in range(2)),
+            _normal(rng, (*memory, width), "float32"),
+            _normal(rng, memory, "float32"),
+        ],
+        "bias": _normal(rng, (HEADS,), "float32"),
+    }
+    filled = jnp.asarray([[16, 5], [16, 16]])
+    cache_mask = jnp.asarray([[False, True], [True, True]])
+    # The products of queries and centroids are exact in float32, so that the reference assigns the
+    # same centroids to the queries.
+    vectors = _normal(rng, (HEADS, 64, width), "float32")
+    centroids = Centroids(vectors.astype("bfloat16").astype("float32"), jnp.zeros((HEADS, 64)))
+
+    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
+        output = causal_clustered_attention(
+            given["queries"], given["window"], given["keys"], given["values"], cache_mask,
+            CentroidMemory(*given["memory"], filled), centroids, given["bias"],
+            implementation=implementation,
+        )  # fmt: skip
+        return (output,)
+
+    return Case(
+        f"causal clustered, windows of {window}, heads of {width}", function, inputs, SOFTMAX
+    )
+
+
 def clusters(tokens: int) -> Case:
     """Returns a case of k-means, whose clusters and centroids must be those of the reference.
 
@@ -273,6 +325,7 @@ CASES: Sequence[Callable[[], Case]] = (
     partial(clustered, 4096, 64, "clustered"),
     partial(clustered, 1024, 64, "improved_clustered"),
     partial(recurrence, 1024, 64),
+    partial(causal_clustered, 512, 64),
     partial(window, 256, 64, dropout=True),
     partial(window, 256, 128, "float16", null_keys=True),
     partial(states, 128, 128, 64, 2),

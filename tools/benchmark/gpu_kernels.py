@@ -7,6 +7,7 @@ python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
 python tools/benchmark/gpu_kernels.py --operation softmax_attention     # of recurrent states
 python tools/benchmark/gpu_kernels.py --operation masked_attention --head_dims 64,128  # of encoders
 python tools/benchmark/gpu_kernels.py --operation clustered_attention --head_dims 64,128
+python tools/benchmark/gpu_kernels.py --operation causal_clustered_attention --head_dims 64,128
 python tools/benchmark/gpu_kernels.py --operation segmented_recurrence --head_dims 64,128
 
 No GPU is needed. For each kernel, the table has the compiler's figures: registers of a thread,
@@ -288,7 +289,19 @@ def segmented_gradients(
     return gradients, ((queries, keys, keys, parameters), mask, counts, queries)
 
 
+def causal_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:
+    """Returns a function that computes the gradients of causal clustered attention with 64
+    centroids that keep 16 keys each, for two windows of tokens and eight heads, and the shapes of
+    its inputs.
+    """
+    from kernel_cases import causal
+
+    args.lanes, args.head_dim = 1, args.one
+    return causal(array, args)
+
+
 OPERATIONS = {
+    "causal_clustered_attention": causal_gradients,
     "segmented_recurrence": segmented_gradients,
     "clustered_attention": clustered_gradients,
     "window_attention": window_gradients,

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
-from brt.ops.causal_clustered_attention import pallas_tpu, reference, xla
+from brt.ops.causal_clustered_attention import pallas_gpu, pallas_tpu, reference, xla
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
@@ -49,8 +49,16 @@ OP = Op(
             ("tpu",),
             pallas_tpu.refusal,
         ),
+        Implementation(
+            "pallas_gpu",
+            pallas_gpu.causal_clustered_attention,
+            ("gpu",),
+            ("gpu",),
+            pallas_gpu.refusal,
+        ),
         Implementation("xla", xla.causal_clustered_attention),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
+        Implementation("pallas_gpu_interpret", pallas_gpu.interpreted, auto=()),
         Implementation("reference", reference.causal_clustered_attention, auto=()),
     ),
 )
@@ -61,7 +69,9 @@ MEMORY_SCAN = Op(
         # There are no Pallas kernels for the update of the memory. If a caller selects an
         # implementation by the name of a kernel, plain XLA updates the memory.
         Implementation("pallas_tpu", xla.memory_scan, (), ("tpu",)),
+        Implementation("pallas_gpu", xla.memory_scan, (), ("gpu",)),
         Implementation("pallas_interpret", xla.memory_scan, auto=()),
+        Implementation("pallas_gpu_interpret", xla.memory_scan, auto=()),
         Implementation("reference", reference.memory_scan, auto=()),
     ),
 )

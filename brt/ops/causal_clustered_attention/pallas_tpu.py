@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.distributed import rules
+from brt.ops.causal_clustered_attention import sharding
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
@@ -54,8 +54,8 @@ def refusal(
 
     The arguments are the same as for `causal_clustered_attention`.
     """
-    if rules.partitioned():
-        return "reads what one device has"
+    if reason := sharding.refusal():
+        return reason
     width, size = queries.shape[1] // cache_mask.shape[1], queries.shape[-1]
     clusters, slots = pasts.keys.shape[3:5]
     if width % 128 or clusters % 8 or slots % 8:
@@ -108,6 +108,21 @@ def causal_clustered_attention(
         with the token before.
       interpret: True runs the kernels on any device, slowly, and with any sizes.
     """
+    local = functools.partial(_local, attend_to_self=attend_to_self, interpret=interpret)
+    return sharding.attend_on_devices(
+        local, queries, window, keys, values, cache_mask, pasts, centroids, bias
+    )
+
+
+interpreted = functools.partial(causal_clustered_attention, interpret=True)
+
+
+def _local(
+    queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
+    pasts: CentroidMemory, centroids: Centroids, bias: Array, *, attend_to_self: bool,
+    interpret: bool | pltpu.InterpretParams,
+) -> Float[Array, "B T H K"]:  # fmt: skip
+    """Returns the attention output of the rows and heads of one device."""
     tokens, blocks = queries.shape[1], cache_mask.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
     by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
@@ -129,9 +144,6 @@ def causal_clustered_attention(
     # so it only has to be added to their log-sum-exp.
     far = AttentionPart(y.swapaxes(1, 2), lse.swapaxes(1, 2) + bias[None, None])
     return merge_parts([window, far]).output.astype(values.dtype)
-
-
-interpreted = functools.partial(causal_clustered_attention, interpret=True)
 
 
 class _Arguments(NamedTuple):

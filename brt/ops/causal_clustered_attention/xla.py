@@ -68,9 +68,7 @@ def memory_scan(
         past = empty_memory_unless(past, block[2])
         return memory_after(past, *block, centroids), past
 
-    return jax.lax.scan(
-        add_block, past, (*_previous_blocks(keys, values, cache_mask), cache_mask.T)
-    )
+    return jax.lax.scan(add_block, past, (*previous_blocks(keys, values, cache_mask), cache_mask.T))
 
 
 def causal_clustered_attention(
@@ -123,26 +121,33 @@ def causal_clustered_attention(
         mask = left[None] & cache_mask[:, None, None]
         return attend_block(queries, window, *before, mask, past, centroids, bias)
 
-    parts = AttentionPart(*(_split_blocks(x, blocks) for x in window))
-    before = _previous_blocks(keys, values, cache_mask)
+    parts = AttentionPart(*(split_blocks(x, blocks) for x in window))
+    before = previous_blocks(keys, values, cache_mask)
     y = jax.vmap(attend_one_block)(
-        _split_blocks(queries, blocks), parts, before, cache_mask.T, pasts
+        split_blocks(queries, blocks), parts, before, cache_mask.T, pasts
     )
-    return y.transpose(1, 0, 3, 2, 4).reshape(queries.shape)
+    return join_blocks(y)
 
 
-def _previous_blocks(
+def previous_blocks(
     keys: Float[Array, "B Z H K"], values: Float[Array, "B Z H K"], cache_mask: Bool[Array, "B N"]
 ) -> tuple[Float[Array, "N B H W K"], Float[Array, "N B H W K"]]:
     """Returns the block before each block of the segment."""
     blocks = cache_mask.shape[1]
     tokens = keys.shape[1] // (blocks + 1) * blocks
-    return _split_blocks(keys[:, :tokens], blocks), _split_blocks(values[:, :tokens], blocks)
+    return split_blocks(keys[:, :tokens], blocks), split_blocks(values[:, :tokens], blocks)
 
 
-def _split_blocks(x: Float[Array, "B T H *K"], blocks: int) -> Float[Array, "N B H W *K"]:
+def split_blocks(x: Float[Array, "B T H *K"], blocks: int) -> Float[Array, "N B H W *K"]:
+    """Returns x, split along its tokens into blocks of equal size, with the heads before them."""
     cut = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
     return jnp.moveaxis(cut, (1, 3), (0, 2))
+
+
+def join_blocks(x: Float[Array, "N B H W K"]) -> Float[Array, "B T H K"]:
+    """Returns the blocks x as the tokens of a segment; the inverse of `split_blocks`."""
+    blocks, batch, heads, width, size = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(batch, blocks * width, heads, size)
 
 
 def attend_block(

@@ -35,7 +35,9 @@ class MaskedTileInputs(NamedTuple):
       keys, values: [S, K].
       bias: float32 [Q, S], or None.
       mask: int8 [Q, S], or [1, S] if all queries see the same keys; not zero where a query sees a
-        key.
+        key. None if `spans` tells which keys a query sees.
+      spans: int32 [2, Q], the first key that each query sees, and the key after the last one. None
+        if there is a mask.
       draws: int32 [2, Q], the two words with which dropout of a query's weights is hashed; None for
         no dropout.
       gradient: [Q, K], the gradient of the output.
@@ -49,6 +51,7 @@ class MaskedTileInputs(NamedTuple):
     values: Any
     bias: Any
     mask: Any
+    spans: Any = None
     draws: Any = None
     gradient: Any = None
     lse: Any = None
@@ -100,9 +103,30 @@ class MaskedTiles(NamedTuple):
         own, theirs = pl.ds(i * rows, rows), pl.ds(j * columns, columns)
         if self.inputs.bias is not None:
             products += self._oriented(self.inputs.bias[own, theirs])
-        shared = self.inputs.mask.shape[-2] == 1
-        seen = self.inputs.mask[(*self.row, pl.ds(0, 1) if shared else own, theirs)]
-        return jnp.where(self._oriented(seen) != 0, LOG2E * products, _HIDDEN)
+        if self.inputs.mask is None:
+            first, end = self._by_query(self.inputs.spans, i)
+            place = self._places(j)
+            seen = (first <= place) & (place < end)
+        else:
+            shared = self.inputs.mask.shape[-2] == 1
+            mask = self.inputs.mask[(*self.row, pl.ds(0, 1) if shared else own, theirs)]
+            seen = self._oriented(mask) != 0
+        return jnp.where(seen, LOG2E * products, _HIDDEN)
+
+    def _by_query(self, x: Any, i: Any) -> tuple[Array, Array]:
+        """Returns two numbers of each query of tile i, from x [2, Q], [R, 1] or, if `transposed`,
+        [1, R].
+        """
+        rows = pl.ds(i * self.launch.rows, self.launch.rows)
+        axis = 0 if self.transposed else 1
+        first, second = (jnp.expand_dims(x[(*self.row, n, rows)], axis) for n in (0, 1))
+        return first, second
+
+    def _places(self, j: Any) -> Array:
+        """Returns the indices of the keys of tile j, int32, [1, C] or, if `transposed`, [C, 1]."""
+        columns = self.launch.columns
+        own = j * columns + jnp.arange(columns, dtype=jnp.int32)
+        return jnp.expand_dims(own, 1 if self.transposed else 0)
 
     def apply_dropout(self, i: Any, j: Any, weights: Array) -> Array:
         """Returns `weights`, or gradients of weights, after dropout.
@@ -111,16 +135,10 @@ class MaskedTiles(NamedTuple):
           i, j: the indices of the tiles.
           weights: the numbers of both tiles, [R, C] or, if `transposed`, [C, R].
         """
-        draws = self.inputs.draws
-        if draws is None:
+        if self.inputs.draws is None:
             return weights
-        by_query, by_key = (0, 1) if self.transposed else (1, 0)
-        rows = pl.ds(i * self.launch.rows, self.launch.rows)
-        first, second = (
-            jnp.expand_dims(draws[(*self.row, word, rows)], by_query) for word in (0, 1)
-        )
-        own = j * self.launch.columns + jnp.arange(self.launch.columns, dtype=jnp.int32)
-        place = jnp.expand_dims(self.head * self.inputs.keys.shape[-2] + own, by_key)
+        first, second = self._by_query(self.inputs.draws, i)
+        place = self.head * self.inputs.keys.shape[-2] + self._places(j)
         keep = dropout_hash.kept(place, first, second, self.rate)
         return jnp.where(keep, weights * (1 / (1 - self.rate)), 0.0)
 

@@ -113,11 +113,13 @@ def _local(
     draws = None
     if random_keys is not None:
         draws = dropout_hash.draw_words(random_keys, len(q), q.shape[2] * k.shape[1])
-    y, lse = _attend(_Arguments(q, k, v, bias, seen, draws), _Settings(rate, interpret))
+    y, lse = attend_on_device(
+        KernelArguments(q, k, v, bias, seen, draws=draws), KernelSettings(rate, interpret)
+    )
     return y.reshape(queries.shape), lse.swapaxes(1, 2).reshape(queries.shape[:-1])
 
 
-class _Settings(NamedTuple):
+class KernelSettings(NamedTuple):
     """Static settings.
 
     Attributes:
@@ -129,15 +131,16 @@ class _Settings(NamedTuple):
     interpret: bool
 
 
-class _Arguments(NamedTuple):
+class KernelArguments(NamedTuple):
     """The arrays of one device that attention is computed from; see `MaskedTileInputs`."""
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B S H K"]
     v: Float[Array, "B S H K"]
     bias: Float[Array, "H T S"] | None
-    mask: Int8[Array, "B #T S"]
-    draws: Int[Array, "B 2 T"] | None
+    mask: Int8[Array, "B #T S"] | None
+    spans: Int[Array, "B 2 T"] | None = None
+    draws: Int[Array, "B 2 T"] | None = None
 
     def launch(self, kernel: str) -> LaunchShape:
         """Returns the launch parameters of a kernel; `kernel` is the name of a field of
@@ -154,12 +157,14 @@ class _Arguments(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(arguments: _Arguments, settings: _Settings) -> tuple[Array, Array]:
+def attend_on_device(arguments: KernelArguments, settings: KernelSettings) -> tuple[Array, Array]:
     """Returns the output [B, T, H, K] and the log-sum-exp [B, H, T]."""
     return _forward(arguments, settings)[0]
 
 
-def _forward(arguments: _Arguments, settings: _Settings) -> tuple[tuple[Array, Array], tuple]:
+def _forward(
+    arguments: KernelArguments, settings: KernelSettings
+) -> tuple[tuple[Array, Array], tuple]:
     q = arguments.q
     numbers = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)
     launch = arguments.launch("forward")
@@ -173,8 +178,8 @@ def _forward(arguments: _Arguments, settings: _Settings) -> tuple[tuple[Array, A
 
 
 def _backward(
-    settings: _Settings, residuals: tuple, gradients: tuple[Array, Array]
-) -> tuple[_Arguments]:
+    settings: KernelSettings, residuals: tuple, gradients: tuple[Array, Array]
+) -> tuple[KernelArguments]:
     (arguments, y, lse), (gradient, d_lse) = residuals, gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     others = {"gradient": gradient, "lse": lse, "along": along.swapaxes(1, 2) - d_lse}
@@ -200,10 +205,10 @@ def _backward(
             (q.shape[1] // launch.rows, k.shape[1] // launch.columns, q.shape[2]), [(shape, spec)],
             products=2, **others,
         )  # fmt: skip
-    return (_Arguments(d_q, d_k, d_v, d_bias, None, None),)
+    return (KernelArguments(d_q, d_k, d_v, d_bias, None),)
 
 
-_attend.defvjp(_forward, _backward)
+attend_on_device.defvjp(_forward, _backward)
 
 
 def _by_row(tiles: int, q: Array) -> tuple[int, int, int]:
@@ -249,15 +254,15 @@ def _bias_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
 
 
 _SPECS: dict[str, Callable[[Any, bool], pl.BlockSpec]] = {
-    "bias": _bias_spec, "mask": _row_spec, "draws": _row_spec, "lse": _head_spec,
-    "along": _head_spec,
+    "bias": _bias_spec, "mask": _row_spec, "spans": _row_spec, "draws": _row_spec,
+    "lse": _head_spec, "along": _head_spec,
 }  # fmt: skip
 
 
 def _call(
     kernel: Callable[..., None],
-    arguments: _Arguments,
-    settings: _Settings,
+    arguments: KernelArguments,
+    settings: KernelSettings,
     launch: LaunchShape,
     grid: tuple[int, int, int],
     outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],

@@ -1,0 +1,134 @@
+"""Causal clustered attention on GPUs, without sorting queries by centroid.
+
+The attention of a token to the keys before its window has three parts. Two are computed by the
+Triton kernels of masked attention (`brt.ops.masked_attention.spans_gpu`), in which each query sees
+a span of consecutive keys: the keys of the previous block that have left the window, and the keys
+that the query's centroid keeps. The kernels multiply a query with the keys that all centroids keep,
+and hide those of other centroids than its own. Nothing is sorted or gathered, no logits are written
+to memory, and no gradient of a key is scattered. Plain XLA computes the third part, which is one
+vector for each query: the sum of the query's centroid.
+
+In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
+tokens, H of heads, and K of numbers of a head; Z = T + W counts the cached block, too.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops.causal_clustered_attention import sharding
+from brt.ops.causal_clustered_attention.centroid_memory import (
+    CentroidMemory,
+    Centroids,
+    nearest_centroids,
+)
+from brt.ops.causal_clustered_attention.xla import join_blocks, previous_blocks, split_blocks
+from brt.ops.clustered_attention.members import gather_by_label
+from brt.ops.gpu import triton_refusal
+from brt.ops.head_limits import heads_refusal
+from brt.ops.masked_attention import pallas_gpu as masked
+from brt.ops.masked_attention.spans_gpu import attend_to_spans
+from brt.ops.partial_attention import AttentionPart, merge_parts
+
+
+def refusal(
+    queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
+    pasts: CentroidMemory, *_: Any, **__: Any,
+) -> str | None:  # fmt: skip
+    """Returns the reason why the kernels do not support these inputs, or None if they do.
+
+    The arguments are the same as for `causal_clustered_attention`.
+    """
+    if reason := sharding.refusal():
+        return reason
+    width = queries.shape[1] // cache_mask.shape[1]
+    clusters, slots = pasts.keys.shape[3:5]
+    if width % 128 or (clusters * slots) % 128:
+        return (
+            f"takes windows of a multiple of 128 tokens, and centroids that keep a multiple of 128 "
+            f"keys together, not {width} and {clusters} x {slots}"
+        )
+    return heads_refusal(queries, masked.HEAD_DIMS, masked.DTYPES) or triton_refusal()
+
+
+def causal_clustered_attention(
+    queries: Float[Array, "B T H K"],
+    window: AttentionPart,
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    cache_mask: Bool[Array, "B N"],
+    pasts: CentroidMemory,
+    centroids: Centroids,
+    bias: Float[Array, " H"],
+    *,
+    attend_to_self: bool,
+    interpret: bool = False,
+) -> Float[Array, "B T H K"]:
+    """Returns the attention output of every token over all earlier tokens, in the dtype of
+    `values`.
+
+    Args:
+      queries: already multiplied by any scale.
+      window: the result of attention to each token's window: the output [B, T, H, K] and its
+        log-sum-exp [B, T, H].
+      keys, values: keys and values of the cached block, followed by those of the segment.
+      cache_mask: True where block n may read the block before it.
+      pasts: the memories that the N blocks read, stacked on the first axis.
+      centroids: the centroids of the layer.
+      bias: a number for each head, added to the logits of all keys outside the window.
+      attend_to_self: True if a token's window ends with the token itself; False if the window ends
+        with the token before.
+      interpret: True runs the kernels on any device and with any sizes, slowly.
+    """
+    local = functools.partial(_local, attend_to_self=attend_to_self, interpret=interpret)
+    return sharding.attend_on_devices(
+        local, queries, window, keys, values, cache_mask, pasts, centroids, bias
+    )
+
+
+interpreted = functools.partial(causal_clustered_attention, interpret=True)
+
+
+def _local(
+    queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
+    pasts: CentroidMemory, centroids: Centroids, bias: Array, *, attend_to_self: bool,
+    interpret: bool,
+) -> Float[Array, "B T H K"]:  # fmt: skip
+    """Returns the attention output of the rows and heads of one device."""
+    blocks, slots = cache_mask.shape[1], pasts.keys.shape[4]
+    q = split_blocks(queries, blocks)
+    width, by_query = q.shape[3], q.shape[:-1]
+    attend = functools.partial(attend_to_spans, interpret=interpret)
+
+    left = jnp.arange(width) + (1 if attend_to_self else 0)
+    end = jnp.where(cache_mask.T[:, :, None, None], left, 0)
+    before = previous_blocks(keys, values, cache_mask)
+    nearby = attend(q, *before, jnp.zeros(by_query, jnp.int32), jnp.broadcast_to(end, by_query))
+
+    labels = nearest_centroids(q.reshape(-1, *q.shape[2:]), centroids).reshape(by_query)
+    kept = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in pasts[:2])
+    best = attend(q, *kept, labels * slots, labels * slots + pasts.filled[:, :, None, None])
+
+    far = [nearby, best, _own_sums(pasts, labels)]
+    far = [AttentionPart(part.output, part.lse + bias[None, None, :, None]) for part in far]
+    own = AttentionPart(*(split_blocks(x, blocks) for x in window))
+    return join_blocks(merge_parts([own, *far]).output.astype(values.dtype))
+
+
+def _own_sums(pasts: CentroidMemory, labels: Int[Array, "N B H W"]) -> AttentionPart:
+    """Returns, for each query, the sum of the values that its centroid does not keep.
+
+    Args:
+      pasts: the memories that the N blocks read.
+      labels: the centroid of each query.
+    """
+    flat = labels.reshape(-1, *labels.shape[2:])
+
+    def gather(x: Float[Array, "N B H C K"]) -> Float[Array, "N B H W K"]:
+        """Returns the vector of x that belongs to the centroid of each query."""
+        found = gather_by_label(x.reshape(-1, *x.shape[2:]), flat)
+        return found.reshape(*labels.shape, x.shape[-1])
+
+    return AttentionPart(gather(pasts.rest), gather(pasts.lse[..., None])[..., 0])
