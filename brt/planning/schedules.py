@@ -42,11 +42,24 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "window_attention_backward_dropout_512x512x128": (6694, 3931, 4181, 3258),
         "document_attention_512x512x128": (2888, 2061, 2140, 1558),
         "document_attention_backward_512x512x128": (4130, 3316, 3804, 2513),
-        # Layers of Llama 3.2 1B and SmolLM2-135M. On v4, these arrays do not fit into VMEM.
+        # Layers of Llama 3.2 1B and SmolLM2-135M have windows of 2,048 and heads of 64. On v4, these
+        # arrays do not fit into VMEM, and the windows are split into sub-windows of 1,024.
+        "window_attention_1024x1024x64": (6888, 0, 0, 0),
+        "window_attention_backward_1024x1024x64": (12409, 0, 0, 0),
+        "document_attention_1024x1024x64": (7788, 0, 0, 0),
+        "document_attention_backward_1024x1024x64": (12664, 0, 0, 0),
+        "window_attention_1024x1024x128": (7186, 0, 0, 0),
+        "window_attention_backward_1024x1024x128": (12244, 0, 0, 0),
+        "document_attention_1024x1024x128": (8100, 0, 0, 0),
+        "document_attention_backward_1024x1024x128": (12609, 0, 0, 0),
         "window_attention_2048x2048x64": (0, 20090, 20447, 13337),
         "window_attention_backward_2048x2048x64": (0, 43426, 43589, 25762),
         "document_attention_2048x2048x64": (0, 18394, 18469, 12890),
         "document_attention_backward_2048x2048x64": (0, 41276, 41599, 23242),
+        "window_attention_2048x2048x128": (0, 20609, 20821, 12982),
+        "window_attention_backward_2048x2048x128": (0, 40886, 40725, 22565),
+        "document_attention_2048x2048x128": (0, 22165, 22242, 14609),
+        "document_attention_backward_2048x2048x128": (0, 40914, 41087, 23229),
         "bias_tile_512x128": (1133, 354, 426, 299),
         "bias_tile_512x256": (1152, 399, 471, 314),
         "bias_gradient_512x128": (883, 401, 485, 390),
@@ -97,8 +110,14 @@ PASS_BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "window_attention_backward_512x512x128": (316, 273, 526, 161),
         "window_attention_backward_dropout_512x512x128": (312, 273, 550, 165),
         "document_attention_backward_512x512x128": (222, 207, 207, 127),
+        "window_attention_backward_1024x1024x64": (497, 0, 0, 0),
+        "document_attention_backward_1024x1024x64": (501, 0, 0, 0),
+        "window_attention_backward_1024x1024x128": (480, 0, 0, 0),
+        "document_attention_backward_1024x1024x128": (483, 0, 0, 0),
         "window_attention_backward_2048x2048x64": (0, 1296, 1549, 904),
         "document_attention_backward_2048x2048x64": (0, 1038, 1038, 774),
+        "window_attention_backward_2048x2048x128": (0, 783, 783, 465),
+        "document_attention_backward_2048x2048x128": (0, 783, 783, 465),
         "cross_entropy_512x640x1024": (2329, 1668, 1639, 952),
         "cross_entropy_backward_512x640x1024": (641, 646, 646, 326),
     }
@@ -144,10 +163,10 @@ def cycles(attributes: str, chip: str) -> float:
         for other, bundles in BUNDLES.items()
         if other.rpartition("_")[0] == kernel and bundles.get(chip)
     )
-    known = name if name in BUNDLES else next(others, None)
+    known = name if BUNDLES.get(name, {}).get(chip) else next(others, None)
     if not known or not dtype.startswith(_TYPES.get(kernel, "bfloat16")):
         return 0.0
-    bundles = BUNDLES[known].get(chip, 0) * int(steps)
+    bundles = BUNDLES[known][chip] * int(steps)
     bundles += PASS_BUNDLES.get(known, {}).get(chip, 0) * int(passes or steps)
     return bundles * _work(name) / _work(known) / _CORES.get(chip, 1)
 

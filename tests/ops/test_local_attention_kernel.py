@@ -1,5 +1,7 @@
 """Compares the kernels for windows that differ from the block, interpreted, with the reference."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +15,10 @@ from brt.errors import UnsupportedError
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 from brt.ops.local_attention import local_attention
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.softmax import FLOOR
+from brt.ops.window_attention import pallas_tpu
+from brt.ops.window_attention.subwindows import attend_to_subwindows
 
 # Relative to the largest magnitude of an array. The kernels take sums in another order.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
@@ -48,11 +54,13 @@ def inputs(window: int, block: int, tokens: int, dtype: str = "float32") -> dict
     }
 
 
-def run(given: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
+def run(
+    given: dict[str, Any], attend: Callable[..., Any] = local_attention, **options: Any
+) -> dict[str, np.ndarray]:
     """Returns output, log-sum-exp, and the gradients of their sum with random weights, by name."""
 
-    def loss(learned: dict[str, Any]) -> tuple[jax.Array, tuple]:
-        part = local_attention(**given | learned, **options)
+    def loss(learned: dict[str, Any]) -> tuple[jax.Array, AttentionPart]:
+        part = AttentionPart(*attend(**given | learned, **options))
         rng = np.random.default_rng(0)
         weights = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in part]
         return sum(map(jnp.vdot, weights, part), jnp.zeros(())), part
@@ -89,6 +97,27 @@ def test_a_tpu_s_kernel_equals_the_reference(
     given = inputs(window, block, 3 * window if block != 16 else 64, dtype) | changes
     expected = run(given, implementation="reference", **options)
     assert_close(run(given, implementation="pallas_interpret", **options), expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("size", "block", "changes", "options"),
+    [
+        (4, 4, {}, {}),
+        (8, 4, {"bias": None}, {"attend_to_self": False}),
+        (8, 12, {"scale": jnp.arange(1.0, 1 + HEADS), "bias": None}, {}),
+        (8, 16, {}, {}),
+    ],
+)
+def test_a_window_that_is_split_equals_the_reference(
+    size: int, block: int, changes: dict, options: dict
+) -> None:
+    given = inputs(16, block, 64 if block == 16 else 48) | changes
+    expected = run(given, implementation="reference", **options)
+    attend = partial(attend_to_subwindows, pallas_tpu.interpreted, size)
+    found = run(given, attend, **{"attend_to_self": True} | options)
+    for results in (found, expected):  # Tokens that see no key have about FLOOR.
+        results["lse"] = np.where(results["lse"] < FLOOR + 1, FLOOR, results["lse"])
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +169,12 @@ def test_a_token_sees_nothing_of_other_documents() -> None:
     [
         ("tpu", 2048, 256, 4096, "bfloat16", "pallas_tpu"),
         ("tpu", 512, 256, 4096, "float32", "pallas_tpu"),
-        ("tpu", 2048, 256, 3072, "bfloat16", "xla"),  # no multiple of the window
+        ("tpu", 2048, 256, 3072, "bfloat16", "pallas_tpu"),  # two sub-windows of 1,024
+        ("tpu", 2048, 256, 2304, "bfloat16", "xla"),  # no multiple of 512
         ("tpu", 2048, 64, 4096, "bfloat16", "xla"),  # blocks smaller than tiles
-        ("tpu", 4096, 256, 4096, "bfloat16", "xla"),
+        ("tpu", 4096, 256, 4096, "bfloat16", "pallas_tpu"),
+        ("tpu", 8192, 8192, 8192, "bfloat16", "pallas_tpu"),
+        ("tpu", 640, 256, 5120, "bfloat16", "xla"),
         ("gpu", 2048, 256, 3072, "bfloat16", "pallas_gpu"),
         ("gpu", 2048, 256, 4096, "float32", "xla"),
         ("gpu", 2048, 64, 4096, "bfloat16", "xla"),

@@ -79,11 +79,11 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 def local(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     """Builds the case of local attention of a segment in which documents may start at each block.
 
-    A block has half a window, but at most 256 tokens. The numbers of heads are those of Gemma 3
-    270M if heads have size 256, and those of SmolLM2-135M otherwise.
+    A block has `--block` tokens: by default half a window, but at most 256. The numbers of heads
+    are those of Gemma 3 270M if heads have size 256, and those of SmolLM2-135M otherwise.
     """
     heads, groups = (4, 1) if args.head_dim == 256 else (9, 3)
-    block = min(args.window // 2, 256)
+    block = args.block or min(args.window // 2, 256)
     q, k, cached = (
         array(args.lanes, tokens, n, args.head_dim)
         for tokens, n in ((TOKENS, heads), (TOKENS, groups), (args.window, groups))

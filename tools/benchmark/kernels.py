@@ -5,6 +5,7 @@ python tools/benchmark/kernels.py --chips v5e --window 1024 --head_dim 64
 python tools/benchmark/kernels.py --case clustered    # improved, recurrent, cell, loss, ...
 python tools/benchmark/kernels.py --case segmented --compare --lanes 16    # with plain XLA
 python tools/benchmark/kernels.py --case masked --window 2048    # 4,096 tokens
+python tools/benchmark/kernels.py --case local --window 2048 --block 2048 --head_dim 64    # Llama
 
 The length is the number of bundles of instructions in a step of the kernel's grid, such as a head
 of a lane's block. A bundle takes one cycle, unless it waits for memory. "In a pass" are the bundles
@@ -67,7 +68,7 @@ def compiled(chip: str, place: Path, args: argparse.Namespace) -> dict[str, int]
       Bytes of VMEM by kernel.
     """
     flags = f"--xla_jf_dump_to={place} --xla_jf_dump_llo_text=true"
-    kept = "case", "window", "head_dim", "vocabulary", "dtype"
+    kept = "case", "window", "block", "head_dim", "vocabulary", "dtype"
     sizes = [f"--{name}={getattr(args, name)}" for name in kept]
     done = subprocess.run(
         [sys.executable, __file__, f"--one={chip}", *sizes], capture_output=True, text=True,
@@ -171,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")
     flags.add_argument("--lanes", type=int, default=1)
     flags.add_argument("--window", type=int, default=512)
+    flags.add_argument("--block", type=int, default=0, help="of the case local")
     flags.add_argument("--head_dim", type=int, default=128)
     flags.add_argument("--vocabulary", type=int, default=32000, help="of the case loss")
     flags.add_argument("--dtype", default="bfloat16")

@@ -26,6 +26,7 @@ from brt.ops.window_attention import (
     pallas_mosaic_gpu,
     pallas_tpu,
     reference,
+    tpu_windows,
     xla,
     xla_cpu,
 )
@@ -63,7 +64,7 @@ OP = Op(
             with_cache_mask(pallas_tpu.window_attention),
             ("tpu",),
             ("tpu",),
-            pallas_tpu.refusal,
+            tpu_windows.refusal,
         ),
         Implementation(
             "pallas_mosaic_gpu",

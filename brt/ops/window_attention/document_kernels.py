@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from brt.distributed import rules
 from brt.ops.dispatch import Implementation, dropout_refusal
-from brt.ops.window_attention import pallas_gpu, pallas_tpu
+from brt.ops.window_attention import pallas_gpu, pallas_tpu, tpu_windows
 from brt.ops.window_attention.joined_keys import with_joined_keys
 
 # Documents start only at starts of blocks. The number of tokens of a block must be a multiple of
@@ -52,9 +52,9 @@ def _gpu_interpreter_refusal(
 
 def _tpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any) -> Any:
     return (
-        pallas_tpu.refusal(queries, cached, *others)
+        tpu_windows.refusal(queries, cached, *others)
         or _block_refusal(queries, others[3])
-        or _tpu_interpreter_refusal(queries, cached, *others, **options)
+        or _segment_refusal(**options)
     )
 
 

@@ -20,15 +20,13 @@ class Limits(NamedTuple):
     head_dims: tuple[int, ...]
     dtypes: tuple[str, ...]
 
-    def refusal(self, queries: Float[Array, "B T H K"], cached: tuple[Array, Array]) -> str | None:
+    def refusal(self, queries: Float[Array, "B T H K"], window: int) -> str | None:
         """Returns the reason why the kernel does not support these inputs, or None if it does.
 
         Args:
           queries: the queries of T tokens in B rows, for H heads of size K.
-          cached: keys and values [B, W, G, K] of the block before the segment, whose number of
-            tokens W is the size of the window.
+          window: the number of keys of a window.
         """
-        window = cached[0].shape[1]
         if window not in self.windows:
             return f"has windows of {alternatives(self.windows)} tokens, not of {window}"
         return heads_refusal(queries, self.head_dims, self.dtypes)

@@ -59,7 +59,7 @@ def refusal(
       queries: the queries of the segment.
       cached: keys and values of the block before the segment.
     """
-    return _LIMITS.refusal(queries, cached) or triton_refusal()
+    return _LIMITS.refusal(queries, cached[0].shape[1]) or triton_refusal()
 
 
 def hopper_refusal(
@@ -73,7 +73,7 @@ def hopper_refusal(
       queries: the queries of the segment.
       cached: keys and values of the block before the segment.
     """
-    return _LIMITS.refusal(queries, cached) or capability_refusal()
+    return _LIMITS.refusal(queries, cached[0].shape[1]) or capability_refusal()
 
 
 class WindowGpuSettings(NamedTuple):

@@ -20,6 +20,8 @@ the queries of the block itself have added to them. For the cached keys, the ker
 gradients of the normalized keys. XLA then computes the gradients of the keys themselves, or nothing
 if they are not used.
 
+Windows that are too long for a kernel are split into shorter ones (`subwindows`).
+
 In shapes, B is the number of lanes, H of heads of queries, G of heads of keys and values, T of
 tokens of a segment, N of its blocks, and K of numbers of a head. A segment is also split into D
 parts, and documents start only at starts of parts.
@@ -43,11 +45,9 @@ from brt.ops.tpu import (
     l2_normalize_rows_backward,
     parallel_heads,
     tokens_first,
-    vmem_limit,
-    vmem_refusal,
 )
 from brt.ops.window_attention import tpu_bias
-from brt.ops.window_attention.limits import Limits
+from brt.ops.window_attention.subwindows import attend_to_subwindows
 from brt.ops.window_attention.tpu_arrays import (
     WindowBlocks,
     WindowKernelGradients,
@@ -56,45 +56,7 @@ from brt.ops.window_attention.tpu_arrays import (
 from brt.ops.window_attention.tpu_kernels import backward_kernel, forward_kernel
 from brt.ops.window_attention.tpu_specs import block_specs
 from brt.ops.window_attention.tpu_tiles import WindowKernelSettings
-
-_LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
-_MOST_ROWS = 128  # A tile has at most this many rows; with 64 or 256, schedules are longer.
-
-
-def refusal(
-    queries: Float[Array, "B T H K"],
-    cached: tuple[Array, Array],
-    keys: Array,
-    values: Array,
-    bias: Array | None,
-    cache_mask: Array,
-    dropout: DropoutMask | None = None,
-    **_: Any,
-) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    The arguments are those of `window_attention` in this module, except that `cache_mask` may take
-    the place of `first`. The result depends only on `queries`, `cached` and `dropout`.
-    """
-    if reason := _LIMITS.refusal(queries, cached):
-        return reason
-    window, width = cached[0].shape[1], queries.shape[-1]
-    taken = _backward_vmem_bytes(
-        window, max(width, LANES), queries.dtype.itemsize, dropout is not None
-    )
-    if reason := vmem_refusal(taken, most=vmem_limit()):
-        return f"{reason} for a window of {window} with heads of {width} in {queries.dtype}"
-    return None
-
-
-def _backward_vmem_bytes(window: int, width: int, itemsize: int, drops: bool) -> int:
-    """Returns the bytes of VMEM that the backward pass needs.
-
-    These are two buffers for each block, the sums, and arrays of the size of the logits.
-    """
-    blocks, sums = 2 * 13 * window * width * itemsize, 4 * window * width * 4
-    dropout = 2 * window * window // 8 if drops else 0
-    return blocks + sums + 14 * window * _MOST_ROWS * 4 + dropout
+from brt.ops.window_attention.tpu_windows import MOST_ROWS, kernel_window
 
 
 def window_attention(
@@ -131,8 +93,14 @@ def window_attention(
         scale[h].
       interpret: True runs the kernels on any device, slowly, and with windows of any size.
     """
+    size = cached[0].shape[1]
+    if not interpret:
+        size = kernel_window(queries, size, drops=dropout is not None, null_keys=null_keys)
+    if size < cached[0].shape[1]:
+        attend = functools.partial(window_attention, attend_to_self=attend_to_self, scale=scale)
+        return attend_to_subwindows(attend, size, queries, cached, keys, values, bias, first)
     window, part = cached[0].shape[1], queries.shape[1] // first.shape[1]
-    rows = window if window % _MOST_ROWS else _MOST_ROWS
+    rows = window if window % MOST_ROWS else MOST_ROWS
     if part % window:
         rows = math.gcd(rows, part)
     settings = WindowKernelSettings(attend_to_self, null_keys, rows, interpret, part)
