@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -77,6 +78,9 @@ def test_kernels_compile_forward_and_backward(
         ("v5e", 2048, 64, "bfloat16"),
         ("v5e", 2048, 256, "bfloat16"),
         ("v5e", 256, 128, "float32"),
+        # These windows are split into sub-windows.
+        ("v4", 2048, 64, "bfloat16"),
+        ("v5e", 4096, 128, "bfloat16"),
     ],
 )
 def test_the_kernels_of_windows_that_are_not_a_block_compile(
@@ -85,7 +89,8 @@ def test_the_kernels_of_windows_that_are_not_a_block_compile(
     sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=local", *sizes)
     used = json.loads(out.splitlines()[-1])
-    assert len(used) == CASES["local"] and max(used.values()) < 64 * 2**20
+    limit = 16 if chip == "v4" else 64
+    assert len(used) == CASES["local"] and max(used.values()) < limit * 2**20
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -201,8 +206,9 @@ def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
     # Other kernels' cases contain these two kernels with sizes that the table does not have.
     others = {"kmeans_2048x128", "shared_input_matmul_512x256x512"}
     assert found.keys() - BUNDLES.keys() == others
-    # The cases have other windows.
-    known = {kernel: x for kernel, x in BUNDLES.items() if "2048x2048x64" not in kernel}
+    # The cases have windows of 512.
+    other = re.compile(r"(window|document)_attention_(backward_)?(1024|2048)x")
+    known = {kernel: x for kernel, x in BUNDLES.items() if not other.match(kernel)}
     longer = {
         (kernel, chip): (every[chip], bundles)
         for kernel, every in known.items()
