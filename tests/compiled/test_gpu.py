@@ -30,6 +30,7 @@ def run(*command: str) -> str:
     [
         ["--window=512"],
         ["--window=4096", "--dropout", "--dtype=float16"],
+        ["--window=16384"],
         ["--window=128", "--dropout", "--null_keys", "--strictly_past"],
     ],
     ids=" ".join,

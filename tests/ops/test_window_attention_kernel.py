@@ -257,10 +257,18 @@ def test_devices_that_share_a_segment_equal_one(mesh: Mesh, implementation: str)
         ("tpu", {"window": 100}, "has windows of 128, 256, 512, 1024 or 2048 tokens, not of 100"),
         ("tpu", {"width": 48}, "has heads of 64, 128 or 256, not of 48"),
         ("tpu", {"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
-        ("gpu", {"window": 100}, "has windows of 128, 256, 512, 1024, 2048 or 4096 tokens, not"),
+        (
+            "gpu",
+            {"window": 100},
+            "has windows of 128, 256, 512, 1024, 2048, 4096, 8192 or 16384 tokens, not",
+        ),
         ("gpu", {"width": 48}, "has heads of 64, 128 or 256, not of 48"),
         ("gpu", {"dtype": "float32"}, "computes in bfloat16 and float16, not in float32"),
-        ("mosaic_gpu", {"window": 64}, "has windows of 128, 256, 512, 1024, 2048 or 4096 tokens"),
+        (
+            "mosaic_gpu",
+            {"window": 64},
+            "has windows of 128, 256, 512, 1024, 2048, 4096, 8192 or 16384 tokens",
+        ),
     ],
 )
 def test_what_a_kernel_does_not_support_is_said(
@@ -375,3 +383,18 @@ def test_what_a_chip_has_no_room_for_is_said() -> None:
     reason = "16 MiB of it at most, not 32 for a window of 2048 with heads of 64 in bfloat16"
     with dispatch.use_backend("tpu", v4), pytest.raises(NotImplementedError, match=reason):
         window_part(**given, implementation="pallas_tpu")
+
+
+def test_a_window_without_room_on_a_chip_is_split_unless_it_has_dropout_or_null_keys() -> None:
+    given = inputs(1, window=2048, width=64, dtype="bfloat16") | {"dropout": None, "bias": None}
+    v4 = SimpleNamespace(device_kind="TPU v4")
+
+    def kernels(**options: bool) -> int:
+        """Returns how many kernels compute the attention."""
+        with dispatch.use_backend("tpu", v4):
+            traced = jax.make_jaxpr(lambda: window_part(**given, **options))()
+        return str(traced).count("pallas_call[")
+
+    assert kernels() == 2 and kernels(null_keys=True) == 0
+    given |= {"dropout": DropoutMask(jnp.ones((2, 2048, 2048), bool), scale=1.0)}
+    assert kernels() == 0

@@ -41,7 +41,9 @@ from brt.ops.window_attention.gpu_kernels import WindowTileInputs
 from brt.ops.window_attention.gpu_launches import LAUNCHES
 from brt.ops.window_attention.limits import Limits
 
-_LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
+_LIMITS = Limits(
+    (128, 256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256), ("bfloat16", "float16")
+)
 # A program of the kernel for the gradient of the bias sums over at most this many query tiles, so
 # that several programs share the work of a long segment.
 MOST_TILES_PER_PROGRAM = 32
