@@ -108,8 +108,9 @@ def _local(
     nearby = attend(q, *before, jnp.zeros(by_query, jnp.int32), jnp.broadcast_to(end, by_query))
 
     labels = nearest_centroids(q.reshape(-1, *q.shape[2:]), centroids).reshape(by_query)
-    kept = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in pasts[:2])
-    best = attend(q, *kept, labels * slots, labels * slots + pasts.filled[:, :, None, None])
+    kept_keys, kept_values = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in pasts[:2])
+    first = labels * slots
+    best = attend(q, kept_keys, kept_values, first, first + pasts.filled[:, :, None, None])
 
     far = [nearby, best, _own_sums(pasts, labels)]
     far = [AttentionPart(part.output, part.lse + bias[None, None, :, None]) for part in far]
