@@ -81,7 +81,8 @@ def window_attention(
     Args:
       queries, keys, values: the queries, keys and values of the segment. If `scale` is None, the
         caller has already multiplied the queries by the factor of the logits.
-      cached: keys and values of the W tokens before the segment. T is a multiple of W.
+      cached: keys and values of the W tokens before the segment. T is a multiple of W, or of the
+        sub-window into which the window is split (`tpu_windows.kernel_window`).
       bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
       first: for each of D parts of the segment, the place of the first token of its document, a
         multiple of T / D. The segment begins at place 0, and cached tokens have negative places.
