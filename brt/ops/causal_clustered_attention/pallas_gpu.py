@@ -53,6 +53,7 @@ def refusal(
     return heads_refusal(queries, masked.HEAD_DIMS, masked.DTYPES) or triton_refusal()
 
 
+@sharding.on_devices
 def causal_clustered_attention(
     queries: Float[Array, "B T H K"],
     window: AttentionPart,
@@ -82,21 +83,6 @@ def causal_clustered_attention(
         with the token before.
       interpret: True runs the kernels on any device and with any sizes, slowly.
     """
-    local = functools.partial(_local, attend_to_self=attend_to_self, interpret=interpret)
-    return sharding.attend_on_devices(
-        local, queries, window, keys, values, cache_mask, pasts, centroids, bias
-    )
-
-
-interpreted = functools.partial(causal_clustered_attention, interpret=True)
-
-
-def _local(
-    queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
-    pasts: CentroidMemory, centroids: Centroids, bias: Array, *, attend_to_self: bool,
-    interpret: bool,
-) -> Float[Array, "B T H K"]:  # fmt: skip
-    """Returns the attention output of the rows and heads of one device."""
     blocks, slots = cache_mask.shape[1], pasts.keys.shape[4]
     q = split_blocks(queries, blocks)
     width, by_query = q.shape[3], q.shape[:-1]
@@ -116,6 +102,9 @@ def _local(
     far = [AttentionPart(part.output, part.lse + bias[None, None, :, None]) for part in far]
     own = AttentionPart(*(split_blocks(x, blocks) for x in window))
     return join_blocks(merge_parts([own, *far]).output.astype(values.dtype))
+
+
+interpreted = functools.partial(causal_clustered_attention, interpret=True)
 
 
 def _own_sums(pasts: CentroidMemory, labels: Int[Array, "N B H W"]) -> AttentionPart:

@@ -79,6 +79,7 @@ def _backward_vmem_bytes(window: int, clusters: int, slots: int, width: int, ite
     return blocks + 2 * rows * width * 4 + 10 * (rows + clusters) * ROWS * 4
 
 
+@sharding.on_devices
 def causal_clustered_attention(
     queries: Float[Array, "B T H K"],
     window: AttentionPart,
@@ -108,21 +109,6 @@ def causal_clustered_attention(
         with the token before.
       interpret: True runs the kernels on any device, slowly, and with any sizes.
     """
-    local = functools.partial(_local, attend_to_self=attend_to_self, interpret=interpret)
-    return sharding.attend_on_devices(
-        local, queries, window, keys, values, cache_mask, pasts, centroids, bias
-    )
-
-
-interpreted = functools.partial(causal_clustered_attention, interpret=True)
-
-
-def _local(
-    queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
-    pasts: CentroidMemory, centroids: Centroids, bias: Array, *, attend_to_self: bool,
-    interpret: bool | pltpu.InterpretParams,
-) -> Float[Array, "B T H K"]:  # fmt: skip
-    """Returns the attention output of the rows and heads of one device."""
     tokens, blocks = queries.shape[1], cache_mask.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
     by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
@@ -144,6 +130,9 @@ def _local(
     # so it only has to be added to their log-sum-exp.
     far = AttentionPart(y.swapaxes(1, 2), lse.swapaxes(1, 2) + bias[None, None])
     return merge_parts([window, far]).output.astype(values.dtype)
+
+
+interpreted = functools.partial(causal_clustered_attention, interpret=True)
 
 
 class _Arguments(NamedTuple):

@@ -1,14 +1,12 @@
-"""Runs a kernel of causal clustered attention on each device, for the device's rows and heads.
+"""Runs a kernel of causal clustered attention on each device, for the device's rows and heads."""
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
-tokens, H of heads, and K of numbers of a head; Z = T + W counts the cached block, too.
-"""
-
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
 from brt.distributed import rules
 from brt.ops.causal_clustered_attention.centroid_memory import CentroidMemory, Centroids
@@ -22,39 +20,33 @@ def refusal() -> str | None:
     return None
 
 
-def attend_on_devices(
-    kernel: Callable[..., Float[Array, "B T H K"]],
-    queries: Float[Array, "B T H K"],
-    window: AttentionPart,
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
-    cache_mask: Bool[Array, "B N"],
-    pasts: CentroidMemory,
-    centroids: Centroids,
-    bias: Float[Array, " H"],
-) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over all earlier tokens, in the dtype of
-    `values`.
+def on_devices(kernel: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns a version of `kernel` in which each device computes its own rows and heads.
 
     Args:
-      kernel: computes the output of one device from the device's parts of the arguments below.
-      queries, window, keys, values, cache_mask, pasts, centroids, bias: the arguments of
-        `causal_clustered_attention`.
+      kernel: a function with the arguments of `causal_clustered_attention`.
     """
-    arguments = queries, window, keys, values, cache_mask, pasts, centroids, bias
-    if not rules.partitioned():
-        return kernel(*arguments)
-    by_token = rules.partition_spec("lanes", None, "heads", None, shape=queries.shape)
-    lanes, heads = by_token[0], by_token[2]
-    memory, by_head = P(None, lanes, heads), P(heads)
-    return jax.shard_map(
-        kernel,
-        in_specs=(
-            by_token, AttentionPart(by_token, P(lanes, None, heads)), by_token, by_token, P(lanes),
-            CentroidMemory(memory, memory, memory, memory, P(None, lanes)),
-            Centroids(by_head, by_head), by_head,
-        ),
-        out_specs=by_token,
-        axis_names=rules.automatic_axes(),
-        check_vma=False,
-    )(*arguments)  # fmt: skip
+
+    @functools.wraps(kernel)
+    def attend_on_devices(*arguments: Any, **options: Any) -> Array:
+        """Calls `kernel` with the device's parts of the positional arguments."""
+        local = functools.partial(kernel, **options)
+        if not rules.partitioned():
+            return local(*arguments)
+        queries = arguments[0]
+        by_token = rules.partition_spec("lanes", None, "heads", None, shape=queries.shape)
+        lanes, heads = by_token[0], by_token[2]
+        memory, by_head = P(None, lanes, heads), P(heads)
+        return jax.shard_map(
+            local,
+            in_specs=(
+                by_token, AttentionPart(by_token, P(lanes, None, heads)), by_token, by_token,
+                P(lanes), CentroidMemory(memory, memory, memory, memory, P(None, lanes)),
+                Centroids(by_head, by_head), by_head,
+            ),
+            out_specs=by_token,
+            axis_names=rules.automatic_axes(),
+            check_vma=False,
+        )(*arguments)  # fmt: skip
+
+    return attend_on_devices
