@@ -26,7 +26,7 @@ from brt.generation import memory as memories
 from brt.generation import state_files, steps
 from brt.generation.beams import search_memory
 from brt.generation.memory import Memory
-from brt.generation.separate import with_separate_kernels
+from brt.generation.separate import Kernels, transposed_kernels, with_separate_kernels
 from brt.generation.steps import CHUNK
 from brt.models.decoder import Decoder
 from brt.ops.compiler_options import of_inference
@@ -81,6 +81,7 @@ class Session:
         now on.
         """
         self._variables = variables
+        self._copies: Kernels | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -136,10 +137,14 @@ class Session:
 
     @property
     def _separate(self) -> Variables:
-        """The learned arrays in the form that programs for single tokens read. It is not stored,
-        because a train step could not reuse the memory of the parameters.
+        """The learned arrays in the form that programs for single tokens read. Only copies of
+        kernels are stored. If their views were, a train step could not reuse the memory of the
+        parameters.
         """
-        return with_separate_kernels(self._config.model, self._variables)
+        model, variables = self._config.model, self._variables
+        if self._copies is None:
+            self._copies = transposed_kernels(model, variables, self._lanes)
+        return with_separate_kernels(model, variables, self._copies)
 
     @property
     def _memory_lanes(self) -> int:

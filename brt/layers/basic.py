@@ -185,13 +185,6 @@ def parameter(
     Raises:
       ConfigError: the number of names differs from the number of axes, or a name does not exist.
     """
-    return _parameter(module, name, shape, axes, init)
-
-
-def _parameter(
-    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...],
-    init: Initializer | None,
-) -> Any:  # fmt: skip
     shown = f"the parameter {name!r} of {type(module).__name__}"
     if isinstance(axes, str) or len(axes) != len(shape):
         raise ConfigError(
@@ -219,10 +212,10 @@ def product_kernel(
       module, name, shape, axes, init: as for `parameter`.
       model: the settings of the decoder.
     """
-    kernel = _parameter(module, name, shape, axes, init)
-    if isinstance(kernel, LayerKernel):
-        return kernel
-    return gathered(kernel, compute_dtype(model), axes)
+    stored = module.get_variable("params", name)
+    if isinstance(stored, LayerKernel):  # Flax's `param` would compare the shape of its arrays.
+        return stored
+    return gathered(parameter(module, name, shape, axes, init), compute_dtype(model), axes)
 
 
 def norm_parameter(

@@ -22,7 +22,7 @@ from brt.layers.output_check import check_output
 from brt.layers.runs import Run, runs
 from brt.layers.state import LayerAux, LayerOutput
 from brt.ops import dispatch
-from brt.ops.layer_kernel import of_layer
+from brt.ops.layer_kernel import are_separate, of_layer
 
 # On CPUs, runs of at most this many layers are unrolled, which is faster than a loop over layers.
 # More layers are called in a loop, because they would take long to compile if they were unrolled.
@@ -140,10 +140,9 @@ def scan_layers(
 
 
 def _has_separate_kernels(layers: nn.Module) -> bool:
-    """Returns True if a parameter of the layers is a list of arrays, one for each layer."""
+    """Returns True if a parameter of the layers has a separate array for each layer."""
     params = layers.variables.get("params", {})
-    leaves = jax.tree.leaves(params, is_leaf=lambda part: isinstance(part, list))
-    return any(isinstance(leaf, list) for leaf in leaves)
+    return any(map(are_separate, jax.tree.leaves(params, is_leaf=are_separate)))
 
 
 def unrolls_layers(model: Model) -> bool:
@@ -185,9 +184,7 @@ def _call_separate(
 
     def choose(params: PyTree[Array]) -> PyTree[Array]:
         """Returns the parameters of the layer `index`."""
-        return jax.tree.map(
-            partial(of_layer, layer=index), params, is_leaf=lambda part: isinstance(part, list)
-        )
+        return jax.tree.map(partial(of_layer, layer=index), params, is_leaf=are_separate)
 
     chosen = nn.map_variables(
         lambda module: call(module, method, x, inputs), "params", trans_in_fn=choose

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from brt.distributed.rules import can_merge_axes, is_sharded
 from brt.ops import dispatch
+from brt.ops.few_rows import product_of_columns
 from brt.ops.layer_kernel import LayerKernel
 from brt.ops.layout import transposed
 from brt.ops.tpu import LANES
@@ -31,18 +32,38 @@ def dense(
       kernel: [*inputs, *outputs], where *outputs stands for any number of axes, or the kernel of a
         layer that the program chooses, for which there are no gradients.
       inputs: the number of axes in *inputs.
+
+    Raises:
+      ValueError: a layer's kernel is stored transposed for another number of input axes.
     """
     return _dense(x, kernel, inputs)
 
 
 def _dense(x: Array, kernel: Array | LayerKernel, inputs: int) -> Array:
     if isinstance(kernel, LayerKernel):
-        return kernel.product(lambda own: _dense(x, own, inputs))
+        return _product_of_layer(x, kernel, inputs)
     kernel = kernel.astype(x.dtype)
     if not _flattens_axes(kernel, inputs):
         return jnp.tensordot(x, kernel, axes=inputs)
     y = jnp.tensordot(_flatten_last(x, inputs), _matrix(kernel, inputs), axes=1)
     return y.reshape(*x.shape[: x.ndim - inputs], *kernel.shape[inputs:])
+
+
+def _product_of_layer(x: Array, kernel: LayerKernel, inputs: int) -> Array:
+    """Returns the product of x and the kernel of a layer that the program chooses."""
+    transposed_inputs = kernel.kernels.transposed
+    if not transposed_inputs:
+        return kernel.product(lambda own: _dense(x, own, inputs))
+    if transposed_inputs != inputs:
+        raise ValueError(
+            f"the kernel is stored transposed for {transposed_inputs} input axes, not for {inputs}"
+        )
+    rows = x.shape[: x.ndim - inputs]
+    vectors = _flatten_last(x, inputs).reshape(math.prod(rows), math.prod(kernel.shape[:inputs]))
+    products = product_of_columns(
+        vectors, lambda columns: kernel.product(lambda own: own.astype(x.dtype) @ columns)
+    )
+    return products.reshape(*rows, *kernel.shape[inputs:])
 
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:

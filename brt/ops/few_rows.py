@@ -5,17 +5,19 @@ fast. `BackendPolicy.rewrites_few_rows` turns on other forms of the same product
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
+from brt.ops.layout import transposed
 
 # At most this many vectors are multiplied one by one.
 _MOST_SEPARATE = 4
-# A product of 2 to 7 vectors with a transposed matrix takes four times as long as that of 8.
-_FEWEST = 8
+# At most this many vectors are multiplied as columns of a matrix.
+_MOST_COLUMNS = 63
 
 
 def stacked_products(
@@ -35,11 +37,26 @@ def stacked_products(
 def transposed_product(x: Float[Array, "*B D"], matrix: Float[Array, "V D"]) -> Array:
     """Returns the float32 product [*B, V] of vectors x with the transpose of a matrix.
 
-    On CPUs, zeros are added to fewer than eight vectors.
+    On CPUs, the product of 2 to 63 vectors is computed by `product_of_columns`.
     """
-    product = partial(jnp.einsum, "...d,vd->...v", preferred_element_type=jnp.float32)
     rows = math.prod(x.shape[:-1])
-    if not dispatch.policy().rewrites_few_rows or not 1 < rows < _FEWEST:
-        return product(x, matrix)
-    padded = jnp.pad(x.reshape(rows, -1), ((0, _FEWEST - rows), (0, 0)))
-    return product(padded, matrix)[:rows].reshape(*x.shape[:-1], len(matrix))
+    if not dispatch.policy().rewrites_few_rows or not 1 < rows <= _MOST_COLUMNS:
+        return jnp.einsum("...d,vd->...v", x, matrix, preferred_element_type=jnp.float32)
+    multiply = partial(jnp.matmul, matrix, preferred_element_type=jnp.float32)
+    return product_of_columns(x.reshape(rows, -1), multiply).reshape(*x.shape[:-1], len(matrix))
+
+
+def product_of_columns(
+    x: Float[Array, "R D"], multiply: Callable[[Float[Array, "D R"]], Float[Array, "V R"]]
+) -> Float[Array, "R V"]:
+    """Returns the products of R vectors with a matrix that is stored transposed.
+
+    XLA's CPU backend is fastest at a product of 8 to 32 vectors if the matrix is the left factor,
+    in row-major order, and the vectors are columns. Transposed copies of the few vectors and of
+    their products cost little.
+
+    Args:
+      x: the vectors.
+      multiply: a function that multiplies the transposed matrix [V, D] by the vectors as columns.
+    """
+    return transposed(multiply(transposed(x)))

@@ -2,9 +2,9 @@
 
 Models have the kernels of equal layers in one array with an axis of layers. In a loop over layers,
 XLA's CPU backend first copies a layer's kernel out of this array, and then multiplies with the
-copy. If few tokens are read at a time, as in generation, the copies take as long as the products. A
-`LayerKernel` has a separate array for each layer instead, and a conditional with a branch for each
-layer, which needs no copy.
+copy. If few tokens are read at a time, as in generation, the copies take as long as the products.
+`SeparateKernels` have an array for each layer instead, and a `LayerKernel` chooses one of them by a
+conditional with a branch for each layer, which needs no copy.
 """
 
 import dataclasses
@@ -13,10 +13,29 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["shape", "transposed"]
+)
+@dataclasses.dataclass(frozen=True)
+class SeparateKernels:
+    """The kernels of equal layers, as a separate array for each layer.
+
+    Attributes:
+      arrays: the kernel of each layer, all of the same shape and dtype.
+      shape: the shape of the kernel of one layer, [*inputs, *outputs].
+      transposed: the number of axes in *inputs if the arrays are transposed matrices [outputs,
+        inputs], whose axes are merged; 0 if the arrays have the shape `shape`.
+    """
+
+    arrays: tuple[Float[Array, "..."], ...]
+    shape: tuple[int, ...]
+    transposed: int = 0
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["kernels", "layer"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LayerKernel:
     """The kernel of one layer of several.
@@ -24,41 +43,47 @@ class LayerKernel:
     `brt.ops.dense` takes a `LayerKernel` in place of an array. Products with it have no gradients.
 
     Attributes:
-      kernels: the kernel of each layer, all of the same shape and dtype.
+      kernels: the kernels of all layers.
       layer: the index of the layer.
     """
 
-    kernels: tuple[Float[Array, "..."], ...]
+    kernels: SeparateKernels
     layer: Int[Array, ""]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the kernel of one layer."""
-        return self.kernels[0].shape
+        """The shape of the kernel of one layer, [*inputs, *outputs]."""
+        return self.kernels.shape
 
     @property
     def ndim(self) -> int:
         """The number of axes of the kernel of one layer."""
-        return self.kernels[0].ndim
+        return len(self.kernels.shape)
 
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of the kernels."""
-        return self.kernels[0].dtype
+        return self.kernels.arrays[0].dtype
 
     def product(self, multiply: Callable[[Array], Array]) -> Array:
-        """Returns `multiply(kernel)` for the kernel of the layer."""
-        return jax.lax.switch(self.layer, [partial(multiply, kernel) for kernel in self.kernels])
+        """Returns `multiply(kernel)` for the array of the layer."""
+        branches = [partial(multiply, kernel) for kernel in self.kernels.arrays]
+        return jax.lax.switch(self.layer, branches)
 
 
-def of_layer(stacks: Array | list[Array], layer: Int[Array, ""]) -> Array | LayerKernel:
+def are_separate(kernels: PyTree[Array]) -> bool:
+    """Returns True if a part of a model's parameters has a separate array for each layer."""
+    return isinstance(kernels, SeparateKernels)
+
+
+def of_layer(kernels: Array | SeparateKernels, layer: Int[Array, ""]) -> Array | LayerKernel:
     """Returns the parameter of a layer.
 
     Args:
-      stacks: the parameters of all layers, as an array with an axis of layers in front or as a list
-        of arrays.
+      kernels: the parameters of all layers, as an array with an axis of layers in front or as
+        separate arrays.
       layer: the index of the layer.
     """
-    if isinstance(stacks, list):
-        return LayerKernel(tuple(stacks), layer)
-    return jax.lax.dynamic_index_in_dim(stacks, layer, keepdims=False)
+    if isinstance(kernels, SeparateKernels):
+        return LayerKernel(kernels, layer)
+    return jax.lax.dynamic_index_in_dim(kernels, layer, keepdims=False)

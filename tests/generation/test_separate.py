@@ -13,6 +13,7 @@ from brt.config import Config, Sampling, Training
 from brt.generation import separate
 from brt.generation.session import Session
 from brt.layers.runs import new_model_state
+from brt.ops.layer_kernel import are_separate
 from brt.types import Variables
 
 TOLERANCE = 1e-5  # of float32 logits and states of magnitude 1
@@ -22,34 +23,37 @@ KINDS = ("window", "recurrent", "summary", "gated delta rule beside a window")
 CASES = [(kind, 4) for kind in KINDS] + [("window", 10)]
 
 
-def written(config: Config, variables: Variables) -> tuple[Any, Any]:
-    """Returns the tokens that a session of two lanes writes, and its memory after them."""
-    session = Session(config, variables, bos_id=0, lanes=2)
+def written(config: Config, variables: Variables, lanes: int) -> tuple[Any, Any]:
+    """Returns the tokens that a session writes, and its memory after them."""
+    session = Session(config, variables, bos_id=0, lanes=lanes)
     session.read(TEXT)
     pieces = list(session.write(9, Sampling(), jax.random.key(1)))
     return np.concatenate(pieces, axis=1), session.snapshot()
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers"),
+    ("kind", "layers", "lanes"),
     [
-        pytest.param(*case, marks=[] if case == ("window", 10) else pytest.mark.slow)
+        pytest.param(*case, lanes, marks=[] if case == ("window", 10) else pytest.mark.slow)
         for case in CASES
+        for lanes in (2, 8)
     ],
     ids=str,
 )
 def test_separate_kernels_write_the_same_text(
-    kind: str, layers: int, random_params: Callable, monkeypatch: pytest.MonkeyPatch
+    kind: str, layers: int, lanes: int, random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = dataclasses.replace(example_kinds.MODELS[kind], layers=layers)
     config = Config(model=model, training=Training(batch_size=1, segment_length=8))
     variables = Variables(random_params(model), new_model_state(model))
-    expected, memory = written(config, variables)
-    monkeypatch.setattr(separate, "_SMALLEST", 0)
-    stack = separate.with_separate_kernels(model, variables).params["stack"]
-    lists = jax.tree.leaves(stack, is_leaf=lambda part: isinstance(part, list))
-    assert any(isinstance(leaf, list) for leaf in lists)
-    tokens, after = written(config, variables)
+    expected, memory = written(config, variables, lanes)
+    monkeypatch.setattr(separate, "_SMALLEST", 1)
+    copies = separate.transposed_kernels(model, variables, lanes)
+    assert bool(copies) == (lanes == 8)
+    stack = separate.with_separate_kernels(model, variables, copies).params["stack"]
+    leaves = jax.tree.leaves(stack, is_leaf=are_separate)
+    assert {bool(leaf.transposed) for leaf in leaves if are_separate(leaf)} == {bool(copies)}
+    tokens, after = written(config, variables, lanes)
     np.testing.assert_array_equal(tokens, expected)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE), after, memory
@@ -59,13 +63,40 @@ def test_separate_kernels_write_the_same_text(
 def test_small_kernels_stay_in_a_stack(random_params: Callable) -> None:
     model = example_kinds.MODELS["window"]
     variables = Variables(random_params(model))
-    params = separate.with_separate_kernels(model, variables).params
+    assert not separate.transposed_kernels(model, variables, 8)
+    params = separate.with_separate_kernels(model, variables, {}).params
     assert jax.tree.structure(params) == jax.tree.structure(variables.params)
+
+
+def test_copies_have_a_limit(random_params: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = example_kinds.MODELS["window"]
+    variables = Variables(random_params(model))
+    monkeypatch.setattr(separate, "_SMALLEST", 1)
+    assert separate.transposed_kernels(model, variables, 8)
+    monkeypatch.setattr(separate, "_MOST_COPIED", 1)
+    assert not separate.transposed_kernels(model, variables, 8)
+
+
+def test_a_session_uses_copies_of_its_present_parameters(
+    random_params: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = dataclasses.replace(example_kinds.MODELS["window"], layers=10)
+    config = Config(model=model, training=Training(batch_size=1, segment_length=8))
+    monkeypatch.setattr(separate, "_SMALLEST", 1)
+    variables = Variables(random_params(model))
+    others = Variables(jax.tree.map(lambda leaf: leaf[::-1], variables.params))
+    session = Session(config, others, bos_id=0, lanes=8)
+    session.read(TEXT)
+    session.restart(variables)
+    session.read(TEXT)
+    pieces = list(session.write(9, Sampling(), jax.random.key(1)))
+    expected, _ = written(config, variables, 8)
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), expected)
 
 
 def test_separate_kernels_share_the_memory_of_the_stack() -> None:
     stack = jax.random.normal(jax.random.key(0), (3, 64, 32))
-    layers = separate._layers(stack)
+    layers = separate._views(stack).arrays
     start, size = stack.unsafe_buffer_pointer(), stack[0].nbytes
     assert [x.unsafe_buffer_pointer() - start for x in layers] == [0, size, 2 * size]
     for i, layer in enumerate(layers):

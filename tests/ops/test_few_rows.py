@@ -21,8 +21,8 @@ def test_products_of_rows_equal_those_of_a_matrix(rows: int) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (7,), (3, 3)], ids=str)
-def test_transposed_products_have_no_rows_of_zeros(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (7,), (3, 3), (64,)], ids=str)
+def test_transposed_products_equal_those_of_rows(shape: tuple[int, ...]) -> None:
     x, matrix = (
         jax.random.normal(jax.random.key(0), (*shape, 24)),
         jax.random.normal(jax.random.key(1), (11, 24)),
@@ -40,4 +40,4 @@ def test_only_cpus_have_forms_of_their_own(backend: str, rewritten: bool) -> Non
     with dispatch.use_backend(backend, jax.devices()[0]):
         program = str(jax.make_jaxpr(both)(*map(jnp.ones, shapes)))
     assert ("concatenate" in program) == rewritten
-    assert ("pad[" in program) == rewritten
+    assert ("layout_constraint" in program) == rewritten
