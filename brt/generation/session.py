@@ -46,7 +46,8 @@ class Session:
       config: config of the run, in which the size of the vocabulary is set.
       variables: the learned arrays of the model.
       bos_id: id of BOS, which is read before the first text.
-      lanes: number of texts that are generated in parallel after the same prompt.
+      lanes: number of texts that are generated in parallel after the same prompt. With eight and
+        more, a session on a CPU has transposed copies of large kernels, of at most 1 GiB.
       known_ids: number of ids that the tokenizer knows; other ids are never generated. 0 stands for
         the complete vocabulary of the model.
     """
