@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["shape", "transposed"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SeparateKernels:
     """The kernels of equal layers, as a separate array for each layer.
@@ -31,11 +29,11 @@ class SeparateKernels:
     """
 
     arrays: tuple[Float[Array, "..."], ...]
-    shape: tuple[int, ...]
-    transposed: int = 0
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    transposed: int = dataclasses.field(default=0, metadata={"static": True})
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["kernels", "layer"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerKernel:
     """The kernel of one layer of several.
