@@ -100,6 +100,37 @@ def test_the_chunk_changes_nothing(compiled: callable, chunk: int) -> None:
     assert_close(chunked(chunk)(*arrays()), compiled(*arrays()), "float32")
 
 
+@pytest.mark.parametrize("chunk", [4, 5])
+@pytest.mark.parametrize("vocabulary", [1024, 1300])  # of two tiles, the second with a rest
+def test_scores_by_tiles_of_the_vocabulary_equal_those_of_all_logits(
+    vocabulary: int, chunk: int
+) -> None:
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(LANES, TOKENS, WIDTH)), jnp.float32)
+    embedding = jnp.asarray(rng.normal(size=(vocabulary, WIDTH)), jnp.float32)
+    bias = rng.normal(size=vocabulary).astype(np.float32)
+    bias[:600] = -np.inf  # All logits of the first tile are -inf.
+    targets = rng.integers(600, vocabulary, size=(LANES, TOKENS))
+    logits = SCALE * hidden @ embedding.T + bias[None, None]
+    targets[0] = jnp.argmax(logits[0], axis=-1)
+    given = hidden, embedding, jnp.asarray(targets, jnp.int32), jnp.asarray(bias)
+    found, expected = (
+        token_scores(*given, scale=SCALE, chunk=chunk, implementation=name)
+        for name in ("xla_cpu", "reference")
+    )
+    assert_close(found.nats, expected.nats, "float32")
+    np.testing.assert_array_equal(found.right, expected.right)
+    assert found.right[0].all() and not found.right[1].all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_by_tiles_of_the_vocabulary_report_logits_that_are_not_finite(value: float) -> None:
+    embedding = jnp.ones((1024, WIDTH)).at[700].set(value)
+    hidden, targets = jnp.ones((LANES, TOKENS, WIDTH)), arrays()[2]
+    found = token_scores(hidden, embedding, targets, scale=1.0, chunk=4, implementation="xla_cpu")
+    assert not np.isfinite(found.nats).any() and not found.right.any()
+
+
 def test_unscored_tokens_count_for_nothing(compiled: callable) -> None:
     hidden, embedding, targets, scored = arrays()
     value, (d_hidden, d_embedding) = compiled(hidden, embedding, targets, scored)

@@ -7,7 +7,7 @@ of a row, D of numbers of a token's vector, and V of tokens of the vocabulary.
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
-from brt.ops.cross_entropy import pallas_tpu, reference, xla
+from brt.ops.cross_entropy import pallas_tpu, reference, xla, xla_cpu
 from brt.ops.cross_entropy.scored import TokenScores
 from brt.ops.dispatch import Implementation, Op
 
@@ -16,6 +16,7 @@ SCORES = Op(
     (
         Implementation("pallas_tpu", pallas_tpu.token_scores, ("tpu",), ("tpu",),
                        pallas_tpu.refusal),
+        Implementation("xla_cpu", xla_cpu.token_scores, auto=("cpu",), refusal=xla_cpu.refusal),
         Implementation("xla", xla.token_scores),
         Implementation("pallas_interpret", pallas_tpu.interpreted_scores, (),
                        refusal=pallas_tpu.bias_refusal),

@@ -1,0 +1,125 @@
+"""Token scores on CPUs, one tile of the vocabulary at a time.
+
+XLA's CPU backend multiplies vectors with a table of many columns slowly, because it reads each
+column across the whole table. The table of a large vocabulary is therefore cut into tiles of
+tokens. The logits of a tile stay in the caches of the processor, and only their sums are stored.
+
+In shapes, B is the number of rows of the batch, T of tokens of a row, C of tokens of a chunk, D of
+numbers of a token's vector, V of tokens of the vocabulary, and W of tokens of a tile.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.distributed.rules import partitioned
+from brt.ops.cross_entropy.scored import TokenScores
+from brt.ops.cross_entropy.xla import chunk_length, join_chunks, split_chunks
+from brt.ops.layout import row_major, transposed
+
+# The tokens of a tile. Tiles of 512 to 1,024 tokens take the least time.
+_TILE = 512
+
+
+class _Sums(NamedTuple):
+    """What is known of the logits after some tiles of the vocabulary.
+
+    Attributes:
+      largest: the largest logit.
+      exponentials: the sum of exp(logit - largest), or of exp(logit) if `largest` is not finite.
+      target: the logit of the target; -inf before its tile.
+      other: the largest logit of another token than the target.
+    """
+
+    largest: Float[Array, "B C"]
+    exponentials: Float[Array, "B C"]
+    target: Float[Array, "B C"]
+    other: Float[Array, "B C"]
+
+
+def refusal(
+    hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *args: object, **options: object
+) -> str | None:
+    """Returns why `token_scores` does not support the inputs, or None."""
+    if partitioned():
+        return "the arrays may be sharded over several devices"
+    if len(embedding) < 2 * _TILE:
+        return f"a vocabulary of {len(embedding)} tokens is smaller than two tiles of {_TILE}"
+    return None
+
+
+def token_scores(
+    hidden: Float[Array, "B T D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    bias: Float[Array, " V"] | None,
+    *,
+    scale: float,
+    chunk: int,
+) -> TokenScores:
+    """Returns the negative log probability of each target, and whether the target is the most
+    probable token.
+
+    The function has no gradients.
+
+    Args:
+      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
+      embedding: the embeddings of the vocabulary.
+      targets: the token to score at each position.
+      bias: a bias of the logits, or None.
+      scale: factor of the logits.
+      chunk: the largest number of tokens of a row whose logits of a tile exist at once.
+    """
+    chunk = chunk_length(hidden.shape[1], chunk)
+    table, tiles = embedding.astype(hidden.dtype), len(embedding) // _TILE
+
+    def add_tile(
+        sums: _Sums, x: Array, own: Array, start: int | Array, tokens: int = _TILE
+    ) -> _Sums:
+        """Returns the sums after the tile of tokens that begins at `start`."""
+        vectors = jax.lax.dynamic_slice_in_dim(table, start, tokens)
+        products = jnp.matmul(x, transposed(vectors), preferred_element_type=jnp.float32)
+        logits = scale * row_major(products)
+        if bias is not None:
+            logits += jax.lax.dynamic_slice_in_dim(bias, start, tokens)[None, None]
+        return _added(sums, logits, jnp.arange(tokens)[None, None] == (own - start)[..., None])
+
+    def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
+        """Returns the scores of the targets [B, C] of a chunk with the vectors [B, C, D]."""
+        x, own = piece
+        sums, _ = jax.lax.scan(
+            lambda sums, start: (add_tile(sums, x, own, start), None),
+            _none(own.shape),
+            jnp.arange(tiles) * _TILE,
+        )
+        if rest := len(table) - tiles * _TILE:
+            sums = add_tile(sums, x, own, tiles * _TILE, rest)
+        nats = jnp.log(sums.exponentials) + _finite(sums.largest) - sums.target
+        return TokenScores(nats, sums.target > sums.other)
+
+    pieces = split_chunks(hidden, chunk), split_chunks(targets, chunk)
+    return TokenScores(*(join_chunks(x, chunk) for x in jax.lax.map(score_chunk, pieces)))
+
+
+def _none(shape: tuple[int, ...]) -> _Sums:
+    """Returns the sums before the first tile."""
+    lowest = jnp.full(shape, -jnp.inf)
+    return _Sums(lowest, jnp.zeros(shape), lowest, lowest)
+
+
+def _added(sums: _Sums, logits: Float[Array, "B C W"], is_target: Bool[Array, "B C W"]) -> _Sums:
+    """Returns the sums after the logits of another tile."""
+    target = jnp.maximum(sums.target, jnp.max(jnp.where(is_target, logits, -jnp.inf), axis=-1))
+    other = jnp.maximum(sums.other, jnp.max(jnp.where(is_target, -jnp.inf, logits), axis=-1))
+    largest = jnp.maximum(target, other)
+    shift = _finite(largest)
+    before = sums.exponentials * jnp.exp(sums.largest - shift)
+    here = jnp.sum(jnp.exp(logits - shift[..., None]), axis=-1)
+    return _Sums(largest, before + here, target, other)
+
+
+def _finite(largest: Float[Array, "B C"]) -> Float[Array, "B C"]:
+    """Returns the largest logit, or 0 if it is not finite, as `jax.nn.logsumexp` subtracts it."""
+    return jnp.where(jnp.isfinite(largest), largest, 0.0)
