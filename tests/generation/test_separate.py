@@ -34,7 +34,9 @@ def written(config: Config, variables: Variables, lanes: int) -> tuple[Any, Any]
 @pytest.mark.parametrize(
     ("kind", "layers", "lanes"),
     [
-        pytest.param(*case, lanes, marks=[] if case == ("window", 10) else pytest.mark.slow)
+        pytest.param(
+            *case, lanes, marks=[] if (case, lanes) == (("window", 10), 8) else pytest.mark.slow
+        )
         for case in CASES
         for lanes in (2, 8)
     ],

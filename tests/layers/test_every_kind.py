@@ -118,6 +118,7 @@ def test_every_kind_has_a_model() -> None:
     assert {kind for model in MODELS.values() for kind in model.layer_types} == {*kinds.KINDS}
 
 
+@pytest.mark.slow_cases("gated delta rule beside a window")
 @each_model()
 def test_segments_cut_anywhere_are_one(name: str, build: Callable[[str], Case]) -> None:
     """In lane 1, a second document starts at token 40."""
@@ -223,6 +224,7 @@ def test_each_part_of_the_carried_state_matters_and_can_be_forgotten(
         jax.tree.map(np.testing.assert_array_equal, back, past)
 
 
+@pytest.mark.slow_cases("windows by layer")
 @each_model()
 def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str], Case]) -> None:
     """Compares the logits at all positions of a text, whose second half the model generates."""

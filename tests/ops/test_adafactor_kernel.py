@@ -86,7 +86,15 @@ def traced(function: Callable[..., Any], shape: tuple[int, ...], dtype: str = "f
     return found[0]
 
 
-@pytest.mark.slow_cases("two heads-*", "heads-streamed", "square-*")
+@pytest.mark.slow_cases(
+    "two heads-*",
+    "heads-streamed",
+    "square-*",
+    "odd number of tiles-resident",
+    "wide-resident",
+    "small tiles-resident",
+    "tall-resident",
+)
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_equals_optax(

@@ -134,6 +134,7 @@ def test_what_the_kernel_does_not_support_is_said(changes: dict[str, int], reaso
         causal_clustered_attention(*given, implementation="pallas_tpu")
 
 
+@pytest.mark.slow_cases("*-gpu")
 @pytest.mark.parametrize("kernel", [pallas_gpu, pallas_tpu], ids=["gpu", "tpu"])
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(fsdp=2)], ids=str)
 def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh, kernel: Any) -> None:

@@ -99,6 +99,7 @@ def test_a_tpu_s_kernel_equals_the_reference(
     assert_close(run(given, implementation="pallas_interpret", **options), expected, dtype)
 
 
+@pytest.mark.slow_cases("4-4-*", "8-12-*", "8-16-*")
 @pytest.mark.parametrize(
     ("size", "block", "changes", "options"),
     [
@@ -217,6 +218,7 @@ def test_a_kernel_that_is_named_refuses_what_it_does_not_compute() -> None:
         local_attention(**given, implementation="pallas_interpret")
 
 
+@pytest.mark.slow_cases("Mesh(data=3*")
 @pytest.mark.parametrize("mesh", [Mesh(data=3, tensor=2), Mesh(data=1, tensor=4)], ids=str)
 def test_devices_compute_their_own_lanes_and_heads(mesh: Mesh) -> None:
     """In the second mesh, four devices share two heads of keys, so that every device has both

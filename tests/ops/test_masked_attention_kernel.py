@@ -165,6 +165,7 @@ def test_huge_logits_leave_finite_gradients() -> None:
     np.testing.assert_allclose(found["lse"], expected["lse"], rtol=1e-5)
 
 
+@pytest.mark.slow_cases("mesh1*")
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(fsdp=4)])
 def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
     (*arrays, bias), mask = inputs((4,), 24, 40, 2, 8)
@@ -212,6 +213,7 @@ def test_what_the_kernel_for_gpus_does_not_support_is_said(
         attend(x, x, x, None, mask, implementation="pallas_gpu")
 
 
+@pytest.mark.slow_cases("tpu-*")
 @pytest.mark.parametrize(("backend", "kernels"), [("tpu", pallas_tpu), ("gpu", pallas_gpu)])
 def test_dropout_draws_the_same_as_plain_xla(backend: str, kernels: ModuleType) -> None:
     (*arrays, bias), mask = inputs((3,), 24, 40, 4, 8)

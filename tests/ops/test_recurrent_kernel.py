@@ -88,6 +88,7 @@ def test_equals_plain_xla_in_float32(
         assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFixture) -> None:
     arrays, cache_mask = inputs(states=48)  # The kernel reads 48 states in three tiles.
     options = {"normalize_qk": True, "null_keys": True}

@@ -121,7 +121,7 @@ def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.slow_cases("*256", "*16-*")
+@pytest.mark.slow_cases("*256", "*16-*", "None-float32-5e-06-64")
 @pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2), ("float16", 2e-3)]

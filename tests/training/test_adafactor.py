@@ -112,7 +112,7 @@ CASES = [
 IDS = ["steps", "clipped", "zeros", "clip_norm", "rates"]
 
 
-@pytest.mark.slow_cases("clipped", "zeros", "clip_norm")
+@pytest.mark.slow_cases("clipped", "zeros", "clip_norm", "steps")
 @pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
 def test_a_step_with_a_list_of_layers_equals_one_with_a_stack(
     settings: Optimizer, gradients: str
@@ -129,7 +129,9 @@ def test_a_step_on_cpus_is_bit_by_bit_that_of_optax(settings: Optimizer, gradien
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.slow_cases("zeros-*", "rates-*", "clipped-*", "clip_norm-*", "steps-False")
+@pytest.mark.slow_cases(
+    "zeros-*", "rates-*", "clipped-*", "clip_norm-*", "steps-False", "steps-True"
+)
 @pytest.mark.parametrize("lists", [False, True])
 @pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
 def test_a_step_by_the_kernel_equals_optax(

@@ -128,6 +128,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
     return made, place / "run"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_by_bit(trained: tuple[Config, Path]) -> None:
     made, path = trained
     stopped = dataclasses.replace(made, training=dataclasses.replace(made.training, steps=2))

@@ -188,6 +188,7 @@ def test_a_killed_run_leaves_the_same_batches_out(
         assert [x["row"] for x in record["batch"]] == rows and "not finite" in record["reason"]
 
 
+@pytest.mark.slow
 def test_a_run_that_rewinds_while_it_is_profiled_ends_one_trace(
     poisoned: Callable, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ def test_steps_with_separate_layers_equal_those_with_stacks(
     jax.tree.map(close, actual, expected)
 
 
+@pytest.mark.slow
 def test_a_conversion_to_lists_and_back_changes_no_number(separates: None, data: Data) -> None:
     run = runs.build(dataclasses.replace(CONFIG, data=data), progress=False)
     forms = layer_forms.LayerForms(run.config, run.state_shapes, run.mesh)

@@ -48,6 +48,7 @@ def request_and_variables(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     return EvaluationRequest(config, dataset, "test", windows=(64, 16, 32)), variables
 
 
+@pytest.mark.slow
 def test_each_window_gives_the_bits_of_an_evaluation_with_it(request_and_variables: tuple) -> None:
     request, variables = request_and_variables
     result = WindowEvaluator(request)(variables)
