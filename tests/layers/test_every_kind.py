@@ -23,7 +23,8 @@ from brt.models.decoder import Decoder, DecoderOutput, forget, logits, new_state
 from brt.ops.cross_entropy import cross_entropy
 from brt.types import Variables
 
-TOLERANCE = 2e-5  # absolute, float32; hidden vectors and states have magnitude 1
+# Of float32, relative to the largest magnitude of an array, or to 1 if that is smaller.
+TOLERANCE = 2e-5
 LANES, TOKENS, MIDDLE = 2, 48, 24
 # These are one model for each way of reading a segment; tests of other models are slow. The model
 # of "windows by layer" has a recurrent layer.
@@ -111,7 +112,11 @@ def tokens(seed: int = 0) -> np.ndarray:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+    def close(actual: Any, expected: Any) -> None:
+        magnitude = np.max(np.abs(expected), initial=1)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * magnitude)
+
+    jax.tree.map(close, actual, expected)
 
 
 def test_every_kind_has_a_model() -> None:
