@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed.rules import constrain
-from brt.ops.cross_entropy.xla import chunk_length, split_chunks
+from brt.ops.cross_entropy.chunks import chunk_length, split_chunks
 
 Logits = Float[Array, "B T V"]
 

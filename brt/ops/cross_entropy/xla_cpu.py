@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed.rules import partitioned
+from brt.ops.cross_entropy.chunks import chunk_length, scores_by_chunk
 from brt.ops.cross_entropy.scored import TokenScores
-from brt.ops.cross_entropy.xla import chunk_length, join_chunks, split_chunks
 from brt.ops.layout import row_major, transposed
 
 # The tokens of a tile. Tiles of 512 to 1,024 tokens take the least time.
@@ -99,8 +99,7 @@ def token_scores(
         nats = jnp.log(sums.exponentials) + _finite(sums.largest) - sums.target
         return TokenScores(nats, sums.target > sums.other)
 
-    pieces = split_chunks(hidden, chunk), split_chunks(targets, chunk)
-    return TokenScores(*(join_chunks(x, chunk) for x in jax.lax.map(score_chunk, pieces)))
+    return scores_by_chunk(score_chunk, hidden, targets, chunk)
 
 
 def _none(shape: tuple[int, ...]) -> _Sums:
