@@ -22,7 +22,7 @@ from brt.generation.session import Session
 from brt.tasks.evaluators import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import WriteOptions, Writer
-from brt.training import imports, loop, run_summary
+from brt.training import imports
 from brt.training.start import saved_model
 
 StrPath = str | Path
@@ -67,6 +67,8 @@ def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str
       Preempted: Ctrl-C or SIGTERM; everything is saved, and the same call continues.
       BrtError: any other problem that the user can solve.
     """
+    from brt.training import loop, run_summary  # Only training needs what they import.
+
     run, place = loop.train(config, Path(workdir), allow_config_change)
     run_summary.draw(run, place)
     return load(workdir)

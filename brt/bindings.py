@@ -15,7 +15,7 @@ from brt.config import Config
 from brt.config.kinds import kind_sections
 from brt.config.merged import MERGED
 from brt.config.names import field_types, has_section, task_field
-from brt.config.shared import is_registered
+from brt.config.shared import TASK_SECTIONS
 from brt.config_io import (
     checked_value,
     configs_directory,
@@ -218,7 +218,7 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
         if own := task_field(name, task):
             section, _, field = own.partition(".")
             values.setdefault(section, {})[field] = _value_for(task, binding)
-        elif is_registered(task) and not earlier_settings.is_default(binding):
+        elif task in TASK_SECTIONS and not earlier_settings.is_default(binding):
             raise earlier_settings.without_effect(binding, task)
     warmup = _shorten_warmup(values, origins, base or Config())
     try:

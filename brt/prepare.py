@@ -24,11 +24,10 @@ import shlex
 from brt import command_line, config, untrusted
 from brt.data import preparation
 from brt.errors import ConfigError
-from brt.tasks.summarization.data.columns import Columns, read
-from brt.tasks.summarization.data.raw import datasets, tables
-from brt.tasks.summarization.data.raw.datasets import RawDataset
 
-KINDS = (*datasets.RAW, "files")
+# The package brt.tasks imports jax, so this module imports it only to prepare pairs.
+ROLES = ("source", "target", "id")
+KINDS = ("cnn_dailymail", "xsum", "arxiv", "pubmed", "media_sum", "files")
 COMMON = {"validation", "test", "output", "errors"}
 DOCUMENTS = COMMON | {
     "documents", "tokenizer", "text_field", "validation_fraction", "test_fraction",
@@ -45,7 +44,7 @@ DOCUMENT_FLAGS = {
 }
 PAIR_FLAGS = {
     **{f"Data.{flag}": f"--{flag}" for flag in (COMMON | {"train"}) - {"output"}},
-    **{f"Data.columns says for '{role}'": f"--{role}_field says" for role in Columns._fields},
+    **{f"Data.columns says for '{role}'": f"--{role}_field says" for role in ROLES},
     "Data.columns = ('source=COLUMN', 'target=COLUMN')": "--source_field and --target_field",
 }
 
@@ -99,26 +98,12 @@ def _prepare(args: argparse.Namespace) -> None:
     if "documents" in args:
         _check(args, "--documents", DOCUMENTS, needed=("output",), errors=("strict", "replace"))
         _documents(args)
-        return
-    raw = args.pairs != "files"
-    needed = ("raw",) if raw else ("name", "train")
-    _check(args, f"--pairs {args.pairs}", RAW if raw else FILES, needed, ("refuse", "skip"))
-    if raw:
-        dataset = datasets.RAW[args.pairs]
-        splits = dataset.read(untrusted.user_path(args.raw))
+    elif args.pairs == "files":
+        _check(args, "--pairs files", FILES, ("name", "train"), ("refuse", "skip"))
+        _pairs(args)
     else:
-        if not re.fullmatch("[a-z][a-z0-9_]*", args.name):
-            raise ConfigError(
-                f"--name {args.name} must consist of lower case letters, digits and underscores"
-            )
-        dataset = RawDataset(args.name, "1.0.0")
-        columns = Columns(*(getattr(args, f"{f}_field", "") for f in ("source", "target", "id")))
-        splits = {
-            split: map(tables.example, read(getattr(args, split), columns))
-            for split in ("train", "validation", "test")
-            if split in args
-        }
-    _pairs(args, dataset, splits)
+        _check(args, f"--pairs {args.pairs}", RAW, ("raw",), ("refuse", "skip"))
+        _pairs(args)
 
 
 def _check(
@@ -155,7 +140,25 @@ def _documents(args: argparse.Namespace) -> None:
     )
 
 
-def _pairs(args: argparse.Namespace, dataset: RawDataset, splits: datasets.Splits) -> None:
+def _pairs(args: argparse.Namespace) -> None:
+    from brt.tasks.summarization.data.columns import Columns, read
+    from brt.tasks.summarization.data.raw import datasets, tables
+
+    if args.pairs != "files":
+        dataset = datasets.RAW[args.pairs]
+        splits = dataset.read(untrusted.user_path(args.raw))
+    else:
+        if not re.fullmatch("[a-z][a-z0-9_]*", args.name):
+            raise ConfigError(
+                f"--name {args.name} must consist of lower case letters, digits and underscores"
+            )
+        dataset = datasets.RawDataset(args.name, "1.0.0")
+        columns = Columns(*(getattr(args, f"{role}_field", "") for role in ROLES))
+        splits = {
+            split: map(tables.example, read(getattr(args, split), columns))
+            for split in ("train", "validation", "test")
+            if split in args
+        }
     directory = untrusted.user_path(getattr(args, "output", "") or datasets.default_directory())
     errors = getattr(args, "errors", "refuse")
     tallies = datasets.write(dataset, splits, directory, errors=errors)

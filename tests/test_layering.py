@@ -22,7 +22,6 @@ from import_rules import (
     violations,
 )  # fmt: skip
 
-MAX_LINES = 400
 SOURCES = [path for folder in ("brt", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
 
 
@@ -149,12 +148,6 @@ def test_gin_stays_in_one_file_and_heavy_frameworks_stay_out() -> None:
         assert not names & {"tensorflow", "torch"}, file
         assert not any(module.endswith("_brt") for module in imported_by(file)), file
         assert "gin" not in names or file == ROOT / "brt/gin_files.py", file
-
-
-def test_files_are_short() -> None:
-    files = *FILES, *EXPORTED
-    lengths = {str(file): len(file.read_text().splitlines()) for file in files}
-    assert {file: n for file, n in lengths.items() if n > MAX_LINES} == {}
 
 
 def test_the_package_imports_nothing_before_it_is_asked() -> None:

@@ -9,6 +9,19 @@ these fields alike, but their defaults may differ.
 
 from collections.abc import Iterator
 
+# The sections that each task reads, in addition to those that all tasks read. brt's own tasks are
+# listed here and not in `brt.tasks`, so that settings are resolved without importing the tasks.
+TASK_SECTIONS: dict[str, tuple[str, ...]] = {
+    "language_modeling": ("Model", "Data", "Sampling", "Decoding", "Distillation"),
+    "masked_language_modeling": ("Encoder", "Attention", "Data"),
+    "summarization": (
+        "Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling",
+    ),
+    "speech_recognition": ("Encoder", "Attention", "Speech"),
+    "text_classification": ("Encoder", "Attention", "Sentences"),
+    "text_regression": ("Encoder", "Attention", "Sentences"),
+    "extractive_qa": ("Encoder", "Attention", "Questions"),
+}  # fmt: skip
 # The keys are sections of .gin files. The values are the fields that .gin files set in this section
 # for every task, although the section of the run's task may have another name: `Data.train` sets
 # `Pairs.train` in a run of summarisation.
@@ -31,33 +44,6 @@ _OTHERS = {
     "Model": ("Seq2Seq", "Encoder"),
     "Data": ("Pairs", "Speech", "Sentences", "Questions"),
 }
-_TASKS: dict[str, dict[str, str]] = {}
-
-
-def register_sections(task: str, model: str, data: str) -> None:
-    """Records which sections describe the model and the data of a task, so that `field_name` can
-    find the field for a setting such as `Data.train`.
-
-    Args:
-      task: the name of the task.
-      model, data: the names of the sections, such as "Seq2Seq" and "Pairs".
-    """
-    own = {model, data}
-    _TASKS[task] = {
-        shared: next((section for section in others if section in own), shared)
-        for shared, others in _OTHERS.items()
-    }
-
-
-def is_registered(task: str) -> bool:
-    """Returns True if there is a task of this name.
-
-    Raises:
-      AssertionError: no task is registered, because `brt.tasks` has not been imported.
-    """
-    if not _TASKS:
-        raise AssertionError("no tasks are registered: import brt.tasks first")
-    return task in _TASKS
 
 
 def public_name(name: str) -> str:
@@ -81,8 +67,9 @@ def field_name(name: str, task: str) -> str:
       task: the name of a task. A task that is not registered has the sections `Model` and `Data`.
     """
     section, _, field = name.partition(".")
-    if is_registered(task) and field in SHARED.get(section, ()):
-        section = _TASKS[task][section]
+    if field in SHARED.get(section, ()):
+        sections = TASK_SECTIONS.get(task, ())
+        section = next((other for other in _OTHERS[section] if other in sections), section)
     return f"{section}.{field}"
 
 
@@ -91,7 +78,7 @@ def tasks_with(name: str) -> list[str]:
     field `name` "Pairs.train".
     """
     section = name.partition(".")[0]
-    return [task for task, sections in _TASKS.items() if section in sections.values()]
+    return [task for task, sections in TASK_SECTIONS.items() if section in sections]
 
 
 def field_names(name: str) -> Iterator[str]:

@@ -1,26 +1,49 @@
-"""The tasks that models can be trained on, which `TASKS` lists by name."""
+"""The tasks that models can be trained on, which `TASKS` lists by name.
 
+A task is imported when it is looked up, so a run imports no other task than its own.
+"""
+
+import importlib
+from collections import UserDict
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from brt.config import SECTIONS, Config, Training
+from brt import memories  # noqa: F401, registers the kinds of layers
+from brt.config import Config, Training
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
 from brt.config.names import task_field
-from brt.config.shared import register_sections
+from brt.config.shared import TASK_SECTIONS
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
-from brt.tasks.extractive_qa.task import ExtractiveQa
-from brt.tasks.interface import Task
-from brt.tasks.language_modeling.task import LanguageModeling
-from brt.tasks.masked_language_modeling.task import MaskedLanguageModeling
-from brt.tasks.speech_recognition.task import SpeechRecognition
-from brt.tasks.summarization.task import Summarization
-from brt.tasks.text_classification.task import TextClassification, TextRegression
 
-TASKS: dict[str, Task] = {}
+if TYPE_CHECKING:
+    from brt.tasks.interface import Task
 
 
-def register_task(task: Task) -> None:
+class _Tasks(UserDict[str, Any]):
+    """The tasks by name. A value is a task, or "module:class" while nobody has looked it up."""
+
+    def __getitem__(self, name: str) -> "Task":
+        value = self.data[name]
+        if isinstance(value, str):
+            module, _, cls = value.partition(":")
+            value = self.data[name] = getattr(importlib.import_module(module), cls)()
+        return value
+
+
+TASKS = _Tasks({
+    "language_modeling": "brt.tasks.language_modeling.task:LanguageModeling",
+    "masked_language_modeling": "brt.tasks.masked_language_modeling.task:MaskedLanguageModeling",
+    "summarization": "brt.tasks.summarization.task:Summarization",
+    "speech_recognition": "brt.tasks.speech_recognition.task:SpeechRecognition",
+    "text_classification": "brt.tasks.text_classification.task:TextClassification",
+    "text_regression": "brt.tasks.text_classification.task:TextRegression",
+    "extractive_qa": "brt.tasks.extractive_qa.task:ExtractiveQa",
+})  # fmt: skip
+
+
+def register_task(task: "Task") -> None:
     """Adds a task to `TASKS`, so that Training.task may name it.
 
     Raises:
@@ -28,19 +51,11 @@ def register_task(task: Task) -> None:
     """
     if task.name in TASKS:
         raise ConfigError(f"there is a task named {task.name!r} already; take another name")
-    names = {field: section for section, field in SECTIONS.items()}
-    register_sections(task.name, names[task.model], names[task.data])
+    TASK_SECTIONS[task.name] = task.sections
     TASKS[task.name] = task
 
 
-for _task in (
-    LanguageModeling(), MaskedLanguageModeling(), Summarization(), SpeechRecognition(),
-    TextClassification(), TextRegression(), ExtractiveQa(),
-):  # fmt: skip
-    register_task(_task)
-
-
-def from_config(config: Config) -> Task:
+def from_config(config: Config) -> "Task":
     """Returns the task that Training.task names.
 
     Raises:
@@ -49,7 +64,7 @@ def from_config(config: Config) -> Task:
     return by_name(config.training.task)
 
 
-def by_name(name: str) -> Task:
+def by_name(name: str) -> "Task":
     """Returns the task called `name`; raises ConfigError if there is no such task."""
     if name not in TASKS:
         raise ConfigError(
@@ -74,7 +89,7 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     # again (without `origins`) when they are known, and the task checks them then.
     if origins is None or not config.training.init_from:
         task.check(config)
-    readers = {name: _sections(other) for name, other in TASKS.items()}
+    readers = {name: _sections(name) for name in TASK_SECTIONS}
     unread = {}
     for name in origins or {}:
         section = (task_field(name, task.name) or name).partition(".")[0]
@@ -95,12 +110,13 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
 
 def unread_sections(config: Config) -> set[str]:
     """Returns the names of the config sections that other tasks read, but not the config's task."""
-    every = set().union(*(_sections(task) for task in TASKS.values()))
-    return every - _sections(from_config(config))
+    every = set().union(*map(_sections, TASK_SECTIONS))
+    return every - _sections(config.training.task)
 
 
-def _sections(task: Task) -> set[str]:
+def _sections(task: str) -> set[str]:
     """Returns the config sections that a task reads. A task that reads `Model` also reads the
     sections of its parts and of kinds of layers.
     """
-    return {*task.sections, *((*PARTS, *kind_sections()) if "Model" in task.sections else ())}
+    own = TASK_SECTIONS[task]
+    return {*own, *((*PARTS, *kind_sections()) if "Model" in own else ())}

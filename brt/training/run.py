@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from brt import tasks, tree_utils
 from brt.checkpointing.reader import VerifiedCheckpoint, join
@@ -26,7 +29,7 @@ from brt.training import adapters, compilation, layer_forms, rates, replicas, tr
 from brt.training import optimizer as optimizers
 from brt.training.sharding import state_shardings
 from brt.training.start import warm_start
-from brt.training.state import TrainState, initial_state, parameter_axes
+from brt.training.state import TrainState, initial_params, parameter_axes
 from brt.training.step import StepMetrics, train_step
 from brt.training.stepper import Stepper
 
@@ -394,3 +397,22 @@ def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
 def _key(run: Run) -> jax.Array:
     """Returns the random key of the run's seed."""
     return jax.random.key(run.config.training.seed)
+
+
+def initial_state(config: Config, optimizer: Stepper, key: Array | None = None) -> TrainState:
+    """Returns the train state at step 0. The function can be traced by `jax.eval_shape` and
+    `jax.jit`.
+
+    Args:
+      config: config of the run.
+      optimizer: optimizer of the run.
+      key: random key; None for the key of Training.seed.
+    """
+    task, params = tasks.from_config(config), nn.meta.unbox(initial_params(config, key))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer=optimizer.init(trainable.split(params, trainable.patterns(config))[0]),
+        carry=task.initial_carry(config, config.training.batch_size),
+        model_state=task.initial_model_state(config),
+    )

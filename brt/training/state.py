@@ -6,14 +6,12 @@ from typing import NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Int, PyTree
 
 from brt import tasks, tree_utils
 from brt.config import Config
 from brt.training import adapters, trainable
-from brt.training.stepper import Stepper
 
 # The token embedding of a model has one of these paths in the tree of parameters.
 EMBEDDINGS = (
@@ -76,25 +74,6 @@ def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
     """
     boxed = flatten_dict(jax.eval_shape(lambda: initial_params(config)), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
-
-
-def initial_state(config: Config, optimizer: Stepper, key: Array | None = None) -> TrainState:
-    """Returns the train state at step 0. The function can be traced by `jax.eval_shape` and
-    `jax.jit`.
-
-    Args:
-      config: config of the run.
-      optimizer: optimizer of the run.
-      key: random key; None for the key of Training.seed.
-    """
-    task, params = tasks.from_config(config), nn.meta.unbox(initial_params(config, key))
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        optimizer=optimizer.init(trainable.split(params, trainable.patterns(config))[0]),
-        carry=task.initial_carry(config, config.training.batch_size),
-        model_state=task.initial_model_state(config),
-    )
 
 
 def constant_arrays(config: Config, state: TrainState) -> list[str]:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.config.shared import TASK_SECTIONS
 from brt.data.texts import tokenization
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
@@ -29,7 +30,7 @@ class ExtractiveQa(EncoderTask):
 
     name = "extractive_qa"
     head = "spans"
-    sections = ("Encoder", "Attention", "Questions")
+    sections = TASK_SECTIONS["extractive_qa"]
     data = "questions"
     metrics = (
         Metric("bits_per_place", "bits per place"),

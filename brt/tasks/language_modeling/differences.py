@@ -4,7 +4,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
 
 
 class Difference(NamedTuple):
@@ -31,6 +30,8 @@ def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) ->
       other: float64 [D], the nats of each document in the other reading.
       sizes: int [D], the number of units of each document. At least one is positive.
     """
+    from scipy.special import stdtrit  # This import takes long.
+
     bits, count = (nats - other) / math.log(2), len(nats)
     value = float(bits.sum() / sizes.sum())
     if count < 2:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.config.shared import TASK_SECTIONS
 from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Dataset
@@ -45,13 +46,10 @@ from brt.tasks.interface import (
 )
 from brt.tasks.language_modeling import distillation, exporting, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
-from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.loss import loss
-from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.states import StateProbe
 from brt.tasks.language_modeling.scoring import TextScorer
-from brt.tasks.language_modeling.windows import WindowEvaluator
 from brt.tasks.language_modeling.writing import TextWriter
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
 from brt.tasks.weights import WarmStart, Weights
@@ -62,7 +60,7 @@ class LanguageModeling(Task):
     """The task that trains a decoder; caches and recurrent states are carried from step to step."""
 
     name = "language_modeling"
-    sections = ("Model", "Data", "Sampling", "Decoding", "Distillation")
+    sections = TASK_SECTIONS["language_modeling"]
     model, data = "model", "data"
     shows_examples, generates_text, exports = False, True, True
     compares_windows = compares_models = True
@@ -224,8 +222,14 @@ class LanguageModeling(Task):
         another model, the evaluator compares both models.
         """
         if request.other:
+            from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator
+
             return ComparisonEvaluator(request)
-        return WindowEvaluator(request) if request.windows else DocumentEvaluator(request)
+        if request.windows:
+            from brt.tasks.language_modeling.windows import WindowEvaluator
+
+            return WindowEvaluator(request)
+        return DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the metrics of a report that are logged as curves, including the rise of the bits
@@ -244,6 +248,8 @@ class LanguageModeling(Task):
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
         """Measures how the model uses its memory; returns metrics, a text and plots."""
+        from brt.tasks.language_modeling.probe import job  # This import takes long.
+
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:

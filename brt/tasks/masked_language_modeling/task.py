@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.config.shared import TASK_SECTIONS
 from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Dataset
@@ -31,7 +32,7 @@ class MaskedLanguageModeling(EncoderTask):
 
     name = "masked_language_modeling"
     head = "masked_language_modeling"
-    sections = ("Encoder", "Attention", "Data")
+    sections = TASK_SECTIONS["masked_language_modeling"]
     data = "data"
     shows_examples = False
     metrics = (

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.config.shared import TASK_SECTIONS
 from brt.errors import ConfigError, DataError
 from brt.ops.ctc import ctc_nats
 from brt.ops.spec_augment import spec_augment
@@ -42,7 +43,7 @@ class SpeechRecognition(EncoderTask):
     name = "speech_recognition"
     head = "ctc"
     frames = True
-    sections = ("Encoder", "Attention", "Speech")
+    sections = TASK_SECTIONS["speech_recognition"]
     data = "speech"
     metrics = (
         BITS_PER_BYTE,

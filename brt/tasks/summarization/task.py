@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.config.shared import TASK_SECTIONS
 from brt.errors import ConfigError
 from brt.interop import pretrained
 from brt.interop.exporting import NAMES, ExportableModel, ExportSource
@@ -52,7 +53,7 @@ class Summarization(Task):
     """The task that trains an encoder-decoder (T5 or BART) to write summaries."""
 
     name = "summarization"
-    sections = ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling")
+    sections = TASK_SECTIONS["summarization"]
     model, data = "seq2seq", "pairs"
     generates_text = exports = True
     metrics = (BITS_PER_BYTE, BITS_PER_TOKEN)

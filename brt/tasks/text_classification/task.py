@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Encoder
+from brt.config.shared import TASK_SECTIONS
 from brt.data.texts import tokenization
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
@@ -32,7 +33,7 @@ class TextClassification(EncoderTask):
 
     name = "text_classification"
     head = "classification"
-    sections = ("Encoder", "Attention", "Sentences")
+    sections = TASK_SECTIONS["text_classification"]
     data = "sentences"
     metrics = (
         Metric("bits_per_label", "bits per label"),
