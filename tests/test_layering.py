@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from import_rules import (
     ALLOWED,
-    EXPORTED,
     FILES,
     FOUNDATION,
     MODULES,
