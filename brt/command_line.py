@@ -284,6 +284,7 @@ def main(
     """
     output.open_streams()
     output.silence_later_errors()
+    output.say_warnings()
     allocator.collect_garbage_rarely()
     platforms.use_cpu_without_accelerator()
     # XLA's log is hidden, because it reports slow compilations as errors. Real failures raise

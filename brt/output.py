@@ -9,10 +9,12 @@ import io
 import json
 import logging
 import os
+import re
 import select
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +26,11 @@ from brt.formatting import finite, printable, sentence
 # These flags name files that a command writes at its end. At its start, the command checks whether
 # the files can be written.
 FLAGS = {"json", "save_state"}
+
+_UNCACHED = (
+    "compiled programs are not cached, so later commands compile them again; XDG_CACHE_HOME can "
+    "name another directory"
+)
 
 
 def show(text: str, end: str = "\n") -> None:
@@ -41,6 +48,24 @@ def pass_on(text: str, end: str = "") -> None:
     model writes. It is escaped on a terminal only.
     """
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def say_warnings() -> None:
+    """Makes Python's warnings messages of one line. A failure of JAX's cache of compiled programs,
+    of which JAX warns for every program, is reported once.
+    """
+    said = set()
+
+    def warn(message: Warning | str, *_: Any) -> None:
+        """Prints a warning. Python calls this function as `warnings.showwarning`."""
+        text = str(message)
+        if found := re.match("Error (reading|writing) persistent compilation cache.*?': ", text):
+            text = f"{_UNCACHED}: {text[found.end() :]}"
+        if text not in said:
+            said.add(text)
+            say(f"brt: warning: {text}")
+
+    warnings.showwarning = warn
 
 
 def open_streams() -> None:
