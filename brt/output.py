@@ -27,11 +27,6 @@ from brt.formatting import finite, printable, sentence
 # the files can be written.
 FLAGS = {"json", "save_state"}
 
-_UNCACHED = (
-    "compiled programs are not cached, so later commands compile them again; XDG_CACHE_HOME can "
-    "name another directory"
-)
-
 
 def show(text: str, end: str = "\n") -> None:
     """Prints a result to stdout, which may have several lines."""
@@ -58,11 +53,15 @@ def say_warnings() -> None:
 
     def warn(message: Warning | str, *_: Any) -> None:
         """Prints a warning. Python calls this function as `warnings.showwarning`."""
-        text = str(message)
-        if found := re.match("Error (reading|writing) persistent compilation cache.*?': ", text):
-            text = f"{_UNCACHED}: {text[found.end() :]}"
-        if text not in said:
-            said.add(text)
+        text = kind = str(message)
+        if found := re.match("Error (?:reading|writing) persistent compilation cache.*?': ", text):
+            kind = "cache"
+            text = (
+                "compiled programs are not cached, so later commands compile them again "
+                f"({text[found.end() :]}); XDG_CACHE_HOME can name another directory"
+            )
+        if kind not in said:
+            said.add(kind)
             say(f"brt: warning: {text}")
 
     warnings.showwarning = warn

@@ -59,6 +59,7 @@ from brt import output
 output.say_warnings()
 place = Path(sys.argv[1])
 jax.config.update("jax_compilation_cache_dir", str(place))
+jax.config.update("jax_enable_compilation_cache", True)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.jit(lambda x: x + 1)(1.0)
