@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 from brt import __version__, durable
 from brt.errors import ConfigError
@@ -33,7 +33,7 @@ def show(text: str, end: str = "\n") -> None:
     print(printable(text), end=end, flush=True)
 
 
-def say(message: str, stream: IO[str] | None = None) -> None:
+def say(message: str, stream: io.TextIOBase | TextIO | None = None) -> None:
     """Prints a message of one line to stderr, or to another stream."""
     print(sentence(message), file=stream or sys.stderr, flush=True)
 
