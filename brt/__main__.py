@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from brt import output
 from brt.config_io import suggestion
 from brt.errors import ConfigError
 
@@ -30,11 +31,11 @@ def main() -> NoReturn:
     """Runs the command that the first argument names, with the remaining arguments."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print(listing())
+        output.show(listing())
         sys.exit(0)
     if name not in COMMANDS:
         guess = suggestion(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
-        print(f"brt: error: there is no command {name!r}{guess}", file=sys.stderr)
+        output.say(f"brt: error: there is no command {name!r}{guess}")
         sys.exit(ConfigError.exit_code)
     del sys.argv[1]
     sys.modules.pop(f"brt.{name}", None)  # runpy would warn that the module is imported already.

@@ -153,7 +153,7 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
     for note in resolved.notes:
         _say(note)
     if args.print_config:
-        print(described(resolved.config, resolved.origins), end="")
+        output.show(described(resolved.config, resolved.origins), end="")
         raise SystemExit(0)
     return resolved
 
@@ -284,6 +284,7 @@ def main(
     """
     output.open_streams()
     output.silence_later_errors()
+    output.say_warnings()
     allocator.collect_garbage_rarely()
     platforms.use_cpu_without_accelerator()
     # XLA's log is hidden, because it reports slow compilations as errors. Real failures raise
@@ -330,11 +331,11 @@ def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | N
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else value
-        print(f"{name:<{width}}  {f'{value:.4f}' if isinstance(value, float) else shown}")
+        output.show(f"{name:<{width}}  {f'{value:.4f}' if isinstance(value, float) else shown}")
     if path:
         write_json(path, figures, workdir)
 
 
 def _say(message: str, code: int = 0) -> int:
-    print(f"brt: {message}", file=sys.stderr, flush=True)
+    output.say(f"brt: {message}")
     return code

@@ -18,7 +18,7 @@ their index). A directory in brt's format was written by --to=brt, or is the dir
 import argparse
 from pathlib import Path
 
-from brt import command_line
+from brt import command_line, output
 from brt.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> None:
         exported = exports.export(source, plain=args.plain)
         lines = convert.to_hf(exported, target, verified=args.verify, dtype=dtype)
     for line in lines:
-        print(line, flush=True)
+        output.show(line)
 
 
 def parser() -> argparse.ArgumentParser:

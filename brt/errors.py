@@ -6,14 +6,14 @@ Any other exception is a bug in brt and is shown with its traceback.
 import contextlib
 from collections.abc import Callable, Iterator
 
-from brt.formatting import printable
+from brt.formatting import sentence
 
 
 class BrtError(Exception):
     """The base class of errors for users.
 
     The text of an error is one line of printable characters, even if it quotes several lines of a
-    library.
+    library. The middle of long values is left out.
 
     Attributes:
       exit_code: the exit code of a command that the error ends.
@@ -22,7 +22,7 @@ class BrtError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return printable(" ".join(super().__str__().splitlines()))
+        return sentence(super().__str__())
 
 
 class ConfigError(BrtError, ValueError):

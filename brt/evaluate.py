@@ -7,13 +7,11 @@ python -m brt.evaluate --workdir=runs/quickstart --split=validation --follow   #
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from brt import command_line
+from brt import command_line, output
 from brt.distributed import flags
 from brt.errors import ConfigError
-from brt.formatting import printable
 from brt.training import preemption
 
 
@@ -41,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
             other = saved_model.load(their_workdir, checkpoint, config)
         evaluated = job.evaluate(
             model, args.split, args.ablate,
-            lambda result: print(printable(result.text), flush=True),
+            lambda result: output.show(result.text),
             windows=_windows(args.windows), other=other,
         )  # fmt: skip
         processes.wait_for_all("end")
@@ -72,7 +70,7 @@ def _follow(args: argparse.Namespace) -> None:
 
     def say(message: str) -> None:
         """Prints a message to stderr."""
-        print(f"brt: {message}", file=sys.stderr, flush=True)
+        output.say(f"brt: {message}")
 
     workdir = Workdir(Path(args.workdir))
     waiter = follow.Waiter(args.poll_seconds, args.timeout_minutes, say)
@@ -80,7 +78,7 @@ def _follow(args: argparse.Namespace) -> None:
     config = command_line.resolve(args, base=config).config
     follower = follow.Follower(workdir, config, args.split, args.ablate, say)
     for evaluated in follower.reports(waiter):
-        print(evaluated.line, flush=True)
+        output.show(evaluated.line)
         if args.json:
             command_line.write_json(args.json, evaluated.report, args.workdir)
 

@@ -1,7 +1,16 @@
 """Formats numbers, times and texts for people and for JSON."""
 
+import html as markup
 import json
+import re
+import unicodedata
 from typing import Any
+
+# Controls, marks of direction and other invisible characters, line separators, lone surrogates.
+_ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+_KEPT = "\n\t\u200c\u200d"  # The last two join and separate letters, also of emoji.
+_LONGEST_WORD, _LONGEST_MESSAGE = 500, 2000  # In characters. A path may be a long word.
+_FORMULA = re.compile(r"\s*[=+@＝＋－＠-]|[\t\r\n]")
 
 
 def short(number: float | int) -> str:
@@ -31,13 +40,61 @@ def counted(count: int, thing: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text in which characters that could control a terminal are escaped, as in \\x1b.
+    """Returns a text in which characters are escaped, as in \\x1b, that could control a terminal,
+    reorder or hide other text, or cannot be encoded.
 
-    Line ends and tabs are kept.
+    Line ends and tabs are kept. The text is escaped where it leaves the process: in brt/output.py,
+    in errors, in log.txt, and by the writers of reports.
     """
+    if text.isascii() and text.isprintable():
+        return text
     return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+        c.encode("unicode_escape").decode()
+        if unicodedata.category(c) in _ESCAPED and c not in _KEPT
+        else c
+        for c in text
     )
+
+
+def one_line(text: str) -> str:
+    """Returns `printable` text in which line ends and tabs are escaped, too."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def sentence(text: str) -> str:
+    """Returns a message as one line, in which the middle of long values is left out."""
+    line = one_line(" ".join(text.splitlines()))
+    line = re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: _without_middle(word[0], 200), line)
+    return line if len(line) <= _LONGEST_MESSAGE else _without_middle(line, _LONGEST_MESSAGE // 2)
+
+
+def _without_middle(text: str, kept: int) -> str:
+    return f"{text[:kept]} ... {text[-kept:]}"
+
+
+def html(text: str) -> str:
+    """Returns a text as the content of an element or of a quoted attribute in HTML."""
+    return markup.escape(printable(text))
+
+
+def markdown(text: str) -> str:
+    """Returns a text of one line in Markdown, also for a cell of a table, without any markup."""
+    plain = markup.escape(one_line(text), quote=False)
+    return re.sub(r"([|*\[\]`]|\\(?=[^a-z]|$))", r"\\\1", plain)
+
+
+def csv_value(value: Any) -> Any:
+    """Returns a value for a cell of CSV. A text that a spreadsheet would compute gets an
+    apostrophe in front of it.
+    """
+    if not isinstance(value, str):
+        return value
+    return "'" * bool(_FORMULA.match(value)) + one_line(value)
+
+
+def plot_label(text: str) -> str:
+    """Returns a text as a label of a plot, in which dollars begin no formula."""
+    return one_line(text).replace("$", r"\$")
 
 
 def clock(seconds: float | int) -> str:

@@ -44,10 +44,10 @@ def main(args: argparse.Namespace) -> None:
         memory = model.load_memory(args.load_state) if args.load_state else None
         text = model.stream(prompt, state=memory, **{name: getattr(args, name) for name in HOW})
         if model.continues:
-            print(prompt, end="", flush=True)
+            output.pass_on(prompt)
         for piece in text:
-            print(piece, end="", flush=True)
-        print(flush=True)
+            output.pass_on(piece)
+        output.pass_on("\n")
         if args.save_state:
             with output.explained("save_state", args.save_state):
                 text.memory.save(args.save_state)

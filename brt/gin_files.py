@@ -21,6 +21,7 @@ from brt.macros import MAX_NESTING, MOST_STRINGS, Binding, Macro, Source
 
 _MOST_QUOTED = 100  # Errors quote at most this many characters of a text.
 LARGEST_FILE = 1 << 17  # A .gin file has at most this many bytes.
+_LIKE_A_NUMBER = re.compile(r"[-+.]*(\d(?!.*[^\W\d_]{2})|nan\b|inf(inity)?\b)", re.I)
 # Python concatenates strings if only tokens of these kinds stand between them.
 _ADJACENT = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)
 
@@ -184,18 +185,29 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
 
 
 def _value_in(line: str | None) -> str:
-    """Returns the text after the = of a line, or "" if there is none or it has brackets."""
-    word = (line or "").partition("=")[2].partition("#")[0].strip()[:_MOST_QUOTED]
-    return "" if word[:1] in ("(", "[", "{") else word
+    """Returns the text after the only = of a line; "" if there is none or it has brackets."""
+    word = (line or "").partition("=")[2].partition("#")[0].strip()
+    return "" if word[:1] in ("(", "[", "{") or "=" in word else word
+
+
+def _no_value(word: str) -> str:
+    """Returns a clause which says that a text is no value, and what one is."""
+    shown = word[:_MOST_QUOTED]
+    if _LIKE_A_NUMBER.match(word):
+        return f"{shown} is no number that a setting may have; write one such as 12, -0.5 or 1e-4"
+    if word[0] in "'\"":
+        return f"{shown} is no single text in quotes"
+    remedy = f" ({word!r})" if word == shown else ""
+    return f"{shown} is no value; text needs quotes{remedy}, booleans are True, False"
 
 
 def _unreadable(message: str, line: str | None) -> str:
     """Returns a clear sentence for a syntax error of gin's parser."""
+    word = _value_in(line)
     if match := re.search("Failed to parse token '(.*)'", message):
-        word = match[1][:_MOST_QUOTED]
-        reason = f"{word} is no value; text needs quotes ({word!r}), booleans are True, False"
-    elif message.startswith("Unable to parse value") and (word := _value_in(line)):
-        reason = f"{word} is no value; text needs quotes ({word!r})"
+        reason = _no_value(word) if word else f"{match[1][:_MOST_QUOTED]} is no value"
+    elif message.startswith(("Unable to parse value", "Expected newline")) and word:
+        reason = _no_value(word)
     else:
         reason = " ".join(message.split())[:_MOST_QUOTED].rstrip(".")
     quoted = f" {line.strip()[:_MOST_QUOTED]!r}" if line else " it"

@@ -9,10 +9,9 @@ python -m brt.inspect --workdir=runs/quickstart --probe \\
 """
 
 import argparse
-import functools
 from pathlib import Path
 
-from brt import command_line
+from brt import command_line, output
 from brt.errors import ConfigError
 
 
@@ -34,7 +33,6 @@ def main(args: argparse.Namespace) -> None:
 
     # This command needs no accelerator, and a trainer may be using the accelerator.
     jax.config.update("jax_platforms", "cpu")
-    from brt.formatting import printable
     from brt.training import inspection
     from brt.training.workdir import Workdir
 
@@ -44,12 +42,12 @@ def main(args: argparse.Namespace) -> None:
         return
     description = inspection.survey(workdir, args.step)
     if not args.state_hash:
-        print(printable(inspection.text(description)), flush=True)
+        output.show(inspection.text(description))
     try:
         inspection.check(description, args.step)
         if args.state_hash:
             description = inspection.add_state_hash(workdir, description, args.step)
-            print(description["state_hash"])
+            output.show(description["state_hash"])
     finally:
         if args.json:
             command_line.write_json(args.json, description, args.workdir)
@@ -64,8 +62,7 @@ def _probe(args: argparse.Namespace) -> None:
     workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
     model = saved_model.load(workdir, checkpoint, config)
-    show = functools.partial(print, flush=True)
-    results = job.inspect(model, args.split or "validation", args.tokens, show)
+    results = job.inspect(model, args.split or "validation", args.tokens, output.show)
     if args.json:
         command_line.write_json(args.json, results, args.workdir)
 

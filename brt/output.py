@@ -1,4 +1,7 @@
-"""Prepares the standard streams of commands, and writes the files that their flags name."""
+"""Prints what commands say, and writes the files that their flags name.
+
+No other module prints. Texts may contain names that other people chose, so they are escaped here.
+"""
 
 import contextlib
 import errno
@@ -6,21 +9,62 @@ import io
 import json
 import logging
 import os
+import re
 import select
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from brt import __version__, durable
 from brt.errors import ConfigError
-from brt.formatting import finite
+from brt.formatting import finite, printable, sentence
 
 # These flags name files that a command writes at its end. At its start, the command checks whether
 # the files can be written.
 FLAGS = {"json", "save_state"}
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Prints a result to stdout, which may have several lines."""
+    print(printable(text), end=end, flush=True)
+
+
+def say(message: str, stream: io.TextIOBase | TextIO | None = None) -> None:
+    """Prints a message of one line to stderr, or to another stream."""
+    print(sentence(message), file=stream or sys.stderr, flush=True)
+
+
+def pass_on(text: str, end: str = "") -> None:
+    """Prints a text to stdout that other programs may read, such as a script or the text that a
+    model writes. It is escaped on a terminal only.
+    """
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def say_warnings() -> None:
+    """Makes Python's warnings messages of one line. A failure of JAX's cache of compiled programs,
+    of which JAX warns for every program, is reported once.
+    """
+    said = set()
+
+    def warn(message: Warning | str, *_: Any) -> None:
+        """Prints a warning. Python calls this function as `warnings.showwarning`."""
+        text = kind = str(message)
+        if found := re.match("Error (?:reading|writing) persistent compilation cache.*?': ", text):
+            kind = "cache"
+            text = (
+                "compiled programs are not cached, so later commands compile them again "
+                f"({text[found.end() :]}); XDG_CACHE_HOME can name another directory"
+            )
+        if kind not in said:
+            said.add(kind)
+            say(f"brt: warning: {text}")
+
+    warnings.showwarning = warn
 
 
 def open_streams() -> None:

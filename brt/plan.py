@@ -6,9 +6,8 @@ python -m brt.plan --gin_file=configs/runs/quickstart.gin --devices=8   # fake C
 """
 
 import argparse
-import sys
 
-from brt import command_line, platforms
+from brt import command_line, output, platforms
 from brt.errors import ConfigError
 
 
@@ -24,12 +23,12 @@ def main(args: argparse.Namespace) -> None:
     config = command_line.resolve(args, base=base).config
     machine = topologies.named(args.topology) if args.topology else topologies.present()
     if args.sweep_mesh:
-        tried = plan.sweep(config, machine, lambda line: print(f"brt: {line}", file=sys.stderr))
-        print(report.best_meshes(tried))
+        tried = plan.sweep(config, machine, lambda line: output.say(f"brt: {line}"))
+        output.show(report.best_meshes(tried))
         content = {"best": [report.plan_json(one) for one in tried]}
     else:
         planned = plan.plan(config, machine, low_effort=args.effort == "low")
-        print(report.plan_text(planned, config))
+        output.show(report.plan_text(planned, config))
         content = report.plan_json(planned)
     if args.json:
         command_line.write_json(args.json, content, args.workdir)

@@ -21,7 +21,7 @@ import argparse
 import re
 import shlex
 
-from brt import command_line, config, untrusted
+from brt import command_line, config, output, untrusted
 from brt.data import preparation
 from brt.errors import ConfigError
 
@@ -133,8 +133,8 @@ def _documents(args: argparse.Namespace) -> None:
     if field := settings.pop("text_field", ""):
         settings["columns"] = (f"text={field}",)
     dataset = preparation.prepare(config.Data(train=tuple(args.documents), **settings), args.output)
-    print(preparation.summary(dataset))
-    print(
+    output.show(preparation.summary(dataset))
+    output.show(
         f"\nTrain on it with\n  python -m brt.train --gin_file=FILE --workdir=DIRECTORY "
         f"--gin_bindings='Data.store = \"{args.output}\"'"
     )
@@ -164,13 +164,13 @@ def _pairs(args: argparse.Namespace) -> None:
     tallies = datasets.write(dataset, splits, directory, errors=errors)
     for split, tally in tallies.items():
         left_out = f" ({tally.described()})" if tally.bad else ""
-        print(f"{split}: {tally.rows - tally.bad:,} pairs{left_out}")
-    print(f"\nwritten to {directory / dataset.path}; a .gin file reads it with\n")
+        output.show(f"{split}: {tally.rows - tally.bad:,} pairs{left_out}")
+    output.show(f"\nwritten to {directory / dataset.path}; a .gin file reads it with\n")
     for split in tallies:
         setting = "validation" if split == "val" else split
-        print(f'  Data.{setting} = ("tfds:{dataset.tfds_name}/{split}",)')
+        output.show(f'  Data.{setting} = ("tfds:{dataset.tfds_name}/{split}",)')
     if directory != datasets.default_directory():
-        print(f"\nwhile TFDS_DATA_DIR={shlex.quote(str(directory.absolute()))} is exported")
+        output.show(f"\nwhile TFDS_DATA_DIR={shlex.quote(str(directory.absolute()))} is exported")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ If the command is run again, it continues with the points that are not finished.
 import argparse
 from pathlib import Path
 
-from brt import command_line
+from brt import command_line, output
 from brt.errors import ConfigError
 from brt.sweeping import points, settings
 
@@ -23,23 +23,23 @@ def main(args: argparse.Namespace) -> None:
     chosen = points.choose(all_points, args.array_index)
     workdir = Path(args.workdir or f"runs/{Path(args.gin_file[0]).stem}")
     if args.print_config:
-        print(command_line.described(*chosen[0].resolved[:2]), end="")
+        output.show(command_line.described(*chosen[0].resolved[:2]), end="")
     elif args.list:
-        print(points.listing(chosen))
+        output.show(points.listing(chosen))
     elif args.slurm is not None or args.submit:
         from brt.sweeping import slurm
 
         text = slurm.script(
             len(all_points), workdir, args.gin_file, args.gin_bindings, args.slurm or ""
         )
-        print(slurm.submit(text, workdir) if args.submit else text)
+        output.pass_on(slurm.submit(text, workdir) if args.submit else text, end="\n")
     else:
         from brt.sweeping import job
 
         if args.report:
-            print(job.write_report(workdir, all_points, sweep))
+            output.show(job.write_report(workdir, all_points, sweep))
         else:
-            print(job.run(workdir, all_points, chosen, sweep, jobs=args.jobs))
+            output.show(job.run(workdir, all_points, chosen, sweep, jobs=args.jobs))
 
 
 def parser() -> argparse.ArgumentParser:

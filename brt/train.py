@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brt import command_line
+from brt import command_line, output
 from brt.config import Config
 from brt.config_io import config_values
 from brt.distributed import flags
@@ -42,7 +42,7 @@ def _train(args: argparse.Namespace) -> None:
             return
         trained, place = loop.train(config, Path(args.workdir), args.allow_config_change)
     if processes.is_first():
-        print(run_summary.finish(trained, place, begin))
+        output.show(run_summary.finish(trained, place, begin))
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -66,7 +66,7 @@ def _shape(config: Config, args: argparse.Namespace) -> None:
     from brt.training import run, run_summary
 
     built = run.without_data(config) or run.build(config)
-    print(f"{run_summary.parameters(built)}\n")
+    output.show(f"{run_summary.parameters(built)}\n")
     command_line.print_figures(run_summary.dry_run(built, args.workdir), args.json, args.workdir)
 
 

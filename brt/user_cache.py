@@ -8,9 +8,10 @@ import errno
 import functools
 import os
 import stat
-import sys
 import tempfile
 from pathlib import Path
+
+from brt import output
 
 
 def directory() -> Path | None:
@@ -109,4 +110,4 @@ def _temporary() -> tempfile.TemporaryDirectory:
 
 @functools.cache  # The cache makes the function print each message only once.
 def _say(text: str) -> None:
-    print(f"brt: {text}", file=sys.stderr, flush=True)
+    output.say(f"brt: {text}")

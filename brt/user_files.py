@@ -1,4 +1,5 @@
-"""Executes Python files of the user, which add kinds of layers and tasks (--import FILE).
+"""Executes Python files of the user, which add kinds of layers and tasks (--import FILE), and
+starts other commands so that they execute the same files and no others.
 
 Because such a file is executed, only the command line can name it. A run directory or a .gin file
 cannot.
@@ -40,6 +41,16 @@ def execute(path: str) -> None:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"--import={path} raised {_described(error, file)}") from error
     _executed.append(str(file))
+
+
+def python() -> list[str]:
+    """Returns the beginning of a command line that runs a module of brt with `-m`.
+
+    Python then imports nothing from the current directory, where somebody else may have put a file
+    that is called like a module. The exception is a current directory from which brt itself runs.
+    """
+    package = Path(__file__).resolve().parent
+    return [sys.executable, *(["-P"] if package.parent != Path.cwd() else []), "-m"]
 
 
 def import_flags() -> list[str]:

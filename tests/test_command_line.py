@@ -243,7 +243,7 @@ def test_print_config_prints_what_the_task_reads(
         ("Data.train = (/tmp,)", "a.gin:1: cannot read 'Data.train = (/tmp,)': "),
         ("Model.layers =", "a.gin:1: cannot read"),
         ("Model.layers 2", "a.gin:1: cannot read 'Model.layers 2': Couldn't parse statement"),
-        ("Model.layers = 2 3", "a.gin:1: cannot read 'Model.layers = 2 3': Expected newline"),
+        ("Model.layers = 2 3", "a.gin:1: cannot read 'Model.layers = 2 3': 2 3 is no number"),
         ("Model.layers = (2,\n", "a.gin: cannot read it: "),
         ("Model.layers = {[1]: 2}", "a.gin: cannot read it: unhashable"),
         ("include 'b.gin'", "a.gin:1: include 'b.gin': no such file"),
@@ -265,6 +265,39 @@ def test_print_config_prints_what_the_task_reads(
 def test_a_file_is_refused_with_line_and_remedy(text: str, message: str) -> None:
     write(a=text)
     assert message in refusal("--gin_file=a.gin")
+
+
+NUMBERS = ["+5", "--5", "10k", "1,000", "1e", "nan", "-inf", "2**10", "9" * 5000, "1.2.3", "007"]
+VALUES = ["3.0", "-3.0", "1e12", "1e30", "1e400", "'3'", "'3.5'", "'nan'", "'1e400'", "'x'", "True"]
+TEXTS = ["'a' 5", "'a", "books/*.txt", "a b", "2024-books.txt", "5", "0.5", "1e400", "('a', 'b')"]
+
+
+@pytest.mark.parametrize("name", ["Training.steps", "Optimizer.learning_rate", "Data.tokenizer"])
+@pytest.mark.parametrize("value", [*NUMBERS, *VALUES, *TEXTS])
+def test_the_value_that_an_error_recommends_is_of_the_right_type(name: str, value: str) -> None:
+    flag = f"--gin_bindings={name} = "
+    try:
+        resolve(flag + value)
+        return
+    except ConfigError as error:
+        message = str(error)
+    for remedy in re.findall(r"; write (\S+?)(?: without quotes| in quotes)?$", message):
+        with contextlib.suppress(ConfigError):
+            resolve(flag + remedy)
+            continue
+        assert "must be above 0" in refusal(flag + remedy)
+    for quoted in re.findall(r"text needs quotes \((.*)\), booleans", message):
+        resolve(f"--gin_bindings=Data.tokenizer = {quoted}")
+    if value in NUMBERS:
+        assert "quote" not in message
+
+
+@pytest.mark.parametrize("value", ["x" * 5000, "a b " * 1250, "\x1b" * 5000])
+@pytest.mark.parametrize("setting", ["Training.task", "Training.steps", "Recurrence.gate"])
+def test_errors_do_not_quote_long_values_whole(setting: str, value: str) -> None:
+    for text in (f"{setting} = {value!r}", f"{setting} = {value}", f"{value} = 3"):
+        message = refusal(f"--gin_bindings={text}")
+        assert len(message) < 2100 and message.isprintable()
 
 
 @pytest.mark.parametrize("first, second", [("a", "b"), ("b", "a")])

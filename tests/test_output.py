@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import threading
@@ -48,3 +49,29 @@ print("done")
 def test_failures_of_coroutines_that_are_closed_are_not_printed() -> None:
     done = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+UNCACHED = """
+import shutil, sys
+from pathlib import Path
+import jax
+from brt import output
+output.say_warnings()
+place = Path(sys.argv[1])
+jax.config.update("jax_compilation_cache_dir", str(place))
+jax.config.update("jax_enable_compilation_cache", True)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.jit(lambda x: x + 1)(1.0)
+shutil.rmtree(place)
+place.touch()
+for power in (2, 3, 4):
+    jax.jit(lambda x: x**power)(1.0)
+"""
+
+
+def test_a_failing_cache_of_programs_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNCACHED, str(tmp_path / "programs")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("brt: warning: compiled programs are not cached") and "Errno" in line

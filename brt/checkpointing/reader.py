@@ -15,7 +15,6 @@ that a run whose checkpoints were removed does not begin again unnoticed.
 
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging as absl_logging
 
-from brt import allocator, tree_utils, untrusted
+from brt import allocator, output, tree_utils, untrusted
 from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
@@ -204,7 +203,7 @@ def last_saved(directory: Path) -> int | None:
 
 def warn_on_stderr(message: str) -> None:
     """Prints `message` to stderr as a warning."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    output.say(f"warning: {message}")
 
 
 def find(

@@ -3,6 +3,7 @@ name is unknown.
 """
 
 import difflib
+import math
 import typing
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -85,24 +86,27 @@ def _integer(name: str, value: Any) -> int:
         if not -(2**63) <= value < 2**63:
             raise ConfigError(f"{name} = {value} is more than 64 bits hold")
         return value
-    whole = isinstance(value, float) and value.is_integer()
-    raise ConfigError(f"{name} = {value!r} must be an int{f'; write {value:.0f}' if whole else ''}")
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**31
+    remedy = f"; write {value:.0f}" if whole else _without_quotes(value, int)
+    raise ConfigError(f"{name} = {value!r} must be an int{remedy}")
 
 
 def _number(name: str, value: Any) -> float:
     if type(value) not in (int, float):
-        raise ConfigError(f"{name} = {value!r} must be a float{_without_quotes(value)}")
+        raise ConfigError(f"{name} = {value!r} must be a float{_without_quotes(value, float)}")
     # The comparison is also false for NaN and for integers above all floats.
     if not abs(value) <= 1e308:
         raise ConfigError(f"{name} = {value!r} must be finite")
     return float(value)
 
 
-def _without_quotes(value: Any) -> str:
+def _without_quotes(value: Any, kind: type[int | float]) -> str:
+    """Returns the remedy for a text that is a number of this kind; "" for other values."""
     try:
-        return f"; write {float(value)!r} without quotes" if isinstance(value, str) else ""
+        number = kind(value) if isinstance(value, str) else math.inf
     except ValueError:
         return ""
+    return f"; write {number!r} without quotes" if math.isfinite(number) else ""
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -113,7 +117,9 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _string(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{name} = {value!r} must be a str; write {str(value)!r} in quotes")
+        number = type(value) in (int, float) and math.isfinite(value)
+        remedy = f"; write {str(value)!r} in quotes" if number else ""
+        raise ConfigError(f"{name} = {value!r} must be a str{remedy}")
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from brt import untrusted, user_cache
+from brt import output, untrusted, user_cache
 from brt.config.fields import cached_settings
 from brt.data import manifests
 from brt.data.sources import FileHash
@@ -270,4 +270,4 @@ def bar(split: str, progress: bool, **unit: Any) -> tqdm:
 def say(text: str, progress: bool) -> None:
     """Prints a line of text to stderr if `progress` is True."""
     if progress:
-        print(text, file=sys.stderr, flush=True)
+        output.say(text)

@@ -10,7 +10,6 @@ import glob
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from brt import durable, locks, untrusted
+from brt import durable, locks, output, untrusted
 from brt.errors import DataError
 
 # This is the version of the format of prepared data. The hash that names a directory in the cache
@@ -283,10 +282,9 @@ def _remove_or_warn(place: Path) -> None:
     except FileNotFoundError:
         pass  # Another process has deleted the directory.
     except OSError as error:
-        print(
+        output.say(
             f"warning: {place} cannot be removed: {error.strerror}; "
-            "the same command removes it when it is run again",
-            file=sys.stderr,
+            "the same command removes it when it is run again"
         )
 
 

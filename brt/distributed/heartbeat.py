@@ -5,13 +5,12 @@ counter every second, and exits if the counter of another process does not chang
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from brt import hanging
+from brt import hanging, output
 from brt.errors import PeerError
 
 HEARTBEAT_SECONDS = 30  # A process is considered dead after this many seconds without a heartbeat.
@@ -116,10 +115,10 @@ class Heartbeat:
         last = f", last while {activity}" * bool(activity)
         why = f"has given no sign of life for {silent:.0f} s{last}"
         why = f"has stopped: {reason}" if reason else why
-        print(
+        output.say(
             f"brt: {self._peer(index)} {why}; start all processes again to continue from the "
-            "newest checkpoint", file=sys.stderr, flush=True,
-        )  # fmt: skip
+            "newest checkpoint"
+        )
         os._exit(PeerError.exit_code)
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from brt import durable, hanging
+from brt import durable, hanging, output
 from brt.distributed.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from brt.errors import ConfigError, PeerError
 
@@ -27,6 +26,7 @@ PATIENCE_SECONDS = 1800
 # At the end, process 0 waits at most this many seconds for the other processes to disconnect.
 _LEAVING_SECONDS = 10
 _POLL_MILLISECONDS = 500
+_AT_ONCE_SECONDS = 2  # What the environment lacks is noticed within this many seconds.
 # If another process does not answer, the errors of collective operations and of the key-value
 # service contain one of these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
@@ -63,7 +63,7 @@ def start(launch: Launch) -> None:
       launch: the flags that say how to find the other processes.
 
     Raises:
-      ConfigError: the flags are not valid.
+      ConfigError: the flags are not valid, or the environment lacks what they leave open.
       PeerError: not all processes connected.
     """
     flags = launch[:3]
@@ -77,6 +77,7 @@ def start(launch: Launch) -> None:
         jax.config.update("jax_enable_recoverability", True)
     # If a process is missing, JAX aborts without a clear message. Before JAX does so, the timer
     # ends this process with a message.
+    began = time.monotonic()
     timer = threading.Timer(RENDEZVOUS_SECONDS, _end_without_peers, [launch])
     timer.daemon = True
     timer.start()
@@ -87,8 +88,14 @@ def start(launch: Launch) -> None:
             # brt's heartbeat, which ends the process with a message.
             heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
-        raise PeerError(f"{_missed(launch)}; JAX says: {_first_line(error)}") from error
+    except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        seconds = time.monotonic() - began
+        # An error of the network has this class, or comes after several attempts.
+        lost = isinstance(error, jax.errors.JaxRuntimeError | OSError) or seconds > _AT_ONCE_SECONDS
+        said = f"JAX says: {type(error).__name__}: {_first_line(error)}"
+        if lost:
+            raise PeerError(f"{_missed(launch, seconds)}; {said}") from error
+        raise ConfigError(f"{_incomplete(launch)}; {said}") from error
     finally:
         timer.cancel()
     _exchange_hosts(address)
@@ -126,18 +133,32 @@ def _cluster() -> bool:
     return any(n.isdecimal() and int(n) > 1 for n in counts) or "," in hosts
 
 
-def _missed(launch: Launch) -> str:
+def _incomplete(launch: Launch) -> str:
+    """Returns the message for an environment that does not say which processes there are."""
+    asked = "--distributed takes" if launch.distributed else "the variables of a cluster give"
+    if launch.coordinator_address is not None:
+        asked = "--coordinator_address and the variables of a cluster give"
+    return (
+        f"{asked} the number of processes, the index of this one and the address of process 0, but "
+        "the environment is not complete: SLURM sets SLURM_JOB_ID and SLURM_PROCID (start with "
+        "srun), Open MPI sets OMPI_COMM_WORLD_RANK (start with mpirun), Kubernetes sets "
+        "KUBERNETES_SERVICE_HOST and TPUs set TPU_WORKER_HOSTNAMES; start all processes there, or "
+        "with --coordinator_address=HOST:PORT, --process_count=N and --process_index=I"
+    )
+
+
+def _missed(launch: Launch, seconds: float) -> str:
     address, count, index, _ = launch
     where = f"at {address}" if address else "as the environment says"
     return (
-        f"{_named(index, count)} did not find all others {where} within {RENDEZVOUS_SECONDS} s; "
+        f"{_named(index, count)} did not find all others {where} within {seconds:.0f} s; "
         "check that all of them run, that process 0 can be reached from here, and that all were "
         "started with the same --process_count"
     )
 
 
 def _end_without_peers(launch: Launch) -> None:
-    print(f"brt: {_missed(launch)}", file=sys.stderr, flush=True)
+    output.say(f"brt: {_missed(launch, RENDEZVOUS_SECONDS)}")
     os._exit(PeerError.exit_code)
 
 

@@ -1,11 +1,12 @@
 """Progress of an evaluation: a bar on a terminal, and otherwise a line per minute."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
+
+from brt import output
 
 LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes between two lines.
 
@@ -40,6 +41,6 @@ def _lines(total: int, text: str, unit: str) -> Callable[[int], None]:
         done += amount
         if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
-            print(f"{text}: {done:,} of {total:,} {name}", file=sys.stderr, flush=True)
+            output.say(f"{text}: {done:,} of {total:,} {name}")
 
     return update

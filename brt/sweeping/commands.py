@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import IO, NamedTuple
 
 from brt import durable, user_files
 from brt.errors import Preempted
+from brt.formatting import one_line
 from brt.sweeping.directory import PointDirectory
 from brt.training.workdir import explain_write_errors
 
@@ -55,12 +55,12 @@ def start(
         explain_write_errors(directory.output),
         durable.open_file(directory.output, "ab", below=directory.path.parent) as output,
     ):
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  python -m {' '.join(arguments)}\n"
-        output.write(line.encode())
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  python -m {' '.join(arguments)}"
+        output.write(f"{one_line(line)}\n".encode())
         output.flush()
         offset = output.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [*user_files.python(), *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env=environment(os.environ, slot, jobs),
             # In a process group of its own, the subprocess does not receive Ctrl-C from the

@@ -4,11 +4,10 @@ A point is one run of the sweep.
 """
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from brt import durable, locks, tasks
+from brt import durable, locks, output, tasks
 from brt.checkpointing import reader
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands, report
@@ -143,4 +142,4 @@ def _report_lock(workdir: Path) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    output.say(line)

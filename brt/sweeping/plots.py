@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 from brt.drawing import curve, distance_plot, new_figure, png, smoothed
+from brt.formatting import plot_label
 from brt.sweeping.results import Group, Row, reference, same_step, table_metrics
 from brt.tasks.report import BITS_PER_BYTE, EXACT_ANSWERS, Metric
 from brt.training.workdir import check_writable, write_bytes
@@ -50,6 +51,8 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
     Raises:
       ConfigError, CheckpointError: the directory cannot be written.
     """
+    groups = [g._replace(name=plot_label(g.name)) for g in groups]
+    baseline = plot_label(baseline)
     metric = primary_metric(groups)
     done = [g for g in groups if metric.name in g.metrics]
     figures = {}

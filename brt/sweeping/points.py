@@ -19,7 +19,6 @@ from brt.config.names import has_section
 from brt.config.renamed import RENAMED
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
-from brt.formatting import printable
 from brt.macros import Binding
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
@@ -203,7 +202,7 @@ def _text(value: Any) -> str:
         return "+".join(map(_text, value)) or "none"
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
-    return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+    return repr(value)[1:-1] if isinstance(value, str) else str(value)
 
 
 def _directory(name: str) -> str:

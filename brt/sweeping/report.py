@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from brt.formatting import csv_value, markdown
 from brt.sweeping import plots, results
 from brt.sweeping.points import Point
 from brt.sweeping.results import Group, Row
@@ -53,11 +54,11 @@ def text(
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
     baseline = results.reference(groups, sweep.baseline).name
     lines = [
-        f"# {workdir.name}",
+        f"# {markdown(workdir.name)}",
         "",
         f"{len(rows)} points: {states}. Metrics are those of all {sweep.split} data, from their "
         "first token to their last. Step times are medians of training, relative to "
-        f"{_cell(baseline)} where a step reads as many tokens{_sharing(rows)}.",
+        f"{markdown(baseline)} where a step reads as many tokens{_sharing(rows)}.",
         "",
         *group_table(groups),
         "",
@@ -71,7 +72,9 @@ def text(
     reasons = [row for row in rows if row.reason]
     if reasons:
         lines += ["", "## Unfinished points", ""]
-        lines += [f"- {row.point.name}: {row.reason} ({_output(row)})" for row in reasons]
+        lines += [
+            f"- {markdown(f'{row.point.name}: {row.reason} ({_output(row)})')}" for row in reasons
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -79,7 +82,7 @@ def group_table(groups: Sequence[Group]) -> list[str]:
     """Returns the lines of a Markdown table of groups, with means over their finished points."""
     return _table(
         {
-            "": [_cell(g.name) for g in groups],
+            "": [markdown(g.name) for g in groups],
             "runs": [f"{g.runs}" if g.runs == g.planned else f"{g.runs} of {g.planned}"
                      for g in groups],
             **_metric_columns(groups, [row for g in groups for row in g.rows]),
@@ -100,7 +103,7 @@ def point_table(rows: Sequence[Row]) -> list[str]:
     """
     return _table(
         {
-            "": [_cell(row.point.name) for row in rows],
+            "": [markdown(row.point.name) for row in rows],
             "status": [row.status for row in rows],
             **_metric_columns(rows, rows),
             "step ms": [_milliseconds(row.step_seconds) for row in rows],
@@ -121,7 +124,7 @@ def _distances(groups: Sequence[Group]) -> list[str]:
         for far in windows
     }
     title = f"{EXACT_ANSWERS.title}, by the distance in windows to the fact that they repeat:"
-    return [title, "", *_table({"": [_cell(g.name) for g in groups], **cells}), ""]
+    return [title, "", *_table({"": [markdown(g.name) for g in groups], **cells}), ""]
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
@@ -140,9 +143,8 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
         "parameters_non_embedding", "steps", "seconds", "threads", "reason",
     )  # fmt: skip
     file = io.StringIO()
-    out = csv.writer(file, lineterminator="\n")
     names = [*metrics, *fields_of_rows]
-    out.writerow(["point", "group", "status", *names, "relative_step_time", *fields])
+    lines = [["point", "group", "status", *names, "relative_step_time", *fields]]
     for row in rows:
         group_seconds, times = relative[row.point.group]
         relative_time = None
@@ -151,8 +153,10 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
         bindings = [row.point.bindings.get(name, "") for name in fields]
         values = [row.metrics.get(name) for name in metrics]
         values += [getattr(row, name) for name in fields_of_rows]
-        columns = [row.point.name, row.point.group, row.status, *values, relative_time, *bindings]
-        out.writerow(columns)
+        lines.append(
+            [row.point.name, row.point.group, row.status, *values, relative_time, *bindings]
+        )
+    csv.writer(file, lineterminator="\n").writerows([map(csv_value, line) for line in lines])
     return file.getvalue()
 
 
@@ -211,7 +215,3 @@ def _number(value: float | int | None, form: str) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return _NONE if seconds is None else f"{1000 * seconds:.1f}"
-
-
-def _cell(name: str) -> str:
-    return name.replace("|", "\\|")

@@ -82,6 +82,7 @@ def script(
             "",
             f"cd {shlex.quote(os.getcwd())} || exit 2",
             f"PYTHON={shlex.quote(sys.executable)}",
+            *(["export PYTHONSAFEPATH=1"] if "-P" in user_files.python() else []),
             f"set -- {shlex.join(flags)}",
             "",
             BODY,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.distributed import processes
-from brt.formatting import finite
+from brt.formatting import finite, printable
 from brt.tasks.evaluators import Evaluator
 from brt.tasks.interface import Task
 from brt.tasks.report import EvaluationResult
@@ -104,7 +104,7 @@ def write(
     for kind, rows in result.rows.items():
         lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)
         write_text(directory / f"{name}_{kind}.jsonl", lines, below=workdir.path)
-    write_text(directory / f"{name}.txt", text + "\n", below=workdir.path)
+    write_text(directory / f"{name}.txt", printable(text) + "\n", below=workdir.path)
     if result.draw:
         write_bytes(workdir.plots / f"{name}.png", result.draw(), below=workdir.path)
     if result.page:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from brt.distributed import processes
 from brt.errors import Preempted
+from brt.formatting import printable
 from brt.tasks.arguments import Control
 from brt.training import evaluations
 from brt.training import workdir as workdirs
@@ -143,7 +144,7 @@ def sample(session: Session) -> None:
     if text is None:
         session.cut_short = True
     else:
-        workdirs.write_text(path, text, below=session.workdir.path)
+        workdirs.write_text(path, printable(text), below=session.workdir.path)
 
 
 def save(session: Session) -> None:

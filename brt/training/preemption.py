@@ -4,11 +4,11 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from brt import output
 from brt.errors import Preempted
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -16,7 +16,8 @@ QUIT_AT_ONCE = 130  # This is the exit code that shells report for programs that
 
 
 def _announce(message: str) -> None:
-    print(f"\n{message}", file=sys.stderr, flush=True)
+    output.say("")  # The terminal may show ^C in the present line.
+    output.say(message)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from typing import IO
 
 from tqdm import tqdm
 
-from brt import durable
-from brt.formatting import clock, short
+from brt import durable, output
+from brt.formatting import clock, one_line, printable, sentence, short
 from brt.training.phases import RunStatus
 
 # The beginning of these phases is not announced, because other messages report it.
@@ -128,7 +128,7 @@ class Progress:
     def message(self, text: str) -> None:
         """Shows a line, which stays visible above the bar, and writes the line to log.txt."""
         self._show(text)
-        self._write_log(text)
+        self._write_log(one_line(text))
 
     def note(self, text: str) -> None:
         """Writes a text to log.txt without showing it to the user."""
@@ -183,16 +183,16 @@ class Progress:
 
     def _show(self, text: str) -> None:
         if self._bar is None:
-            print(text, file=self._stream, flush=True)
+            output.say(text, self._stream)
         else:
-            self._bar.write(text, file=self._stream)
+            self._bar.write(sentence(text), file=self._stream)
 
     def _write_log(self, text: str) -> None:
         if self._log is None:
             return
         now = datetime.datetime.now().isoformat(sep=" ", timespec="seconds")
         try:
-            self._log.write("".join(f"{now}  {line}\n" for line in text.splitlines()))
+            self._log.write("".join(f"{now}  {line}\n" for line in printable(text).splitlines()))
             self._log.flush()
         except OSError as error:
             log, self._log = self._log, None

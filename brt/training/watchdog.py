@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from brt import durable
+from brt import durable, output
 from brt.distributed import processes
 from brt.training import heartbeat
 from brt.training.phases import WITHOUT_PROGRESS, PhaseTracker, RunStatus
@@ -127,10 +127,10 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
             faulthandler.dump_traceback(file, all_threads=True)
         where += f" and in {stacks}"
     others = "".join(f"; {words}" for words in processes.last_activities())
-    print(
+    output.say(
         f"brt: {reason}{others}; {where}; run the same command again to go on from the newest "
-        "checkpoint (Training.watchdog_seconds is the limit)", file=sys.stderr, flush=True,
-    )  # fmt: skip
+        "checkpoint (Training.watchdog_seconds is the limit)"
+    )
     goodbye.join(_GOODBYE_SECONDS)
     os._exit(HUNG)
 

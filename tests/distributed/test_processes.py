@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import jax
 import pytest
 
 from brt.distributed import heartbeat, processes
@@ -27,6 +28,39 @@ from brt.errors import ConfigError, PeerError
 def test_flags_that_cannot_work_are_refused(launch: Launch, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         processes.start(launch)
+
+
+@pytest.mark.parametrize(
+    ("launch", "variables"),
+    [
+        (Launch(distributed=True), {}),
+        (Launch(distributed=True), {"JAX_COORDINATOR_ADDRESS": "localhost:1"}),
+        (Launch(distributed=True), {"OMPI_MCA_orte_hnp_uri": "12;tcp://127.0.0.1:99"}),
+        (Launch(distributed=True), {"OMPI_MCA_orte_hnp_uri": "unreadable"}),
+        (Launch(), {"SLURM_STEP_NUM_TASKS": "2"}),
+    ],
+)
+def test_an_environment_that_names_no_processes_is_wrong_usage(
+    launch: Launch, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        processes.start(launch)
+    for remedy in ("--coordinator_address", "--process_count", "SLURM_PROCID", "OMPI_COMM"):
+        assert remedy in str(caught.value)
+    assert "300 s" not in str(caught.value)
+
+
+def test_a_process_that_nobody_joins_says_how_long_it_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nobody answers")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unreachable)
+    with pytest.raises(PeerError, match=r"process 1 of 2 did not .* within 0 s.*nobody answers"):
+        processes.start(Launch("host:1", 2, 1))
 
 
 def test_a_loopback_address_is_refused_where_there_are_several_hosts(

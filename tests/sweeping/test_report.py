@@ -122,7 +122,7 @@ def test_the_report_has_a_line_per_group_and_per_point(points: list[Point], tmp_
     ]  # fmt: skip
     assert cells[3][:5] == ["| Rec\\|skip", "1 of 2", "2.1250", "-", "8.5000"]
     assert len({line.count("|") - line.count("\\|") for line in table.splitlines()}) == 1
-    assert "- Rec|skip,seed=1: diverged: step 3 (Rec|skip,seed=1/output.txt)" in text
+    assert r"- Rec\|skip,seed=1: diverged: step 3 (Rec\|skip,seed=1/output.txt)" in text
     for name in ("bits_against_step_time.png", "bits.png", "training_curves.png"):
         assert f"![{name}](plots/{name})" in text
         pixels = matplotlib.image.imread(tmp_path / "plots" / name)

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from tiny_decoder import write_decoder
 
+from brt import user_files
 from brt.errors import BrtError, ConfigError, Preempted
-from brt.sweeping import commands
+from brt.sweeping import commands, slurm
+from brt.sweeping.directory import PointDirectory
 
 from .conftest import ROOT, RUN, Sweeps
 
@@ -273,3 +275,43 @@ def test_documents_are_prepared_with_the_tokenizer_of_the_weights(
     shutil.rmtree("decoder")
     behave(quick, 2, "")
     quick()
+
+
+def _planted(directory: Path) -> None:
+    """Puts a file into a directory that is called like a module of Python and must not run."""
+    (directory / "calendar.py").write_text("open('ran', 'w').close(); raise SystemExit(7)\n")
+
+
+def test_points_import_nothing_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _planted(tmp_path)
+    point = PointDirectory(tmp_path / "point")
+    point.path.mkdir()
+    with (tmp_path / "lock").open("wb") as lock:
+        command = commands.start(["calendar", "2026"], point, 0, 1, lock)
+    assert command.process.wait() == 0 and "February" in point.output.read_text()
+    assert not Path("ran").exists()
+
+
+def test_tasks_of_slurm_import_nothing_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _planted(tmp_path)
+    script = slurm.script(1, Path("out"), ["a.gin"], [], "").removesuffix(slurm.BODY)
+    text = f'{script}"$PYTHON" -m calendar 2026\n'
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True)
+    assert done.returncode == 0 and "February" in done.stdout and not Path("ran").exists()
+
+
+def test_a_checkout_that_is_not_installed_runs_its_own_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the current directory says where brt is if it is not installed."""
+    monkeypatch.chdir(ROOT)
+    program = [*user_files.python(), "brt", "--help"]
+    bare = [program[0], "-S", *program[1:]]
+    done = subprocess.run(bare, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+    assert "No module named brt" not in done.stderr

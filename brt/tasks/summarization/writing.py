@@ -1,11 +1,11 @@
 """Generates summaries of documents that users type or pass as files."""
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 
 from jaxtyping import Array, PyTree
 
+from brt import output
 from brt.config import Config, Decoding, Sampling
 from brt.tasks.summarization.data.encoding import Encoder
 from brt.tasks.summarization.data.tokenization import PairTokenizer
@@ -48,10 +48,9 @@ class SummaryWriter(Writer):
             decoding = dataclasses.replace(decoding, max_length=count + around, min_length=least)
         (source,) = Encoder.of(config.pairs, self._tokenizer).sources([prompt])
         if source.uncut > len(source.ids):
-            print(
+            output.say(
                 f"brt: read {len(source.ids):,} of the document's {source.uncut:,} tokens; "
-                "Pairs.max_source_length is the limit",
-                file=sys.stderr,
+                "Pairs.max_source_length is the limit"
             )
         summarizer = self._summarizer(decoding, options.sampling)
         yield summarizer.summary(self._params, source.ids, seed=options.seed or 0)

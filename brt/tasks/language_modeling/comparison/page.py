@@ -1,13 +1,13 @@
 """A page (HTML) with documents whose tokens are coloured by the difference between two models."""
 
 import codecs
-import html as markup
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from brt import formatting
 from brt.tasks.language_modeling.comparison.terms import CLASSES
 
 _MOST_TOKENS = 5000  # The page shows at most this number of tokens of a document.
@@ -62,7 +62,7 @@ def html(documents: Sequence[Document], *, other: str, without: str | None) -> s
       other: the name of the other run.
       without: the part of the memory that the other run was read without; None for no part.
     """
-    name = markup.escape(other + (f" without {without}" if without else ""))
+    name = formatting.html(other + (f" without {without}" if without else ""))
     parts = [
         _HEAD.format(
             title=f"Compared with {name}", other=name, better=_colour(-_FULL_COLOUR),
@@ -79,12 +79,12 @@ def _section(document: Document) -> Iterator[str]:
     total = len(document.pieces)
     bits = (document.nats - document.other) / math.log(2)
     cut = f", of which the first {_MOST_TOKENS:,} are shown" if total > _MOST_TOKENS else ""
-    yield f"<h2>{markup.escape(document.name)}</h2>\n"
+    yield f"<h2>{formatting.html(document.name)}</h2>\n"
     yield f"<p>{total:,} tokens{cut}. Difference: {bits.mean():+.4f} bits per token.</p>\n<pre>"
     for i, piece in enumerate(_characters(document.pieces[:_MOST_TOKENS])):
         ours, theirs = (float(x[i]) / math.log(2) for x in (document.nats, document.other))
         tip = f"{ours:.2f}, other {theirs:.2f} bits; {_NAMES[document.classes[i]]}"
-        text = markup.escape(piece)
+        text = formatting.html(piece)
         yield f'<span style="background:{_colour(ours - theirs)}" title="{tip}">{text}</span>'
     yield "</pre>\n"
 
