@@ -12,6 +12,7 @@ from brt.data import endings, plain_text
 from brt.data.quarantine import BadRecord
 
 HEAD = 1024  # This number of bytes at the start of a file is inspected.
+BEGIN = 64  # Binary files have several control characters among this number of bytes.
 
 
 class FileSignature(NamedTuple):
@@ -146,9 +147,9 @@ def _wide(head: bytes) -> tuple[str, str] | None:
 
 
 def _binary(whole: str, head: bytes) -> tuple[str, str] | None:
-    """Detects other files that are not text, which have a NUL and other such bytes in their head."""
-    few = plain_text.unreadable(head.decode("utf-8", "replace")) <= plain_text.FEW
-    if few or b"\0" not in head:
+    """Detects other files that are not text, which begin with control characters."""
+    begin = head[:BEGIN].decode("utf-8", "replace")
+    if plain_text.unreadable(begin) <= plain_text.FEW or b"\0" not in head:
         return None
     unknown = "a binary file", "fetch it again if it should be text, otherwise leave it out"
     suffix = "." + whole.lower().rpartition(".")[2]

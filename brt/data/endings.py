@@ -29,6 +29,10 @@ DOCUMENTS = (*TEXT, *RECORDS)
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 
 
+# Files with these suffixes can be read as questions.
+QUESTIONS = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
+
+
 def compression_suffix(name: str) -> str:
     """Returns the compression suffix of a file name, such as ".gz"; "" without compression."""
     return next((ending for ending in COMPRESSED if name.lower().endswith(ending)), "")

@@ -15,6 +15,7 @@ MARK = "\ufeff"  # The byte order mark may be the first character of a text.
 # This setting accepts documents with NULs and bytes that are not UTF-8.
 REPLACE = "Data.errors = 'replace'"
 _HALF = re.compile("[\ud800-\udfff]")
+_PIECE = 1 << 16
 # A text may have this number of U+FFFD and control characters, or this share of its characters.
 FEW, MOST = 7, 0.1
 # Some texts contain the other control characters, as line ends, colours, or separators of fields.
@@ -38,8 +39,10 @@ def unreadable(text: str) -> int:
     """Returns the number of characters that are U+FFFD or control characters, as binary data have
     many when they are read as text.
     """
-    data = text.encode("utf-8", "surrogatepass")
-    return len(data) - len(data.translate(None, _CONTROLS)) + text.count("\ufffd")
+    pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))  # This saves memory.
+    encoded = (piece.encode("utf-8", "surrogatepass") for piece in pieces)
+    controls = sum(len(data) - len(data.translate(None, _CONTROLS)) for data in encoded)
+    return controls + text.count("\ufffd")
 
 
 def binary(count: int, size: int) -> str:

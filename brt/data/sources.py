@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.config.fields import MEMORY
-from brt.data import endings as kinds
 from brt.data import contents, json_files
+from brt.data import endings as kinds
 from brt.data.endings import DOCUMENTS, TEXT
 from brt.data.memory import names
 from brt.data.quarantine import BadRecord
@@ -268,16 +268,17 @@ def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
     """Returns the files that are not empty and have one of the suffixes, sorted.
 
     A .json file that contains a single object, such as a package.json, has no records and is left
-    out.
+    out, unless it contains questions in the format of SQuAD and these are wanted.
     """
     every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
     matching = (p for p in paths if p.name.lower().endswith(every) and p.is_file())
     matching = (p for p in matching if p.stat().st_size)
     if ".jsonl" in endings:
+        part = b'"paragraphs"' if tuple(endings) == kinds.QUESTIONS else None
         matching = (
             p
             for p in matching
-            if kinds.kind(p.name) != "json" or json_files.holds_records(File(str(p), p))
+            if kinds.kind(p.name) != "json" or json_files.holds_records(File(str(p), p), part)
         )
     return sorted(matching)
 

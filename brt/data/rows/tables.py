@@ -126,9 +126,36 @@ def json_lines(file: File) -> Iterator[Row]:
 def _objects(records: Iterable[json_files.Record]) -> Iterator[Row]:
     for record in records:
         if record.problem or isinstance(record.value, dict):
-            yield Row(record.name, record.value or {}, record.problem)
+            yield Row(record.name, flat(record.value or {}), record.problem)
         else:
             yield Row(record.name, {}, "is not a JSON object")
+
+
+def flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns columns in which those of an object have names of their own: the column "data" with
+    {"text": ...} becomes "data.text".
+    """
+    if not any(isinstance(value, Mapping) for value in values.values()):
+        return values
+    columns = {}
+    for name, value in values.items():
+        inner = flat(value) if isinstance(value, Mapping) else {}
+        columns |= {f"{name}.{key}": v for key, v in inner.items()} if inner else {name: value}
+    return columns
+
+
+def text_of(values: Mapping[str, Any], column: str) -> str:
+    """Returns the text in a column; a list of texts, such as paragraphs, is joined by line feeds.
+
+    Raises:
+      ValueError: the column is missing or contains no usable text; see `text_value`.
+    """
+    if column not in values:
+        raise ValueError(f"has no column '{column}'")
+    value = values[column]
+    if isinstance(value, list):
+        return "\n".join(text_value(part, column) for part in value)
+    return text_value(value, column)
 
 
 def text_value(value: Any, column: str = "") -> str:
@@ -153,6 +180,8 @@ def text_value(value: Any, column: str = "") -> str:
         raise ValueError(f"has {actual}{inside}")
     if problem := plain_text.problem(value):
         raise ValueError(f"{problem}{of}")
+    if fault := plain_text.binary(plain_text.unreadable(value), len(value)):
+        raise ValueError(f"{fault.partition(';')[0]}{of}")
     return value.removeprefix(plain_text.MARK)
 
 
@@ -270,7 +299,7 @@ def _columnar(file: File) -> Iterator[Row]:
         for batch in (_parquet if is_parquet else _arrow)(file):
             names = unique(file.name, batch.schema.names)
             for values in zip(*map(_column, batch.columns), strict=True):
-                yield Row(f"{file.name}:{number}", dict(zip(names, values, strict=True)))
+                yield Row(f"{file.name}:{number}", flat(dict(zip(names, values, strict=True))))
                 number += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         kind, reason = "a Parquet" if is_parquet else "an Arrow", str(error).partition("\n")[0]
@@ -353,4 +382,4 @@ def _is_list(kind: Any) -> bool:
 
 def _tfds(source: str) -> Iterator[Row]:
     for i, example in enumerate(sources.tfds_data(source).examples):
-        yield Row(f"{source}:{i}", example)
+        yield Row(f"{source}:{i}", flat(example))
