@@ -217,8 +217,9 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if status and not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        encoding = None if "b" in mode else "utf-8"
-        return open(path, mode, buffering, encoding=encoding, opener=opener)
+        # Bytes of file names that are not UTF-8 are written as escapes.
+        encoding, errors = (None, None) if "b" in mode else ("utf-8", "backslashreplace")
+        return open(path, mode, buffering, encoding, errors, opener=opener)
 
 
 @contextlib.contextmanager

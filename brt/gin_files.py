@@ -165,6 +165,8 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
     if (nul := text.find("\0")) >= 0:  # Python's tokenizer would accept a NUL.
         place = origin(text.count("\n", 0, nul) + 1)
         raise ConfigError(f"{place}: there is a NUL character; remove it")
+    # Bytes of the command line that are not UTF-8, as in names of files, are written as escapes.
+    text = re.sub("[\udc80-\udcff]", lambda match: f"\\u{ord(match[0]):04x}", text)
     values = _Values()
     try:
         for statement in _Grammar(text, values):

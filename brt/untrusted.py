@@ -90,8 +90,9 @@ def parse_json(
       text: the JSON text.
       decode: the function that parses the text.
       halves: what happens to surrogates without a partner, which UTF-8 cannot represent. "strict"
-        raises HalfSurrogate (a json.JSONDecodeError), "replace" converts them to U+FFFD, and "keep"
-        leaves them in the value, for callers that report them themselves.
+        raises HalfSurrogate (a json.JSONDecodeError), except for those by which Python represents
+        bytes of file names that are not UTF-8 (U+DC80 to U+DCFF). "replace" converts them to
+        U+FFFD, and "keep" leaves them in the value, for callers that report them themselves.
 
     Raises:
       json.JSONDecodeError: the text is not JSON, is nested deeply, or contains very long numbers.
@@ -118,12 +119,14 @@ _ESCAPES = re.compile(
 def _without_halves(value: Any, text: str | bytes, halves: str) -> Any:
     """Refuses or replaces surrogates without a partner, for which it searches the source text."""
     source = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
-    place = next((match.start() for match in _ESCAPES.finditer(source) if match[2]), None)
-    if place is None:
-        return value
-    if halves != "replace":
-        raise HalfSurrogate("Half a surrogate pair", source, place)
-    return _replaced(value)
+    found = (match for match in _ESCAPES.finditer(source) if match[2])
+    if halves == "replace":
+        return _replaced(value) if next(found, None) else value
+    for match in found:
+        code = ord(match[2]) if len(match[2]) == 1 else int(match[2][2:], 16)
+        if not 0xDC80 <= code <= 0xDCFF:
+            raise HalfSurrogate("Half a surrogate pair", source, match.start())
+    return value
 
 
 def _replaced(value: Any) -> Any:

@@ -8,10 +8,11 @@ name.
 import shlex
 from typing import NamedTuple
 
-from brt.data import endings
+from brt.data import endings, plain_text
 from brt.data.quarantine import BadRecord
 
 HEAD = 1024  # This number of bytes at the start of a file is inspected.
+BEGIN = 64  # Binary files have several control characters among this number of bytes.
 
 
 class FileSignature(NamedTuple):
@@ -31,9 +32,11 @@ class FileSignature(NamedTuple):
     offset: int = 0
 
 
+_TOKENS = "name the texts from which its tokens were made"
 _UNPACK = "unpack it, and name the text files in it"
 _PLAIN = "save it as plain text"
 _TABLE = "write its text to a .jsonl, .csv or .parquet file"
+_LOADED = "load it with the program that wrote it, and write its texts to a .jsonl file"
 _PANDOC = "extract its text, for example with `pandoc {file} -t plain -o {stem}.txt`"
 SIGNATURES = (
     FileSignature(b"mimetypeapplication/epub+zip", "an EPUB book", _PANDOC, 30),
@@ -55,7 +58,15 @@ SIGNATURES = (
     FileSignature(b"%!PS", "a PostScript file",
                   "extract its text with `ps2ascii {file} {stem}.txt`"),
     FileSignature(b"SQLite format 3\0", "a SQLite database", _TABLE),
-    FileSignature(b"ARROW1", "an Arrow file", _TABLE),
+    FileSignature(b"ARROW1", "an Arrow file", "name it {stem}.arrow"),
+    FileSignature(b"\xff\xff\xff\xff", "an Arrow stream", "name it {stem}.arrow"),
+    FileSignature(b"\x80\2", "a pickle", _LOADED),
+    FileSignature(b"\x80\3", "a pickle", _LOADED),
+    FileSignature(b"\x80\4", "a pickle", _LOADED),
+    FileSignature(b"\x80\5", "a pickle", _LOADED),
+    FileSignature(b"MMIDIDX\0", "an index of Megatron's tokens", _TOKENS),
+    FileSignature(b"\0\0\0\0{\"", "weights of a model (safetensors)", "leave it out", 4),
+    FileSignature(b"GGUF", "weights of a model (GGUF)", "leave it out"),
     FileSignature(b"\x89HDF\r\n", "an HDF5 file", _TABLE),
     FileSignature(b"\x93NUMPY", "a NumPy array", _TABLE),
     FileSignature(b"Obj\x01", "an Avro file", _TABLE),
@@ -69,6 +80,13 @@ SIGNATURES = (
                   "fetch the file with `git annex get {file}`"),
 )  # fmt: skip
 _OFFICE = (b"word/", b"xl/", b"ppt/", b"[Content_Types].xml")
+# Names of binary files whose first bytes do not tell their kind.
+_BY_SUFFIX = {
+    ".mds": ("an MDS shard", "read it with the library `streaming`, and write its texts to a "
+             ".jsonl file"),
+    ".tfrecord": ("a TFRecord file", _LOADED),
+    ".bin": ("a binary file, perhaps of tokens", _TOKENS),
+}  # fmt: skip
 # UTF-32 comes first, because its little-endian byte order mark begins with UTF-16's.
 _WIDE = (
     (b"\xff\xfe\0\0", "UTF-32"), (b"\0\0\xfe\xff", "UTF-32"),
@@ -83,13 +101,21 @@ def refuse(name: str, head: bytes) -> None:
       name: the file's name, for the error message.
       head: the first `HEAD` bytes of the file, or all bytes of a shorter file.
     """
-    if (detected := _known_signature(head) or _wide(head)) is None:
+    whole = name[: len(name) - len(endings.compression_suffix(name))]
+    if (detected := _known_signature(head) or _wide(head) or _binary(whole, head)) is None:
         return
     what, remedy = detected
-    whole = name[: len(name) - len(endings.compression_suffix(name))]
     stem = whole.rpartition(".")[0] if "." in whole.rpartition("/")[2] else whole
     file, whole, stem = map(shlex.quote, (name, whole, stem))
     raise BadRecord(f"{name} is {what}; {remedy.format(file=file, whole=whole, stem=stem)}")
+
+
+def markup(name: str) -> BadRecord:
+    """Returns an error which says that the file `name` is HTML, and how to obtain its text."""
+    return BadRecord(
+        f"{name} is HTML; extract its text, for example with `pandoc {shlex.quote(name)} -t plain "
+        "-o NAME.txt`, or rename it to .txt to train on the markup"
+    )
 
 
 def _known_signature(head: bytes) -> tuple[str, str] | None:
@@ -114,4 +140,17 @@ def _wide(head: bytes) -> tuple[str, str] | None:
         code = "UTF-16LE" if odd > even else "UTF-16BE"
     if not code:
         return None
+    text = head[: 2 * half].decode(code, "replace")
+    if plain_text.binary(plain_text.unreadable(text), len(text)):
+        return None
     return f"{code}, not UTF-8", f"convert it with `iconv -f {code} -t UTF-8 {{file}} > NEW`"
+
+
+def _binary(whole: str, head: bytes) -> tuple[str, str] | None:
+    """Detects other files that are not text, which begin with control characters."""
+    begin = head[:BEGIN].decode("utf-8", "replace")
+    if plain_text.unreadable(begin) <= plain_text.FEW or b"\0" not in head:
+        return None
+    unknown = "a binary file", "fetch it again if it should be text, otherwise leave it out"
+    suffix = "." + whole.lower().rpartition(".")[2]
+    return _BY_SUFFIX.get(suffix, unknown)

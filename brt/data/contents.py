@@ -27,6 +27,8 @@ def text(file: File) -> Iterator[bytes]:
         detects, such as a PDF.
       DataError: the file cannot be read.
     """
+    if endings.kind(file.path.name) == "html":
+        raise containers.markup(file.name)
     return refuse_containers(file.name, content(file))
 
 
@@ -146,7 +148,7 @@ def too_large(name: str, max_bytes: int) -> DataError:
 
 def _decompressed(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
     match endings.compression_suffix(file.path.name):
-        case ".zst":
+        case ".zst" | ".zstd":
             yield from _zstd(file, raw)
         case ".gz":
             yield from _reads(gzip.GzipFile(fileobj=raw))

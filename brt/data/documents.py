@@ -1,6 +1,5 @@
 """Reads documents from sources as streams, so that a document may be larger than the memory."""
 
-import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -72,20 +71,20 @@ def _read_file(
     file: File, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[Document]:
     how: dict[str, Any] = {"field": field, "errors": errors, "bad": bad}
-    match kind := endings.kind(file.path.name):
+    match endings.kind(file.path.name):
         case "json" | "jsonl":
             yield from _records(file, records.json_texts(file, max_bytes=max_bytes, **how), bad)
         case "array_record":
             yield from _records(
                 file, records.array_record_texts(file, max_bytes=max_bytes, **how), bad
             )
-        case "csv" | "tsv" | "parquet":
+        case "csv" | "tsv" | "parquet" | "arrow":
             yield from _records(file, records.table_texts(file, **how), bad)
         case _:
 
             def text() -> Iterator[str]:
                 """Returns an iterator over the text of the file, in chunks, from its start."""
-                return _text(file, kind, errors, max_bytes)
+                return _text(file, errors, max_bytes)
 
             def is_readable() -> bool:
                 """Reads the whole text and discards it. Returns True, or raises BadRecord if the
@@ -98,14 +97,8 @@ def _read_file(
                 yield Document(file.name, text())
 
 
-def _text(file: File, kind: str, errors: str, max_bytes: int) -> Iterator[str]:
+def _text(file: File, errors: str, max_bytes: int) -> Iterator[str]:
     """Yields the text of a file that is a single document."""
-    if kind == "html":
-        raise BadRecord(
-            f"{file.name} is HTML; extract its text, for example with `pandoc "
-            f"{shlex.quote(file.name)} -t plain -o NAME.txt`, or rename it to .txt to train on the "
-            "markup"
-        )
     data = contents.text(file)
     if endings.compression_suffix(file.path.name):
         data = contents.no_more_than(max_bytes, file.name, data)

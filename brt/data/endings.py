@@ -4,7 +4,7 @@ The case of letters does not matter. Other modules call `kind` and `compression_
 inspecting suffixes themselves.
 """
 
-COMPRESSED = (".gz", ".xz", ".zst")
+COMPRESSED = (".gz", ".xz", ".zst", ".zstd")
 # Files with these suffixes contain prose, text with markup, or source code.
 TEXT = (
     ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".c", ".h", ".cc", ".cpp",
@@ -17,15 +17,20 @@ KINDS = {
     "csv": (".csv",),
     "tsv": (".tsv",),
     "parquet": (".parquet",),
+    "arrow": (".arrow",),
     "array_record": (".array_record",),
     "html": (".html", ".htm", ".xhtml"),
 }
 # Files with these suffixes contain many documents, each of which is a record of the file.
-RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".array_record")
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".array_record")
 # If a source is a directory, its files with these suffixes are read as documents.
 DOCUMENTS = (*TEXT, *RECORDS)
 # Files with these suffixes can be read as tables, such as tables of pairs of texts.
-ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+
+
+# Files with these suffixes can be read as questions.
+QUESTIONS = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
 
 
 def compression_suffix(name: str) -> str:

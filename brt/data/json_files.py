@@ -96,19 +96,30 @@ def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Returns a phrase that describes a decoding error, such as "is not UTF-8 at byte 7 (0xff)"."""
+    """Returns a phrase that describes a decoding error, such as "is not UTF-8 at byte 7 (0xff)", or
+    which says that the bytes are no text in any case; see `plain_text.binary`.
+    """
+    text = error.object.decode("utf-8", "replace")
+    if fault := plain_text.binary(plain_text.unreadable(text), len(text)):
+        return fault
     return f"is not UTF-8 at byte {error.start} (0x{error.object[error.start]:02x})"
 
 
-def holds_records(file: File) -> bool:
+def holds_records(file: File, part: bytes | None = None) -> bool:
     """Returns True if a .json file contains records, and False if it contains a single object.
 
     Files such as package.json contain a single object. A damaged file counts as a file of records,
     so that reading the file reports the damage.
+
+    Args:
+      file: the file.
+      part: a single object counts as records if its beginning contains these bytes.
     """
     try:
         head = next(contents.content(file), b"")[:PEEK].removeprefix(b"\xef\xbb\xbf").lstrip()
     except BadRecord:
+        return True
+    if part and part in head:
         return True
     line, end, _ = head.partition(b"\n")
     return not head.startswith(b"{") or (_is_line(line) if end else len(head) == PEEK)

@@ -15,6 +15,11 @@ MARK = "\ufeff"  # The byte order mark may be the first character of a text.
 # This setting accepts documents with NULs and bytes that are not UTF-8.
 REPLACE = "Data.errors = 'replace'"
 _HALF = re.compile("[\ud800-\udfff]")
+_PIECE = 1 << 16
+# A text may have this number of U+FFFD and control characters, or this share of its characters.
+FEW, MOST = 7, 0.1
+# Some texts contain the other control characters, as line ends, colours, or separators of fields.
+_CONTROLS = bytes({*range(32), 127} - {*b"\1\b\t\n\v\f\r\x1b\x1c\x1d\x1e\x1f"})
 
 
 def problem(text: str) -> str:
@@ -28,6 +33,32 @@ def problem(text: str) -> str:
         return ""
     half = _HALF.search(text)
     return f"has half a surrogate pair at character {half.start()}" if half else ""
+
+
+def unreadable(text: str) -> int:
+    """Returns the number of characters that are U+FFFD or control characters, as binary data have
+    many when they are read as text.
+    """
+    pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))  # This saves memory.
+    encoded = (piece.encode("utf-8", "surrogatepass") for piece in pieces)
+    controls = sum(len(data) - len(data.translate(None, _CONTROLS)) for data in encoded)
+    return controls + text.count("\ufffd")
+
+
+def binary(count: int, size: int) -> str:
+    """Returns the phrase "is not text: ..." if a text has too many unreadable characters, else "".
+
+    Args:
+      count: the number of its unreadable characters.
+      size: the number of all its characters.
+    """
+    if count <= max(FEW, MOST * size):
+        return ""
+    return (
+        f"is not text: {count / size:.0%} of its characters are control characters or no UTF-8, "
+        f"more than {MOST:.0%}; fetch it again or convert it if it should be text, otherwise leave "
+        "it out"
+    )
 
 
 def checked(name: str, text: str) -> str:
@@ -72,23 +103,26 @@ def read(
       remedy: the setting that enables "replace", for error messages; "" if there is no setting.
 
     Raises:
-      BadRecord: the bytes are not UTF-8 or contain a NUL; the message says where.
+      BadRecord: the bytes are not UTF-8 or contain a NUL, and the message says where; or they are
+        binary data, which no value of `errors` makes a text.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0  # The byte at this position is the first one that is not decoded yet.
-    first, characters = True, 0
+    first, characters, bad = True, 0, 0
     for chunk in _ended(data):
         pending = decoder.getstate()[0]
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            bad = (pending + chunk)[error.start]
-            raise _undecodable(name, offset + error.start, bad, remedy) from error
+            raise _undecodable(name, offset, error, remedy) from error
         offset += len(pending) + len(chunk) - len(decoder.getstate()[0])
         if text:
+            bad += unreadable(text)
             text = without_nul(name, text, errors, characters, remedy)
             yield text.removeprefix(MARK) if first else text
             first, characters = False, characters + len(text)
+    if fault := binary(bad, characters):
+        raise BadRecord(f"{name} {fault}")
 
 
 def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str = "") -> str:
@@ -110,6 +144,8 @@ def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str 
         return text
     if errors == "replace":
         return text.replace("\0", "\ufffd")
+    if fault := binary(unreadable(text), len(text)):
+        raise BadRecord(f"{name} {fault}")
     more = f", or read NULs as U+FFFD with {remedy}" if remedy else ""
     raise BadRecord(
         f"{name} has a NUL at character {before + text.index(chr(0))}; it may be incomplete: fetch "
@@ -122,9 +158,13 @@ def no_text(name: str) -> BadRecord:
     return BadRecord(f"{name} has no text; leave it out")
 
 
-def _undecodable(name: str, offset: int, byte: int, remedy: str) -> BadRecord:
+def _undecodable(name: str, offset: int, error: UnicodeDecodeError, remedy: str) -> BadRecord:
+    text = error.object.decode("utf-8", "replace")
+    if fault := binary(unreadable(text), len(text)):
+        return BadRecord(f"{name} {fault}")
     more = f", or read such bytes as U+FFFD with {remedy}" if remedy else ""
-    return BadRecord(f"{name} is not UTF-8 at byte {offset} (0x{byte:02x}); convert it{more}")
+    byte = f"byte {offset + error.start} (0x{error.object[error.start]:02x})"
+    return BadRecord(f"{name} is not UTF-8 at {byte}; convert it{more}")
 
 
 def _ended(data: Iterable[bytes]) -> Iterator[bytes]:

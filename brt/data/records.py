@@ -110,8 +110,10 @@ def tfds_texts(source: str, *, field: str, errors: str, bad: Quarantine) -> Iter
 
 def _json_text(record: Record, field: str, errors: str) -> str:
     if record.problem:
-        more = "" if "JSON" in record.problem else f", or read such bytes as U+FFFD with {REPLACE}"
-        raise BadRecord(f"{record.name} {record.problem}; repair it{more}")
+        remedy = "" if ";" in record.problem else "; repair it"
+        if "UTF-8 at byte" in record.problem:
+            remedy = f"; repair it, or read such bytes as U+FFFD with {REPLACE}"
+        raise BadRecord(f"{record.name} {record.problem}{remedy}")
     if isinstance(record.value, str):  # The members of a JSON array may be texts, not objects.
         return _checked(record.name, record.value, errors)
     return _value_text(record.name, _field(record.name, record.value, field), errors)
@@ -126,10 +128,7 @@ def _record_text(name: str, data: bytes, is_json: bool, field: str, errors: str)
 def _row_text(row: Row, field: str, errors: str) -> str:
     if row.problem:
         raise BadRecord(f"{row.name} {row.problem}")
-    value = _field(row.name, row.values, field)
-    if isinstance(value, list):  # A list of texts is read as paragraphs.
-        return "\n".join(_value_text(row.name, part, errors) for part in value)
-    return _value_text(row.name, value, errors)
+    return _value_text(row.name, _field(row.name, row.values, field), errors)
 
 
 def _example_text(name: str, example: Any, field: str, errors: str) -> str:
@@ -137,17 +136,25 @@ def _example_text(name: str, example: Any, field: str, errors: str) -> str:
 
 
 def _value_text(name: str, value: Any, errors: str) -> str:
+    """Returns the text of a value, which is a text or a list of texts (paragraphs)."""
+    parts = value if isinstance(value, list) else [value]
+    return _checked(name, "\n".join(_part(name, part, errors) for part in parts), errors)
+
+
+def _part(name: str, value: Any, errors: str) -> str:
     if isinstance(value, bytes):
         value = plain_text.decoded(name, value, errors, REPLACE)
     if not isinstance(value, str):
         raise BadRecord(f"{name} holds {tables.type_name(value)}, not text; leave it out")
-    return _checked(name, value, errors)
+    return value.removeprefix(plain_text.MARK)
 
 
 def _checked(name: str, text: str, errors: str) -> str:
     text = text.removeprefix(plain_text.MARK)
     if not text.strip():
         raise plain_text.no_text(name)
+    if fault := plain_text.binary(plain_text.unreadable(text), len(text)):
+        raise BadRecord(f"{name} {fault}")
     text = plain_text.without_nul(name, text, errors, remedy=REPLACE)
     if problem := plain_text.problem(text):
         raise BadRecord(f"{name} {problem}; repair it, or read it as U+FFFD with {REPLACE}")
@@ -158,15 +165,23 @@ def _field(name: str, example: Any, field: str) -> Any:
     """Returns the value of a field; raises BadRecord if the field is missing or is not text."""
     if not isinstance(example, Mapping):
         raise BadRecord(f"{name} is not an object with a field '{field}'; leave it out")
-    if field not in example:
-        raise BadRecord(
-            f"{name} has no field '{field}'; name one of {sorted(example)[:_SHOWN]} with "
-            f"{_REMEDY}, or name the other files by a pattern"
-        )
-    value = example[field]
-    if not isinstance(value, str | bytes | list):
-        raise BadRecord(
-            f"{name}: the field '{field}' is {tables.type_name(value)}, not text; leave it out, or "
-            f"name another with {_REMEDY}"
-        )
-    return value
+    values = tables.flat(example)
+    value = values.get(field)
+    if _is_text(value):
+        return value
+    what = f" has no field '{field}'"
+    if field in values:
+        what = f": the field '{field}' is {tables.type_name(value)}, not text"
+    texts = [other for other in sorted(values)[:_SHOWN] if _is_text(values[other])]
+    one = "write the texts to one field, or leave it out"
+    if not texts:
+        raise BadRecord(f"{name}{what}, and no other field has text; {one}")
+    raise BadRecord(
+        f"{name}{what}; name one of {texts} with {_REMEDY} if every record has it, otherwise {one}"
+    )
+
+
+def _is_text(value: Any) -> bool:
+    """Returns True for a text and for a list of texts."""
+    parts = value if isinstance(value, list) and value else [value]
+    return all(isinstance(part, str | bytes) for part in parts)

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.config.fields import MEMORY
+from brt.data import contents, json_files
 from brt.data import endings as kinds
-from brt.data import json_files
 from brt.data.endings import DOCUMENTS, TEXT
 from brt.data.memory import names
+from brt.data.quarantine import BadRecord
 from brt.data.walk import File, walk
 from brt.errors import DataError
 
@@ -230,30 +231,54 @@ def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
 
 def _nothing(path: Path, endings: Sequence[str]) -> DataError:
     """Returns an error which says that a directory has no file that can be read."""
-    prepared = (path / "corpus.json").exists()
-    remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.log'"
+    listed = walk(path)
     kinds = " or ".join(f"*{ending}" for ending in endings)
     if tuple(endings) == DOCUMENTS:
         kinds = f"*{TEXT[0]}, *{TEXT[1]} or other text, *.jsonl or *.parquet"
-    missed = Counter(reason for _, reason in walk(path).missed)
-    but = "".join(f", but {count:,} {reason}" for reason, count in missed.items())
+    found = Counter([*map(_unread, listed.files), *(reason for _, reason in listed.missed)])
+    but = ", ".join(f"{count:,} {kind}" for kind, count in found.most_common())
+    but = f", but {but}" if but else ""
+    remedy = _remedy(path, listed.files, tuple(endings) == DOCUMENTS)
+    if (path / "corpus.json").exists():
+        remedy = f"set Data.store = '{path}'"
     return DataError(f"the directory {path} has no {kinds} file{but}; {remedy}")
+
+
+def _remedy(path: Path, files: Sequence[Path], any_text: bool) -> str:
+    """Returns what a user may do about a directory whose files have suffixes that are not read.
+
+    Args:
+      path: the directory.
+      files: its files.
+      any_text: True if files of text may have any suffix where they are named.
+    """
+    examples = {_unread(file): file for file in files if file.stat().st_size}
+    for file in examples.values():
+        try:
+            next(contents.text(File(str(file), file)))
+        except BadRecord as error:
+            return str(error)
+    text = next((kind for kind in examples if kind not in ("*.json", "no suffix")), "")
+    if any_text and text:
+        return f"if they are text, name them as '{path}/{text}'"
+    return "name another directory, or write the texts to a .jsonl file"
 
 
 def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
     """Returns the files that are not empty and have one of the suffixes, sorted.
 
     A .json file that contains a single object, such as a package.json, has no records and is left
-    out.
+    out, unless it contains questions in the format of SQuAD and these are wanted.
     """
     every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
     matching = (p for p in paths if p.name.lower().endswith(every) and p.is_file())
     matching = (p for p in matching if p.stat().st_size)
     if ".jsonl" in endings:
+        part = b'"paragraphs"' if tuple(endings) == kinds.QUESTIONS else None
         matching = (
             p
             for p in matching
-            if kinds.kind(p.name) != "json" or json_files.holds_records(File(str(p), p))
+            if kinds.kind(p.name) != "json" or json_files.holds_records(File(str(p), p), part)
         )
     return sorted(matching)
 

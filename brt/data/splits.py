@@ -260,8 +260,13 @@ def _border(text: str) -> int:
 
 
 def _hash(name: str) -> str:
-    return hashlib.sha256(Path(name).name.encode()).hexdigest()
+    return _sha256(Path(name).name).hex()
 
 
 def _hash_of_text(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return int.from_bytes(_sha256(text)[:8], "big")
+
+
+def _sha256(text: str) -> bytes:
+    # Names of files may have bytes that are not UTF-8, which Python represents by surrogates.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -7,6 +7,7 @@ import fnmatch
 import itertools
 import json
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -59,7 +60,16 @@ class Workdir:
 
     @property
     def checkpoints(self) -> Path:
-        """Path of the directory of checkpoints."""
+        """Path of the directory of checkpoints.
+
+        Raises:
+          ConfigError: the path is not UTF-8, so that TensorStore cannot write to it.
+        """
+        if re.search("[\udc80-\udcff]", os.path.abspath(self.path)):
+            raise ConfigError(
+                f"the name of the run directory {self.path} is not UTF-8, which checkpoints need; "
+                "rename it or its parents, or name another directory"
+            )
         return self.path / "checkpoints"
 
     @property
@@ -306,8 +316,11 @@ def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes a text in UTF-8 atomically; `write_bytes` explains `below` and the errors."""
-    write_bytes(path, text.encode(), below=below)
+    """Writes a text in UTF-8 atomically; `write_bytes` explains `below` and the errors.
+
+    Bytes of file names that are not UTF-8 are written as escapes.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), below=below)
 
 
 def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> None:

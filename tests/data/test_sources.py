@@ -44,7 +44,7 @@ def test_what_is_missing_is_named(tmp_path, books):
         (tmp_path / "no.txt", r"no\.txt does not exist"),
         (books / "*.tex", r"the pattern .*\*\.tex matches no file"),
         (tmp_path / "empty", r"the directory .*empty has no \*\.txt, \*\.md or other text"),
-        (tmp_path / "store", r"has no \*\.txt, .* file; set Data\.store"),
+        (tmp_path / "store", r"has no \*\.txt, .* file.*; set Data\.store"),
         ("corpus:plays", "corpus:plays does not exist; there are corpus:novels/test, corpus"),
         ("corpus:../../..", "does not exist; there are"),
     ):

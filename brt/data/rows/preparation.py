@@ -301,6 +301,11 @@ class TokenizedPreparation(Preparation):
     def texts(self) -> Iterable[str]:
         """Returns the texts of the training data, on which a tokenizer is trained."""
 
+    def training_rows(self) -> Iterator[Any]:
+        """Yields the usable training rows; raises DataError as `Tally.refuse_or_skip` does."""
+        tally = Tally("train", "Data.errors = 'skip'")
+        return tally.refuse_or_skip(self.read("train"), self.section.errors)
+
     @property
     def _size(self) -> int | None:
         return tokenizer_training.vocabulary_size(self.section.tokenizer, "Data.tokenizer")

@@ -1,9 +1,10 @@
-"""Reads the rows of JSON, CSV, TSV and Parquet files and of TensorFlow datasets.
+"""Reads the rows of JSON, CSV, TSV, Parquet and Arrow files and of TensorFlow datasets.
 
 A row that cannot be read is returned with a `problem`, and reading continues with the next row.
 """
 
 import csv
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 FORMATS = endings.ROWS
-READ_ROWS = 64  # This number of Parquet rows is converted to Python objects at a time.
+READ_ROWS = 64  # This number of Parquet or Arrow rows is converted to Python objects at a time.
 
 
 class Row(NamedTuple):
@@ -24,7 +25,7 @@ class Row(NamedTuple):
 
     Attributes:
       name: FILE:NUMBER. Lines of JSON and records of CSV are counted from one, including the header
-        of CSV. Rows of Parquet and examples of TensorFlow datasets are counted from zero.
+        of CSV. Rows of Parquet and Arrow and examples of TensorFlow datasets are counted from zero.
       values: the value of each column, by name; a text is str, or bytes that are not decoded yet.
       problem: the reason why the row cannot be read, such as "is not JSON"; otherwise "".
     """
@@ -107,8 +108,8 @@ def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
       header: names of the columns of a .tsv file; () reads the names from the first line.
     """
     match endings.kind(file.path.name):
-        case "parquet":
-            return _parquet(file)
+        case "parquet" | "arrow":
+            return _columnar(file)
         case "csv":
             return _csv(file)
         case "tsv":
@@ -125,9 +126,36 @@ def json_lines(file: File) -> Iterator[Row]:
 def _objects(records: Iterable[json_files.Record]) -> Iterator[Row]:
     for record in records:
         if record.problem or isinstance(record.value, dict):
-            yield Row(record.name, record.value or {}, record.problem)
+            yield Row(record.name, flat(record.value or {}), record.problem)
         else:
             yield Row(record.name, {}, "is not a JSON object")
+
+
+def flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns columns in which those of an object have names of their own: the column "data" with
+    {"text": ...} becomes "data.text".
+    """
+    if not any(isinstance(value, Mapping) for value in values.values()):
+        return values
+    columns = {}
+    for name, value in values.items():
+        inner = flat(value) if isinstance(value, Mapping) else {}
+        columns |= {f"{name}.{key}": v for key, v in inner.items()} if inner else {name: value}
+    return columns
+
+
+def text_of(values: Mapping[str, Any], column: str) -> str:
+    """Returns the text in a column; a list of texts, such as paragraphs, is joined by line feeds.
+
+    Raises:
+      ValueError: the column is missing or contains no usable text; see `text_value`.
+    """
+    if column not in values:
+        raise ValueError(f"has no column '{column}'")
+    value = values[column]
+    if isinstance(value, list):
+        return "\n".join(text_value(part, column) for part in value)
+    return text_value(value, column)
 
 
 def text_value(value: Any, column: str = "") -> str:
@@ -152,6 +180,8 @@ def text_value(value: Any, column: str = "") -> str:
         raise ValueError(f"has {actual}{inside}")
     if problem := plain_text.problem(value):
         raise ValueError(f"{problem}{of}")
+    if fault := plain_text.binary(plain_text.unreadable(value), len(value)):
+        raise ValueError(f"{fault.partition(';')[0]}{of}")
     return value.removeprefix(plain_text.MARK)
 
 
@@ -257,28 +287,50 @@ def _unescaped(text: str) -> str | bytes:
     return text
 
 
-def _parquet(file: File) -> Iterator[Row]:
+def _columnar(file: File) -> Iterator[Row]:
+    """Yields the rows of a Parquet or Arrow file; texts are bytes that are not decoded yet."""
     try:
         import pyarrow
-        import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"{file.name} needs a library: pip install pyarrow") from error
+    is_parquet = endings.kind(file.path.name) == "parquet"
+    number = 0
     try:
-        with pyarrow.parquet.ParquetFile(_unpacked(file)) as table:
-            unique(file.name, table.schema_arrow.names)
-            number = 0
-            for batch in table.iter_batches(batch_size=READ_ROWS):
-                names = batch.schema.names
-                for values in zip(*map(_column, batch.columns), strict=True):
-                    yield Row(f"{file.name}:{number}", dict(zip(names, values, strict=True)))
-                    number += 1
+        for batch in (_parquet if is_parquet else _arrow)(file):
+            names = unique(file.name, batch.schema.names)
+            for values in zip(*map(_column, batch.columns), strict=True):
+                yield Row(f"{file.name}:{number}", flat(dict(zip(names, values, strict=True))))
+                number += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{file.name} is not a Parquet file, or damaged ({reason})") from error
+        kind, reason = "a Parquet" if is_parquet else "an Arrow", str(error).partition("\n")[0]
+        raise DataError(f"{file.name} is not {kind} file, or damaged ({reason})") from error
+
+
+def _parquet(file: File) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(_unpacked(file)) as table:
+        yield from table.iter_batches(batch_size=READ_ROWS)
+
+
+def _arrow(file: File) -> Iterator[Any]:
+    """Yields the batches of an Arrow file or stream, as `Dataset.save_to_disk` writes them."""
+    import pyarrow as pa
+
+    source = _unpacked(file)
+    with source if isinstance(source, pa.NativeFile) else pa.memory_map(str(source)) as opened:
+        is_file = opened.read(6) == b"ARROW1"
+        opened.seek(0)
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(opened) as reader:
+            count = reader.num_record_batches if is_file else 0
+            for batch in map(reader.get_batch, range(count)) if is_file else reader:
+                batch.validate(full=True)  # Otherwise, a forged offset would read foreign memory.
+                for start in range(0, len(batch), READ_ROWS):
+                    yield batch.slice(start, READ_ROWS)
 
 
 def _unpacked(file: File) -> Any:
-    """Returns the path of a Parquet file, or its content if the whole file is compressed."""
+    """Returns the path of a file, or its content as a stream if the whole file is compressed."""
     import pyarrow as pa
 
     if not endings.compression_suffix(file.path.name):
@@ -288,37 +340,46 @@ def _unpacked(file: File) -> Any:
 
 
 def _column(column: Any) -> list[Any]:
-    """Converts a column to Python: text to bytes (also in lists), other types to `Unread`."""
-    import pyarrow as pa
+    """Converts a column to Python as JSON would have it, but a text to bytes.
 
-    kind, wanted = column.type, pa.large_binary()
+    Lists and structs become lists and dicts; other types than texts and numbers become `Unread`.
+    """
+    import pyarrow as pa
+    import pyarrow.compute
+
+    kind = column.type
     if isinstance(kind, pa.DictionaryType):
-        column = column.dictionary_decode()
-        kind = column.type
+        return _column(column.dictionary_decode())
     number = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
     if any(is_kind(kind) for is_kind in number):
         return column.to_pylist()
-    if inner := _member(kind):
-        kind, wanted = inner, pa.large_list(wanted)
-    if str(getattr(kind, "value_type", kind)).removeprefix("large_") in _TEXTUAL:
-        return column.cast(wanted).to_pylist()
-    unread = Unread(str(column.type))
-    return [unread if valid else None for valid in column.is_valid().to_pylist()]
+    if str(kind).removeprefix("large_") in _TEXTUAL:
+        return column.cast(pa.large_binary()).to_pylist()
+    valid = column.is_valid().to_pylist()
+    values: Iterable[Any] = itertools.repeat(Unread(str(kind)))
+    if pa.types.is_struct(kind):
+        names = [field.name for field in kind]
+        fields = [_column(column.field(i)) for i in range(len(names))]
+        row_values = zip(*fields, strict=True) if fields else itertools.repeat(())
+        values = (dict(zip(names, row, strict=True)) for row in row_values)
+    elif _is_list(kind):
+        members = iter(_column(column.flatten()))
+        lengths = pa.compute.list_value_length(column).to_pylist()
+        values = (list(itertools.islice(members, length or 0)) for length in lengths)
+    return [value if there else None for value, there in zip(values, valid, strict=False)]
 
 
 _TEXTUAL = ("string", "binary", "string_view", "binary_view")
 
 
-def _member(kind: Any) -> Any:
-    """Returns the type of the members of a list type; None if the type is not a list."""
+def _is_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    is_kind = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view",
-               "is_large_list_view")  # fmt: skip
-    listed = any(getattr(pa.types, name, lambda kind: False)(kind) for name in is_kind)
-    return kind.value_type if listed else None
+    names = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view",
+             "is_large_list_view")  # fmt: skip
+    return any(getattr(pa.types, name, lambda kind: False)(kind) for name in names)
 
 
 def _tfds(source: str) -> Iterator[Row]:
     for i, example in enumerate(sources.tfds_data(source).examples):
-        yield Row(f"{source}:{i}", example)
+        yield Row(f"{source}:{i}", flat(example))

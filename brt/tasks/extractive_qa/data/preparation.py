@@ -67,7 +67,7 @@ class Preparation(TextPreparation):
     def texts(self) -> Iterator[str]:
         """Yields the texts that a tokenizer is trained on: each training context and question."""
         seen: set[str] = set()
-        for row in Tally("train", "").usable(self.read("train")):
+        for row in self.training_rows():
             if row.context not in seen:
                 seen.add(row.context)
                 yield row.context

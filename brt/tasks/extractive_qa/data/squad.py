@@ -1,20 +1,24 @@
-"""Reads questions from files in the JSON format of SQuAD 1.1 and 2.0.
+"""Reads questions from files in the JSON format of SQuAD 1.1 and 2.0, and from tables.
 
-A file has a list `data` of articles, an article has a list `paragraphs`, and a paragraph has a text
-`context` and a list `qas` of questions with their answers.
+A JSON file has a list `data` of articles, an article has a list `paragraphs`, and a paragraph has a
+text `context` and a list `qas` of questions with their answers. A table has a row for each
+question, with the columns `id`, `context`, `question` and `answers`; the texts and positions of
+the answers are lists in `answers`, as in the tables of SQuAD on Hugging Face.
 """
 
-import json
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from brt import untrusted
-from brt.data import contents, plain_text, sources
+import numpy as np
+
+from brt.data import endings, plain_text
+from brt.data.rows import tables
+from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
-from brt.data.sources import File
 from brt.errors import DataError
 
-ENDINGS = (".json",)
+ENDINGS = endings.QUESTIONS
 SHOWN = 40  # An error quotes at most this number of characters of a text.
 
 
@@ -53,19 +57,19 @@ def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
     """Yields the questions of all sources in order, and a BadRow for each question with a fault.
 
     Args:
-      names: names of the sources, such as paths of files in SQuAD's format.
+      names: names of the sources, such as paths of files and tables in SQuAD's format.
       no_answer: True accepts questions without an answer; otherwise they have a fault.
 
     Raises:
       DataError: a source cannot be read, contains no question, or has another format.
     """
-    for file in (file for name in names for file in sources.files(name, ENDINGS)):
+    for table in (table for name in names for table in tables.tables(name, ENDINGS)):
         empty = True
-        for context, where, entry in _entries(file):
+        for found in _questions(table, no_answer):
             empty = False
-            yield question(where, context, entry, no_answer)
+            yield found
         if empty:
-            raise DataError(f"{file.name} has no question")
+            raise DataError(f"{table.name} has no question")
 
 
 def question(
@@ -118,18 +122,52 @@ def _problem(answer: Any, context: str) -> str:
     return f"has the answer {text[:SHOWN]!r} at {start}, where its context has {actual[:SHOWN]!r}"
 
 
-def _entries(file: File) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yields each question of a file: its context, its position for messages, and its entry."""
+def _questions(table: tables.Table, no_answer: bool) -> Iterator[Question | BadRow]:
+    for row in table.rows:
+        if row.problem:
+            yield BadRow(row.name, row.problem)
+        elif "data" in row.values:
+            for context, where, entry in _entries(table.name, row.values):
+                yield question(where, context, entry, no_answer)
+        elif "context" in row.values and "question" in row.values:
+            yield _row_question(row, no_answer)
+        else:
+            raise DataError(
+                f"{row.name} has neither SQuAD's list 'data' nor the columns id, context, question "
+                f"and answers; it has {', '.join(row.values)}"
+            )
+
+
+def _row_question(row: Row, no_answer: bool) -> Question | BadRow:
+    """Returns the question in a row of a table, or a BadRow if the row has a fault."""
     try:
-        data = contents.no_more_than(untrusted.LARGEST, file.name, contents.text(file))
-        content = untrusted.parse_json("".join(plain_text.read(file.name, data)), halves="keep")
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{file.name} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
-        ) from error
-    for i, article in enumerate(_list(content, "data", file.name)):
-        for j, paragraph in enumerate(_list(article, "paragraphs", f"{file.name}: data[{i}]")):
-            where = f"{file.name}: data[{i}].paragraphs[{j}]"
+        entry = _decoded(row.values)
+        context = tables.text_value(entry["context"], "context")
+    except ValueError as problem:
+        return BadRow(row.name, str(problem))
+    parts = (entry.get(f"answers.{name}") for name in ("text", "answer_start"))
+    texts, starts = (part if isinstance(part, list) else [] for part in parts)
+    entry["answers"] = entry.get("answers") or [
+        {"text": text, "answer_start": start}
+        for text, start in itertools.zip_longest(texts, starts)
+    ]
+    return question(row.name, context, entry, no_answer)
+
+
+def _decoded(value: Any) -> Any:
+    """Returns a value of a table as JSON has it; raises ValueError if a text is not UTF-8."""
+    if isinstance(value, Mapping):
+        return {name: _decoded(part) for name, part in value.items()}
+    if isinstance(value, list | np.ndarray):
+        return [_decoded(part) for part in (value if isinstance(value, list) else value.tolist())]
+    return tables.text_value(value) if isinstance(value, bytes) else value
+
+
+def _entries(name: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yields each question of a JSON file: its context, its position for messages, its entry."""
+    for i, article in enumerate(_list(content, "data", name)):
+        for j, paragraph in enumerate(_list(article, "paragraphs", f"{name}: data[{i}]")):
+            where = f"{name}: data[{i}].paragraphs[{j}]"
             if not isinstance(paragraph, Mapping) or not isinstance(paragraph.get("context"), str):
                 raise DataError(f"{where} has no text 'context', as SQuAD's files have")
             for k, entry in enumerate(_list(paragraph, "qas", where)):

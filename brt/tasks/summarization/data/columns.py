@@ -128,7 +128,7 @@ def read_pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
     try:
         _check(row.problem)
         source = _source(row.values, columns)
-        target = _text(row.values, columns.target)
+        target = tables.text_of(row.values, columns.target)
         _check("" if source.strip() else "has an empty document")
         _check("" if target.strip() else "has an empty summary")
         name = tables.row_id(row.values.get(columns.id), number)
@@ -145,7 +145,7 @@ def _check(problem: str) -> None:
 def _source(values: Mapping[str, Any], columns: Columns) -> str:
     utterances, speakers = values.get(columns.source), values.get(SPEAKER)
     if not (isinstance(utterances, list) and isinstance(speakers, list)):
-        return _text(values, columns.source)
+        return tables.text_of(values, columns.source)
     if len(utterances) != len(speakers):
         raise ValueError(f"has {len(utterances)} utterances and {len(speakers)} speakers")
     turns = zip(speakers, utterances, strict=True)
@@ -153,12 +153,3 @@ def _source(values: Mapping[str, Any], columns: Columns) -> str:
         f"{tables.text_value(who, SPEAKER)}: {tables.text_value(what, 'utt')}"
         for who, what in turns
     )
-
-
-def _text(values: Mapping[str, Any], column: str) -> str:
-    if column not in values:
-        raise ValueError(f"has no column '{column}'")
-    value = values[column]
-    if isinstance(value, list):  # A list of texts contains paragraphs or sentences.
-        return "\n".join(tables.text_value(part, column) for part in value)
-    return tables.text_value(value, column)

@@ -64,8 +64,7 @@ class Preparation(TokenizedPreparation):
 
     def texts(self) -> Iterator[str]:
         """Yields the documents and summaries of the training data, to train a tokenizer on them."""
-        tally = Tally("train", "Data.errors = 'skip'")
-        for pair in tally.refuse_or_skip(self.read("train"), self.section.errors):
+        for pair in self.training_rows():
             yield from (pair.source, pair.target)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:

@@ -121,7 +121,7 @@ def _example(
     texts = []
     for name in columns.texts:
         try:
-            text = tables.text_value(row.values.get(name), name)
+            text = tables.text_of(row.values, name)
         except ValueError as error:
             return BadRow(row.name, str(error))
         if not text.strip():

@@ -106,7 +106,7 @@ class Preparation(TextPreparation):
 
     def texts(self) -> Iterator[str]:
         """Yields the sentences of the training data, to train a tokenizer on them."""
-        for row in Tally("train", "").usable(self.read("train")):
+        for row in self.training_rows():
             yield from row.texts
 
     def content(self, row: Example) -> str:

@@ -115,8 +115,8 @@ def test_questions_without_an_answer(make):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON: .* in line 1, column 2"),
-        ("[]", "has no list 'data', as SQuAD's files have"),
+        ("{", "is not JSON: .* column 2"),
+        ("[]", "has no question"),
         ('{"data": []}', "has no question"),
         (
             '{"data": [{"paragraphs": [{"qas": []}]}]}',
