@@ -19,6 +19,7 @@ from brt.evaluation import job
 from brt.generation import memory as memories
 from brt.generation import state_files
 from brt.generation.session import Session
+from brt.places import local
 from brt.tasks.evaluators import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import WriteOptions, Writer
@@ -67,7 +68,7 @@ def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str
       Preempted: Ctrl-C or SIGTERM; everything is saved, and the same call continues.
       BrtError: any other problem that the user can solve.
     """
-    run, place = loop.train(config, Path(workdir), allow_config_change)
+    run, place = loop.train(config, Path(local(workdir, "workdir")), allow_config_change)
     run_summary.draw(run, place)
     return load(workdir)
 
@@ -91,7 +92,7 @@ def load(
       CheckpointError: there is no complete checkpoint (of this step), or no readable decoder.
     """
     change = lambda base: config_from_gin((), bindings, base=base)  # noqa: E731
-    return Model(imports.open_model(Path(workdir), step, change))
+    return Model(imports.open_model(Path(local(workdir, "workdir")), step, change))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Memory:
         Raises:
           OSError: the file cannot be written.
         """
-        state_files.save(self.state, Path(path), self._model._identity)
+        state_files.save(self.state, Path(local(path, "path")), self._model._identity)
 
 
 class Text(Iterator[str]):
@@ -268,7 +269,7 @@ class Model:
           DataError: the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
-        session.load(Path(path), self._identity, self._translated_identity)
+        session.load(Path(local(path, "path")), self._identity, self._translated_identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:

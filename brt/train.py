@@ -67,7 +67,7 @@ def _shape(config: Config, args: argparse.Namespace) -> None:
     from brt.training.start import checkpoints
     from brt.training.workdir import Workdir
 
-    built = run.without_data(config)
+    built: run.Run | run.Shapes | None = run.without_data(config)
     if built is None:
         checkpoint = checkpoints.newest(Path(args.workdir)) if args.workdir else None
         resumed = checkpoint and (Workdir(Path(args.workdir)), checkpoint)
