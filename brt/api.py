@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree
 
-from brt import command_line, tasks
+from brt import command_line, places, tasks
 from brt.config import Config, Sampling
 from brt.config_io import by_section, earlier_model_settings, model_settings
 from brt.data import losses, plain_text
@@ -19,7 +19,6 @@ from brt.evaluation import job
 from brt.generation import memory as memories
 from brt.generation import state_files
 from brt.generation.session import Session
-from brt.places import local
 from brt.tasks.evaluators import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import WriteOptions, Writer
@@ -68,7 +67,7 @@ def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str
       Preempted: Ctrl-C or SIGTERM; everything is saved, and the same call continues.
       BrtError: any other problem that the user can solve.
     """
-    run, place = loop.train(config, Path(local(workdir, "workdir")), allow_config_change)
+    run, place = loop.train(config, Path(places.local(workdir, "workdir")), allow_config_change)
     run_summary.draw(run, place)
     return load(workdir)
 
@@ -92,7 +91,7 @@ def load(
       CheckpointError: there is no complete checkpoint (of this step), or no readable decoder.
     """
     change = lambda base: config_from_gin((), bindings, base=base)  # noqa: E731
-    return Model(imports.open_model(Path(local(workdir, "workdir")), step, change))
+    return Model(imports.open_model(Path(places.local(workdir, "workdir")), step, change))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +121,7 @@ class Memory:
         Raises:
           OSError: the file cannot be written.
         """
-        state_files.save(self.state, Path(local(path, "path")), self._model._identity)
+        state_files.save(self.state, Path(places.local(path, "path")), self._model._identity)
 
 
 class Text(Iterator[str]):
@@ -269,7 +268,7 @@ class Model:
           DataError: the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
-        session.load(Path(local(path, "path")), self._identity, self._translated_identity)
+        session.load(Path(places.local(path, "path")), self._identity, self._translated_identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:

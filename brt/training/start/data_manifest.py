@@ -126,7 +126,8 @@ class OwnTokenizer(NamedTuple):
                 warn_on_stderr(
                     f"{self.setting} has changed since the run began; its copy {self.file} is used"
                 )
-        return dataclasses.replace(config, **{name: dataclasses.replace(section, tokenizer=str(self.file))})
+        section = dataclasses.replace(section, tokenizer=str(self.file))
+        return dataclasses.replace(config, **{name: section})
 
 
 def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokenizer | None:
