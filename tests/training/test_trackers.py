@@ -48,11 +48,12 @@ class Service(ModuleType):
     def __init__(self) -> None:
         super().__init__("service")
         self.begun, self.told, self.ended = [], [], 0
-        self.fails, self.id = False, "w1"
+        self.fails, self.new = False, "w1"
         self.info = SimpleNamespace(run_id="m1")
 
     def init(self, **given: Any) -> "Service":
         self.begun.append(given)
+        self.id = given.get("id") or self.new
         return self
 
     def log(self, numbers: dict, step: int) -> None:
@@ -118,7 +119,7 @@ def test_a_copy_begins_new_runs_and_a_moved_run_keeps_its_own(
     first, copy, moved = (tmp_path / name for name in ("first", "copy", "moved"))
     assert started_with(wandb, first, said) is None
     shutil.copytree(first, copy)
-    wandb.id = "w2"
+    wandb.new = "w2"
     assert started_with(wandb, copy, said) is None, "the copy must not write into the first's run"
     assert len(said) == 1 and str(copy) in said[0] and str(first) in said[0]
     assert started_with(wandb, copy, said) == "w2" and started_with(wandb, first, said) == "w1"
@@ -134,7 +135,7 @@ def test_a_copy_begins_new_runs_and_a_moved_run_keeps_its_own(
     shutil.copytree(first, moved)
     shutil.rmtree(first)
     moved.rename(first)
-    wandb.id = "w3"
+    wandb.new = "w3"
     assert started_with(wandb, first, said) is None, "a copy on another machine, at the same path"
 
 
