@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree
 
-from brt import command_line, tasks
+from brt import command_line, places, tasks
 from brt.config import Config, Sampling
 from brt.config_io import by_section, earlier_model_settings, model_settings
 from brt.data import losses, plain_text
@@ -69,7 +69,7 @@ def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str
     """
     from brt.training import loop, run_summary  # Only training needs what they import.
 
-    run, place = loop.train(config, Path(workdir), allow_config_change)
+    run, place = loop.train(config, Path(places.local(workdir, "workdir")), allow_config_change)
     run_summary.draw(run, place)
     return load(workdir)
 
@@ -93,7 +93,7 @@ def load(
       CheckpointError: there is no complete checkpoint (of this step), or no readable decoder.
     """
     change = lambda base: config_from_gin((), bindings, base=base)  # noqa: E731
-    return Model(imports.open_model(Path(workdir), step, change))
+    return Model(imports.open_model(Path(places.local(workdir, "workdir")), step, change))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Memory:
         Raises:
           OSError: the file cannot be written.
         """
-        state_files.save(self.state, Path(path), self._model._identity)
+        state_files.save(self.state, Path(places.local(path, "path")), self._model._identity)
 
 
 class Text(Iterator[str]):
@@ -270,7 +270,7 @@ class Model:
           DataError: the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
-        session.load(Path(path), self._identity, self._translated_identity)
+        session.load(Path(places.local(path, "path")), self._identity, self._translated_identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:

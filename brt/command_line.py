@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from brt import allocator, bindings, durable, hanging, output, platforms, user_files
+from brt import allocator, bindings, durable, hanging, output, places, platforms, user_files
 from brt.bindings import Resolved
 from brt.config import Config
 from brt.config.names import field_types, section_types
@@ -99,13 +99,25 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
+def path(name: str) -> str:
+    """Returns the local path that a flag names; every flag of a file or directory has this type.
+
+    Raises:
+      argparse.ArgumentTypeError: the name is a URL, or there is no home directory for its ~.
+    """
+    try:
+        return places.local(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Adds to a parser --workdir, and the flags that determine a config: --gin_file, --gin_bindings
     and --print_config, which `resolve` reads, and --import (see `add_import_flag`).
     """
-    parser.add_argument("--workdir", metavar="DIR", help="directory of the run")
+    parser.add_argument("--workdir", type=path, metavar="DIR", help="directory of the run")
     parser.add_argument(
-        "--gin_file", action="append", default=[], metavar="FILE",
+        "--gin_file", action="append", type=path, default=[], metavar="FILE",
         help="a .gin file, from here or from those that come with brt; repeatable",
     )  # fmt: skip
     parser.add_argument(
@@ -127,14 +139,17 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
     flags are parsed.
     """
     parser.add_argument(
-        "--import", dest="imports", action="append", default=[], metavar="FILE.py",
+        "--import", dest="imports", action="append", type=path, default=[],
+        metavar="FILE.py",
         help="a Python file of yours that adds kinds of layers or tasks; executed; repeatable",
     )  # fmt: skip
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --json to a parser; `print_figures` writes the file that this flag names."""
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    parser.add_argument(
+        "--json", type=path, metavar="FILE", help="also write the results to this file"
+    )
 
 
 def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:

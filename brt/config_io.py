@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from brt import places
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
 from brt.config.kinds import kind_sections
@@ -354,6 +355,7 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
     Raises:
       ConfigError: none of these directories has the file.
     """
+    path = places.local(path, asked)
     packaged = Path(path)
     if packaged.parts[:1] == ("configs",):
         packaged = packaged.relative_to("configs")

@@ -72,11 +72,11 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--from", choices=forms, required=True, dest="source_form", help="format of DIR"
     )
-    flags.add_argument("source", metavar="DIR")
+    flags.add_argument("source", type=command_line.path, metavar="DIR")
     flags.add_argument(
         "--to", choices=forms, required=True, dest="target_form", help="format of OUT"
     )
-    flags.add_argument("target", metavar="OUT", help="a new directory")
+    flags.add_argument("target", type=command_line.path, metavar="OUT", help="a new directory")
     flags.add_argument(
         "--verify", action="store_true",
         help="read the result, and compare all arrays and logits, also with torch or transformers",

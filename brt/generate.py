@@ -98,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--prompt", help="the text to continue")
     text.add_argument(
         "--prompt_file",
+        type=command_line.path,
         help="a UTF-8 file of any length (also .gz, .xz, .zst), or - for standard input",
     )
     flags.add_argument(
@@ -111,9 +112,14 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--top_p", type=float, help="1: all; default Sampling.top_p")
     flags.add_argument("--seed", type=int, default=0, help="seed of random sampling; default 0")
     flags.add_argument(
-        "--save_state", metavar="FILE", help="write the memory after the text (.npz)"
+        "--save_state",
+        type=command_line.path,
+        metavar="FILE",
+        help="write the memory after the text (.npz)",
     )
-    flags.add_argument("--load_state", metavar="FILE", help="continue from a saved memory")
+    flags.add_argument(
+        "--load_state", type=command_line.path, metavar="FILE", help="continue from a saved memory"
+    )
     return flags
 
 

@@ -20,8 +20,9 @@ The directory --raw must contain:
 import argparse
 import re
 import shlex
+from pathlib import Path
 
-from brt import command_line, config, output, untrusted
+from brt import command_line, config, output
 from brt.data import preparation
 from brt.errors import ConfigError
 
@@ -53,24 +54,24 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's flags. Flags that the user does not give have no default:
     the parsed namespace lacks them.
     """
-    defaults = config.Data()
+    defaults, path = config.Data(), command_line.path
     flags = command_line.parser(__doc__)
     flags.argument_default = argparse.SUPPRESS
     what = flags.add_mutually_exclusive_group(required=True)
-    what.add_argument("--documents", nargs="+", metavar="SOURCE",
+    what.add_argument("--documents", nargs="+", type=path, metavar="SOURCE",
                       help="file, directory, pattern, corpus:NAME or tfds:NAME/SPLIT")  # fmt: skip
     what.add_argument("--pairs", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     both = flags.add_argument_group("both")
-    both.add_argument("--validation", nargs="+", metavar="SOURCE",
+    both.add_argument("--validation", nargs="+", type=path, metavar="SOURCE",
                       help="default: a part of --documents; with --pairs: none")  # fmt: skip
-    both.add_argument("--test", nargs="+", metavar="SOURCE", help="like --validation")
-    both.add_argument("--output", metavar="DIRECTORY",
+    both.add_argument("--test", nargs="+", type=path, metavar="SOURCE", help="like --validation")
+    both.add_argument("--output", type=path, metavar="DIRECTORY",
                       help="default with --pairs: $TFDS_DATA_DIR or TFDS's default")  # fmt: skip
     both.add_argument("--errors", choices=["strict", "replace", "refuse", "skip"],
                       help="documents that are not UTF-8: strict (default) or replace; bad pairs: "
                       "refuse (default) or skip")  # fmt: skip
     documents = flags.add_argument_group("with --documents")
-    documents.add_argument("--tokenizer", help="bytes (default), path/to/file.model, "
+    documents.add_argument("--tokenizer", type=path, help="bytes (default), path/to/file.model, "
                            "path/to/tokenizer.json or train:VOCAB_SIZE")  # fmt: skip
     documents.add_argument("--text_field", help=f"default: {defaults.text_field}")
     documents.add_argument("--max_bad_records", type=int, metavar="N",
@@ -79,9 +80,9 @@ def parser() -> argparse.ArgumentParser:
         default = getattr(defaults, f"{split}_fraction")
         documents.add_argument(f"--{split}_fraction", type=float, help=f"default: {default}")
     pairs = flags.add_argument_group("with --pairs")
-    pairs.add_argument("--raw", metavar="DIRECTORY", help="the unpacked download")
+    pairs.add_argument("--raw", type=path, metavar="DIRECTORY", help="the unpacked download")
     pairs.add_argument("--name", help="name of the dataset that --pairs files creates")
-    pairs.add_argument("--train", nargs="+", metavar="SOURCE", help="for --pairs files")
+    pairs.add_argument("--train", nargs="+", type=path, metavar="SOURCE", help="for --pairs files")
     for field, what_for in (("source", "documents"), ("target", "summaries"), ("id", "ids")):
         pairs.add_argument(f"--{field}_field", metavar="COLUMN",
                            help=f"column of {what_for}; default: a usual name")  # fmt: skip
@@ -146,7 +147,7 @@ def _pairs(args: argparse.Namespace) -> None:
 
     if args.pairs != "files":
         dataset = datasets.RAW[args.pairs]
-        splits = dataset.read(untrusted.user_path(args.raw))
+        splits = dataset.read(Path(args.raw))
     else:
         if not re.fullmatch("[a-z][a-z0-9_]*", args.name):
             raise ConfigError(
@@ -159,7 +160,7 @@ def _pairs(args: argparse.Namespace) -> None:
             for split in ("train", "validation", "test")
             if split in args
         }
-    directory = untrusted.user_path(getattr(args, "output", "") or datasets.default_directory())
+    directory = Path(getattr(args, "output", "") or datasets.default_directory())
     errors = getattr(args, "errors", "refuse")
     tallies = datasets.write(dataset, splits, directory, errors=errors)
     for split, tally in tallies.items():

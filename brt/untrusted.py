@@ -43,13 +43,6 @@ _HEADER = re.compile(
 )
 
 
-def user_path(name: Path | str) -> Path:
-    """Returns the path for a name, in which ~ is expanded to a home directory if there is one."""
-    with contextlib.suppress(ValueError):  # expanduser refuses ~USER if USER contains a NUL.
-        return Path(os.path.expanduser(name))
-    return Path(name)
-
-
 def open_file(path: Path | str) -> BufferedReader:
     """Opens a regular file for reading bytes and returns it.
 

@@ -28,7 +28,7 @@ COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "s
 # else of brt.
 FOUNDATION = {
     "allocator", "drawing", "durable", "errors", "formatting", "hanging", "jax_versions", "locks",
-    "output", "platforms", "redaction", "tree_utils", "types", "untrusted", "user_cache",
+    "output", "places", "platforms", "redaction", "tree_utils", "types", "untrusted", "user_cache",
     "user_files",
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}

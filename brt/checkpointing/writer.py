@@ -92,7 +92,8 @@ class CheckpointWriter:
         self._frozen: frozenset[str] = frozenset()
         self._frozen_step: int | None = None
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(exist_ok=True)
+            self._place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             if processes.is_first():
                 _clean(directory)
                 _note_newest(directory)
@@ -127,7 +128,8 @@ class CheckpointWriter:
                 raise
             # The error that ended the context came first and is raised. The error of closing is
             # therefore only reported.
-            warn_on_stderr(str(close_error))
+            if str(close_error) != str(error):
+                warn_on_stderr(str(close_error))
 
     def freeze(self, names: Collection[str], step: int | None) -> None:
         """Declares arrays that no step changes, so that checkpoints share their files.
@@ -207,14 +209,34 @@ class CheckpointWriter:
 
     def check(self) -> None:
         """Raises CheckpointError if a save has failed, without waiting for a save in progress."""
-        if self._pending is not None and self._pending.done():
+        if self._pending is None or self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save in progress; raises CheckpointError if the save failed."""
+        """Waits for the save in progress; raises CheckpointError if the save failed, or if the
+        directory has been moved or removed.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+        if moved := self._moved():
+            raise moved
+
+    def _moved(self) -> CheckpointError | None:
+        """Returns an error if the path leads no longer to the directory in which the writer began;
+        otherwise None.
+        """
+        try:
+            if os.path.samestat(os.stat(self._directory), os.fstat(self._place)):
+                return None
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:
+            return None  # A save, if there is one, reports that the storage fails.
+        return CheckpointError(
+            f"{self._directory} was moved or removed while the run trained; run again with its new "
+            "--workdir, to go on from the newest checkpoint there"
+        )
 
     def close(self) -> None:
         """Waits for the save in progress, and verifies the checkpoint that was saved last.
@@ -234,6 +256,7 @@ class CheckpointWriter:
         finally:
             self._last_step = None
             self._thread.shutdown()
+            os.close(self._place)
             self._close_orbax()
 
     def _close_orbax(self) -> None:
@@ -258,6 +281,8 @@ class CheckpointWriter:
         try:
             # After this call, all processes have written their arrays.
             self._orbax.wait_until_finished()
+            if moved := self._moved():
+                raise moved
             if not processes.is_first():
                 return
             with self._in_background("committing"):
@@ -272,6 +297,13 @@ class CheckpointWriter:
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Removes the files of a failed save, and returns an error that says why it failed."""
+        if moved := self._moved():
+            # The array store has perhaps created the directories again.
+            _discard(self._directory / f"{step}.partial")
+            for place in (self._directory, self._directory.parent):
+                with contextlib.suppress(OSError):
+                    place.rmdir()
+            return moved
         error = _system_error(error)
         # The free space is measured before the files of the failed save are removed, so that the
         # message says how full the disk was.

@@ -7,7 +7,8 @@ import dataclasses
 import math
 from typing import Any
 
-from brt.config.fields import fill_held_out
+from brt import places
+from brt.config.fields import fill_held_out, settings
 from brt.config.shared import public_name
 from brt.errors import ConfigError
 
@@ -42,6 +43,16 @@ def check_finite(section: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"{name_of(section, field.name)} = {value} must be finite")
+
+
+def settle_paths(section: Any) -> None:
+    """Replaces the names of files and directories in a section by local paths; see `brt.places`."""
+    for field, setting in settings(type(section)).items():
+        if setting.path:
+            value, asked = getattr(section, field), name_of(section, field)
+            many = isinstance(value, tuple)
+            paths = tuple(places.local(name, asked) for name in (value if many else (value,)))
+            object.__setattr__(section, field, paths if many else paths[0])
 
 
 def check_positive(section: object, *names: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from brt.config.checks import check, check_finite, check_not_negative
+from brt.config.checks import check, check_finite, check_not_negative, settle_paths
 from brt.config.columns import check_columns, column
 from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sources
 
@@ -58,6 +58,7 @@ class Data:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        settle_paths(self)
         check_columns(self, "text")
         fill_held_out(self, ())
         for split in ("validation", "test"):

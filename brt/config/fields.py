@@ -24,6 +24,7 @@ brt writes them, which only commands that train or prepare do.
 """
 
 import dataclasses
+import os
 from typing import Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -190,7 +191,8 @@ def cached_settings(section: Any) -> dict[str, Any]:
     """Returns the values of a section that determine prepared data: {name of the field or property:
     value}.
 
-    The fields that name sources are left out, because hashes of the files represent them.
+    The fields that name sources are left out, because hashes of the files represent them. Of other
+    files only the suffix is returned, for the same reason: a moved file has the same content.
 
     Args:
       section: an instance of a section, such as `Config.data`.
@@ -200,7 +202,10 @@ def cached_settings(section: Any) -> dict[str, Any]:
         if setting.cached and setting.cached != _SOURCES:
             other = setting.cached if isinstance(setting.cached, tuple) else (setting.cached,)
             names |= {name if one is True else str(one) for one in other}
-    return {name: getattr(section, name) for name in sorted(names)}
+    values = {name: getattr(section, name) for name in sorted(names)}
+    for name in names & {name for name, setting in settings(type(section)).items() if setting.path}:
+        values[name] = os.path.splitext(values[name])[1] or values[name]
+    return values
 
 
 def _field(default: T, setting: Setting) -> T:

@@ -3,7 +3,14 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_buckets, check_finite, check_positive, fill_held_out_rows
+from brt.config.checks import (
+    check,
+    check_buckets,
+    check_finite,
+    check_positive,
+    fill_held_out_rows,
+    settle_paths,
+)
 from brt.config.columns import check_columns, column
 from brt.config.fields import fixed, free, held_out, sources
 
@@ -57,6 +64,7 @@ class Sentences:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        settle_paths(self)
         check_columns(self, "first", "second", "label", "id")
         fill_held_out_rows(self)
         check(bool(self.train), "Data.train names no source")

@@ -12,6 +12,7 @@ from brt.config.checks import (
     check_positive,
     fill_held_out_rows,
     name_of,
+    settle_paths,
 )
 from brt.config.columns import check_columns, column
 from brt.config.fields import derived, fixed, free, held_out, inherited, sources
@@ -270,6 +271,7 @@ class Pairs:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        settle_paths(self)
         check_columns(self, "source", "target", "id")
         fill_held_out_rows(self)
         check(bool(self.train), "Data.train names no source")

@@ -9,6 +9,7 @@ from brt.config.checks import (
     check_not_negative,
     check_positive,
     fill_held_out_rows,
+    settle_paths,
 )
 from brt.config.fields import fixed, free, held_out, sources
 
@@ -81,6 +82,7 @@ class Speech:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        settle_paths(self)
         fill_held_out_rows(self)
         check(bool(self.train), "Data.train names no source")
         check_positive(

@@ -4,7 +4,14 @@ import dataclasses
 import math
 from typing import Literal
 
-from brt.config.checks import LARGEST, check, check_finite, check_not_negative, check_positive
+from brt.config.checks import (
+    LARGEST,
+    check,
+    check_finite,
+    check_not_negative,
+    check_positive,
+    settle_paths,
+)
 from brt.config.fields import fixed, free
 
 
@@ -68,6 +75,7 @@ class Training:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        settle_paths(self)
         check_positive(
             self, "steps", "batch_size", "segment_length", "gradient_accumulation", "loss_chunk",
             "log_every",

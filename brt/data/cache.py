@@ -199,7 +199,7 @@ def cache_directory(section: Section) -> Path:
     cache.
     """
     if section.cache_dir:
-        return untrusted.user_path(section.cache_dir)
+        return Path(section.cache_dir)
     return user_cache.writable()
 
 

@@ -299,8 +299,8 @@ def _new_tokenizer(
             path = directory / "tokenizer.json"
             path.write_text(json.dumps({"name": tokenizer.name}) + "\n")
         else:
-            path = path.with_suffix(Path(data.tokenizer).suffix)
-            path.write_bytes(Path(data.tokenizer).read_bytes())
+            path = path.with_name(tokenizer.file[0])
+            path.write_bytes(tokenizer.file[1])
     described = {
         "file": path.name,
         "name": data.tokenizer,

@@ -60,7 +60,7 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
         return [
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
         ]
-    path = untrusted.user_path(source)
+    path = Path(source)
     # Path.exists would raise an error if the name is too long, but os.path.exists returns False.
     if os.path.exists(path):
         return _path_files(path, endings)
@@ -144,7 +144,7 @@ def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Pat
       endings: suffixes of the files that are read.
       read: further files that are read, whatever their suffix is.
     """
-    path = untrusted.user_path(source)
+    path = Path(source)
     if not path.is_dir():
         return ""
     listed = walk(path)

@@ -6,6 +6,7 @@ can be stopped and started again at any time. It ends after the checkpoint of th
 if the trainer stops earlier, the follower waits until the trainer continues.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -108,7 +109,7 @@ class Follower:
         self._split, self._ablate, self._say = split, ablate, say
         self._evaluator = job.SplitEvaluator(config, split, ablate)
         self._task = tasks.from_config(config)
-        self._skipped: set[int] = set()
+        self._finished: set[int] = set()
         self._due: set[int] = set()
 
     def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
@@ -122,11 +123,7 @@ class Follower:
         """
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
-        workdirs.refuse_links(self._workdir)
-        # The results get a directory of their own, which TensorBoard shows as a separate run.
-        directory = self._workdir.tensorboard / "evaluation"
-        tensorboard = TensorBoard(directory, max(done, default=0), self._say)
-        try:
+        with self._tensorboard(max(done, default=0)) as write:
             while True:
                 # The end of training is checked before a checkpoint is looked for. In the opposite
                 # order, the last checkpoint could appear between the two checks and be missed.
@@ -138,10 +135,22 @@ class Follower:
                     waiter.wait(f"the next checkpoint in {self._workdir.checkpoints}")
                 elif evaluated := self._evaluate(step):
                     waiter.reset()
-                    tensorboard.write(step, self._scalars(evaluated.report))
+                    write(step, self._scalars(evaluated.report))
                     yield evaluated
-        finally:
-            tensorboard.close()
+
+    @contextlib.contextmanager
+    def _tensorboard(self, step: int) -> Iterator[Callable[[int, dict[str, float]], object]]:
+        """Context that yields a function which shows results of a step in TensorBoard, or nothing
+        if the run directory is read-only. `step` is the last step that was evaluated before.
+        """
+        if not job.can_store(self._workdir):
+            yield lambda step, metrics: None
+            return
+        workdirs.check_writable(self._workdir.tensorboard, below=self._workdir.path)
+        # The results get a directory of their own, which TensorBoard shows as a separate run.
+        tensorboard = TensorBoard(self._workdir.tensorboard / "evaluation", step, self._say)
+        with contextlib.closing(tensorboard):
+            yield tensorboard.write
 
     def _is_over(self) -> bool:
         """Returns True if the checkpoint of the trainer's last step exists."""
@@ -157,7 +166,7 @@ class Follower:
         existing = set(reader.steps(self._workdir.checkpoints))
         for step in sorted(self._due - existing):
             self._skip(step, f"checkpoint {step} was removed before it could be evaluated")
-        self._due = {s for s in existing - self._skipped if not self._is_evaluated(s)}
+        self._due = {s for s in existing - self._finished if not self._is_evaluated(s)}
         return min(self._due, default=None)
 
     def _is_evaluated(self, step: int) -> bool:
@@ -181,10 +190,11 @@ class Follower:
             self._skip(step, reason)
             return None
         self._due.discard(step)
+        self._finished.add(step)
         return self._evaluator(model)
 
     def _skip(self, step: int, reason: str) -> None:
-        self._skipped.add(step)
+        self._finished.add(step)
         self._due.discard(step)
         self._say(f"{reason}; continuing with the next")
 

@@ -1,16 +1,19 @@
 """Evaluation and inspection of a trained model, with a report in the run directory."""
 
 import contextlib
+import errno
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 from brt import tasks
+from brt.checkpointing import reader
 from brt.config import Config
 from brt.config.checks import check
 from brt.config_io import config_from_json
 from brt.distributed import processes
-from brt.errors import ConfigError, DataError, NonFiniteError
+from brt.errors import BrtError, ConfigError, DataError, NonFiniteError
 from brt.evaluation import progress
 from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest, OtherModel
 from brt.tasks.evaluators import Evaluator
@@ -22,6 +25,7 @@ from brt.training.start import saved_model
 from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 OnResult = Callable[[Evaluated], object]
 
 
@@ -73,7 +77,8 @@ class SplitEvaluator:
         self.evaluator: Evaluator | None = None
 
     def __call__(self, model: SavedModel) -> Evaluated:
-        """Evaluates the split and writes the report; see `brt.training.evaluations.write`.
+        """Evaluates the split, and writes the report if the run directory can be written; see
+        `brt.training.evaluations.write`.
 
         Raises:
           CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
@@ -83,7 +88,7 @@ class SplitEvaluator:
           DataError: the data have no such split, or the split cannot be read.
           NonFiniteError: the primary metric is not finite.
         """
-        _check_writable(model.workdir)
+        stored = can_store(model.workdir)
         check(
             self._other is None or self._other.mesh == model.mesh,
             "--compare needs both runs on the same mesh; set Mesh for both, for example with "
@@ -101,7 +106,9 @@ class SplitEvaluator:
         with reading as update, model.on_devices():
             result = evaluator(model.variables, Control(progress=update))
         self._check_finite(result, model)
-        return evaluations.write(model.workdir, model.step, self._split, result, self._on_result)
+        return evaluations.write(
+            model.workdir, model.step, self._split, result, self._on_result, stored=stored
+        )
 
     def _opened_other(self) -> OtherModel | None:
         """Returns the other model with the data of the split."""
@@ -180,7 +187,7 @@ def inspect(
         tokenizer, or the storage fails.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
-    _check_writable(model.workdir)
+    stored = can_store(model.workdir)
     where = {"workdir": str(model.workdir.path), "step": model.step}
     dataset = saved_model.open_split(model, split)
     # One of the measurements replaces a document's memory by the memory of another document. If the
@@ -191,6 +198,8 @@ def inspect(
         request = InspectionRequest(model.config, dataset, split, tokens, where)
         result = task.inspect(model.variables, request)
     on_text(result.text)
+    if not stored:
+        return result.metrics
     workdirs.check_writable(directory, below=model.workdir.path)
     report = directory / f"{split}_probe.json"
     workdirs.write_json(report, result.metrics, below=model.workdir.path)
@@ -199,9 +208,34 @@ def inspect(
     return result.metrics
 
 
-def _check_writable(workdir: Workdir) -> None:
-    """Raises ConfigError if results cannot be written; called before results are computed."""
-    if processes.is_first():
-        workdirs.refuse_links(workdir)
+def can_store(workdir: Workdir) -> bool:
+    """Returns True if results can be stored in a run directory; called before they are computed.
+
+    If the run directory is read-only, a message says so once. Only the first process of several
+    stores results.
+
+    Raises:
+      ConfigError: a path is a link.
+      CheckpointError: the storage fails.
+    """
+    if not processes.is_first():
+        return False
+    try:
         for directory in (workdir.evaluations, workdir.plots):
             workdirs.check_writable(directory, below=workdir.path)
+    except BrtError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in _READ_ONLY:
+            raise
+        _say_once(
+            f"the results are not stored in {workdir.path}, which cannot be written "
+            f"({cause.strerror}); --json=FILE writes them elsewhere"
+        )
+        return False
+    workdirs.refuse_links(workdir)
+    return True
+
+
+@functools.cache  # The cache makes the function print each message only once.
+def _say_once(message: str) -> None:
+    reader.warn_on_stderr(message)

@@ -18,6 +18,7 @@ from brt.sweeping.settings import Sweep
 from brt.training import workdir as workdirs
 from brt.training.start import warm_start
 from brt.training.workdir import Workdir
+from brt.training.write_errors import explain_write_errors
 
 
 def run(
@@ -134,7 +135,7 @@ def _report_lock(workdir: Path) -> Iterator[None]:
     """Lets one process at a time write the report: jobs of a SLURM array may end simultaneously."""
     path = workdir / ".report.lock"
     with contextlib.ExitStack() as stack:
-        with workdirs.explain_write_errors(path):
+        with explain_write_errors(path):
             file = stack.enter_context(durable.open_file(path, "ab"))
             locks.acquire(file, wait=True)
             durable.remove_abandoned(workdir)

@@ -101,6 +101,7 @@ def submit(text: str, workdir: Path) -> str:
       ConfigError: sbatch is not installed or refuses the job.
     """
     # The directory of the logs is created here, because sbatch does not create it.
+    check_writable(workdir)
     check_writable(workdir / "slurm", below=workdir)
     try:
         done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True)

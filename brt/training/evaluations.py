@@ -74,6 +74,8 @@ def write(
     split: str,
     result: EvaluationResult,
     on_report: Callable[[Evaluated], object] = lambda evaluated: None,
+    *,
+    stored: bool = True,
 ) -> Evaluated:
     """Writes the files of an evaluation, and returns the evaluation's report.
 
@@ -88,6 +90,7 @@ def write(
       result: the result that the evaluator returned.
       on_report: a function that is called with the report before the files are written, so that the
         user sees the report even if writing fails.
+      stored: False writes nothing, because the run directory is read-only.
 
     Raises:
       ConfigError: the directory cannot be written.
@@ -100,6 +103,8 @@ def write(
     if not processes.is_first():
         return evaluated
     on_report(evaluated)
+    if not stored:
+        return evaluated
     check_writable(directory, below=workdir.path)
     for kind, rows in result.rows.items():
         lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)

@@ -270,9 +270,10 @@ class TensorBoard:
         self._flushed = -math.inf
         self._writer: RecordWriter | None = None
         with self._tolerate_errors():
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(exist_ok=True)
             name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-            self._writer = RecordWriter(str(directory / name))
+            # For the library, the beginning of a relative name, such as gs:, is a kind of storage.
+            self._writer = RecordWriter(os.path.abspath(directory / name))
             self._add(Event(file_version="brain.Event:2"))
         self.rewind(resume_step)
 

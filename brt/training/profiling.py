@@ -89,8 +89,12 @@ class Profile:
         return True
 
     def close(self) -> None:
-        """Ends a trace that is still running."""
-        if self._running:
+        """Ends a trace that is still running.
+
+        If the run directory has been moved, the trace is left, for the profiler would create the
+        directory again.
+        """
+        if self._running and self._workdir.tensorboard.is_dir():
             self._running = False
             # jax raises RuntimeError if another part of the program has already stopped the trace.
             with contextlib.suppress(RuntimeError):

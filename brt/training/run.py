@@ -15,7 +15,6 @@ from jaxtyping import Array
 from brt import tasks, tree_utils
 from brt.checkpointing.reader import VerifiedCheckpoint, join
 from brt.config import Config
-from brt.config_io import config_from_json
 from brt.data.readers import Reader
 from brt.distributed import mesh as meshes
 from brt.distributed import processes
@@ -28,10 +27,12 @@ from brt.tasks.weights import Weights
 from brt.training import adapters, compilation, layer_forms, rates, replicas, trainable
 from brt.training import optimizer as optimizers
 from brt.training.sharding import state_shardings
-from brt.training.start import warm_start
+from brt.training.start import data_manifest, warm_start
+from brt.training.start.data_manifest import OwnTokenizer
 from brt.training.state import TrainState, initial_params, parameter_axes
 from brt.training.step import StepMetrics, train_step
 from brt.training.stepper import Stepper
+from brt.training.workdir import Workdir
 
 
 class Shapes(NamedTuple):
@@ -72,15 +73,18 @@ class Run(NamedTuple):
 
 
 def build(
-    config: Config, *, checkpoint: VerifiedCheckpoint | None = None, progress: bool = True
+    config: Config,
+    *,
+    resumed: tuple[Workdir, VerifiedCheckpoint] | None = None,
+    progress: bool = True,
 ) -> Run:
     """Prepares the data of a run, computes the shapes of its arrays, and returns the run.
 
     Args:
       config: the config.
-      checkpoint: the checkpoint that the run resumes from; None for a new run. If the run began
-        with the weights that Training.init_from names, a resumed run needs only the checkpoint, and
-        the weights may have been removed.
+      resumed: the run directory, and the checkpoint that the run resumes from; None for a new run.
+        They replace the weights of Training.init_from and the file of Data.tokenizer, which may
+        have been removed.
       progress: True shows the progress of preparing the data.
 
     Raises:
@@ -90,8 +94,9 @@ def build(
       DataError: the data cannot be read.
     """
     compilation.use_cache()
-    weights = _weights(config, checkpoint)
-    config, dataset, reader = prepare(config, weights, progress=progress)
+    weights = warm_start.find_weights(config, resumed and resumed[1])
+    own_tokenizer = data_manifest.own_tokenizer(*resumed) if resumed else None
+    config, dataset, reader = prepare(config, weights, own_tokenizer, progress)
     shapes = compute_shapes(config)
     return Run(config, tasks.from_config(config), dataset, reader, weights, *shapes)
 
@@ -134,13 +139,17 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
 
 
 def prepare(
-    config: Config, weights: Weights | None = None, *, progress: bool = True
+    config: Config,
+    weights: Weights | None = None,
+    own_tokenizer: OwnTokenizer | None = None,
+    progress: bool = True,
 ) -> tuple[Config, Dataset, Reader]:
     """Opens the data of a run, which are tokenized and stored first if necessary.
 
     Args:
       config: the config.
       weights: the weights that Training.init_from names; None if the setting is empty.
+      own_tokenizer: the run's copy of its tokenizer; None for a new run.
       progress: True shows the progress of preparing the data.
 
     Returns:
@@ -155,19 +164,13 @@ def prepare(
     if weights:
         config = warm_start.with_model(config, weights)
     tasks.check(config)
-    dataset = task.open(config, progress=progress)
+    named = own_tokenizer.applied(config) if own_tokenizer else config
+    dataset = task.open(named, progress=progress)
     if weights:
         config = task.with_weights(config, weights, dataset.tokenizer)
     config = task.resolve(config, dataset)
     reader = task.reader(config, dataset)
     return resolving.with_steps(config, reader.steps_per_epoch), dataset, reader
-
-
-def _weights(config: Config, checkpoint: VerifiedCheckpoint | None) -> Weights | None:
-    if not (config.training.init_from and checkpoint):
-        return warm_start.find_weights(config)
-    source, where = config_from_json(checkpoint.meta["config"]), config.training.init_from
-    return warm_start.weights_of_run(where, config, source, checkpoint.meta["tokenizer"])
 
 
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:

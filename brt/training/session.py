@@ -29,6 +29,7 @@ from brt.training.run import CompiledStep
 from brt.training.start import checkpoints, config_changes
 from brt.training.state import TrainState, merged_params
 from brt.training.watchdog import monitored
+from brt.training.workdir import Workdir
 from brt.types import Variables
 
 
@@ -79,7 +80,7 @@ class Session(OpenRun):
         trackers.requested(config, reader.warn_on_stderr)
         config_changes.check_names(allowed)
         checkpoint = checkpoints.newest(path)
-        run = runs.build(config, checkpoint=checkpoint)
+        run = runs.build(config, resumed=checkpoint and (Workdir(path), checkpoint))
         phases = PhaseTracker()
         with (
             StopSignal(uninterruptible=lambda: phases.uninterruptible) as stop,

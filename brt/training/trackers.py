@@ -2,10 +2,13 @@
 
 These services have runs, too: one run in the service has the metrics of one training run. The id of
 the run in the service is stored in trackers.json in the run directory, so that a resumed training
-run continues the same run in the service.
+run continues the same run in the service. The file also says which directory it was written for: a
+moved directory keeps its runs in the services, and a copy begins new ones.
 """
 
 import importlib
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +23,8 @@ from brt.training.workdir import Workdir, write_json
 
 Warn = Callable[[str], object]
 Metrics = Mapping[str, float | int | None]
+_PLACE = {"host": str, "path": str, "inode": str}
+_IDS = {"wandb?": str, "mlflow?": str, "directory?": _PLACE}
 
 
 class _Service:
@@ -178,15 +183,46 @@ def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
     services, file = requested(config, warn), workdir.path / "trackers.json"
     if not services:
         return []
-    earlier = read_ids(file)
+    earlier, place = read(file), _place(workdir)
+    if _is_copy(earlier.get("directory"), place):
+        names = " and ".join(service.name for service in services)
+        where = earlier["directory"]["path"]
+        warn(f"{workdir.path} is a copy of {where} and begins a new run in {names}")
+        earlier = {}
     ids = {s.name: s.begin(config, workdir, earlier.get(s.name)) for s in services}
-    write_json(file, earlier | {name: run_id for name, run_id in ids.items() if run_id})
+    known = {name: run_id for name, run_id in ids.items() if run_id}
+    write_json(file, {**earlier, **known, "directory": place})
     return services
 
 
-def read_ids(file: Path) -> dict[str, str]:
+def _place(workdir: Workdir) -> dict[str, Any]:
+    """Returns what identifies a run directory, as JSON. A copy has another path and inode."""
+    path = os.fsencode(workdir.path.resolve()).decode(errors="backslashreplace")
+    inode = str(workdir.path.stat().st_ino)
+    return {"host": socket.gethostname(), "path": path, "inode": inode}
+
+
+def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
+    """Returns True if a run directory is a copy of the directory for which trackers.json was
+    written.
+
+    A renamed directory keeps its inode, also on a disk that another machine mounts. On the same
+    machine, a directory that has replaced the original is the original, wherever it is.
+
+    Args:
+      saved: the directory for which trackers.json was written; None if the file does not say it.
+      now: the run directory.
+    """
+    if saved is None or saved["inode"] == now["inode"]:
+        return False
+    if saved["host"] != now["host"]:
+        return True
+    return saved["path"] != now["path"] and os.path.exists(Path(saved["path"], "trackers.json"))
+
+
+def read(file: Path) -> dict[str, Any]:
     """Returns the content of trackers.json: the id of the run in each tracking service, by the name
-    of the service.
+    of the service, and the "directory" for which the file was written.
 
     The result is {} if the file does not exist.
 
@@ -197,7 +233,7 @@ def read_ids(file: Path) -> dict[str, str]:
       CheckpointError: the file is damaged.
     """
     try:
-        return untrusted.read_json(file, {str: str})
+        return untrusted.read_json(file, _IDS)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -17,8 +17,12 @@ from typing import IO, Any
 from brt import durable, locks, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.errors import BrtError, CheckpointError, ConfigError, closing
+from brt.errors import ConfigError, closing
 from brt.training.provenance import current_time
+from brt.training.write_errors import (
+    explain_write_errors,
+    permission_errors_as_checkpoint_errors,
+)
 
 _LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
@@ -170,15 +174,17 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
 
     Args:
       directory: the directory.
-      below: the run directory; no part of the path below it may be a link. None if links are
-        allowed.
+      below: the run directory, which is not created, because it may have been moved since the run
+        began; no part of the path below it may be a link. None also creates the parents of
+        `directory`, and allows links.
 
     Raises:
       ConfigError: the directory cannot be created or written, or is reached by a link.
       CheckpointError: the storage fails.
     """
     with explain_write_errors(directory):
-        (below or directory).mkdir(parents=True, exist_ok=True)
+        if below is None:
+            directory.mkdir(parents=True, exist_ok=True)
         with durable.directory(directory, below=below, make=True):
             tempfile.TemporaryFile(dir=directory).close()
             durable.remove_abandoned(directory)
@@ -350,64 +356,3 @@ def _takeover(holder: str) -> str:
     if f" on {socket.gethostname()}, " not in holder:
         message += "; it ran on another host, so make sure that it has ended"
     return message
-
-
-@contextlib.contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Context that turns an OSError into an error whose message names a path and a remedy.
-
-    Args:
-      path: the path that is written within the context.
-
-    Raises:
-      ConfigError: the path cannot be written.
-      CheckpointError: the storage fails, so that the same command may succeed later.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-@contextlib.contextmanager
-def permission_errors_as_checkpoint_errors(path: Path) -> Iterator[None]:
-    """Context that turns a PermissionError into a CheckpointError.
-
-    The path was writable when the run started, so the same command may succeed after the permission
-    has been restored.
-
-    Args:
-      path: the path that is written within the context.
-
-    Raises:
-      CheckpointError: a PermissionError was raised within the context.
-    """
-    try:
-        yield
-    except PermissionError as error:
-        raise CheckpointError(
-            f"cannot write to {path}: {error.strerror}; permit it again, then run again"
-        ) from error
-
-
-def _unwritable(path: Path, error: OSError) -> BrtError:
-    """Returns the error for a path that cannot be written.
-
-    If the storage fails, the error is a CheckpointError, because the same command may succeed
-    later. Otherwise it is a ConfigError.
-    """
-    if error.errno == errno.ELOOP:
-        return ConfigError(
-            f"cannot write to {path}: {error.filename} is a symbolic link, which is not followed "
-            "in a run's directory (checkpoints, and those in it, may be links); remove the "
-            "link, or replace it with its target"
-        )
-    if durable.is_full(error):
-        why = f"{error.strerror} ({durable.describe_shortage(path, error)})"
-        return CheckpointError(f"cannot write to {path}: {why}; make room there")
-    if durable.storage_fails(error):
-        return CheckpointError(
-            f"cannot write to {path}: {error.strerror}; see to the disk, then run again"
-        )
-    remedy = "choose another --workdir or make room there"
-    return ConfigError(f"cannot write to {path}: {error.strerror}; {remedy}")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import brt.tasks  # noqa: F401  # registers the kinds of layers
 from brt.config import Config, Logging
 from brt.errors import ConfigError
 from brt.training import trackers, workdir
@@ -46,11 +48,12 @@ class Service(ModuleType):
     def __init__(self) -> None:
         super().__init__("service")
         self.begun, self.told, self.ended = [], [], 0
-        self.fails, self.id = False, "w1"
+        self.fails, self.new = False, "w1"
         self.info = SimpleNamespace(run_id="m1")
 
     def init(self, **given: Any) -> "Service":
         self.begun.append(given)
+        self.id = given.get("id") or self.new
         return self
 
     def log(self, numbers: dict, step: int) -> None:
@@ -98,7 +101,49 @@ def test_all_trackers_get_the_same_metrics_and_resume(
     assert first["config"]["Logging"]["wandb_project"] == "books"
     assert services["mlflow"].begun[0] == ("all",)
     assert services["mlflow"].begun[-2]["run_id"] == "m1"
-    assert json.loads((run.path / "trackers.json").read_text()) == {"wandb": "w1", "mlflow": "m1"}
+    ids = json.loads((run.path / "trackers.json").read_text())
+    assert (ids["wandb"], ids["mlflow"]) == ("w1", "m1")
+
+
+def started_with(service: Service, path: Path, said: list[str]) -> str | None:
+    """Starts the trackers of a run directory; returns the id of the run that W&B continues."""
+    for tracker in trackers.start(CONFIG, workdir.create(path), said.append):
+        tracker.close()
+    return service.begun[-1]["id"]
+
+
+def test_a_copy_begins_new_runs_and_a_moved_run_keeps_its_own(
+    services: dict[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb, said = services["wandb"], []
+    first, copy, moved = (tmp_path / name for name in ("first", "copy", "moved"))
+    assert started_with(wandb, first, said) is None
+    shutil.copytree(first, copy)
+    wandb.new = "w2"
+    assert started_with(wandb, copy, said) is None, "the copy must not write into the first's run"
+    assert len(said) == 1 and str(copy) in said[0] and str(first) in said[0]
+    assert started_with(wandb, copy, said) == "w2" and started_with(wandb, first, said) == "w1"
+    first.rename(moved)
+    assert started_with(wandb, moved, said) == "w1"
+    # The directory is moved to another disk: it is copied, and the original is deleted.
+    shutil.copytree(moved, first)
+    shutil.rmtree(moved)
+    assert started_with(wandb, first, said) == "w1" and len(said) == 1
+    monkeypatch.setattr("socket.gethostname", lambda: "restarted")
+    assert started_with(wandb, first, said) == "w1", "another machine mounts the same disk"
+    monkeypatch.setattr("socket.gethostname", lambda: "other")
+    shutil.copytree(first, moved)
+    shutil.rmtree(first)
+    moved.rename(first)
+    wandb.new = "w3"
+    assert started_with(wandb, first, said) is None, "a copy on another machine, at the same path"
+
+
+def test_a_run_of_an_earlier_version_continues_its_runs(
+    services: dict[str, Service], tmp_path: Path
+) -> None:
+    (tmp_path / "trackers.json").write_text('{"wandb": "w0"}')
+    assert started_with(services["wandb"], tmp_path, []) == "w0"
 
 
 def test_a_service_that_fails_is_off_after_one_warning(

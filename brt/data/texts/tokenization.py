@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from brt import untrusted
 from brt.data import tokenizer_files
 from brt.data.tokenizer_training import Special
 from brt.errors import ConfigError
@@ -109,9 +108,9 @@ def load(name: str, setting: str) -> TextTokenizer:
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return _bytes()
     if name.endswith(".model"):
-        return _sentencepiece(untrusted.user_path(name))
+        return _sentencepiece(Path(name))
     if name.endswith(".json"):
-        return _json(untrusted.user_path(name))
+        return _json(Path(name))
     raise ConfigError(
         f"{setting} = '{name}' is none of 'bytes', 'path/to/file.model', 'path/to/tokenizer.json', "
         "'train:VOCAB_SIZE'"

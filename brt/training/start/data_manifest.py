@@ -6,11 +6,16 @@ checksums). With this file, a resumed run can refuse training data that have cha
 evaluation can refuse held-out data that have changed.
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import untrusted
+from brt import tasks, untrusted
+from brt.checkpointing.reader import VerifiedCheckpoint, warn_on_stderr
+from brt.config import Config
+from brt.config_io import config_from_json
 from brt.errors import CheckpointError, DataError
 from brt.formatting import counted
 from brt.tasks.interface import Dataset, Task
@@ -84,17 +89,67 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
       CheckpointError: the file is missing, or the tokenizer has another fingerprint.
       DataError: the file is damaged.
     """
-    files = [path for path in workdir.tokenizer.glob("*") if not path.name.startswith(".")]
-    if len(files) != 1:
+    file = _tokenizer_file(workdir)
+    if file is None:
         raise CheckpointError(
             f"{workdir.path} does not contain its tokenizer, which older versions did not store; "
             f"type python -m brt.train --workdir={workdir.path} where its training data are, which "
             f"writes {workdir.tokenizer} and resumes the run"
         )
-    tokenizer = task.load_tokenizer(files[0])
+    tokenizer = task.load_tokenizer(file)
     if tokenizer.fingerprint != fingerprint:
         raise wrong_tokenizer(workdir, fingerprint, tokenizer)
     return tokenizer
+
+
+class OwnTokenizer(NamedTuple):
+    """The copy of the tokenizer in a run directory.
+
+    Attributes:
+      setting: Data.tokenizer in the config of the run's checkpoint.
+      file: the copy.
+    """
+
+    setting: str
+    file: Path
+
+    def applied(self, config: Config) -> Config:
+        """Returns a config that names the copy instead of the file that the run named when it
+        began, which may be gone. If the file has other content by now, a message says so.
+        """
+        name = tasks.from_config(config).data
+        section = getattr(config, name)
+        if section.tokenizer != self.setting:
+            return config
+        with contextlib.suppress(OSError):
+            if untrusted.read_file(self.setting) != self.file.read_bytes():
+                warn_on_stderr(
+                    f"{self.setting} has changed since the run began; its copy {self.file} is used"
+                )
+        section = dataclasses.replace(section, tokenizer=str(self.file))
+        return dataclasses.replace(config, **{name: section})
+
+
+def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokenizer | None:
+    """Returns the copy of the tokenizer in a run directory; None if the directory has none, or if
+    the run's config names no file.
+
+    Raises:
+      CheckpointError: the copy is not the tokenizer of the checkpoint.
+      DataError: the copy is damaged.
+    """
+    config = config_from_json(checkpoint.meta["config"])
+    task = tasks.from_config(config)
+    setting, file = getattr(getattr(config, task.data), "tokenizer", ""), _tokenizer_file(workdir)
+    if file is None or not setting.endswith((".model", ".json")):
+        return None
+    read_tokenizer(workdir, task, checkpoint.meta["tokenizer"])
+    return OwnTokenizer(setting, file)
+
+
+def _tokenizer_file(workdir: Workdir) -> Path | None:
+    files = [path for path in workdir.tokenizer.glob("*") if not path.name.startswith(".")]
+    return files[0] if len(files) == 1 else None
 
 
 def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> CheckpointError:

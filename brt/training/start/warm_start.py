@@ -9,11 +9,13 @@ import numpy as np
 
 from brt import tasks
 from brt.checkpointing import reader
+from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.config import Config, Data, Model
 from brt.config.fields import settings
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
 from brt.config.shared import public_name
+from brt.config_io import config_from_json
 from brt.errors import CheckpointError, ConfigError
 from brt.tasks.weights import Weights
 from brt.training.start import saved_model
@@ -22,10 +24,15 @@ from brt.training.workdir import Workdir
 _BYTES = Data().tokenizer
 
 
-def find_weights(config: Config) -> Weights | None:
+def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -> Weights | None:
     """Returns the weights that Training.init_from names; None if the setting is empty.
 
     Training.init_from names a run directory, or a directory of weights that brt.convert wrote.
+
+    Args:
+      config: config of the run.
+      checkpoint: the checkpoint that the run resumes from, which describes the weights, so that
+        nothing is read where they were; None for a new run.
 
     Raises:
       CheckpointError: the directory has no weights, or weights of another kind of model.
@@ -33,6 +40,9 @@ def find_weights(config: Config) -> Weights | None:
     where, task = config.training.init_from, tasks.from_config(config)
     if not where:
         return None
+    if checkpoint:
+        saved = config_from_json(checkpoint.meta["config"])
+        return weights_of_run(where, config, saved, checkpoint.meta["tokenizer"])
     if not reader.present(Workdir(Path(where)).checkpoints):
         return task.load_converted(config, Path(where))
     workdir, checkpoint, source_config = saved_model.load_config(Path(where))
@@ -77,7 +87,10 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
         """Raises AssertionError, because these weights are only described and have no arrays."""
         raise AssertionError("a resumed run takes its parameters from its own checkpoint")
 
-    return Weights(where, getattr(source_config, task.model), tokenizer, source_task.name, load)
+    return Weights(
+        where, getattr(source_config, task.model), tokenizer, source_task.name, load,
+        tokenizer_file=source_config.data.tokenizer,
+    )  # fmt: skip
 
 
 def with_model(config: Config, weights: Weights) -> Config:

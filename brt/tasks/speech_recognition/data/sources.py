@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from brt import config, untrusted
+from brt import config
 from brt.data import generated as made_up
 from brt.data import sources
 from brt.data.sources import File, FileHash
@@ -32,8 +32,8 @@ def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recordin
             yield from generated.recordings(name)
         elif _is_table(name):
             yield from tables.recordings(name, speech)
-        elif untrusted.user_path(name).is_dir():
-            yield from kaldi.recordings(untrusted.user_path(name), speech)
+        elif Path(name).is_dir():
+            yield from kaldi.recordings(Path(name), speech)
         else:
             yield from arrays.recordings(_array_file(name))
 
@@ -62,14 +62,14 @@ def left_out(name: str) -> str:
 
     `name` is the name of the source. Only a directory can contain files that are not read.
     """
-    path = untrusted.user_path(name)
+    path = Path(name)
     return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
 
 
 def _files(name: str) -> list[Path]:
     if _is_table(name):
         return tables.files(name)
-    path = untrusted.user_path(name)
+    path = Path(name)
     return kaldi.files(path) if path.is_dir() else [_array_file(name)]
 
 
@@ -78,7 +78,7 @@ def _is_table(name: str) -> bool:
 
 
 def _array_file(name: str) -> Path:
-    path = untrusted.user_path(name)
+    path = Path(name)
     if not path.exists():
         raise DataError(f"{name} does not exist")
     if path.suffix != ".npz":

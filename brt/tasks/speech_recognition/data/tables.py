@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from brt import config, untrusted
+from brt import config
 from brt.data import contents
 from brt.data.rows.tables import unique
 from brt.errors import DataError
@@ -24,7 +24,7 @@ def parse(source: str) -> tuple[Path, str]:
     """
     path, _, split = source.rpartition(":")
     path, split = (path, split) if path.endswith(".tsv") else (source, "")
-    return untrusted.user_path(path), split
+    return Path(path), split
 
 
 def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:

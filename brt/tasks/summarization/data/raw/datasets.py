@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import untrusted
+from brt import places
 from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow, Tally
 from brt.errors import DataError
@@ -89,7 +89,7 @@ def default_directory() -> Path:
     """
     from tensorflow_datasets.core import constants
 
-    return untrusted.user_path(constants.DATA_DIR)
+    return Path(places.local(constants.DATA_DIR, "TFDS_DATA_DIR"))
 
 
 def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) -> dict[str, Tally]:
