@@ -277,8 +277,9 @@ class LanguageModeling(Task):
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
         """Returns an object that generates the continuation of a prompt."""
         session = Session(
-            config, variables, bos_id=tokenizer.bos_id, known_ids=tokenizer.vocab_size
-        )
+            config, variables, bos_id=tokenizer.bos_id, known_ids=tokenizer.vocab_size,
+            decode_bytes=tokenizer.decode_bytes,
+        )  # fmt: skip
         return TextWriter(session, config, tokenizer)
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
