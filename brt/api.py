@@ -14,6 +14,7 @@ from brt import command_line, places, tasks
 from brt.config import Config, Sampling
 from brt.config_io import by_section, earlier_model_settings, model_settings
 from brt.data import losses, plain_text
+from brt.data.tokenizers import encode_prompt
 from brt.errors import ConfigError, DataError
 from brt.evaluation import job
 from brt.generation import memory as memories
@@ -209,6 +210,8 @@ class Model:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
     ) -> Text:
         """Returns an iterator over the pieces of the text that `generate` returns at once.
 
@@ -226,6 +229,10 @@ class Model:
           top_k: only this number of most probable tokens can be drawn; 0 allows all tokens.
           top_p: only the most probable tokens whose probabilities add up to this value can be
             drawn; 1 allows all tokens.
+          stop: the text ends before the first of these strings, and the state is that of the text
+            before it.
+          special_tokens: True reads the names of special tokens in the prompt, such as
+            "<|im_start|>", as these tokens; False as other text.
 
         Raises:
           ConfigError: the model does not generate text, or not with these arguments.
@@ -236,9 +243,12 @@ class Model:
         if not -(2**63) <= seed < 2**63:
             raise ConfigError(f"seed={seed} is more than 64 bits hold")
         drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        if (stop or special_tokens) and not self.continues:
+            raise ConfigError("stop and special_tokens are for language models; leave them out")
         options = WriteOptions(
-            beams, _sampling(self.config.sampling, beams, drawn), _count(max_tokens), seed
-        )
+            beams, _sampling(self.config.sampling, beams, drawn), _count(max_tokens), seed,
+            _stops(stop), special_tokens,
+        )  # fmt: skip
         prompt = plain_text.checked("the prompt", prompt)
         if not prompt and state is None:
             raise DataError("the prompt is empty; give some text, or a state to continue from")
@@ -248,19 +258,26 @@ class Model:
             self._session()
         return Text(self, self._writer(prompt, options))
 
-    def read(self, text: str | Integer[np.ndarray, " T"], state: Memory | None = None) -> Memory:
+    def read(
+        self,
+        text: str | Integer[np.ndarray, " T"],
+        state: Memory | None = None,
+        *,
+        special_tokens: bool = False,
+    ) -> Memory:
         """Returns the state after reading a text of any length.
 
         Args:
           text: the text, or token ids [T].
           state: the state from which the model continues; None starts without a state.
+          special_tokens: True reads the names of special tokens in the text as these tokens.
 
         Raises:
           ConfigError: the model has no memory.
           DataError: an id is not in the vocabulary.
         """
         session = self._session() if state is None else self._resumed(state)
-        session.read(self._tokens(text))
+        session.read(self._tokens(text, special_tokens))
         return Memory(session.snapshot(), self)
 
     def load_memory(self, path: StrPath) -> Memory:
@@ -370,10 +387,13 @@ class Model:
         session.resume(memory.state)
         return session
 
-    def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
+    def _tokens(
+        self, text: str | Integer[np.ndarray, " T"], special_tokens: bool = False
+    ) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
             tokenizer: Any = self.tokenizer  # The type `Tokenizer` does not declare `encode`.
-            return np.asarray(tokenizer.encode(plain_text.checked("the text", text)), np.int32)
+            text = plain_text.checked("the text", text)
+            return np.asarray(encode_prompt(tokenizer, text, special_tokens), np.int32)
         size = self.tokenizer.vocab_size
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:
             raise DataError(f"token ids must be in 0 to {size - 1}, as the model's tokenizer has")
@@ -394,6 +414,13 @@ def _sampling(
             "only one of them"
         )
     return dataclasses.replace(sampling, **values) if values else None
+
+
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) and stop else tuple(stop)
+    if "" in stops:
+        raise ConfigError("stop= has an empty string, at which no text can end; leave it out")
+    return tuple(plain_text.checked("stop", text) for text in stops)
 
 
 def _count(max_tokens: int | None) -> int | None:

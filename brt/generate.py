@@ -21,7 +21,7 @@ from brt.errors import ConfigError, DataError
 from brt.untrusted import LARGEST
 
 # These flags have the names of the arguments of `Model.stream` to which they are passed.
-HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")
+HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p", "stop", "special_tokens")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -110,6 +110,14 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--temperature", type=float, help="0: greedy; default Sampling.temperature")
     flags.add_argument("--top_k", type=int, help="0: all; default Sampling.top_k")
     flags.add_argument("--top_p", type=float, help="1: all; default Sampling.top_p")
+    flags.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[],
+        help="end before the first occurrence of this text; may be given several times",
+    )  # fmt: skip
+    flags.add_argument(
+        "--special_tokens", action="store_true",
+        help="read names of special tokens in the prompt, such as <|im_start|>, as these tokens",
+    )  # fmt: skip
     flags.add_argument("--seed", type=int, default=0, help="seed of random sampling; default 0")
     flags.add_argument(
         "--save_state",

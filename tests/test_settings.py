@@ -18,7 +18,7 @@ from brt.config.shared import public_name
 from brt.errors import ConfigError
 from brt.training.start.config_changes import may_change
 
-MOST = 238
+MOST = 239
 MOST_OF_MODEL = 25
 GOLDEN = Path(__file__).parent / "data" / "settings.json"
 

@@ -49,6 +49,10 @@ class Data:
     validation_fraction: float = free(0.05, cached=True)
     # This share of the training documents is held out if test names no source.
     test_fraction: float = free(0.05, cached=True)
+    # 'yes' also predicts an end token, the first of Model.end_ids, after the last token of each
+    # document of a language model. 'auto' is 'yes' for models with such ids, which are pretrained
+    # decoders. Evaluation may change the setting; training that resumes reads as before.
+    score_ends: Literal["auto", "yes", "no"] = free("auto")
     # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
     # Training begins with the first source of `train` only, and adds one more source at each of

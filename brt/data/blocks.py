@@ -49,7 +49,8 @@ def gather(
     """Returns a batch of B rows, each of which consists of N given blocks of documents.
 
     The targets are the tokens of the documents. The inputs are the same tokens, shifted by one: BOS
-    comes first, and is the input from which the first token of a document is predicted.
+    comes first, and is the input from which the first token of a document is predicted. If the
+    store has an end token, it is the last target of each document, and never an input.
 
     Args:
       store: the tokens of all documents.
@@ -71,8 +72,12 @@ def gather(
     left = np.where(real, lengths[document] - past, 0)[..., None]
     # One gather of window + 1 tokens yields both the inputs and the targets of a block.
     column = np.arange(-1, window)
-    index = (store.offsets[document] + past)[..., None] + np.minimum(column, left - 1)
+    # `stored` is the same as `left`, but without the end token and without the limit of `lengths`.
+    stored = (store.offsets[document + 1] - store.offsets[document] - past)[..., None]
+    index = (store.offsets[document] + past)[..., None] + np.minimum(column, stored - 1)
     tokens = store.tokens.gather(np.where(left > 0, np.maximum(index, 0), 0)).astype(np.int32)
+    if store.end_id >= 0:
+        tokens[column == stored] = store.end_id
     scored = column[1:] < left
     inputs = np.where(scored, tokens[..., :-1], np.int32(store.bos_id))
     document_start = ~real | (block == 0)

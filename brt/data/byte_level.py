@@ -67,6 +67,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         if self.bos_id < 0:
             raise DataError(f"the tokenizer {path} has none of the pieces {', '.join(START)}")
         added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
         self._bytes = [
             _bytes_of(path, self._tokenizer.id_to_token(i), added.get(i)) for i in range(size)
         ]

@@ -2,10 +2,11 @@
 
 A document of n tokens takes ceil(n / window) blocks; the rest of the last block is padding. The
 inputs of a document are BOS and all tokens but the last, and the targets are all tokens, so every
-token is scored once. Each epoch shuffles the documents, concatenates their blocks, and cuts this
-sequence into equal parts, one for each lane. A lane may therefore begin inside of a document. The
-model reads the first block of such a lane without the state and cache of the preceding tokens, but
-the first input is the preceding token.
+token is scored once. If the store has an end token, it is the last token of each document. Each
+epoch shuffles the documents, concatenates their blocks, and cuts this sequence into equal parts,
+one for each lane. A lane may therefore begin inside of a document. The model reads the first block
+of such a lane without the state and cache of the preceding tokens, but the first input is the
+preceding token.
 """
 
 import dataclasses
@@ -105,7 +106,9 @@ class LaneReader(Reader):
     def identity(self) -> dict[str, Any]:
         """JSON of everything that determines the content of each batch."""
         sizes = {"segment_length": self.segment_length, "window": self.window}
-        return {**super().identity, **sizes}
+        # No other setting changes batches and may differ from the checkpoint of a resumed run.
+        ends = None if self.store.end_id < 0 else self.store.end_id
+        return {**super().identity, **sizes, "score_ends": ends}
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the order of documents, and the block index at which each of them begins."""

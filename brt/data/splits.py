@@ -234,6 +234,13 @@ def _cut(document: Document, start: int, stop: int | None) -> Document:
     return Document(name, _between(document.chunks, start, stop))
 
 
+def are_beginnings(names: Sequence[str]) -> bool:
+    """Returns True if the names of a split say that each of its documents ends where the held-out
+    part of the same text begins.
+    """
+    return all(re.search(r"\[\d*:\d+\]$", name) for name in names)
+
+
 def _between(chunks: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
     begin = 0
     for chunk in chunks:

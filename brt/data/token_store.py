@@ -44,6 +44,7 @@ class TokenStore:
       words: int64 [documents], the number of words separated by whitespace, as PG-19 counts them.
       names: the name of each document.
       lost: int64 [documents], number of bytes that the tokens do not reproduce; None if not known.
+      end_id: the id that readers add to every document as its last token; -1 for none.
     """
 
     directory: Path
@@ -55,6 +56,7 @@ class TokenStore:
     words: np.ndarray
     names: tuple[str, ...]
     lost: np.ndarray | None = None
+    end_id: int = -1
 
     @classmethod
     def open(cls, directory: Path | str, *, verify: bool = True) -> "TokenStore":
@@ -103,8 +105,8 @@ class TokenStore:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each document, int64 [documents]."""
-        return np.diff(self.offsets)
+        """Number of tokens of each document with its end token, int64 [documents]."""
+        return np.diff(self.offsets) + (self.end_id >= 0)
 
     @property
     def lost_bytes(self) -> int:
@@ -128,7 +130,7 @@ class TokenStore:
         return len(self.names)
 
     def document(self, index: int) -> np.ndarray:
-        """Returns the tokens of the document number `index`, uint [tokens]."""
+        """Returns the tokens of the text of the document number `index`, uint [tokens]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 

@@ -2,7 +2,8 @@
 
 import codecs
 import hashlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -27,6 +28,7 @@ class Tokenizer(Protocol):
       bos_id: the id of BOS, the input from which the first token of a document is predicted; no
         text contains BOS.
       unk_id: the id of text that the tokenizer cannot represent; -1 if it represents every text.
+      special_ids: the ids of special tokens, which no text contains, by their names.
       fingerprint: SHA-256 of everything that determines the ids.
       file: the name and content of a file from which `load` can read the tokenizer.
     """
@@ -35,6 +37,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     bos_id: int
     unk_id: int
+    special_ids: Mapping[str, int]
     fingerprint: str
 
     @property
@@ -60,6 +63,32 @@ class Tokenizer(Protocol):
         """
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: bool = False) -> np.ndarray:
+    """Returns the ids of a text that somebody gives a model to continue, int32 [T].
+
+    Args:
+      tokenizer: the tokenizer.
+      text: the text.
+      special_tokens: True encodes the names of special tokens, such as <|im_start|>, as these
+        tokens; False as other text, as in documents.
+
+    Raises:
+      ConfigError: `special_tokens` is True and the tokenizer has no special tokens.
+    """
+    if not special_tokens:
+        return tokenizer.encode(text)
+    special = tokenizer.special_ids
+    if not special:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name} has no special tokens; leave special_tokens out"
+        )
+    names = sorted(special, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+    # The parts with odd indices are the names.
+    ids = [[special[p]] if i % 2 else tokenizer.encode(p) for i, p in enumerate(parts) if p]
+    return np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
+
+
 def decode(tokenizer: Tokenizer, ids: Ids) -> str:
     """Decodes the ids of a tokenizer to a text; bytes that are not UTF-8 become U+FFFD."""
     return tokenizer.decode_bytes(ids).decode("utf-8", "replace")
@@ -70,11 +99,18 @@ class StreamDecoder:
 
     Args:
       tokenizer: the tokenizer of the text.
+      unfinished: the first bytes of a character that the text before has not completed.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, unfinished: bytes = b""):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.setstate((unfinished, 0))
+
+    @property
+    def unfinished(self) -> bytes:
+        """The bytes that the text so far has of an unfinished character."""
+        return self._decoder.getstate()[0]
 
     def decode(self, ids: Ids, *, final: bool = False) -> str:
         """Takes the next ids, and returns the characters that have become complete.
@@ -93,6 +129,7 @@ class ByteTokenizer:
     vocab_size = 256
     bos_id = 0
     unk_id = -1
+    special_ids: Mapping[str, int] = {}
     fingerprint = hashlib.sha256(b"bytes").hexdigest()
     file = tokenizer_files.BYTES, b"bytes\n"
 
@@ -143,6 +180,8 @@ class SentencePieceTokenizer(ChunkTokenizer):
         if self.bos_id < 0:
             raise DataError(f"the tokenizer {path} has no BOS piece; train it with bos_id=1")
         self._bytes = [_piece_bytes(self._processor, i) for i in range(self.vocab_size)]
+        controls = filter(self._processor.is_control, range(self.vocab_size))
+        self.special_ids = {self._processor.id_to_piece(i): i for i in controls}
         spelt = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         has_bytes = all(map(self._processor.is_byte, spelt))
         self._space = np.array(spelt if has_bytes else [self._processor.unk_id()], np.int32)

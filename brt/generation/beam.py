@@ -2,13 +2,13 @@
 
 For each source (the input of the model, such as a document to summarise), N hypotheses are running.
 At every step, each of them is continued by one token, and the 2N most likely continuations are
-considered. A continuation that ends becomes a finished hypothesis if it is among the first N, and
-the N finished hypotheses with the best scores are kept. The best N continuations that do not end
-become the running hypotheses. `Decoding.early_stopping` determines when the search for a source is
-done.
+considered, or (1 + E) N if E tokens can end a text, so that N of them do not end. A continuation
+that ends becomes a finished hypothesis if it is among the first N, and the N finished hypotheses
+with the best scores are kept. The best N continuations that do not end become the running
+hypotheses. `Decoding.early_stopping` determines when the search for a source is done.
 
 In shapes, B is the number of sources, L the maximum number of tokens of a text including the start
-token, C = 2N the number of candidates of a source, and V the number of tokens in the vocabulary.
+token, C the number of candidates of a source, and V the number of tokens in the vocabulary.
 """
 
 from typing import NamedTuple
@@ -133,14 +133,14 @@ def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialTok
 def _continue(
     search: _Search, log_probs: Float[Array, "B N V"], decoding: Decoding, ids: SpecialTokens
 ) -> _Candidates:
-    """Returns the 2N most likely continuations of each source."""
+    """Returns the C most likely continuations of each source."""
     batch, beams, vocabulary = log_probs.shape
     sums = (search.log_probs[..., None] + log_probs).reshape(batch, beams * vocabulary)
-    best, indices = top_k(sums, 2 * beams)
+    best, indices = top_k(sums, min((1 + len(ids.stops)) * beams, beams * vocabulary))
     parents, tokens = indices // vocabulary, indices % vocabulary
     sequences = jnp.take_along_axis(search.running, parents[..., None], axis=1)
     sequences = jax.lax.dynamic_update_index_in_dim(sequences, tokens, search.length, -1)
-    ended = (tokens == ids.eos) | (search.length + 1 == decoding.max_length)
+    ended = jnp.isin(tokens, ids.stops) | (search.length + 1 == decoding.max_length)
     return _Candidates(parents, sequences, best, ended)
 
 
@@ -157,7 +157,7 @@ def _update_finished(
       broken: True for sources whose logits are NaN; their scores become NaN.
     """
     old, beams = search.finished, search.log_probs.shape[1]
-    counts = candidates.ended & (jnp.arange(2 * beams) < beams)[None]
+    counts = candidates.ended & (jnp.arange(candidates.ended.shape[1]) < beams)[None]
     new = Hypotheses(
         sequences=candidates.sequences,
         lengths=jnp.full(counts.shape, search.length + 1, jnp.int32),

@@ -17,8 +17,7 @@ from brt.models.decoder import Decoder
 from brt.models.targets import SpecialTokens
 from brt.types import Variables
 
-# Language models lack an end token. The search gets this id, which no token has, as the id of the
-# end token.
+# The search gets this id, which no token has, as the id of the end token of models without one.
 _NEVER = -1
 
 
@@ -38,7 +37,7 @@ class _Beams(NamedTuple):
 def search_memory(
     decoder: Decoder, known_ids: int, variables: Variables, memory: Memory, *, decoding: Decoding
 ) -> Hypotheses:
-    """Runs a beam search in a single lane. Without an end token, texts have the maximum length."""
+    """Runs a beam search in a single lane. Texts end at a token of Model.end_ids."""
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
         """Reads one token of each of N beams; returns the logits of the next tokens and the beams.
@@ -59,7 +58,8 @@ def search_memory(
         return beams._replace(memory=memory)
 
     wide = map_lanes(memory, partial(jnp.repeat, repeats=decoding.beams))
-    ids = SpecialTokens(pad=0, start=0, eos=_NEVER)
+    first, *others = decoder.model.end_ids or (_NEVER,)
+    ids = SpecialTokens(pad=0, start=0, eos=first, ends=tuple(others))
     return search(
         TextDecoder(step, reorder, ids), _Beams(wide, jnp.zeros((), bool)), batch=1,
         decoding=decoding,

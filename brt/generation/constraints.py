@@ -38,7 +38,7 @@ def constrain(
         repeats = repeating(sequences, length, decoding.no_repeat_ngram, vocabulary.size)
         log_probs = jnp.where(repeats, -jnp.inf, log_probs)
     if decoding.min_length:
-        too_early = (vocabulary == ids.eos) & (length < decoding.min_length)
+        too_early = jnp.isin(vocabulary, ids.stops) & (length < decoding.min_length)
         log_probs = jnp.where(too_early, -jnp.inf, log_probs)
     for token, position in ((ids.forced_bos, 1), (ids.forced_eos, decoding.max_length - 1)):
         if token is not None:

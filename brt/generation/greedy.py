@@ -99,7 +99,7 @@ def generate_texts(
             sequences=sequences,
             lengths=text.lengths + ~text.done,
             log_probs=text.log_probs + jnp.where(text.done, 0.0, gain),
-            done=text.done | (token == ids.eos) | broken,
+            done=text.done | jnp.isin(token, ids.stops) | broken,
         )
 
     sequences = jnp.full((batch, 1, decoding.max_length), ids.pad, jnp.int32)

@@ -4,13 +4,15 @@ In shapes, B is the number of lanes (texts that are generated in parallel) and V
 tokens in the vocabulary.
 """
 
+import codecs
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from brt.layers.runs import StackBlock, StackState
 from brt.layers.state import without_ready
@@ -28,6 +30,9 @@ class Memory(NamedTuple):
       logits: float32 [B, V], logits of the next token.
       count: int32, number of tokens read and written including BOS; folded into random keys, so
         that each token has a random number of its own.
+      ended: bool [B], True for texts that end with a generated token of Model.end_ids.
+      unfinished: uint8 [B, 3], the bytes that the text has of an unfinished character, which the
+        next tokens continue; zeros follow them.
     """
 
     state: StackState
@@ -35,6 +40,12 @@ class Memory(NamedTuple):
     position: Int[Array, ""]
     logits: Float[Array, "B V"]
     count: Int[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
+    ended: Bool[Array, " B"]
+    unfinished: UInt8[Array, "B 3"]
+
+    def unfinished_bytes(self) -> list[bytes]:
+        """Returns the bytes that each text has of an unfinished character."""
+        return [row.tobytes().rstrip(b"\0") for row in np.asarray(self.unfinished)]
 
 
 def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
@@ -46,6 +57,8 @@ def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
         position=jnp.zeros((), jnp.int32),
         logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
         count=jnp.zeros((), jnp.int32),
+        ended=jnp.zeros((lanes,), bool),
+        unfinished=jnp.zeros((lanes, 3), jnp.uint8),
     )
 
 
@@ -58,6 +71,16 @@ def map_lanes(memory: Memory, function: Callable[..., Array]) -> Memory:
     """Returns the memory with `function` applied to all arrays that have an axis of lanes, which is
     passed as the argument `axis`.
     """
-    state, logits = jax.tree.map(partial(function, axis=0), (memory.state, memory.logits))
-    block = jax.tree.map(partial(function, axis=1), memory.block)
-    return memory._replace(state=state, block=block, logits=logits)
+    own = memory._replace(block=(), position=(), count=())  # type: ignore[arg-type]
+    return jax.tree.map(partial(function, axis=0), own)._replace(
+        block=jax.tree.map(partial(function, axis=1), memory.block),
+        position=memory.position,
+        count=memory.count,
+    )
+
+
+def unfinished_character(data: bytes) -> bytes:
+    """Returns the bytes at the end of a UTF-8 text that begin a character without its end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return decoder.getstate()[0]

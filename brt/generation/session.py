@@ -50,14 +50,17 @@ class Session:
         more, a session on a CPU has transposed copies of large kernels, of at most 1 GiB.
       known_ids: number of ids that the tokenizer knows; other ids are never generated. 0 stands for
         the complete vocabulary of the model.
+      decode_bytes: function from ids to the bytes of their text, with which the session keeps the
+        bytes of unfinished characters; None keeps none.
     """
 
     def __init__(
         self, config: Config, variables: Variables, *, bos_id: int, lanes: int = 1,
-        known_ids: int = 0,
+        known_ids: int = 0, decode_bytes: Callable[[np.ndarray], bytes] | None = None,
     ) -> None:  # fmt: skip
         decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
+        self._decode_bytes = decode_bytes
         known = known_ids or config.model.vocab_size
         self._chunk = steps.chunk_size(config.model)
         compiled = partial(rules.jit, compiler_options=of_inference())
@@ -109,11 +112,14 @@ class Session:
         by one.
 
         Args:
-          tokens: ids of the text. BOS is read before the first text.
+          tokens: ids of the text. BOS is read before the first text that does not begin with it.
         """
         window, length = self._config.model.block_length, self._config.evaluation_segment_length
         tokens = np.asarray(tokens, np.int32)
-        if self.memory.count == 0:
+        if len(tokens):
+            self._memory = self._memory._replace(ended=np.zeros(self._memory_lanes, bool))
+            self._keep_unfinished(tokens[None])
+        if self.memory.count == 0 and tokens[:1].tolist() != [self._bos_id]:
             tokens = np.concatenate([np.array([self._bos_id], np.int32), tokens])
         start, position, separate = 0, int(self.memory.position), self._separate
         while start < len(tokens):
@@ -172,8 +178,8 @@ class Session:
 
         The random number of a token depends only on `key` and on the token's position in the text.
         Two calls for 10 tokens with the same key therefore generate the same text as one call for
-        20 tokens. A text ends early after a token of Model.end_ids, or with several lanes if all of
-        them sample such a token at the same time.
+        20 tokens. A text ends early after a token of Model.end_ids, also for later calls, until
+        `read` continues it. While texts of other lanes go on, `NO_TOKEN` stands after its end.
 
         Args:
           count: largest number of tokens.
@@ -184,12 +190,32 @@ class Session:
             self.read([])
         self._spread()
         separate = self._separate
-        while count > 0:
+        while count > 0 and not self.has_ended:
             size = min(count, CHUNK, self._config.model.block_length - int(self.memory.position))
             piece = self._step(separate, np.zeros(0, np.int32), size, sampling, key)
+            self._keep_unfinished(piece)
             yield piece
-            ended = bool(np.isin(piece[:, -1], self._config.model.end_ids).all())
-            count = 0 if ended else count - size
+            count -= size
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the texts of all lanes have ended."""
+        return bool(np.asarray(self._memory.ended).all())
+
+    def _keep_unfinished(self, tokens: Int[np.ndarray, "B T"]) -> None:
+        """Updates the bytes of unfinished characters for the next tokens of each lane. A character
+        that is unfinished where a text ends stays so, and is not kept.
+        """
+        if self._decode_bytes is None:
+            return
+        kept = np.zeros((self._memory_lanes, 3), np.uint8)
+        rows = np.broadcast_to(tokens, (len(kept), tokens.shape[1]))
+        before, ended = self._memory.unfinished_bytes(), np.asarray(self._memory.ended)
+        for lane in np.flatnonzero(~ended):
+            data = before[lane] + self._decode_bytes(rows[lane])
+            begun = memories.unfinished_character(data)
+            kept[lane, : len(begun)] = list(begun)
+        self._memory = self._memory._replace(unfinished=kept)
 
     def _step(
         self, separate: Variables, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling,
@@ -224,19 +250,24 @@ class Session:
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
         """Continues the text by beam search, and reads the new tokens.
 
-        The session must have a single lane.
+        The session must have a single lane. Nothing follows a text that has ended; see `write`.
 
         Args:
           decoding: settings of the search, such as the number of beams and the maximum length.
 
         Returns:
-          The `decoding.max_length` - 1 new tokens, int32 [T].
+          The new tokens, int32 [T], at most `decoding.max_length` - 1.
         """
+        if self.has_ended:
+            return np.zeros(0, np.int32)
         if self.memory.count == 0:
             self.read([])
         best = self._search(self._separate, self.memory, decoding=decoding)
-        tokens = np.asarray(best.sequences[0, 0, 1:])
+        tokens = np.asarray(best.sequences[0, 0, 1 : int(best.lengths[0, 0])])
         self.read(tokens)
+        if np.isin(tokens[-1:], self._config.model.end_ids).any():
+            self._memory = self._memory._replace(ended=np.ones(1, bool))
+            self._keep_unfinished(tokens[None])
         return tokens
 
     def snapshot(self) -> Memory:

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from brt import durable, untrusted
 from brt.errors import DataError
+from brt.generation.memory import unfinished_character
 
 
 def _swap_lanes_and_layers(memory: Any) -> Any:
@@ -67,13 +68,18 @@ def load(
             saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
             untrusted.check(saved_identity, {str: object})
             _check_identity(path, translate(saved_identity), identity)
+            # Earlier versions saved neither `ended` nor `unfinished`, which are the last leaves.
+            added = leaves[-2:] if len(arrays) == len(leaves) - 1 else []
+            leaves = leaves[: len(leaves) - len(added)]
             stored = [arrays[f"leaf{i}"] for i in range(len(leaves))]
             if [array.shape for array in stored] != [leaf.shape for leaf in leaves]:
                 raise DataError(f"{path} holds arrays of other shapes; load it with as many lanes")
             loaded = [_leaf(*pair) for pair in zip(stored, leaves, strict=True)]
-        memory = jax.tree.unflatten(structure, loaded)
+        memory = jax.tree.unflatten(structure, [*loaded, *map(jnp.zeros_like, added)])
         if memory.count < 0 or not 0 <= memory.position < block_length:
             raise ValueError("its position or count is out of range")
+        if any(data != unfinished_character(data) for data in memory.unfinished_bytes()):
+            raise ValueError("its bytes do not begin a character")
     except FileNotFoundError as error:
         raise DataError(f"there is no state file {path}") from error
     except OSError as error:

@@ -20,6 +20,9 @@ from brt.types import Variables
 # One call of the compiled program that reads or writes token by token handles at most this many
 # tokens.
 CHUNK = 16
+# This number takes the place of tokens after the end of a text whose lane goes on because the text
+# of another lane has not ended. The model reads end tokens there.
+NO_TOKEN = -1
 
 
 def chunk_size(model: Model) -> int:
@@ -44,7 +47,10 @@ def advance(
         variables.model_state, method="decode_step",
     )  # fmt: skip
     count = tokens.size // len(tokens)
-    return Memory(memory.state, block, memory.position + count, next_logits, memory.count + count)
+    return memory._replace(
+        block=block, position=memory.position + count, logits=next_logits,
+        count=memory.count + count,
+    )  # fmt: skip
 
 
 def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
@@ -104,22 +110,19 @@ def read_and_write(
 
     Returns:
       The new memory; an array that begins with the prompt and the sampled tokens; and their number,
-      which is smaller than `count` if the text has ended (see `Session.write`).
+      which is smaller than `count` if the texts of all lanes have ended (see `Session.write`).
     """
     end_ids = decoder.model.end_ids
 
     def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
-        """Returns True until there are `count` tokens, or every lane has just sampled an end token.
+        """Returns True until there are `count` tokens, or the text of every lane has ended.
 
         Args:
           so_far: the number of tokens read or sampled so far, the memory after them, and the array
             of all tokens; the same triple as in `add_token`.
         """
-        i, _, tokens = so_far
-        if not end_ids:
-            return i < count
-        last = jax.lax.dynamic_index_in_dim(tokens, i - 1, axis=1)
-        return (i < count) & ~((i > prompt_length) & jnp.isin(last, jnp.asarray(end_ids)).all())
+        i, memory, _ = so_far
+        return (i < count) & ~memory.ended.all() if end_ids else i < count
 
     def add_token(so_far: tuple) -> tuple[Int[Array, ""], Memory, Int[Array, "B C"]]:
         """Returns the triple `so_far` (see `is_unfinished`) with one more token, which is read from
@@ -136,9 +139,15 @@ def read_and_write(
             logits, own_key = memory.logits[:, :known_ids], jax.random.fold_in(key, memory.count)
             return choose(logits, own_key, sampling)
 
-        next_tokens = jax.lax.cond(i < prompt_length, read, write)
-        tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
-        return i + 1, advance(decoder, variables, memory, next_tokens), tokens
+        next_tokens = shown = jax.lax.cond(i < prompt_length, read, write)
+        ended = memory.ended
+        if end_ids:
+            next_tokens = jnp.where(ended, end_ids[0], next_tokens)
+            shown = jnp.where(ended, NO_TOKEN, next_tokens)
+            ended |= (i >= prompt_length) & jnp.isin(next_tokens, jnp.asarray(end_ids))
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, shown, i, axis=1)
+        memory = advance(decoder, variables, memory, next_tokens)
+        return i + 1, memory._replace(ended=ended), tokens
 
     start = jnp.zeros((), jnp.int32), memory, tokens
     length, memory, tokens = jax.lax.while_loop(is_unfinished, add_token, start)

@@ -23,6 +23,7 @@ class SpecialTokens(NamedTuple):
       bos: the id at the beginning of sources and targets; None if they have none.
       forced_bos: the id that generation must write first; None for a free choice.
       forced_eos: the id that generation must write at the maximum length; None for a free choice.
+      ends: further ids that end a generated text, as `eos` does.
     """
 
     pad: int
@@ -31,6 +32,12 @@ class SpecialTokens(NamedTuple):
     bos: int | None = None
     forced_bos: int | None = None
     forced_eos: int | None = None
+    ends: tuple[int, ...] = ()
+
+    @property
+    def stops(self) -> Int[np.ndarray, " E"]:
+        """All ids that end a generated text."""
+        return np.array((self.eos, *self.ends), np.int32)
 
 
 def shift_right(

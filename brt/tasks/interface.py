@@ -278,7 +278,7 @@ class Task(abc.ABC):
         """Returns the metric that plots and summaries show: the first metric that is defined."""
         return self.metrics[0]
 
-    def units_per_token(self, dataset: Dataset) -> float:
+    def units_per_token(self, config: Config, dataset: Dataset) -> float:
         """Returns the number by which bits per training token are divided to get the primary
         metric, for plots: the mean number of bytes per token if this metric is bits per byte.
         """

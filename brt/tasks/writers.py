@@ -16,12 +16,16 @@ class WriteOptions(NamedTuple):
       sampling: settings for drawing tokens at random.
       max_tokens: maximum number of generated tokens.
       seed: seed of the random number generator.
+      stop: texts before the first of which the text ends.
+      special_tokens: True reads the names of special tokens in the prompt as these tokens.
     """
 
     beams: int | None = None
     sampling: Sampling | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    stop: tuple[str, ...] = ()
+    special_tokens: bool = False
 
 
 class Writer(abc.ABC):

@@ -79,7 +79,7 @@ def draw(run: Run, workdir: Workdir) -> Baseline | None:
         # Importing the module `plots` takes most of a second, so only runs with plots import it.
         from brt.training import plots
 
-        units = run.task.units_per_token(run.dataset)
+        units = run.task.units_per_token(run.config, run.dataset)
         metric = run.task.primary_metric(run.dataset)
         plots.draw(workdir, metric, baseline=baseline, units_per_token=units)
     return baseline

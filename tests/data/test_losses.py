@@ -93,7 +93,8 @@ def test_loss_is_told_and_training_is_measured_by_token(
     size = len((CHINESE * 9).encode())
     assert f"loses {size} of {size} bytes" in capsys.readouterr().err
     assert f"validation: the tokenizer loses {size} of" in preparation.summary(dataset)
-    assert task.primary_metric(dataset) == BITS_PER_TOKEN and task.units_per_token(dataset) == 1
+    assert task.primary_metric(dataset) == BITS_PER_TOKEN
+    assert task.units_per_token(config.Config(), dataset) == 1
     assert task.baseline(config.Config(), dataset) is None
 
 

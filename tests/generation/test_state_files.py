@@ -29,7 +29,7 @@ def test_a_file_that_is_no_state_is_refused_in_our_own_words(kind: str, tmp_path
             if kind == "cut":
                 path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError) as error:
-        state_files.load(path, Memory((), (), *np.zeros((3, 1), np.int32)), 1, {}, dict)
+        state_files.load(path, Memory((), (), *np.zeros((5, 1), np.int32)), 1, {}, dict)
     said = str(error.value)
     assert said == (
         f"{path} is no state that --save_state wrote, or it is damaged; name such a file with "

@@ -195,7 +195,7 @@ def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Cas
 
 def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Case) -> None:
     """Training and evaluation report the same bits per byte for the same summaries."""
-    units = tasks.from_config(summaries.config).units_per_token(summaries.dataset)
+    units = tasks.from_config(summaries.config).units_per_token(summaries.config, summaries.dataset)
     assert summaries.report["bits_per_token"] / units == approx(summaries.report["bits_per_byte"])
 
 
@@ -277,7 +277,7 @@ def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
     assert count == tokens == 10 and size == 14
     assert found.report["bits_per_token"] == approx(nats / math.log(2) / tokens)
     assert found.report["bits_per_byte"] == approx(nats / math.log(2) / size)
-    units = tasks.from_config(found.config).units_per_token(found.dataset)
+    units = tasks.from_config(found.config).units_per_token(found.config, found.dataset)
     assert found.report["bits_per_token"] / units == approx(found.report["bits_per_byte"])
     edits = sum(
         sum(v for k, v in r["token_errors"].items() if k != "reference") for r in found.rows

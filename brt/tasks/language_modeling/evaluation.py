@@ -13,7 +13,7 @@ import dataclasses
 import lzma
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from brt.layers.runs import StackState, parts
 from brt.models.decoder import forget, new_state
 from brt.ops import compiler_options
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.language_modeling import answers
+from brt.tasks.language_modeling import answers, ends
 from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses
 from brt.tasks.language_modeling.samples import Sampler
 from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
@@ -55,8 +55,8 @@ class DocumentScore(NamedTuple):
 
     Attributes:
       name: name of the document.
-      tokens, bytes, characters, words: numbers of scored tokens, and of UTF-8 bytes, code points
-        and words of their text.
+      tokens, bytes, characters, words: numbers of scored tokens, with the end token if it is
+        scored, and of UTF-8 bytes, code points and words of their text.
       nats: negative log-likelihood of the tokens.
       lost: number of bytes that the tokens do not reproduce.
     """
@@ -166,7 +166,8 @@ class DocumentEvaluator:
         )
         if beyond := config.model.beyond_context():
             say(f"warning: {beyond}", True)
-        self._store, self._tokenizer = dataset.split(split), dataset.tokenizer
+        self._store = ends.documents(config, dataset, split)
+        self._tokenizer = dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._answers = answers.answer_spans(self._store, self._tokenizer)
@@ -270,6 +271,7 @@ class DocumentEvaluator:
             "carry": not ablate if ablate in (None, "both") else f"all but {ablate}",
             "ablate": ablate,
             "first_token": "scored, from BOS",
+            "ends": "not scored" if store.end_id < 0 else f"scored, id {store.end_id}",
             "tokens_per_document": tokens_per_document or "all",
             "tokenizer": self._tokenizer.name,
         }
@@ -366,7 +368,8 @@ def text(report: dict[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes, {report['words']:,} words",
         f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
-        f"segment, whole documents, first token scored from BOS, tokenizer {p['tokenizer']}",
+        f"segment, whole documents, first token scored from BOS, {scored_ends(p)}"
+        f"tokenizer {p['tokenizer']}",
         "",
     ]
     columns = _columns(report)
@@ -382,6 +385,12 @@ def text(report: dict[str, Any]) -> str:
     if report["tokens_per_second"]:
         lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
     return "\n".join(lines)
+
+
+def scored_ends(protocol: Mapping[str, Any]) -> str:
+    """Returns a clause about the ends of documents if a protocol says that they are scored."""
+    scored = protocol["ends"] != "not scored"
+    return "ends of documents scored as tokens without bytes, " if scored else ""
 
 
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:

@@ -1,6 +1,7 @@
 """Text that a model generates during training, for people to look at."""
 
 import jax
+import numpy as np
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
@@ -57,5 +58,5 @@ class Sampler:
         ):
             if control.stop():
                 return None
-            generated += tokens[0].tolist()
+            generated += tokens[0][~np.isin(tokens[0], self._config.model.end_ids)].tolist()
         return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"

@@ -44,7 +44,7 @@ from brt.tasks.interface import (
     ProbeFunction,
     Task,
 )
-from brt.tasks.language_modeling import distillation, exporting, warm_start
+from brt.tasks.language_modeling import distillation, ends, exporting, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.loss import loss
@@ -119,8 +119,10 @@ class LanguageModeling(Task):
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with the vocabulary size and the dtype filled in."""
-        tokenizer = dataset.tokenizer
+        """Returns the config with the vocabulary size and the dtype filled in, and with a decision
+        about the ends of documents.
+        """
+        config, tokenizer = ends.resolved(config), dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
@@ -130,7 +132,7 @@ class LanguageModeling(Task):
         """
         t = config.training
         return curriculum.reader(
-            config.data, dataset.split("train"), batch_size=t.batch_size,
+            config.data, ends.documents(config, dataset, "train"), batch_size=t.batch_size,
             segment_length=t.segment_length, window=config.model.block_length, seed=t.seed,
         )  # fmt: skip
 
@@ -269,20 +271,21 @@ class LanguageModeling(Task):
         lost = any(store.lost_bytes for store in dataset.splits.values())
         return BITS_PER_TOKEN if lost else BITS_PER_BYTE
 
-    def units_per_token(self, dataset: Dataset) -> float:
-        """Returns the mean number of bytes per training token, by which bits per token are divided
-        to get bits per byte; 1 if the primary metric is bits per token.
+    def units_per_token(self, config: Config, dataset: Dataset) -> float:
+        """Returns the mean number of bytes per scored training token, by which bits per token are
+        divided to get bits per byte; 1 if the primary metric is bits per token.
         """
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
-        manifest = dataset.split("train").manifest
-        return manifest["bytes"] / manifest["tokens"]
+        store = ends.documents(config, dataset, "train")
+        return float(store.bytes.sum() / store.lengths.sum())
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
         """Returns an object that generates the continuation of a prompt."""
         session = Session(
-            config, variables, bos_id=tokenizer.bos_id, known_ids=tokenizer.vocab_size
-        )
+            config, variables, bos_id=tokenizer.bos_id, known_ids=tokenizer.vocab_size,
+            decode_bytes=tokenizer.decode_bytes,
+        )  # fmt: skip
         return TextWriter(session, config, tokenizer)
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:

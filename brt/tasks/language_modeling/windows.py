@@ -18,8 +18,9 @@ from brt.config import Config
 from brt.config.checks import check
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
+from brt.tasks.language_modeling import ends
 from brt.tasks.language_modeling.differences import paired_difference
-from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores, scored_ends
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
 from brt.types import Variables
 
@@ -55,7 +56,7 @@ class WindowEvaluator:
             DocumentEvaluator(request._replace(config=_with_window(self._config, w, self._block)))
             for w in self.windows
         ]
-        self._store = request.dataset.split(request.split)
+        self._store = ends.documents(self._config, request.dataset, request.split)
         self.total = sum(one.total for one in self._evaluators)
 
     def __call__(
@@ -202,7 +203,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes",
         f"every token scored with each window, {protocol['sinks']} sinks, first token scored from "
-        f"BOS, tokenizer {protocol['tokenizer']}",
+        f"BOS, {scored_ends(protocol)}tokenizer {protocol['tokenizer']}",
         "",
         f"{'window':>8}{'bits per byte' if per_byte else 'bits per token':>16}"
         f"{'more than the largest':>24}{'95 % interval':>24}",

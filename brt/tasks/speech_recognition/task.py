@@ -190,7 +190,7 @@ class SpeechRecognition(EncoderTask):
         check_attention(request.config, request.dataset)
         return TranscriptEvaluator(self, request)
 
-    def units_per_token(self, dataset: Dataset) -> float:
+    def units_per_token(self, config: Config, dataset: Dataset) -> float:
         """Returns the mean number of UTF-8 bytes per token of the training transcripts, by which
         bits per token are divided to get bits per byte.
         """

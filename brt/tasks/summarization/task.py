@@ -225,7 +225,7 @@ class Summarization(Task):
         store = dataset.splits.get("validation") or dataset.split("train")
         return BITS_PER_BYTE if is_lossless(store, dataset.tokenizer) else BITS_PER_TOKEN
 
-    def units_per_token(self, dataset: Dataset) -> float:
+    def units_per_token(self, config: Config, dataset: Dataset) -> float:
         """Returns the number by which bits per token are divided to get the primary metric.
 
         This is the mean number of bytes of summary text per scored token in the training data, or 1

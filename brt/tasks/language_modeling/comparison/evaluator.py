@@ -17,6 +17,7 @@ from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
+from brt.tasks.language_modeling import ends
 from brt.tasks.language_modeling.comparison import page, report
 from brt.tasks.language_modeling.comparison.terms import token_classes
 from brt.tasks.language_modeling.differences import paired_difference
@@ -86,19 +87,24 @@ class ComparisonEvaluator:
         other = request.other
         assert other is not None
         check(not request.windows, "--windows and --compare are two measurements; leave one out")
-        self._config, self._other, self._ablate = request.config, other, request.ablate
+        # Both models read the same ends, so these are scored only if both of them have end tokens.
+        scored = None not in (ends.end_id(request.config), ends.end_id(other.config))
+        config, theirs = (ends.with_ends(c, scored) for c in (request.config, other.config))
+        self._config, self._other, self._ablate = config, other, request.ablate
         self._tokenizer = request.dataset.tokenizer
-        self._store = request.dataset.split(request.split)
-        their_store = other.dataset.split(request.split)
+        self._store = ends.documents(config, request.dataset, request.split)
+        their_store = ends.documents(theirs, other.dataset, request.split)
         self._same_tokens = self._store.fingerprint == their_store.fingerprint
         if not self._same_tokens:
             _check_same_texts(
                 (self._store, self._tokenizer), (their_store, other.dataset.tokenizer), other.name
             )
-        self._evaluator = DocumentEvaluator(request._replace(ablate=None, other=None))
+        self._evaluator = DocumentEvaluator(
+            request._replace(config=config, ablate=None, other=None)
+        )
         self._their_evaluator = DocumentEvaluator(
             request._replace(
-                config=other.config, dataset=other.dataset, ablate=request.ablate, other=None
+                config=theirs, dataset=other.dataset, ablate=request.ablate, other=None
             )
         )
         self.total = sum(int(store.lengths.sum()) for store in (self._store, their_store))
@@ -166,9 +172,10 @@ class ComparisonEvaluator:
         return [token_classes(self._pieces(i), window) for i in range(len(self._store))]
 
     def _pieces(self, document: int) -> list[bytes]:
-        """Returns the bytes of each token of a document."""
+        """Returns the bytes of each token of a document; an end token that is scored has none."""
         decode = self._tokenizer.decode_bytes
-        return [decode(token[None]) for token in self._store.document(document)]
+        pieces = [decode(token[None]) for token in self._store.document(document)]
+        return pieces + [b""] * (self._store.end_id >= 0)
 
     def _page(self, classes: Sequence[np.ndarray], ours: Reading, theirs: Reading) -> str:
         documents = [
