@@ -8,7 +8,7 @@ from brt.tasks.stops import StopFilter
 
 
 def expected(text: str, stops: list[str]) -> str:
-    """Returns the text up to the stop string that is complete first, found character by character."""
+    """Returns the text up to the stop string that is complete first, by trying all ends."""
     for end in range(len(text) + 1):
         if whole := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(map(len, whole))]

@@ -77,7 +77,7 @@ def test_every_token_and_every_end_is_a_target_once_and_no_end_is_an_input(
         assert targets(batches) == sorted(text)
         for batch in batches:
             assert not np.any(batch.inputs[batch.scored] == END)
-    # The input before an end is the last token of its document, whether a block begins there or not.
+    # The input before an end is the last token of its document, also at the start of a block.
     last = {int(store.document(i)[-1]) for i in range(len(store))}
     before = np.concatenate([b.inputs[b.scored & (b.targets == END)] for b in evaluated])
     assert {*before.tolist()} == last
