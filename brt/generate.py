@@ -5,6 +5,7 @@ python -m brt.generate --workdir=runs/a --prompt_file=chapter1.txt --save_state=
 python -m brt.generate --workdir=runs/a --load_state=s.npz --max_tokens=2000
 python -m brt.generate --workdir=runs/summaries --prompt_file=report.txt   # settings: Decoding.*
 python -m brt.generate --workdir=runs/a --prompt='It was' --beams=4
+python -m brt.generate --workdir=runs/a --prompt='Q: Why?' --stop='Q:'
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """Writes a tiny Llama with random weights in the format of Hugging Face, for tests."""
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import flax.linen as nn
@@ -56,3 +58,34 @@ def write_decoder(place: Path) -> None:
     arrays = jax.tree.map(np.asarray, nn.meta.unbox(params)["params"])
     files.write_tensors(place, dict(weights.export_arrays(arrays, MODEL)), shard_bytes=20_000)
     files.write_json(place / "config.json", export.to_theirs(MODEL, bos_id=1, dtype="float32"))
+
+
+def write_chain(place: Path, follows: Mapping[str, str], end_ids: tuple[int, ...] = (2,)) -> None:
+    """Writes a decoder whose text depends on the last token alone.
+
+    Args:
+      place: the directory, which must not exist.
+      follows: the token that follows a token with a probability of almost 1, by their names in
+        tokenizer.json. The token that follows "" follows all tokens that are not named.
+      end_ids: the ids that end a text.
+    """
+    write_decoder(place)
+    model = dataclasses.replace(
+        MODEL, end_ids=end_ids, embedding=dataclasses.replace(MODEL.embedding, tied=False)
+    )
+    tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
+    arrays = files.read_tensors(place)
+    for name in [name for name in arrays if "o_proj" in name or "down_proj" in name]:
+        arrays[name] = np.zeros_like(arrays[name])
+    embedding, head = np.zeros((2, *arrays["model.embed_tokens.weight"].shape), np.float32)
+    embedding[:, 0] = 1
+    for axis, (token, after) in enumerate(sorted(follows.items())):
+        if token:
+            embedding[tokenizer.token_to_id(token)] = np.eye(len(embedding[0]))[axis]
+        head[tokenizer.token_to_id(after), axis] = 5
+    arrays |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    arrays["model.norm.weight"] = np.ones_like(arrays["model.norm.weight"])
+    for file in [*place.glob("*.safetensors*")]:
+        file.unlink()
+    files.write_tensors(place, arrays)
+    files.write_json(place / "config.json", export.to_theirs(model, bos_id=1, dtype="float32"))

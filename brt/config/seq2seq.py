@@ -311,7 +311,7 @@ class Decoding:
     """Settings of greedy decoding (one beam) or beam search (several beams) of summaries.
 
     A language model that generates a text by beam search has these settings, too, except `beams`,
-    `max_length` and `min_length`.
+    `max_length` and `min_length`; its `early_stopping` is always `heuristic`.
 
     Lengths count the start token, as in Hugging Face's `generate`. `early_stopping` determines when
     the search for a document ends after it has `beams` finished texts. With `yes`, the search ends

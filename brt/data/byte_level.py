@@ -5,6 +5,7 @@ whose settings would change texts are refused; only the normalizer NFC is accept
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ class ByteLevelTokenizer(ChunkTokenizer):
         if self.bos_id < 0:
             raise DataError(f"the tokenizer {path} has none of the pieces {', '.join(START)}")
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        special = {token.content: i for i, token in added.items() if token.special}
+        self.special_ids: Mapping[str, int] = special
         self._bytes = [
             _bytes_of(path, self._tokenizer.id_to_token(i), added.get(i)) for i in range(size)
         ]

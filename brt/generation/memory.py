@@ -71,7 +71,7 @@ def map_lanes(memory: Memory, function: Callable[..., Array]) -> Memory:
     """Returns the memory with `function` applied to all arrays that have an axis of lanes, which is
     passed as the argument `axis`.
     """
-    own = memory._replace(block=(), position=(), count=())  # type: ignore[arg-type]
+    own = memory._replace(block=(), position=(), count=())
     return jax.tree.map(partial(function, axis=0), own)._replace(
         block=jax.tree.map(partial(function, axis=1), memory.block),
         position=memory.position,

@@ -232,6 +232,22 @@ def test_a_state_that_does_not_fit_is_refused(recurrent: Case, tmp_path: Path) -
         session.load(path, IDENTITY)
 
 
+def test_a_memory_of_an_earlier_version_is_read(recurrent: Case, tmp_path: Path) -> None:
+    """Earlier versions saved neither ends nor unfinished characters."""
+    session, path = recurrent.session, tmp_path / "state.npz"
+    session.forget()
+    session.read(TEXT)
+    session.save(path, IDENTITY)
+    expected, arrays = session.snapshot(), {**np.load(path)}
+    last = len(jax.tree.leaves(expected))
+    np.savez(
+        path, **{k: v for k, v in arrays.items() if k not in (f"leaf{last - 1}", f"leaf{last - 2}")}
+    )
+    session.forget()
+    session.load(path, IDENTITY)
+    jax.tree.map(np.testing.assert_array_equal, session.snapshot(), expected)
+
+
 @pytest.fixture(params=["window", "recurrent", "memorizing", "feedback, rotary"])
 def alone(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
     """Returns a session with one lane."""
@@ -312,6 +328,7 @@ def test_a_damaged_memory_is_one_sentence_or_as_it_was(build: Callable, tmp_path
     [
         {"position": np.int32(WINDOW)}, {"position": np.int32(-1)}, {"count": np.int32(-5)},
         {"count": np.int64(5)}, {"logits": np.nan}, {"logits": np.float64(1)},
+        {"unfinished": np.uint8(27)},
     ],
     ids=str,
 )  # fmt: skip

@@ -71,8 +71,9 @@ class TextWriter(Writer):
         count = MAX_TOKENS if options.max_tokens is None else options.max_tokens
         if options.beams and count:
             decoding = dataclasses.replace(
-                config.decoding, beams=options.beams, max_length=count + 1, min_length=0
-            )
+                config.decoding, beams=options.beams, max_length=count + 1, min_length=0,
+                early_stopping="heuristic",
+            )  # fmt: skip
             yield session.search(decoding)
             return
         sampling = options.sampling or config.sampling
