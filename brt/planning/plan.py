@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """Estimates of the step time in seconds, by name; empty if the chip is unknown.
+        """Lower bounds on the step time in seconds, by name; empty if the chip is unknown.
 
         `products`, `memory` and `network` are the times of matrix products, memory traffic and
         collectives at the chip's peak rates, and `roofline` is their maximum. `compiler` is the

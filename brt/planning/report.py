@@ -33,6 +33,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "flops": total.flops,
         "memory_bytes": total.bytes,
         "cycles": total.cycles if not plan.low_effort else None,
+        "cycles_at_peak": plan.costs.cycles_at_peak if not plan.low_effort else None,
         "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
         "kernels_without_cycles": list(plan.costs.unknown),
         "instructions": [_flat(group) for group in plan.costs.instructions[:_MOST_LISTED]],
@@ -132,6 +133,11 @@ def _parts(plan: Plan) -> list[str]:
             share = cost.cycles / plan.costs.total.cycles
             line += f"{cost.cycles / 1e6:10.2f}{share:6.0%}"
         lines.append(line)
+    if cycles and (at_peak := plan.costs.cycles_at_peak):
+        lines.append(
+            f"  {at_peak / 1e6:.2f} Mcycles of these are kernels at the chip's peak rates, which "
+            "take longer than their schedules"
+        )
     return lines
 
 
@@ -157,7 +163,7 @@ def _pace(plan: Plan) -> list[str]:
         "memory": "bytes at the bandwidth of its memory",
         "network": "collectives at the bandwidth of its links, without overlap",
         "roofline": "the slowest of these",
-        "compiler": "the compiler's cycles, and the collectives outside them; not a measurement",
+        "compiler": "the compiler's cycles, and the collectives outside them: a lower bound",
     }
     utilization = _utilization(plan)
     lines = []
@@ -165,7 +171,7 @@ def _pace(plan: Plan) -> list[str]:
         line = f"  {name:<10} {1e3 * seconds:9.2f} ms"
         if name in ("roofline", "compiler") and seconds:
             line += f"  {plan.tokens / seconds:14,.0f} tokens/s"
-            line += f"  MFU {utilization[name]:4.0%}" if name in utilization else ""
+            line += f"  MFU {utilization[name]:6.1%}" if name in utilization else ""
         lines.append(f"{line}  {meaning[name]}")
     if "compiler" in times and plan.costs.unknown:
         lines.append(f"  compiler lacks kernels of unknown length: {', '.join(plan.costs.unknown)}")

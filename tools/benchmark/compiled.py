@@ -6,7 +6,11 @@ estimate them.
     python tools/benchmark/compiled.py --baseline=tools/benchmark/baselines/rec.json [--record]
 
 The costs are cycles and bytes of one step on one device. The costs of a loop's body are multiplied
-by the trip count, and the cycles of a kernel are the length of its schedule (see `brt/planning`).
+by the trip count. The cycles of a kernel are the length of its schedule, or the cycles of its
+products and bytes at the chip's peak rates if these are more (see `brt/planning`). Schedules lack
+stalls, so all of this is a lower bound on the time. The time of the step is that of the cycles and
+of the collectives that no computation covers, and its share of the chip's peak counts the FLOPs of
+the model without recomputation.
 For a TPU, the table also has the bound of each part, which is the larger of two numbers of cycles:
 those that its matrix products take at the chip's peak, and those that its traffic takes at the peak
 of the memory. "Reached" is the share of the bound in the part's cycles.
@@ -33,10 +37,13 @@ from typing import Any, NamedTuple
 from brt import command_line, platforms
 from brt.errors import ConfigError
 from brt.planning.topologies import CHIPS, Chip
+from brt.training import provenance
 
 GROWTH = 1.05  # The costs of a part may grow by this factor.
 LEAST = 0.001  # In addition, a part may grow by this share of the costs of the whole step.
 _SHOWN = 80  # Maximum number of characters shown of a type or a path.
+KEPT = ("topology", "tokens_per_step", "temporary_bytes", "peak_bytes", "cycles", "cycles_at_peak",
+        "collectives", "covered_network_seconds", "step_seconds", "mfu")  # fmt: skip
 UNITS = {"cycles": ("Mcycles", 1e6), "bytes": ("GB", 1e9)}
 Figures = Mapping[str, Any]
 
@@ -86,7 +93,24 @@ def main(args: argparse.Namespace) -> int:
 
 def tables(found: Mapping[str, Figures]) -> list[str]:
     """Returns the tables of the costs of each part and of their bounds, by name of a variant."""
-    return side_by_side(found) + [line for one in found.values() for line in bounds(one)]
+    steps = [f"{name}: {sentence}" for name, one in found.items() if (sentence := step(one))]
+    return side_by_side(found) + steps + [line for one in found.values() for line in bounds(one)]
+
+
+def step(found: Figures) -> str:
+    """Returns a sentence with the least time of a step and what it consists of; "" for GPUs."""
+    seconds = found["step_seconds"]
+    if "compiler" not in seconds:
+        return ""
+    chip = CHIPS[found["topology"].partition(":")[0]]
+    computing, covered = found["cycles"] / chip.clock, found["covered_network_seconds"]
+    return (
+        f"at least {1e3 * seconds['compiler']:.1f} ms a step, {found['mfu']['compiler']:.1%} of the "
+        f"peak by the model's FLOPs: {1e3 * computing:.1f} ms of computation, of which kernels at "
+        f"the chip's peak rates take {found['cycles_at_peak'] / found['cycles']:.0%}, and "
+        f"{1e3 * seconds['network']:.1f} ms of collectives, of which {1e3 * covered:.1f} ms are "
+        "covered"
+    )
 
 
 def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
@@ -213,7 +237,8 @@ def beside_baseline(args: argparse.Namespace) -> int:
     versions = {name: version(name) for name in ("jax", "libtpu")}
     if args.record:
         figures = case.figures()
-        content = {"case": case._asdict(), "versions": versions, **kept(figures)}
+        date = provenance.current_time()[:10]
+        content = {"case": case._asdict(), "date": date, "versions": versions, **kept(figures)}
         path.write_text(json.dumps(content, indent=1) + "\n")
         print("\n".join(tables({path.stem: figures})))
         return 0
@@ -240,10 +265,10 @@ def shown(versions: Mapping[str, str]) -> str:
 def kept(found: Figures) -> dict[str, Any]:
     """Returns the part of the figures that is stored in a baseline."""
     parts = {
-        part: {column: round(cost[column]) for column in UNITS}
+        part: {column: round(cost[column]) for column in (*UNITS, "flops")}
         for part, cost in parts_of(found).items()
     }
-    return {"temporary_bytes": found["temporary_bytes"], "parts": parts}
+    return {name: found[name] for name in KEPT} | {"parts": parts}
 
 
 def grown(now: Figures, then: Figures) -> Iterator[str]:

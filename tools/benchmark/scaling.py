@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from conditions import report
+
 PAPER = ("--gin_file=configs/base/paper.gin", "--gin_bindings=Model.vocab_size = 32000")
 MODELS = {
     "151M": (*PAPER, "--gin_file=configs/models/rec_fixed_skip.gin"),
@@ -109,8 +111,7 @@ def main() -> None:
             for count in set(args.counts or SLICES[chip]) & SLICES[chip].keys():
                 found.append(of_size(model, chip, count, "full" if args.full else "low"))
                 print(row(found[-1]), flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1))
+    report(args, found, devices=", ".join(args.chips))
 
 
 def parser() -> argparse.ArgumentParser:
