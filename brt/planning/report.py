@@ -31,6 +31,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "chip_bytes": chip.memory if chip else None,
         "fits": plan.fits,
         "flops": total.flops,
+        "model_flops": plan.model_flops,
         "memory_bytes": total.bytes,
         "cycles": total.cycles if not plan.low_effort else None,
         "cycles_at_peak": plan.costs.cycles_at_peak if not plan.low_effort else None,

@@ -22,7 +22,9 @@ longest are listed; those that are no matrix products are candidates for optimiz
 A baseline is a file with a case (.gin files, bindings, machine), the versions of the compiler and
 the costs. With --baseline, the case is compiled again, and the exit code is 1 if the costs of a
 part have grown by more than 5 %. With --record, the new costs replace those in the file, and the
-tables are printed. If the file does not exist, it is created for the case of the flags. The
+tables are printed. If the file does not exist, it is created for the case of the flags. With
+--arithmetic, only what follows from the case without compiling it is recorded: the tokens and the
+FLOPs of the model. The
 baselines of whole models are in tools/benchmark/baselines/full/; each takes minutes to compile.
 """
 
@@ -42,8 +44,10 @@ from brt.training import provenance
 GROWTH = 1.05  # The costs of a part may grow by this factor.
 LEAST = 0.001  # In addition, a part may grow by this share of the costs of the whole step.
 _SHOWN = 80  # Maximum number of characters shown of a type or a path.
-KEPT = ("topology", "tokens_per_step", "temporary_bytes", "peak_bytes", "cycles", "cycles_at_peak",
-        "collectives", "covered_network_seconds", "step_seconds", "mfu")  # fmt: skip
+KEPT = (
+    "tokens_per_step", "model_flops", "temporary_bytes", "peak_bytes", "cycles_at_peak",
+    "collectives", "covered_network_seconds", "step_seconds", "mfu",
+)  # fmt: skip
 UNITS = {"cycles": ("Mcycles", 1e6), "bytes": ("GB", 1e9)}
 Figures = Mapping[str, Any]
 
@@ -68,6 +72,17 @@ class Case(NamedTuple):
         shown = ", ".join(more) or self.topology
         print(f"{shown}: compiled in {found['compile_seconds']:.0f} s", file=sys.stderr)
         return found
+
+    def sizes(self) -> dict[str, Any]:
+        """Returns the tokens of a step, and the FLOPs that the model needs for them."""
+        from brt.ops import dispatch
+        from brt.planning import plan, topologies
+
+        config = command_line.read(self.gin_file, self.gin_bindings).config
+        machine = topologies.named(self.topology)
+        with dispatch.use_backend(machine.backend, machine.devices[0]):
+            *_, tokens, flops = plan.shaped(config, machine)
+        return {"tokens_per_step": tokens, "model_flops": flops}
 
 
 def main(args: argparse.Namespace) -> int:
@@ -105,9 +120,9 @@ def step(found: Figures) -> str:
     chip = CHIPS[found["topology"].partition(":")[0]]
     computing, covered = found["cycles"] / chip.clock, found["covered_network_seconds"]
     return (
-        f"at least {1e3 * seconds['compiler']:.1f} ms a step, {found['mfu']['compiler']:.1%} of the "
-        f"peak by the model's FLOPs: {1e3 * computing:.1f} ms of computation, of which kernels at "
-        f"the chip's peak rates take {found['cycles_at_peak'] / found['cycles']:.0%}, and "
+        f"at least {1e3 * seconds['compiler']:.1f} ms a step, {found['mfu']['compiler']:.1%} of "
+        f"the peak by the model's FLOPs: {1e3 * computing:.1f} ms of computation, of which kernels "
+        f"at the chip's peak rates take {found['cycles_at_peak'] / found['cycles']:.0%}, and "
         f"{1e3 * seconds['network']:.1f} ms of collectives, of which {1e3 * covered:.1f} ms are "
         "covered"
     )
@@ -234,6 +249,9 @@ def beside_baseline(args: argparse.Namespace) -> int:
         case = Case(**recorded["case"])
     else:
         raise ConfigError(f"--baseline={path} does not exist; --topology and --record begin it")
+    if args.arithmetic:
+        path.write_text(json.dumps(recorded | case.sizes(), indent=1) + "\n")
+        return 0
     versions = {name: version(name) for name in ("jax", "libtpu")}
     if args.record:
         figures = case.figures()
@@ -297,6 +315,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--instructions", metavar="N", type=int, default=0, help="lists so many")
     flags.add_argument("--baseline", metavar="FILE")
     flags.add_argument("--record", action="store_true", help="write the baseline")
+    flags.add_argument("--arithmetic", action="store_true", help="only what needs no compiler")
     command_line.add_json_flag(flags)
     return flags
 
