@@ -155,6 +155,11 @@ def memory_kinds(name: str) -> str:
     )
 
 
+def gigabytes(found: Mapping[str, Any], cost: Mapping[str, float]) -> str:
+    """Returns the traffic of a part; "-" of baselines that count whole operands of gathers."""
+    return f"{cost['bytes'] / 1e9:.1f}" if "date" in found else "-"
+
+
 def steps(*names: str) -> str:
     """Returns the steps of baselines: costs of a device, and the least time of the step, whose
     share of the peak counts the FLOPs of the model. Collectives are known of some baselines.
@@ -172,7 +177,7 @@ def steps(*names: str) -> str:
         numbers = f"{1e3 * computing:.1f}", f"{1e3 * waiting:.1f}", f"{share:.1%}"
         rows.append((
             name, machine, f"{found['tokens_per_step']:,}", f"{cost['cycles'] / 1e6:.1f}",
-            f"{cost['bytes'] / 1e9:.1f}", f"{found['temporary_bytes'] / GIB:.2f}",
+            gigabytes(found, cost), f"{found['temporary_bytes'] / GIB:.2f}",
             *(number.replace("nan%", "-").replace("nan", "-") for number in numbers),
         ))  # fmt: skip
     heads = ("baseline", "machine", "tokens of a step", "Mcycles", "GB", "temporaries, GiB",
@@ -184,7 +189,7 @@ def parts(name: str) -> str:
     """Returns the parts of a baseline's step."""
     found = json.loads((ROOT / f"tools/benchmark/baselines/{name}.json").read_text())
     rows = [
-        (part, f"{cost['cycles'] / 1e6:.1f}", f"{cost['bytes'] / 1e9:.1f}")
+        (part, f"{cost['cycles'] / 1e6:.1f}", gigabytes(found, cost))
         for part, cost in found["parts"].items()
     ]
     return markdown(("part", "Mcycles", "GB"), rows)

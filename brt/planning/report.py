@@ -8,6 +8,7 @@ from brt.planning.costs import InstructionGroup
 from brt.planning.plan import Plan, format_mesh
 
 _GIB = 1 << 30
+_STEP_TIMES = "roofline", "compiler"  # the times of a whole step
 _MOST_LISTED = 100  # The JSON report lists at most this many groups of instructions.
 
 
@@ -60,7 +61,7 @@ def _utilization(plan: Plan) -> dict[str, float]:
     if chip is None or not plan.model_flops:
         return {}
     ideal = plan.model_flops / (chip.flops * plan.used)
-    return {name: ideal / s for name, s in plan.step_seconds.items() if s and name != "products"}
+    return {name: ideal / s for name, s in plan.step_seconds.items() if s and name in _STEP_TIMES}
 
 
 def _devices(plan: Plan) -> str:
@@ -170,7 +171,7 @@ def _pace(plan: Plan) -> list[str]:
     lines = []
     for name, seconds in times.items():
         line = f"  {name:<10} {1e3 * seconds:9.2f} ms"
-        if name in ("roofline", "compiler") and seconds:
+        if name in _STEP_TIMES and seconds:
             line += f"  {plan.tokens / seconds:14,.0f} tokens/s"
             line += f"  MFU {utilization[name]:6.1%}" if name in utilization else ""
         lines.append(f"{line}  {meaning[name]}")

@@ -25,7 +25,8 @@ part have grown by more than 5 %. With --record, the new costs replace those in 
 tables are printed. If the file does not exist, it is created for the case of the flags. With
 --arithmetic, only what follows from the case without compiling it is recorded: the tokens and the
 FLOPs of the model. The
-baselines of whole models are in tools/benchmark/baselines/full/; each takes minutes to compile.
+baselines of whole models are in tools/benchmark/baselines/full/; each takes minutes to compile. The
+bytes of baselines without a date are older: they count all of an array of which rows are gathered.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Plans the paper's models for slices of 1 to 512 chips, and prints docs/scaling.md's tables.
+"""Plans the paper's models for slices of 1 to 512 chips, and prints tables of them.
 
 python tools/benchmark/scaling.py --json=scaling.json   # low effort: hours less than --full
 python tools/benchmark/scaling.py --steps               # ratios of Rec and Feedback to Slide:13L
