@@ -37,9 +37,9 @@ class Chip(NamedTuple):
 # The rates are from cloud.google.com/tpu/docs (pages v4, v5e, v5p and v6e) and from NVIDIA's data
 # sheets (dense, SXM). The bidirectional bandwidths of the links are 400 (v5e), 1,200 (v5p), 800
 # (v6e), 600 (A100) and 900 GB/s (H100, H200) there; a v4 has six links that send 50 GB/s each
-# (Jouppi et al., 2023, arxiv.org/abs/2304.01433). The clock of a TPU is the clock of its TensorCores: if the cycles that
-# the compiler estimates for a large matrix product are divided by the clock, the result is the time
-# that the product takes at the peak rate `flops`.
+# (Jouppi et al., 2023, arxiv.org/abs/2304.01433). The clock of a TPU is the clock of its
+# TensorCores: if the cycles that the compiler estimates for a large matrix product are divided by
+# the clock, the result is the time that the product takes at the peak rate `flops`.
 CHIPS = {
     "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 300e9, 1.05e9),
     "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 200e9, 1.5e9),
