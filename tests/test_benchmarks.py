@@ -43,7 +43,7 @@ def figures(attention: float = 30e6, loss: float = 70e6, **others: Any) -> dict[
     whole = {"cycles": total, "memory_bytes": 10 * total, "flops": 0.0, "topology": "v5e:1x1"}
     seconds = {"network": 0.02, "compiler": total / 1.5e9 + 0.015}
     step = {
-        "tokens_per_step": 8, "cycles_at_peak": 0.25 * total, "collectives": {},
+        "tokens_per_step": 8, "model_flops": 1, "cycles_at_peak": 0.25 * total, "collectives": {},
         "covered_network_seconds": 0.005, "step_seconds": seconds, "mfu": {"compiler": 0.25},
     }  # fmt: skip
     return {"parts": costs, **whole, **memory, **step, **others}
