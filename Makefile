@@ -25,7 +25,7 @@ help:
 	@echo 'make test-all    run all of them'
 	@echo 'make test-compile  compile kernels and steps for TPUs and GPUs that are not here'
 	@echo 'make soak        kill, damage, fill and hang runs for hours; SOAK_FLAGS="--kills 30" for less'
-	@echo 'make lint        check style, formatting and types'
+	@echo 'make lint        check style, formatting, types and the tables of the documentation'
 	@echo 'make wheel       build dist/brt-*.whl'
 	@echo 'LOCKED=0 with any of them: the newest versions that setup.py allows, not those of requirements.lock'
 	@echo 'make clean       remove what was built; $(VENV) and runs/ stay'
@@ -55,6 +55,7 @@ lint: $(TESTED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) tools/tables.py --check
 
 wheel: $(VENV)/created
 	$(RUN) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir=dist .

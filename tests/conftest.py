@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     the run of the commands, so its file goes first.
 
     Raises:
-      pytest.UsageError: a pattern matches no case, and all cases were collected.
+      pytest.UsageError: a pattern matches no case, and all cases were collected. With --golden_dir,
+        the cases are those of other recordings.
     """
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     unused: dict[tuple[str, str], bool] = {}
@@ -69,6 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 if matches:
                     item.add_marker(pytest.mark.slow)
     selected = any("::" in argument for argument in config.args)
+    selected = selected or bool(config.getoption("golden_dir", None))
     wrong = [f"{node}: {pattern!r}" for (node, pattern), alone in unused.items() if alone]
     if wrong and not selected:
         raise pytest.UsageError(f"slow_cases that match no case: {', '.join(wrong)}")

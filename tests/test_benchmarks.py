@@ -1,5 +1,6 @@
 """Tests what the benchmarks compare and what they print."""
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from brt import command_line
+from brt.config import Model
 from brt.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +41,40 @@ def figures(attention: float = 30e6, loss: float = 70e6, **others: Any) -> dict[
     total = sum(parts.values())
     memory = {"temporary_bytes": 2**30, "peak_bytes": 2**31}
     whole = {"cycles": total, "memory_bytes": 10 * total, "flops": 0.0, "topology": "v5e:1x1"}
-    return {"parts": costs, **whole, **memory, **others}
+    seconds = {"network": 0.02, "compiler": total / 1.5e9 + 0.015}
+    step = {
+        "tokens_per_step": 8, "model_flops": 1, "cycles_at_peak": 0.25 * total, "collectives": {},
+        "covered_network_seconds": 0.005, "step_seconds": seconds, "mfu": {"compiler": 0.25},
+    }  # fmt: skip
+    return {"parts": costs, **whole, **memory, **step, **others}
+
+
+def test_a_step_is_computation_and_what_of_the_network_is_not_covered(tool: Callable) -> None:
+    found = figures(attention=9.04e6)  # 120 million cycles in all, at 1.5 GHz
+    assert tool("compiled").step(found) == (
+        "at least 95.0 ms a step, 25.0% of the peak by the model's FLOPs: 80.0 ms of computation, "
+        "of which kernels at the chip's peak rates take 25%, and 20.0 ms of collectives, of which "
+        "5.0 ms are covered"
+    )
+
+
+def test_a_measurement_is_written_with_what_was_measured(
+    tool: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "found.json"
+    args = argparse.Namespace(rounds=3, json=str(place))
+    model = Model(vocab_size=300, dropout=0.1)
+    tool("conditions").report(args, [1], {"Slide": model})
+    written = json.loads(place.read_text())
+    assert written["found"] == [1] and written["conditions"]["flags"] == {"rounds": 3}
+    assert written["conditions"]["models"]["Slide"]["vocab_size"] == 300
+    assert written["conditions"]["versions"]["jax"] == jax.__version__
+    assert "vocab_size 300, dropout 0.1" in capsys.readouterr().out
+
+
+def test_the_paper_s_rows_have_the_paper_s_vocabulary(tool: Callable) -> None:
+    table1 = tool("table1_step")
+    assert table1.row("Rec:fixed:skip", table1.SIZES["paper"], 4096)[0].vocab_size == 32_000
 
 
 def test_the_instructions_that_most_steps_skip_are_counted_apart(tool: Callable) -> None:
@@ -173,7 +208,7 @@ def test_processes_take_turns_and_who_is_absent_is_named(tmp_path: Path) -> None
     sizes = "--lanes=1", "--tokens=32", "--window=8", "--heads=2", "--head_dim=8"
     flags = "--dtype=float32", "--rounds=2", "--only=brt,torch", f"--json={tmp_path / 'rows'}"
     out = run("attention.py", *sizes, *flags)
-    found = json.loads((tmp_path / "rows").read_text())
+    found = json.loads((tmp_path / "rows").read_text())["found"]
     rows = {row["kind"]: row for row in found["rows"]}
     assert {"brt xla_cpu", "brt xla"} <= rows.keys() and rows["brt xla_cpu"]["of brt xla_cpu"] == 1
     assert all(row["both ms"] > 0 and float(row["max error"]) < 1e-5 for row in rows.values())
@@ -191,7 +226,7 @@ def test_train_steps_take_turns(tmp_path: Path) -> None:
         "--implementations=window_attention:xla,xla_cpu", "--dtype=float32",
         f"--json={tmp_path / 'rows'}",
     )  # fmt: skip
-    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    rows = json.loads((tmp_path / "rows").read_text())["found"]["rows"]
     assert [row["kind"] for row in rows] == ["Slide:13L, xla", "Slide:13L, xla_cpu"]
     assert rows[0]["of xla"] == rows[0]["of Slide:13L"] == 1
     assert all(row["tokens/s"] > 0 and row["MiB"] > 1 for row in rows)
@@ -203,7 +238,7 @@ def test_saving_is_measured_beside_the_same_steps(tmp_path: Path) -> None:
         "saving.py", "--size=small", "--tokens=64", "--steps=3", "--rounds=1", "--every=10",
         f"--json={tmp_path / 'rows'}",
     )  # fmt: skip
-    (row,) = json.loads((tmp_path / "rows").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "rows").read_text())["found"]
     assert row["waits s"] > 0 and row["checksums s"] > 0 and row["state MB"] > 1
     share = 100 * row["save adds s"] / (row["step ms"] / 1e3 * 10)
     assert row["share %"] == pytest.approx(share)
@@ -229,7 +264,7 @@ def test_the_products_of_a_step_are_found_as_often_as_they_run(tool: Callable) -
 @pytest.mark.slow
 def test_linear_recurrences_take_turns_with_a_window(tmp_path: Path) -> None:
     run("linear_recurrences.py", "--rounds=1", f"--json={tmp_path / 'rows'}")
-    rows = json.loads((tmp_path / "rows").read_text())
+    rows = json.loads((tmp_path / "rows").read_text())["found"]
     assert [row["model"] for row in rows][:2] == ["Slide", "Rec:fixed:skip"] and len(rows) == 5
     assert rows[0]["ratio"] == rows[0]["relative_flops"] == 1
     assert all(row["milliseconds"] > 0 for row in rows)

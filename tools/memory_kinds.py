@@ -1,13 +1,17 @@
-"""Prints a table of the parameters, carried bytes and FLOPs of the models of a sweep over memories.
+"""Writes the parameters, carried bytes and FLOPs of the models of a sweep over memories to a file,
+of which tools/tables.py writes a table.
 
 The figures are computed from shapes; no model is created or run.
 
 python tools/memory_kinds.py [--gin_file=configs/sweeps/memory.gin]
+    [--json=docs/results/memory_kinds.json]
 """
 
 import argparse
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -21,9 +25,6 @@ from brt.sweeping import points, settings
 from brt.training.state import initial_params, parameter_counts
 
 BYTES = 259  # Size of the vocabulary for bytes: the byte values and the special ids.
-HEAD = """\
-| model | parameters | carried, bytes a lane | FLOPs a token |
-|---|---|---|---|"""
 
 
 class Row(NamedTuple):
@@ -50,9 +51,10 @@ class Row(NamedTuple):
         """FLOPs of the forward pass per token."""
         return forward_flops_per_token(self.config.model)
 
-    def line(self) -> str:
-        """Returns the row as a line of the Markdown table."""
-        return f"| {self.name} | {self.parameters:,} | {self.carried:,} | {self.flops:,} |"
+    def figures(self) -> dict[str, str | int]:
+        """Returns the row as JSON."""
+        sizes = {"parameters": self.parameters, "carried": self.carried, "flops": self.flops}
+        return {"model": self.name, **sizes}
 
 
 def rows(gin_file: str) -> list[Row]:
@@ -71,9 +73,10 @@ def rows(gin_file: str) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gin_file", default="configs/sweeps/memory.gin")
-    print(HEAD)
-    for row in rows(parser.parse_args().gin_file):
-        print(row.line(), flush=True)
+    parser.add_argument("--json", type=Path, default=Path("docs/results/memory_kinds.json"))
+    args = parser.parse_args()
+    found = [row.figures() for row in rows(args.gin_file)]
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

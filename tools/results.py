@@ -1,8 +1,7 @@
-"""Collects the evaluations of sweeps in a small JSON file, prints their table, and draws the plot
-of docs/results.md from such files.
+"""Collects the evaluations of sweeps in a small JSON file, of which tools/tables.py writes tables,
+and draws the plot of docs/results.md from such files.
 
 python tools/results.py --sweep=runs/latex --name=LaTeX --json=docs/results/latex.json
-python tools/results.py --table=docs/results/latex.json --baseline=Slide:7L
 python tools/results.py --plot docs/results/*.json --output=docs/plots/recurrence_worth.png
 """
 
@@ -15,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results_plot import by_size, compared, plot
-
-from brt.tasks.language_modeling.differences import Difference
+from results_plot import plot
 
 SPLIT = "test"
 LOSS = "train/bits_per_token"
@@ -54,6 +51,7 @@ def _run(directory: Path) -> dict[str, Any]:
         "tokens": training["steps"] * tokens_per_step,
         "tokens_per_step": tokens_per_step,
         "width": model["model_dim"],
+        "learning_rate": point["config"]["Optimizer"]["learning_rate"],
         "commit": provenance.get("git", {}).get("commit", "")[:8],
         "versions": provenance.get("versions", {}),
         "devices": provenance.get("devices", []),
@@ -75,6 +73,7 @@ def _evaluation(directory: Path) -> dict[str, Any]:
         "bits_per_byte": report["bits_per_byte"],
         "bits_per_token": report["bits_per_token"],
         "without_state": report.get("ablation", {}).get("bits_per_byte"),
+        "answers": report.get("answers"),
         "documents": _documents(file.with_name(f"{SPLIT}_documents.jsonl")),
         "comparison": {
             "with": Path(comparison["other"]["run"]).name,
@@ -119,34 +118,6 @@ def _training(directory: Path, steps: int, tokens_per_step: int) -> list[tuple[i
     return parts
 
 
-def table(results: dict[str, Any], baseline: str) -> str:
-    """Returns the runs as a Markdown table, compared with the model `baseline`."""
-    columns = (
-        "model", "width", "tokens per step", "seed", "tokens", "bits per byte", "bits per token",
-        f"compared with {baseline}", "without state",
-    )  # fmt: skip
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for (width, per_step, tokens), runs in by_size(results["runs"]).items():
-        for run in runs:
-            alone = [other for other in runs if other["seed"] == run["seed"]]
-            found = compared(alone, run["name"], baseline)
-            forgets = run["without_state"]
-            change = "" if forgets is None else f"{forgets - run['bits_per_byte']:+.4f}"
-            lines.append(
-                f"| {run['name']} | {width} | {per_step:,} | {run['seed']} | {tokens:,} | "
-                f"{run['bits_per_byte']:.4f} | {run['bits_per_token']:.4f} | {_shown(found)} | "
-                f"{change} |"
-            )
-    return "\n".join(lines)
-
-
-def _shown(found: Difference | None) -> str:
-    if found is None or not found.half_width:
-        return ""
-    low, high = found.value - found.half_width, found.value + found.half_width
-    return f"{found.value:+.4f} ({low:+.4f} to {high:+.4f})"
-
-
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -154,7 +125,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--sweep", type=Path, nargs="+", help="directories of sweeps to collect")
     flags.add_argument("--name", default="", help="the name of the corpus of --sweep")
     flags.add_argument("--json", type=Path, help="the file to write what --sweep collects to")
-    flags.add_argument("--table", type=Path, help="print the table of such a file")
     flags.add_argument("--plot", type=Path, nargs="+", help="draw the plot of such files")
     flags.add_argument("--model", default="Rec:fixed:skip", help="the model that --plot shows")
     flags.add_argument("--baseline", default="Slide:7L", help="the model to compare with")
@@ -167,8 +137,6 @@ def main() -> int:
     if args.sweep:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(collected(args.sweep, args.name), indent=1) + "\n")
-    if args.table:
-        print(table(json.loads(args.table.read_text()), args.baseline))
     if args.plot:
         found = [json.loads(file.read_text()) for file in args.plot]
         args.output.write_bytes(plot(found, args.model, args.baseline))

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
+from scipy.special import stdtrit
 
 from brt.drawing import png
 from brt.tasks.language_modeling.differences import Difference, paired_difference
@@ -21,7 +22,11 @@ def compared(
     runs: Sequence[Run], name: str, baseline: str, unit: str = "bytes"
 ) -> Difference | None:
     """Returns the difference in bits per unit between two models, averaged over the seeds that both
-    were trained with, with a confidence interval over documents.
+    were trained with, with a confidence interval.
+
+    With one seed, the interval is over documents alone, and says nothing about other trainings of
+    the same models. With several seeds, the variances of the means over documents and over seeds
+    are added, and Student's distribution has the degrees of freedom of Welch and Satterthwaite.
 
     Args:
       runs: runs of models of the same width with the same number of training tokens and of tokens
@@ -39,7 +44,15 @@ def compared(
     ours, theirs = (
         np.mean([_nats(pair[i]) for pair in pairs], axis=0) for i in range(2)
     )  # fmt: skip
-    return paired_difference(ours, theirs, sizes)
+    found = paired_difference(ours, theirs, sizes)
+    if len(pairs) < 2 or found.half_width is None:
+        return found
+    degrees = np.asarray([len(sizes) - 1, len(pairs) - 1])
+    each = [paired_difference(*map(_nats, pair), sizes).value for pair in pairs]
+    of_documents = (found.half_width / stdtrit(degrees[0], 0.975)) ** 2
+    parts = np.asarray([of_documents, np.var(each, ddof=1) / len(each)])
+    freedom = parts.sum() ** 2 / (parts**2 / degrees).sum()
+    return Difference(found.value, float(stdtrit(freedom, 0.975) * np.sqrt(parts.sum())))
 
 
 def by_size(runs: Sequence[Run]) -> dict[Size, list[Run]]:
@@ -157,8 +170,7 @@ def _by_kind(
     axes: Axes, results: Mapping[str, Any], name: str, baseline: str, index: int, count: int
 ) -> int:
     """Draws a bar for each kind of token, averaged over the seeds of the training that was repeated
-    with the most seeds (the longest, if several were). The bar of the interval is the mean of those
-    of the seeds, which share their test documents.
+    with the most seeds (the longest, if several were), and a point for each seed.
 
     Returns:
       The number of training tokens; 0 if no run was compared with the baseline.
@@ -174,16 +186,11 @@ def _by_kind(
     groups = by_size(compared_runs)
     size = max(groups, key=lambda size: (len(groups[size]), size))
     seeds = [run["comparison"]["classes"] for run in groups[size]]
-    means = {
-        key: np.mean([[one[key] for one in classes] for classes in seeds], axis=0)
-        for key in ("difference", "difference_95")
-    }
+    differences = np.asarray([[one["difference"] for one in classes] for classes in seeds])
     places = np.arange(len(seeds[0])) + (index - (count - 1) / 2) * 0.8 / count
-    axes.barh(
-        places, means["difference"], height=0.8 / count, color=f"C{index}",
-        xerr=means["difference_95"], alpha=0.85,
-        error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "0.35"},
-    )  # fmt: skip
+    axes.barh(places, differences.mean(axis=0), height=0.8 / count, color=f"C{index}", alpha=0.6)
+    for seed in differences:
+        axes.plot(seed, places, ".", color="0.25", markersize=4)
     axes.set_yticks(range(len(seeds[0])), [one["class"] for one in seeds[0]])
     return size[-1]
 

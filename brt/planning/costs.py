@@ -52,7 +52,9 @@ class Cost(NamedTuple):
     Attributes:
       flops: floating-point operations of matrix products.
       bytes: bytes read from and written to the main memory (HBM).
-      cycles: cycles estimated by the compiler, without waiting for other devices; 0 if unknown.
+      cycles: cycles that the step takes at least, without waiting for other devices; 0 if unknown.
+        They are the compiler's estimates and, for Pallas kernels, the longest of three: the
+        schedule, the products at the chip's peak and the bytes at its bandwidth.
       bytes_anywhere: bytes read from and written to any memory, including on-chip memory; copies
         from one memory to another do not count.
     """
@@ -110,6 +112,8 @@ class Costs(NamedTuple):
       unknown: names of Pallas kernels whose cycles are unknown.
       instructions: groups of all instructions except collectives, most expensive first.
       overlaps: those of the collectives that run beside other instructions.
+      cycles_at_peak: cycles of the kernels whose products or bytes take longer at the chip's peak
+        rates than their schedules.
     """
 
     parts: Mapping[str, Cost]
@@ -117,6 +121,7 @@ class Costs(NamedTuple):
     unknown: tuple[str, ...] = ()
     instructions: tuple[InstructionGroup, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
+    cycles_at_peak: float = 0.0
 
     @property
     def total(self) -> Cost:
@@ -139,7 +144,7 @@ def costs(text: str, chip: str = "") -> Costs:
     parts: dict[str, Cost] = collections.defaultdict(Cost)
     collectives: dict[str, CollectiveCost] = collections.defaultdict(CollectiveCost)
     groups: dict[tuple[str, ...], InstructionGroup] = {}
-    unknown, overlaps = set(), Overlaps(module)
+    unknown, overlaps, at_peak = set(), Overlaps(module), 0.0
     for computation, instruction, times in module.executed_instructions():
         started = overlaps.started(instruction, times)
         if overlaps.ended(instruction):
@@ -163,10 +168,12 @@ def costs(text: str, chip: str = "") -> Costs:
             )
             if not cost.cycles:
                 unknown |= schedules.kernels(instruction.attributes)
+            elif 0 < schedules.cycles(instruction.attributes, chip) < cost.cycles:
+                at_peak += times * cost.cycles
     ordered = sorted(groups.values(), key=lambda x: (-x.cost.cycles, -x.cost.bytes_anywhere))
     return Costs(
         dict(parts), dict(collectives), tuple(sorted(unknown)), tuple(ordered),
-        tuple(overlaps.found),
+        tuple(overlaps.found), at_peak,
     )  # fmt: skip
 
 

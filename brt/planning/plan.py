@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """Estimates of the step time in seconds, by name; empty if the chip is unknown.
+        """Lower bounds on the step time in seconds, by name; empty if the chip is unknown.
 
         `products`, `memory` and `network` are the times of matrix products, memory traffic and
         collectives at the chip's peak rates, and `roofline` is their maximum. `compiler` is the
@@ -142,7 +142,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
     """
     begin = time.perf_counter()
     with dispatch.use_backend(topology.backend, topology.devices[0]):
-        config, shapes, batch, tokens, flops = _shaped(config, topology)
+        config, shapes, batch, tokens, flops = shaped(config, topology)
         lowered = runs.lowered_step(config, shapes, batch)
         requested = jax_versions.LOW_EFFORT if low_effort else {}
         try:
@@ -193,7 +193,7 @@ def compile_with_known_options(
             del known[name]
 
 
-def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
+def shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
     """Returns everything that is needed to lower the train step and to report about it.
 
     The data are read only if sizes depend on the data.

@@ -8,6 +8,7 @@ from brt.planning.costs import InstructionGroup
 from brt.planning.plan import Plan, format_mesh
 
 _GIB = 1 << 30
+_STEP_TIMES = "roofline", "compiler"  # the times of a whole step
 _MOST_LISTED = 100  # The JSON report lists at most this many groups of instructions.
 
 
@@ -31,8 +32,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "chip_bytes": chip.memory if chip else None,
         "fits": plan.fits,
         "flops": total.flops,
+        "model_flops": plan.model_flops,
         "memory_bytes": total.bytes,
         "cycles": total.cycles if not plan.low_effort else None,
+        "cycles_at_peak": plan.costs.cycles_at_peak if not plan.low_effort else None,
         "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
         "kernels_without_cycles": list(plan.costs.unknown),
         "instructions": [_flat(group) for group in plan.costs.instructions[:_MOST_LISTED]],
@@ -58,7 +61,7 @@ def _utilization(plan: Plan) -> dict[str, float]:
     if chip is None or not plan.model_flops:
         return {}
     ideal = plan.model_flops / (chip.flops * plan.used)
-    return {name: ideal / s for name, s in plan.step_seconds.items() if s and name != "products"}
+    return {name: ideal / s for name, s in plan.step_seconds.items() if s and name in _STEP_TIMES}
 
 
 def _devices(plan: Plan) -> str:
@@ -132,6 +135,11 @@ def _parts(plan: Plan) -> list[str]:
             share = cost.cycles / plan.costs.total.cycles
             line += f"{cost.cycles / 1e6:10.2f}{share:6.0%}"
         lines.append(line)
+    if cycles and (at_peak := plan.costs.cycles_at_peak):
+        lines.append(
+            f"  {at_peak / 1e6:.2f} Mcycles of these are kernels at the chip's peak rates, which "
+            "take longer than their schedules"
+        )
     return lines
 
 
@@ -157,15 +165,15 @@ def _pace(plan: Plan) -> list[str]:
         "memory": "bytes at the bandwidth of its memory",
         "network": "collectives at the bandwidth of its links, without overlap",
         "roofline": "the slowest of these",
-        "compiler": "the compiler's cycles, and the collectives outside them; not a measurement",
+        "compiler": "the compiler's cycles, and the collectives outside them: a lower bound",
     }
     utilization = _utilization(plan)
     lines = []
     for name, seconds in times.items():
         line = f"  {name:<10} {1e3 * seconds:9.2f} ms"
-        if name in ("roofline", "compiler") and seconds:
+        if name in _STEP_TIMES and seconds:
             line += f"  {plan.tokens / seconds:14,.0f} tokens/s"
-            line += f"  MFU {utilization[name]:4.0%}" if name in utilization else ""
+            line += f"  MFU {utilization[name]:6.1%}" if name in utilization else ""
         lines.append(f"{line}  {meaning[name]}")
     if "compiler" in times and plan.costs.unknown:
         lines.append(f"  compiler lacks kernels of unknown length: {', '.join(plan.costs.unknown)}")

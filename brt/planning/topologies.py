@@ -21,7 +21,8 @@ class Chip(NamedTuple):
       memory: bytes of the main memory.
       flops: bfloat16 FLOPs per second.
       bandwidth: bytes per second of the main memory.
-      network: bytes per second that a device sends to its neighbours, over all links together.
+      network: bytes per second that a device sends over all of its links together, which is half of
+        the bidirectional bandwidth. Slices without the links that close a torus have fewer links.
       clock: cycles per second of the compiler's estimates; 0 if the compiler gives none.
     """
 
@@ -33,15 +34,17 @@ class Chip(NamedTuple):
     clock: float = 0.0
 
 
-# The rates are from cloud.google.com/tpu/docs/system-architecture-tpu-vm and from NVIDIA's data
-# sheets (dense, SXM). The clock of a TPU is the clock of its TensorCores: if the cycles that
-# the compiler estimates for a large matrix product are divided by the clock, the result is the time
-# that the product takes at the peak rate `flops`.
+# The rates are from cloud.google.com/tpu/docs (pages v4, v5e, v5p and v6e) and from NVIDIA's data
+# sheets (dense, SXM). The bidirectional bandwidths of the links are 400 (v5e), 1,200 (v5p), 800
+# (v6e), 600 (A100) and 900 GB/s (H100, H200) there; a v4 has six links that send 50 GB/s each
+# (Jouppi et al., 2023, arxiv.org/abs/2304.01433). The clock of a TPU is the clock of its
+# TensorCores: if the cycles that the compiler estimates for a large matrix product are divided by
+# the clock, the result is the time that the product takes at the peak rate `flops`.
 CHIPS = {
-    "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 135e9, 1.05e9),
-    "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 180e9, 1.5e9),
-    "v5p": Chip("v5p", 95 * _GIB, 459e12, 2.765e12, 270e9, 1.75e9),
-    "v6e": Chip("v6e", 32 * _GIB, 918e12, 1.64e12, 360e9, 1.75e9),
+    "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 300e9, 1.05e9),
+    "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 200e9, 1.5e9),
+    "v5p": Chip("v5p", 95 * _GIB, 459e12, 2.765e12, 600e9, 1.75e9),
+    "v6e": Chip("v6e", 32 * _GIB, 918e12, 1.64e12, 400e9, 1.75e9),
     "a100": Chip("a100", 80 * _GIB, 312e12, 2.0e12, 300e9),
     "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9),
     "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9),

@@ -1,11 +1,17 @@
 """Computes the bytes that an instruction of an HLO module reads and writes.
 
-If an instruction reads or updates only a slice of an array, only the slice is counted.
+If an instruction reads or updates only some slices or rows of an array, only these are counted.
 """
+
+from collections.abc import Mapping
 
 from brt.planning.hlo import Instruction, Module, Shape, shapes, size
 
-_SLICES = "slice", "dynamic-slice"
+# These operations read no more of their first operand than their result has.
+_SLICES = "slice", "dynamic-slice", "gather"
+# These operations update their first operand in place; the number is the index of the operand that
+# has the new values.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # The type of an asynchronous copy is a tuple; `_STARTS` has the index of the result in the tuple.
 _STARTS = {"copy-start": 0, "slice-start": 1}
 
@@ -40,10 +46,13 @@ def traffic(module: Module, computation: str, instruction: Instruction, anywhere
         result = instruction.shapes[_STARTS[instruction.operation]]
         read, written = [min(read[0], result.bytes)], [0 if result.on_chip else result.bytes]
     elif instruction.operation in _SLICES:
-        read = [min(read[0], size(instruction.type))]
-    elif instruction.operation == "dynamic-update-slice":
-        update = size(inside[instruction.operands[1]].type)
-        read, written = [read[1]], [min(written[0], update)]
+        indices = read[1:] if instruction.operation == "gather" else []
+        read = [min(read[0], size(instruction.type)), *indices]
+    elif instruction.operation in _UPDATES:
+        source, update = _UPDATES[instruction.operation], _updated(inside, instruction)
+        # A scatter reads the old values, which it adds to, and the indices.
+        old = [min(read[0], update), read[1]] if instruction.operation == "scatter" else []
+        read, written = [*old, read[source]], [min(written[0], update)]
     return sum(read) + sum(written)
 
 
@@ -85,9 +94,11 @@ def _sliced(module: Module, computation: str, name: str) -> int | None:
             parts += [inner.get(i) for i, operand in enumerate(user.operands) if operand == name]
         elif user.operation in _SLICES and user.operands[0] == name:
             parts.append(size(user.type))
+        elif user.operation in _UPDATES and user.operands[0] == name:
+            old = _updated(module.computations[computation], user)
+            parts.append(old if user.operation == "scatter" else 0)
         else:
-            in_place = user.operation == "dynamic-update-slice" and user.operands[0] == name
-            parts.append(0 if in_place else None)
+            parts.append(None)
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
 
@@ -101,6 +112,10 @@ def _updates(module: Module, called: str) -> list[int | None]:
     for result in results:
         while result.operation == "bitcast" and result.operands[0] in inside:
             result = inside[result.operands[0]]
-        in_place = result.operation == "dynamic-update-slice" and result.operands[1] in inside
-        sizes.append(size(inside[result.operands[1]].type) if in_place else None)
+        sizes.append(_updated(inside, result) if result.operation in _UPDATES else None)
     return sizes
+
+
+def _updated(inside: Mapping[str, Instruction], update: Instruction) -> int:
+    """Returns the bytes of the new values of an update in place."""
+    return size(inside[update.operands[_UPDATES[update.operation]]].type)

@@ -39,7 +39,6 @@ ONLY_RESOLVED = {
     "configs/runs/glue/rte.gin": "--print_config",  # the weights of roberta-base
     "runs/rte": None,  # the run of the command above
     "weights/roberta-4k/tokenizer.json": "--print_config",
-    "configs/sweeps/table1.gin": "--list",  # hours of training
     "configs/sweeps/gates.gin": "--list",
     "configs/sweeps/medium.gin": "--list",  # hours of training
     "configs/sweeps/memory_distance.gin": "--list",  # training of five models
@@ -50,8 +49,6 @@ ONLY_RESOLVED = {
     "--topology=h100x1": "--print_config",  # packages with a GPU compiler
     "--gin.Training.segment_length=512": "--print_config",  # minutes of training
     "runs/far": None,  # the run of the command above
-    "runs/table1/Rec-fixed-skip,seed=0/point.gin": None,  # a run of the sweep table1.gin
-    "runs/growth": None,
     "--topology=v4:2x4x4": "--print_config",  # libtpu, an optional package with a TPU compiler
 }
 
@@ -74,7 +71,7 @@ def commands(text: str) -> Iterator[str]:
             if line.startswith("--gin_bindings"):
                 line = f"python -m brt.train {files} {line} --print_config"
             files = " ".join(re.findall(r"--gin_file=\S+", line)) or files
-            if re.match(r"(python -m brt|python launch/|split|head|cp) ?", line):
+            if re.match(r"(python -m brt|python launch/|cp) ?", line):
                 yield line
 
 
@@ -112,14 +109,9 @@ def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "books").mkdir()
     for number, book in enumerate(sorted(CORPORA.rglob("*.txt"))[:3]):
         (path / f"books/{number}.txt").write_bytes(book.read_bytes()[:20000])
-    shutil.copy(path / "books/0.txt", path / "BOOK.txt")
     shutil.copy(path / "books/1.txt", path / "document.txt")
-    shutil.copy(path / "books/1.txt", path / "HELD_OUT.txt")
     pairs = next(CORPORA.glob("summaries/train/*.jsonl")).read_text().splitlines(keepends=True)
     (path / "pairs.jsonl").write_text("".join(pairs[:40]))
-    for split in ("train", "validation", "test"):
-        (path / "pieces" / split).mkdir(parents=True)
-    shutil.copy(path / "books/2.txt", path / "pieces/test")
     for number, split in enumerate(("train", "validation", "test")):
         (path / "papers" / split).mkdir(parents=True)
         shutil.copy(path / f"books/{number}.txt", path / f"papers/{split}/paper.tex")

@@ -104,7 +104,10 @@ def test_a_stack_with_dense_memory_equals_the_recordings(dense_stack_file: Path)
     xl = with_settings(
         dense, {"DenseMemory.layers": (), "Memorizing.neighbors": 1, "window": cfg["window"]}
     )
-    layers = {"transformer0": xl, "side_layer": dense, "transformer1": xl}
+    (beside,) = cfg["side_layers"]
+    names = [f"transformer{i}" for i in range(cfg["layers"])]
+    layers = dict.fromkeys(names[: beside + 1], xl) | {"side_layer": dense}
+    layers |= dict.fromkeys(names[beside + 1 :], xl)
 
     def parameters(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -136,15 +139,19 @@ def test_a_stack_with_dense_memory_equals_the_recordings(dense_stack_file: Path)
         return jnp.sum(nats[..., 0] * scored), (logits, tuple(after))
 
     params, kind = parameters(golden.under("params")), jnp.dtype("float32")
-    fresh = new_window_state(xl, 2, kind)
-    states: tuple = (fresh, new_dense_state(dense, 2, kind), fresh)
+    batch = len(golden["start1"])
+    fresh = new_window_state(xl, batch, kind)
+    states: tuple = tuple(
+        new_dense_state(dense, batch, kind) if model is dense else fresh
+        for model in layers.values()
+    )
     for segment, gradients in (("1", "grad_params"), ("2", "grad_params2")):
         tokens, flags = (jnp.asarray(golden[name + segment]) for name in ("tokens", "start"))
         (value, (logits, states)), grads = value_and_grad(params, states, tokens, flags)
         assert_close(logits, golden["logits" + segment], "logits")
         assert_close(value, golden["loss" + segment], "loss")
         folder = f"state{segment}/layer_stack/side_layer"
-        check_memory(states[1], golden.under(folder), folder)
+        check_memory(states[[*layers].index("side_layer")], golden.under(folder), folder)
         expected = flatten_dict(parameters(golden.under(gradients)), sep="/")
         for name, gradient in flatten_dict(grads, sep="/").items():
             assert_close(gradient, expected[name], f"gradient {segment} of {name}")

@@ -14,6 +14,7 @@ from recordings import Golden, assert_close
 from brt.config import Model
 from brt.config.mlp import MLP
 from brt.layers.kinds import KINDS
+from brt.layers.runs import runs
 from brt.layers.scan import Stream
 from brt.memories import Summaries
 from brt.memories.summary.state import LongSummaryState, SummaryState
@@ -169,15 +170,21 @@ def test_summary_layers_equal_the_recordings(melodi_layer_file: Path) -> None:
 def test_stacks_of_summary_layers_equal_the_recordings(melodi_stack_file: Path) -> None:
     golden = Golden(melodi_stack_file)
     model = model_of(golden)
-    names = ["summary_0", "long_summary_1", "summary_2"]  # runs of one layer each
+    groups, first = [], 0  # the runs, each with the indices of its layers
+    for run in runs(model):
+        groups.append((run.name, range(first, first + run.layers)))
+        first += run.layers
 
     def parameters(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         def of_layer(i: int) -> dict[str, Any]:
             prefix = f"layer_stack/melodi_layers_{i}/"
             own = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-            return jax.tree.map(lambda x: x[None], layer_parameters(own, model))
+            return layer_parameters(own, model)
 
-        stack = {name: of_layer(i) for i, name in enumerate(names)}
+        stack: dict[str, Any] = {
+            name: jax.tree.map(lambda *x: jnp.stack(x), *map(of_layer, layers))
+            for name, layers in groups
+        }
         stack["summaries"] = jnp.asarray(arrays["layer_stack/summary_embeddings"])
         return {
             "embedding": jnp.asarray(arrays["embed/embedding"]),
@@ -195,17 +202,19 @@ def test_stacks_of_summary_layers_equal_the_recordings(melodi_stack_file: Path) 
         nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
         return jnp.sum(nats[..., 0] * scored), (logits, state)
 
-    params, state = parameters(golden.under("params")), decoder.new_state(model, 2)
+    params = parameters(golden.under("params"))
+    state = decoder.new_state(model, len(golden["start1"]))
     for segment, gradients in (("1", "grad_params"), ("2", "grad_params2")):
         tokens = golden["tokens" + segment]
         start = starts(golden["start" + segment], tokens.shape[1], model)
         (value, (logits, state)), grads = value_and_grad(params, state, tokens, start)
         assert_close(logits, golden["logits" + segment], "logits")
         assert_close(value, golden["loss" + segment], "loss")
-        for i, run_state in enumerate(state):
-            own = jax.tree.map(lambda leaf: leaf[:, 0], run_state)
-            folder = f"state{segment}/layer_stack/melodi_layers_{i}"
-            check_state(own, golden.under(folder), folder)
+        for (_, layers), run_state in zip(groups, state, strict=True):
+            for place, i in enumerate(layers):
+                own = jax.tree.map(lambda leaf, place=place: leaf[:, place], run_state)
+                folder = f"state{segment}/layer_stack/melodi_layers_{i}"
+                check_state(own, golden.under(folder), folder)
         expected = flatten_dict(parameters(golden.under(gradients)), sep="/")
         for name, gradient in flatten_dict(grads, sep="/").items():
             assert_close(gradient, expected[name], f"gradient {segment} of {name}")

@@ -167,6 +167,36 @@ ENTRY %main (a: f32[64,8,16], k: s32[]) -> f32[8,16] {
     assert whole == 65 * one + index, "something else reads all of it"
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("operation", "operands", "result", "moved"),
+    [
+        # The rows, read and written, and their indices.
+        ("gather", "%a, %i", "f32[4,8]", 2 * 4 * 8 + 4),
+        # Of each row: the old values, the new ones and the result; and the indices.
+        ("scatter", "%a, %i, %u", "f32[64,8]", 3 * 4 * 8 + 4),
+    ],
+)
+def test_of_an_indexed_array_the_indexed_rows_are_read(
+    fused: bool, operation: str, operands: str, result: str, moved: int
+) -> None:
+    text = f"""
+%inside (a: f32[64,8], i: s32[4], u: f32[4,8]) -> {result} {{
+  %a = f32[64,8]{{1,0}} parameter(0)
+  %i = s32[4]{{0}} parameter(1)
+  %u = f32[4,8]{{1,0}} parameter(2)
+  ROOT %r = {result}{{1,0}} {operation}({operands})
+}}
+"""
+    if fused:
+        last = text.rindex("ROOT")
+        call = f"ROOT %f = {result}{{1,0}} fusion({operands}), kind=kLoop, calls=%inside\n}}\n"
+        text += "\n" + text[:last].replace("%inside", "ENTRY %main") + call
+    else:
+        text = text.replace("%inside", "ENTRY %main")
+    assert costs(text).total.bytes == 4 * moved
+
+
 def test_what_is_started_is_read_and_written_once() -> None:
     """Tests asynchronous copies and slices, some of them into on-chip memory. The type of their
     result also names the operand.
@@ -256,10 +286,11 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         two_cores = costs(text.replace("ATTRIBUTES", name), "v4").total.cycles
         assert two_cores == 3 * times * schedules.BUNDLES["window_attention_512x512x128"]["v4"]
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
-        assert not found.unknown
+        assert not found.unknown and not found.cycles_at_peak
     at_peak = name + ', backend_config={"cost_estimate":{"flops":"197000000000"}}'
     # These products take a v5e one millisecond, or 1.5e6 cycles, which no schedule can undercut.
-    assert costs(text.replace("ATTRIBUTES", at_peak), "v5e").total.cycles == 1.5e6
+    found = costs(text.replace("ATTRIBUTES", at_peak), "v5e")
+    assert found.total.cycles == found.cycles_at_peak == 1.5e6
     name = 'metadata={op_name="jit(f)/window_attention_512x512x128_float32_6_steps"}'
     found = costs(text.replace("ATTRIBUTES", name), "v5e")
     assert not found.total.cycles

@@ -33,7 +33,7 @@ def made(peak: float = 20.0, **changes: object) -> Plan:
     topology = Topology("v4:2x2x1", [None] * 4, "tpu", CHIPS["v4"], False)
     found = Costs(
         {"attention": Cost(2.75e12, 1.2e9, 1.05e6), "loss": Cost(0, 1.2e9, 1.05e6)},
-        {"all-reduce": CollectiveCost(3, 135_000_000)},
+        {"all-reduce": CollectiveCost(3, 300_000_000)},
     )
     base = Plan(
         topology, {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}, 8 * GIB, 8 * GIB, 0, 0,
@@ -46,7 +46,7 @@ def test_paces_are_those_of_the_chip() -> None:
     paces = made().step_seconds
     assert paces["products"] == pytest.approx(2.75 / 275)
     assert paces["memory"] == pytest.approx(2.4 / 1200)
-    assert paces["network"] == pytest.approx(2 * 135 / 135_000), "reduced, and told to all"
+    assert paces["network"] == pytest.approx(2 * 300 / 300_000), "reduced, and told to all"
     assert paces["roofline"] == paces["products"]
     assert paces["compiler"] == pytest.approx(0.002 + paces["network"])
     assert "compiler" not in made(low_effort=True).step_seconds

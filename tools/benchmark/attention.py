@@ -28,6 +28,7 @@ import sys
 from typing import Any
 
 from attention_kinds import Contestant, Sizes, deterministic, error, exact, first_lane, inputs
+from conditions import report
 from timing import interleaved, ratio, show
 
 from brt import allocator, platforms
@@ -148,9 +149,8 @@ def main() -> None:
         show(f"Window attention, {shown}", rows)
     for name, why in absent.items():
         print(f"absent: {name} ({why})")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"sizes": sizes._asdict(), "rows": rows, "absent": absent}, file, indent=1)
+    devices = ", ".join(one["device"] for one in said)
+    report(args, {"rows": rows, "absent": absent}, devices=devices)
 
 
 def row(name: str, facts: Row, times: dict[str, dict[str, list[float]]], sizes: Sizes) -> Row:

@@ -22,7 +22,6 @@ time for several sizes of each kind.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from clustered_kinds import ALL_LOGITS, REGIMES, Operation, of, operations, plain, regime
+from conditions import report
 from timing import interleaved, ratio, show
 
 from brt import allocator
@@ -51,8 +51,6 @@ def main() -> None:
     args = parser.parse_args()
     allocator.keep_memory()
     allocator.disable_async_dispatch()
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, float32\n")
     kinds = operations(args.clusters, args.top_k)
     rows: list[Row] = []
     for tokens in map(int, args.lengths.split(",")):
@@ -70,9 +68,7 @@ def main() -> None:
         results["sizes"] = sizes(args.rounds)
         show("Error and forward time at 4,096 tokens", results["sizes"])
         draw(results["times"], results["sizes"], args.plot)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+    report(args, results)
 
 
 def measured(kinds: dict[str, Operation], tokens: int, rounds: int, full_up_to: int) -> list[Row]:

@@ -9,12 +9,12 @@ Ratios to the first depth are medians over the rounds.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
+
+from conditions import report
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
@@ -36,7 +36,6 @@ def main() -> None:
     parser.add_argument("--target", type=int, default=128, help="target tokens")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}\n")
     depths = [int(layers) for layers in args.layers.split(",")]
     names = {layers: f"{layers} + {layers}" for layers in depths}
     lower, both = ({name: [] for name in names.values()} for _ in range(2))
@@ -60,8 +59,7 @@ def main() -> None:
         for name in names.values()
     ]  # fmt: skip
     show("A training step", rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
+    report(args, rows)
 
 
 def lowered_step(args: argparse.Namespace, layers: int) -> Any:

@@ -6,7 +6,11 @@ estimate them.
     python tools/benchmark/compiled.py --baseline=tools/benchmark/baselines/rec.json [--record]
 
 The costs are cycles and bytes of one step on one device. The costs of a loop's body are multiplied
-by the trip count, and the cycles of a kernel are the length of its schedule (see `brt/planning`).
+by the trip count. The cycles of a kernel are the length of its schedule, or the cycles of its
+products and bytes at the chip's peak rates if these are more (see `brt/planning`). Schedules lack
+stalls, so all of this is a lower bound on the time. The time of the step is that of the cycles and
+of the collectives that no computation covers, and its share of the chip's peak counts the FLOPs of
+the model without recomputation.
 For a TPU, the table also has the bound of each part, which is the larger of two numbers of cycles:
 those that its matrix products take at the chip's peak, and those that its traffic takes at the peak
 of the memory. "Reached" is the share of the bound in the part's cycles.
@@ -18,8 +22,11 @@ longest are listed; those that are no matrix products are candidates for optimiz
 A baseline is a file with a case (.gin files, bindings, machine), the versions of the compiler and
 the costs. With --baseline, the case is compiled again, and the exit code is 1 if the costs of a
 part have grown by more than 5 %. With --record, the new costs replace those in the file, and the
-tables are printed. If the file does not exist, it is created for the case of the flags. The
-baselines of whole models are in tools/benchmark/baselines/full/; each takes minutes to compile.
+tables are printed. If the file does not exist, it is created for the case of the flags. With
+--arithmetic, only what follows from the case without compiling it is recorded: the tokens and the
+FLOPs of the model. The
+baselines of whole models are in tools/benchmark/baselines/full/; each takes minutes to compile. The
+bytes of baselines without a date are older: they count all of an array of which rows are gathered.
 """
 
 import argparse
@@ -33,10 +40,15 @@ from typing import Any, NamedTuple
 from brt import command_line, platforms
 from brt.errors import ConfigError
 from brt.planning.topologies import CHIPS, Chip
+from brt.training import provenance
 
 GROWTH = 1.05  # The costs of a part may grow by this factor.
 LEAST = 0.001  # In addition, a part may grow by this share of the costs of the whole step.
 _SHOWN = 80  # Maximum number of characters shown of a type or a path.
+KEPT = (
+    "tokens_per_step", "model_flops", "temporary_bytes", "peak_bytes", "cycles_at_peak",
+    "collectives", "covered_network_seconds", "step_seconds", "mfu",
+)  # fmt: skip
 UNITS = {"cycles": ("Mcycles", 1e6), "bytes": ("GB", 1e9)}
 Figures = Mapping[str, Any]
 
@@ -62,6 +74,17 @@ class Case(NamedTuple):
         print(f"{shown}: compiled in {found['compile_seconds']:.0f} s", file=sys.stderr)
         return found
 
+    def sizes(self) -> dict[str, Any]:
+        """Returns the tokens of a step, and the FLOPs that the model needs for them."""
+        from brt.ops import dispatch
+        from brt.planning import plan, topologies
+
+        config = command_line.read(self.gin_file, self.gin_bindings).config
+        machine = topologies.named(self.topology)
+        with dispatch.use_backend(machine.backend, machine.devices[0]):
+            *_, tokens, flops = plan.shaped(config, machine)
+        return {"tokens_per_step": tokens, "model_flops": flops}
+
 
 def main(args: argparse.Namespace) -> int:
     platforms.use_cpus()  # Nothing runs here, so other processes can use the accelerators.
@@ -86,7 +109,24 @@ def main(args: argparse.Namespace) -> int:
 
 def tables(found: Mapping[str, Figures]) -> list[str]:
     """Returns the tables of the costs of each part and of their bounds, by name of a variant."""
-    return side_by_side(found) + [line for one in found.values() for line in bounds(one)]
+    steps = [f"{name}: {sentence}" for name, one in found.items() if (sentence := step(one))]
+    return side_by_side(found) + steps + [line for one in found.values() for line in bounds(one)]
+
+
+def step(found: Figures) -> str:
+    """Returns a sentence with the least time of a step and what it consists of; "" for GPUs."""
+    seconds = found["step_seconds"]
+    if "compiler" not in seconds:
+        return ""
+    chip = CHIPS[found["topology"].partition(":")[0]]
+    computing, covered = found["cycles"] / chip.clock, found["covered_network_seconds"]
+    return (
+        f"at least {1e3 * seconds['compiler']:.1f} ms a step, {found['mfu']['compiler']:.1%} of "
+        f"the peak by the model's FLOPs: {1e3 * computing:.1f} ms of computation, of which kernels "
+        f"at the chip's peak rates take {found['cycles_at_peak'] / found['cycles']:.0%}, and "
+        f"{1e3 * seconds['network']:.1f} ms of collectives, of which {1e3 * covered:.1f} ms are "
+        "covered"
+    )
 
 
 def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
@@ -210,10 +250,14 @@ def beside_baseline(args: argparse.Namespace) -> int:
         case = Case(**recorded["case"])
     else:
         raise ConfigError(f"--baseline={path} does not exist; --topology and --record begin it")
+    if args.arithmetic:
+        path.write_text(json.dumps(recorded | case.sizes(), indent=1) + "\n")
+        return 0
     versions = {name: version(name) for name in ("jax", "libtpu")}
     if args.record:
         figures = case.figures()
-        content = {"case": case._asdict(), "versions": versions, **kept(figures)}
+        date = provenance.current_time()[:10]
+        content = {"case": case._asdict(), "date": date, "versions": versions, **kept(figures)}
         path.write_text(json.dumps(content, indent=1) + "\n")
         print("\n".join(tables({path.stem: figures})))
         return 0
@@ -240,10 +284,10 @@ def shown(versions: Mapping[str, str]) -> str:
 def kept(found: Figures) -> dict[str, Any]:
     """Returns the part of the figures that is stored in a baseline."""
     parts = {
-        part: {column: round(cost[column]) for column in UNITS}
+        part: {column: round(cost[column]) for column in (*UNITS, "flops")}
         for part, cost in parts_of(found).items()
     }
-    return {"temporary_bytes": found["temporary_bytes"], "parts": parts}
+    return {name: found[name] for name in KEPT} | {"parts": parts}
 
 
 def grown(now: Figures, then: Figures) -> Iterator[str]:
@@ -272,6 +316,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--instructions", metavar="N", type=int, default=0, help="lists so many")
     flags.add_argument("--baseline", metavar="FILE")
     flags.add_argument("--record", action="store_true", help="write the baseline")
+    flags.add_argument("--arithmetic", action="store_true", help="only what needs no compiler")
     command_line.add_json_flag(flags)
     return flags
 

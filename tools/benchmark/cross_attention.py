@@ -15,7 +15,6 @@ ratios to full attention are medians over the rounds.
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from conditions import report
 from timing import interleaved, ratio, show
 
 from brt import allocator, tasks
@@ -61,8 +61,6 @@ def main() -> None:
     args = parser.parse_args()
     allocator.keep_memory()
     allocator.disable_async_dispatch()
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, float32\n")
     found = {"computed": computed(), "decode": [], "train": []}
     show("Computed for one head of 64 (the paper's Table 1 and Figure 5)", found["computed"])
     for sources in map(int, args.sources.split(",")):
@@ -74,9 +72,7 @@ def main() -> None:
         segments = segments or (args.segment_size,)
         found["train"] = train_steps(args.train, segments, max(args.rounds // 4, 3))
         show(f"A training step of a T5, 8 x ({sources:,} + {targets}) tokens", found["train"])
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
+    report(args, found)
 
 
 def computed() -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conditions import report
 from timing import interleaved, ratio, show
 
 from brt import command_line
@@ -36,7 +37,6 @@ def main(args: argparse.Namespace) -> None:
     device = jax.devices()[0]
     if device.platform != "gpu":
         sys.exit(f"the kernels run on GPUs, and JAX found {device.device_kind}")
-    print(f"jax {jax.__version__}, {device.device_kind}, {args.lanes} lanes\n")
     cases = {
         "tokens to 512 states, 8 blocks of 512 tokens, heads of 128": states(args.lanes),
         "encoder, 1,024 tokens, heads of 64, T5's bias": encoder(args.lanes, 1024),
@@ -47,8 +47,7 @@ def main(args: argparse.Namespace) -> None:
         found[name] = measured(attention, inputs, args.rounds)
         show(name, found[name])
         sys.stdout.flush()
-    if args.json:
-        command_line.write_json(args.json, found, None)
+    report(args, found)
 
 
 def states(lanes: int) -> tuple[Attention, Inputs]:

@@ -11,10 +11,9 @@ the time of each model's fastest round and the median over rounds of its ratio t
 
 import argparse
 import dataclasses
-import json
 import statistics
 
-import jax
+from conditions import report
 from lm_step import SIZES, Contestant, models
 
 from brt import allocator
@@ -49,17 +48,13 @@ def main() -> None:
         for contestant in contestants.values():
             contestant.run()
     rows = [row(name, model, contestants) for name, model in sizes.items()]
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
     print(f"{'model':26}{'parameters':>12}{'ms/step':>9}{'/ Slide':>9}{'FLOPs':>7}{'temp MiB':>10}")
     for r in rows:
         print(
             f"{r['model']:26}{r['parameters']:>12,}{r['milliseconds']:>9.1f}{r['ratio']:>9.3f}"
             f"{r['relative_flops']:>7.3f}{r['temporary_mib']:>10.0f}"
         )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    report(args, rows, sizes)
 
 
 def row(name: str, model: Model, contestants: dict[str, Contestant]) -> dict[str, object]:

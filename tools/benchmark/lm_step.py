@@ -3,8 +3,7 @@
     python tools/benchmark/lm_step.py [--size=small|mid|all] [--rounds=40] [--json=FILE]
 
 A step is the forward and backward pass of the language-model loss in float32, without optimizer and
-dropout. The sizes are those at which the original code was measured (google-research/meliad, on two
-shared CPU cores of a faster machine; docs/performance.md has measurements of both in one run).
+dropout.
 
 The models take turns, so that other work on the machine slows all of them down alike. The table has
 the time of each model's fastest round and the median; ratios are medians over rounds. In each
@@ -13,7 +12,6 @@ compiled step, and the dense products of Slide as jax.numpy computes them.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from conditions import report
 from products_alone import products, program
 
 from brt import allocator, tasks
@@ -34,13 +33,12 @@ from brt.types import Batch
 
 
 class Size(NamedTuple):
-    """Sizes of the models, tokens of a step, number of rounds, and times of the original code."""
+    """Sizes of the models, tokens of a step, and number of rounds."""
 
     model: dict[str, int]
     states: int
     tokens: int
     rounds: int
-    original: dict[str, float]  # milliseconds per step of the original code
 
 
 SIZES = {
@@ -50,7 +48,6 @@ SIZES = {
         states=64,
         tokens=512,
         rounds=40,
-        original={"XL": 25.9, "Slide": 31.5, "Rec:fixed:skip": 41.9},
     ),
     "mid": Size(
         {"model_dim": 256, "heads": 4, "head_dim": 64, "mlp_dim": 1024, "window": 256,
@@ -58,7 +55,6 @@ SIZES = {
         states=256,
         tokens=2048,
         rounds=16,
-        original={"XL": 390.0, "Slide": 438.0, "Rec:fixed:skip": 541.0},
     ),
 }  # fmt: skip
 
@@ -106,6 +102,7 @@ class Contestant(Timed):
     """The compiled forward and backward pass of a model, and the milliseconds of each run."""
 
     def __init__(self, model: Model, lanes: int, segment: int) -> None:
+        self.model = model
         config = Config(model=model, training=Training(batch_size=lanes, segment_length=segment))
         self.params = jax.tree.map(jnp.asarray, _unboxed(initial_params(config)))
         batch = random_batch(model, lanes, segment)
@@ -191,7 +188,6 @@ def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
                 "times": c.times,
                 "compile_seconds": c.compile_seconds,
                 "temporary_mib": c.temporary_mib,
-                "original_milliseconds_per_step": size.original.get(key),
                 "products_times": alone[key].times,
                 "dense_products_times": dense.times if key == "Slide" else None,
             }
@@ -203,16 +199,15 @@ def show(rows: list[dict[str, object]]) -> None:
     """Prints a table, and the ratios of times that the paper compares."""
     print(
         f"{'size':6} {'model':15} {'parameters':>10} {'ms/step':>8} {'median':>8} "
-        f"{'tokens/s':>9} {'compile s':>9} {'temp MiB':>8} {'original ms':>11} "
+        f"{'tokens/s':>9} {'compile s':>9} {'temp MiB':>8} "
         f"{'products ms':>11} {'step / these':>12}"
     )
     for r in rows:
-        original = r["original_milliseconds_per_step"]
         print(
             f"{r['size']:6} {r['model']:15} {r['parameters']:>10,} "
             f"{r['milliseconds_per_step']:>8.1f} {r['median_milliseconds_per_step']:>8.1f} "
             f"{r['tokens_per_second']:>9,.0f} {r['compile_seconds']:>9.1f} "
-            f"{r['temporary_mib']:>8.0f} {original if original else '-':>11} "
+            f"{r['temporary_mib']:>8.0f} "
             f"{min(r['products_times']):>11.1f} {_ratio(r['times'], r['products_times']):>12.2f}"
         )
     for size in dict.fromkeys(r["size"] for r in rows):
@@ -242,14 +237,15 @@ def main() -> None:
     args = parser.parse_args()
     allocator.keep_memory()
     allocator.disable_async_dispatch()
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
     names = list(SIZES) if args.size == "all" else [args.size]
     rows = [row for name in names for row in measure(name, args.rounds, args.unroll)]
     show(rows)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    measured = {
+        f"{name}, {key}": model
+        for name in names
+        for key, (model, *_) in models(SIZES[name], args.unroll).items()
+    }
+    report(args, rows, measured)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ the size of the temporary buffers of the step.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+from conditions import report
 from timing import interleaved, ratio, show
 
 from brt import allocator, tasks
@@ -45,15 +44,12 @@ def main() -> None:
     args = parser.parse_args()
     allocator.keep_memory()
     allocator.disable_async_dispatch()
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, {args.family}\n")
     rows = []
     for length in map(int, args.lengths.split(",")):
         found = measured(args, length)
         show(f"{length:,} source tokens", found)
         rows += found
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
+    report(args, rows)
 
 
 def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:

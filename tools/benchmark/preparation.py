@@ -194,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     flags.add_argument("--datasets", action="store_true", help="also measure datasets.map")
     flags.add_argument("--largest", type=float, help="MB of another input, for its peak memory")
+    flags.add_argument("--json", help="write the rows to this file")
     flags.add_argument("--directory", type=Path, help="where to write; default: $TMPDIR")
     flags.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     return flags
@@ -209,8 +210,13 @@ def main() -> None:
         if args.largest:
             print(largest(args, directory))
         else:
+            rows = []
             for line in table(args, directory):
                 print(line, flush=True)
+                rows.append(line)
+            from conditions import report  # It imports jax, which a measured process does not need.
+
+            report(args, rows)
     finally:
         shutil.rmtree(directory)
 

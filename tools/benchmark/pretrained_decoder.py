@@ -14,7 +14,6 @@ second half counts, where every token sees at least the window.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from conditions import report
 
 
 class Result(NamedTuple):
@@ -164,8 +164,7 @@ def main() -> None:
         found[title] = show(title, programs.generation(texts))
     title = f"scoring {min(args.scored, len(programs.ids)):,} tokens, window {args.window}"
     found[title] = show(title, programs.scoring())
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    report(args, found, {args.model: programs.ours.config.model})
 
 
 def parser() -> argparse.ArgumentParser:

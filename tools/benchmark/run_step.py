@@ -9,11 +9,10 @@ models take turns; ratios to the time of the first one are medians over the roun
 
 import argparse
 import dataclasses
-import json
 from functools import partial
 from pathlib import Path
 
-import jax
+from conditions import report
 from lm_step import Contestant
 from timing import interleaved, ratio, show
 
@@ -30,8 +29,6 @@ def main() -> None:
     allocator.keep_memory()
     allocator.disable_async_dispatch()
     runs = {Path(file).stem: contestant(file, args.gin_bindings) for file in args.runs}
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}\n")
     times = interleaved(
         {name: partial(run.step, *run.args) for name, run in runs.items()}, args.rounds
     )
@@ -44,8 +41,7 @@ def main() -> None:
         for name, run in runs.items()
     ]  # fmt: skip
     show("A training step", rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
+    report(args, rows, {name: run.model for name, run in runs.items()})
 
 
 def contestant(file: str, bindings: list[str]) -> Contestant:

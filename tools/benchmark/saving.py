@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from conditions import report
 from timing import show
 from train_step import Contestant, of_row
 
@@ -63,7 +64,7 @@ class Trainer:
 
 def main(args: argparse.Namespace) -> None:
     asked = argparse.Namespace(size=args.size, tokens=args.tokens, dtype=args.dtype)
-    config, tokens = of_row(args.model, asked, [])
+    config, _ = of_row(args.model, asked, [])
     contestant = Contestant(config)
     with tempfile.TemporaryDirectory(dir=args.directory) as place:
         with CheckpointWriter(Path(place) / "checkpoints", keep=1) as writer:
@@ -77,10 +78,8 @@ def main(args: argparse.Namespace) -> None:
             if problems:
                 raise SystemExit(f"the checkpoint is damaged: {problems}")
     row = figures(rounds, args, checksums, tree_utils.required_bytes(contestant.state))
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {tokens:,} tokens a step")
     show(f"{args.model}, a save every {args.every} steps", [row])
-    if args.json:
-        command_line.write_json(args.json, {"rows": [row]}, None)
+    report(args, [row], {args.model: config.model})
 
 
 def _round(trainer: Trainer, steps: int) -> tuple[float, float, float]:

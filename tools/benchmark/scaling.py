@@ -1,4 +1,4 @@
-"""Plans the paper's models for slices of 1 to 512 chips, and prints docs/scaling.md's tables.
+"""Plans the paper's models for slices of 1 to 512 chips, and prints tables of them.
 
 python tools/benchmark/scaling.py --json=scaling.json   # low effort: hours less than --full
 python tools/benchmark/scaling.py --steps               # ratios of Rec and Feedback to Slide:13L
@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from conditions import report
 
 PAPER = ("--gin_file=configs/base/paper.gin", "--gin_bindings=Model.vocab_size = 32000")
 MODELS = {
@@ -109,8 +111,7 @@ def main() -> None:
             for count in set(args.counts or SLICES[chip]) & SLICES[chip].keys():
                 found.append(of_size(model, chip, count, "full" if args.full else "low"))
                 print(row(found[-1]), flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1))
+    report(args, found, devices=", ".join(args.chips))
 
 
 def parser() -> argparse.ArgumentParser:

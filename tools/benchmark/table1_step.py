@@ -1,20 +1,18 @@
 """Measures the relative step times of the paper's Table 1, and compares them with relative FLOPs.
 
     python tools/benchmark/table1_step.py [--tokens=4096] [--rounds=3] [--size=paper|small]
-        [--models=Slide:13L,Rec:fixed:skip] [--json=FILE]
+        [--models=Slide:13L,Rec:fixed:skip] [--vocabulary=32000] [--json=FILE]
 
 A step is the forward and backward pass of the language-model loss, without optimizer and dropout,
-with the paper's layer sizes and as many lanes as give `--tokens` tokens per step. The vocabulary
-consists of bytes, so that the loss takes little time in comparison with the layers. The models take
+with the paper's layer sizes and as many lanes as give `--tokens` tokens per step. The models take
 turns; ratios are those of the fastest rounds.
 """
 
 import argparse
 import dataclasses
-import json
 import sys
 
-import jax
+from conditions import report
 from lm_step import Contestant
 
 from brt import allocator
@@ -24,7 +22,7 @@ from brt.models.flops import forward_flops_per_token
 from brt.training.state import parameter_counts
 
 SIZES = {
-    "paper": Model(vocab_size=256),
+    "paper": Model(vocab_size=32000),
     "small": Model(
         model_dim=96,
         heads=3,
@@ -76,6 +74,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="per step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", default=USUAL, help=f"of {', '.join(PAPER)}")
+    parser.add_argument("--vocabulary", type=int, help="32,000 of paper, 256 of small")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
@@ -88,6 +87,8 @@ def main() -> None:
     allocator.keep_memory()
     allocator.disable_async_dispatch()
     size = dataclasses.replace(SIZES[args.size], dtype=args.dtype)
+    if args.vocabulary:
+        size = dataclasses.replace(size, vocab_size=args.vocabulary)
     contestants = {name: Contestant(*row(name, size, args.tokens)) for name in names}
     for i in range(args.rounds):
         for name, contestant in contestants.items():
@@ -95,12 +96,8 @@ def main() -> None:
             seconds = contestant.times[-1] / 1e3
             print(f"round {i + 1}: {name:22} {seconds:7.1f} s", file=sys.stderr)
     rows = [figures(name, contestants, size, args.tokens) for name in names]
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, {size.dtype}")
     show(rows)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    report(args, rows, {name: contestant.model for name, contestant in contestants.items()})
 
 
 def figures(

@@ -2,14 +2,14 @@
 
     python tools/benchmark/train_step.py [--size=paper|small] [--tokens=131072] [--rounds=5]
         [--models=Slide:13L,Rec:fixed:skip] [--implementations=window_attention:xla,pallas_tpu]
-        [--dtype=bfloat16] [--json=FILE]
+        [--dtype=bfloat16] [--gin_bindings='Model.dropout = 0.1'] [--json=FILE]
 
 The models are rows of the paper's Table 1. A train step includes the optimizer (Adafactor), but no
-dropout, and runs on one device with random tokens. Models and implementations take turns in one
-process. A chain of large matrix products is measured in the same rounds, because it shows the speed
-that the device reaches at best. The column MFU is relative to the peak of the data sheet; the
-column "of product" is relative to the speed of the large products. Figures are medians over the
-rounds; a ratio is the median of the ratios within a round.
+dropout unless a binding sets it, and runs on one device with random tokens. Models and
+implementations take turns in one process. A chain of large matrix products is measured in the same
+rounds, because it shows the speed that the device reaches at best. The column MFU is relative to
+the peak of the data sheet; the column "of product" is relative to the speed of the large products.
+Figures are medians over the rounds; a ratio is the median of the ratios within a round.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from compiled import variants
+from conditions import report
 from lm_step import random_batch
 from table1_step import BASELINE, PAPER, SIZES, USUAL, row
 from timing import interleaved, ratio, show
@@ -71,6 +72,7 @@ def main(args: argparse.Namespace) -> None:
             raise ConfigError(f"--models={name}: Table 1 has {', '.join(PAPER)}")
     contestants, tokens = {}, {}
     for chosen, bindings in variants(args.implementations):
+        bindings = [*args.gin_bindings, *bindings]
         for name in names:
             config, tokens[name] = of_row(name, args, bindings)
             contestants[name, chosen] = Contestant(config)
@@ -83,11 +85,10 @@ def main(args: argparse.Namespace) -> None:
         figures(name, chosen, contestants, times, tokens[name], best)
         for name, chosen in contestants
     ]
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {device.device_kind}; products at {best / 1e12:.2f} TFLOP/s")
+    print(f"products at {best / 1e12:.2f} TFLOP/s")
     show("A train step", rows)
-    if args.json:
-        command_line.write_json(args.json, {"rows": rows, "product_flops": best}, None)
+    measured = {name: contestants[name, chosen].model for name, chosen in contestants}
+    report(args, {"rows": rows, "product_flops": best}, measured)
 
 
 def of_row(name: str, args: argparse.Namespace, bindings: list[str]) -> tuple[Config, int]:
@@ -154,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--models", default=USUAL, help=f"of {', '.join(PAPER)}")
     flags.add_argument("--implementations", metavar="OPERATION,...:NAME,...")
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    flags.add_argument("--gin_bindings", action="append", default=[], help="of all models")
     command_line.add_json_flag(flags)
     return flags
 

@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from conditions import report
+
 ROOT = Path(__file__).resolve().parents[2]
 LANES = 4  # of each process
 SETTINGS = {
@@ -85,6 +87,7 @@ def main() -> None:
     for name, value in speeds.items():
         of_one, of_apart = value / (2 * speeds["one"]), value / speeds["two apart"]
         print(f"| {name} | {value:,.0f} | {of_one:.2f} | {of_apart:.2f} |")
+    report(args, {"speeds": speeds, "settings": SETTINGS})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--steps", type=int, default=40)
+    flags.add_argument("--json", help="write the speeds to this file")
     return flags
 
 
