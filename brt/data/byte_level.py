@@ -106,13 +106,12 @@ class ByteLevelTokenizer(ChunkTokenizer):
 
     def _id_of(self, token: int | str) -> int | None:
         """Returns the id of a piece, or an id of a special token; None for others."""
-        if isinstance(token, str):
-            token = self._tokenizer.token_to_id(token)
-            return token if token is not None and token < self.vocab_size else None
-        if not 0 <= token < self.vocab_size:
+        named = isinstance(token, str)
+        i = self._tokenizer.token_to_id(token) if named else token
+        if i is None or not 0 <= i < self.vocab_size:
             return None
-        special = not self._bytes[token]
-        return token if special or self._tokenizer.id_to_token(token) in special_tokens.START else None
+        known = named or self._tokenizer.id_to_token(i) in special_tokens.START
+        return i if known or not self._bytes[i] else None
 
     def _check_bytes(self, texts: list[str]) -> None:
         """Refuses texts with bytes that no piece stands for: they would be dropped silently."""

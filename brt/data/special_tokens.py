@@ -71,6 +71,7 @@ def read(
       DataError: a file is not a JSON object, or the list of added tokens is damaged.
     """
     try:
+        contents: dict[str, Mapping[str, Any]]
         contents = {name: _json(name, files[name]) for name in _READ if name in files}
         if described is not None:
             contents["tokenizer.json"] = described
@@ -82,7 +83,9 @@ def read(
         end = [*_ids(contents, "eos_token_id"), *_pieces(contents, "eos_token")]
         return Statements(tuple(begin), tuple(end), _added(contents))
     except ValueError as error:
-        raise DataError(f"the files beside the tokenizer {place} cannot be used: {error}") from error
+        raise DataError(
+            f"the files beside the tokenizer {place} cannot be used: {error}"
+        ) from error
 
 
 def beginning(

@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
       unk_id: the id of text that the tokenizer cannot represent; -1 if it represents every text.
       fingerprint: SHA-256 of everything that determines the ids.
       file: the name and content of a file from which `load` can read the tokenizer.
-      beside: the content of the files beside this file, by name, which are kept with it.
+      beside: the content of the files beside `file`, by name, which are kept with it.
       notes: what the user should know about the special tokens.
     """
 
@@ -39,8 +39,11 @@ class Tokenizer(Protocol):
     bos_id: int
     unk_id: int
     fingerprint: str
-    beside: Mapping[str, bytes]
     notes: tuple[str, ...]
+
+    @property
+    def beside(self) -> Mapping[str, bytes]:
+        """The content of the files beside this file, by name, which are kept with it."""
 
     @property
     def file(self) -> tuple[str, bytes]:

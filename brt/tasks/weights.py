@@ -20,12 +20,14 @@ class Tokenizer(Protocol):
     Attributes:
       name: name of the tokenizer for messages.
       fingerprint: hash of everything that determines the ids.
-      beside: the content of further files, by name, that are stored with `file`.
     """
 
     name: str
     fingerprint: str
-    beside: Mapping[str, bytes]
+
+    @property
+    def beside(self) -> Mapping[str, bytes]:
+        """The content of further files, by name, that are stored with `file`."""
 
     @property
     def vocab_size(self) -> int:

@@ -288,8 +288,8 @@ def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
     base = parameters.get("rope_theta", base) or 10_000.0
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(
-            "config.json: partial_rotary_factor below 1 asks for rotary positions in a part of each "
-            "head, which brt does not have"
+            "config.json: partial_rotary_factor below 1 asks for rotary positions in a part of "
+            "each head, which brt does not have"
         )
     interleaved = keys.take_optional("rope_interleaved")
     if interleaved:
