@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from brt import untrusted
-from brt.data import tokenizer_files
+from brt.data import originals, special_tokens, tokenizer_files
 from brt.data.chunks import ChunkTokenizer, end_of_word
+from brt.data.special_tokens import Added
 from brt.errors import DataError
 
 # A tokenizer.json with one of these settings is refused, because the settings change the text.
 CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-# The first of these pieces that a tokenizer has is used as BOS, the beginning of a document.
-START = ("<|begin_of_text|>", "<s>", "<|endoftext|>", "[CLS]", "<bos>")
 MASK = "<mask>"
 # A tokenizer is refused if it does not decode the ids of this text to the same text.
 PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"
@@ -56,23 +55,31 @@ class ByteLevelTokenizer(ChunkTokenizer):
         self.path = Path(path)
         self.name = self.path.name
         content = tokenizer_files.read(self.path)
-        self.file = "tokenizer.json", content
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-        self._tokenizer = _opened(self.path, content)
+        self.file, self.beside = ("tokenizer.json", content), originals.read(self.path)
+        settings = _settings(self.path, content)
+        said = special_tokens.read(self.path, self.beside, settings)
+        self._tokenizer = _opened(self.path, content, settings)
+        added = _add_missing(self.path, self._tokenizer, said)
         # Texts with a byte that has no piece are refused, so the tokenizer needs no unknown token.
         self.unk_id = -1
         size = self._tokenizer.get_vocab_size()
         self.vocab_size = size - (self._tokenizer.token_to_id(MASK) == size - 1)
-        ids = (self._tokenizer.token_to_id(piece) for piece in START)
-        self.bos_id = next((i for i in ids if i is not None), -1)
-        if self.bos_id < 0:
-            raise DataError(f"the tokenizer {path} has none of the pieces {', '.join(START)}")
-        added = self._tokenizer.get_added_tokens_decoder()
-        special = {token.content: i for i, token in added.items() if token.special}
+        known = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: i for i, token in known.items() if token.special}
         self.special_ids: Mapping[str, int] = special
         self._bytes = [
-            _bytes_of(path, self._tokenizer.id_to_token(i), added.get(i)) for i in range(size)
+            _bytes_of(path, self._tokenizer.id_to_token(i), known.get(i)) for i in range(size)
         ]
+        ids = (self._tokenizer.token_to_id(piece) for piece in special_tokens.START)
+        default = next((i for i in ids if i is not None), -1)
+        self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
+        if self.bos_id < 0:
+            raise DataError(
+                f"the tokenizer {path} has none of the pieces {', '.join(special_tokens.START)}; "
+                "name its bos_token in a tokenizer_config.json beside it"
+            )
+        identity = special_tokens.identity(content, self.bos_id, default, added)
+        self.fingerprint = hashlib.sha256(identity).hexdigest()
         pieces = {*self._bytes}
         self._missing = bytes(b for b in range(256) if b not in NEVER and bytes([b]) not in pieces)
         missing = {bytes([byte]) for byte in self._missing} - RARE
@@ -100,6 +107,15 @@ class ByteLevelTokenizer(ChunkTokenizer):
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
         return [np.asarray(encoding.ids, np.int32) for encoding in encoded]
 
+    def _id_of(self, token: int | str) -> int | None:
+        """Returns the id of a piece, or an id of a special token; None for others."""
+        named = isinstance(token, str)
+        i = self._tokenizer.token_to_id(token) if named else token
+        if i is None or not 0 <= i < self.vocab_size:
+            return None
+        known = named or self._tokenizer.id_to_token(i) in special_tokens.START
+        return i if known or not self._bytes[i] else None
+
     def _check_bytes(self, texts: list[str]) -> None:
         """Refuses texts with bytes that no piece stands for: they would be dropped silently."""
         for text in texts:
@@ -112,8 +128,19 @@ class ByteLevelTokenizer(ChunkTokenizer):
                 )
 
 
-def _opened(path: Path, content: bytes) -> Any:
-    settings = _settings(path, content)
+def _add_missing(path: Path, tokenizer: Any, said: special_tokens.Statements) -> list[Added]:
+    """Adds those tokens to a tokenizer that other files give it, and returns them."""
+    from tokenizers import AddedToken
+
+    size = tokenizer.get_vocab_size()
+    missing = special_tokens.missing(path, said, size, tokenizer.token_to_id)
+    for added in missing:
+        token = AddedToken(added.piece, special=added.special, normalized=False)
+        (tokenizer.add_special_tokens if added.special else tokenizer.add_tokens)([token])
+    return missing
+
+
+def _opened(path: Path, content: bytes, settings: dict[str, Any]) -> Any:
     before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
     steps = before.get("pretokenizers", [before])
     model = settings["model"]

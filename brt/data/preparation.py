@@ -24,6 +24,7 @@ from brt.data import (
     cache,
     losses,
     manifests,
+    originals,
     quarantine,
     shared_texts,
     sources,
@@ -299,8 +300,10 @@ def _new_tokenizer(
             path = directory / "tokenizer.json"
             path.write_text(json.dumps({"name": tokenizer.name}) + "\n")
         else:
-            path = path.with_name(tokenizer.file[0])
-            path.write_bytes(tokenizer.file[1])
+            path = directory / tokenizer.file[0]
+            for name, content in originals.stored(tokenizer.file, tokenizer.beside).items():
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                durable.write(directory / name, content, below=directory)
     described = {
         "file": path.name,
         "name": data.tokenizer,

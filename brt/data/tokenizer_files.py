@@ -1,11 +1,13 @@
 """Opens sentencepiece models and tokenizer.json files, and reports faults of these files."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
 from brt import untrusted
+from brt.data.special_tokens import Added
 from brt.errors import DataError
 
 MAX_BYTES = 64 << 20
@@ -55,6 +57,32 @@ def sentencepiece_model(
     except (DecodeError, RuntimeError, UnicodeDecodeError) as error:
         raise DataError(f"the tokenizer {path} is not a sentencepiece model ({error})") from error
     return processor
+
+
+def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
+    """Returns the content of a sentencepiece model with further pieces after its own.
+
+    Args:
+      path: the path of the file, for error messages.
+      content: the content of the file.
+      added: the tokens to add. Special tokens stand for no text.
+
+    Raises:
+      DataError: the file is not a sentencepiece model.
+    """
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
+    try:
+        model.ParseFromString(content)
+    except DecodeError as error:
+        raise DataError(f"the tokenizer {path} is not a sentencepiece model ({error})") from error
+    kinds = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
+    for token in added:
+        kind = kinds.CONTROL if token.special else kinds.USER_DEFINED
+        model.pieces.add(piece=token.piece.replace(" ", "\u2581"), score=0.0, type=kind)
+    return model.SerializeToString()
 
 
 def json_model(path: Path, content: bytes) -> Any:

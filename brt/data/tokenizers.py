@@ -5,12 +5,13 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import sentencepiece
 
-from brt.data import tokenizer_files
+from brt.data import originals, special_tokens, tokenizer_files
 from brt.data.byte_level import ByteLevelTokenizer
 from brt.data.chunks import ChunkTokenizer, Ids
 from brt.errors import ConfigError, DataError
@@ -31,6 +32,8 @@ class Tokenizer(Protocol):
       special_ids: the ids of special tokens, which no text contains, by their names.
       fingerprint: SHA-256 of everything that determines the ids.
       file: the name and content of a file from which `load` can read the tokenizer.
+      beside: the content of the files beside `file`, by name, which are kept with it.
+      notes: what the user should know about the special tokens.
     """
 
     name: str
@@ -39,6 +42,11 @@ class Tokenizer(Protocol):
     unk_id: int
     special_ids: Mapping[str, int]
     fingerprint: str
+    notes: tuple[str, ...]
+
+    @property
+    def beside(self) -> Mapping[str, bytes]:
+        """The content of the files beside this file, by name, which are kept with it."""
 
     @property
     def file(self) -> tuple[str, bytes]:
@@ -132,6 +140,8 @@ class ByteTokenizer:
     special_ids: Mapping[str, int] = {}
     fingerprint = hashlib.sha256(b"bytes").hexdigest()
     file = tokenizer_files.BYTES, b"bytes\n"
+    beside: Mapping[str, bytes] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the UTF-8 bytes of a text as ids, int32 [T]."""
@@ -168,23 +178,46 @@ class SentencePieceTokenizer(ChunkTokenizer):
         self.path = Path(path)
         self.name = self.path.name
         content = tokenizer_files.read(self.path)
-        self.file = "tokenizer.model", content
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-        self._processor = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
+        self.file, self.beside = ("tokenizer.model", content), originals.read(self.path)
+        said = special_tokens.read(self.path, self.beside)
+        self._processor, added = self._opened(content, said)
         self.vocab_size = self._processor.vocab_size()
         self.unk_id = self._processor.unk_id()
         # The models of T5 have no BOS. For them, the id of padding is used, because it is the first
         # input of T5's decoders.
         ids = self._processor.bos_id(), self._processor.pad_id()
-        self.bos_id = next((i for i in ids if i >= 0), -1)
+        default = next((i for i in ids if i >= 0), -1)
+        self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
         if self.bos_id < 0:
             raise DataError(f"the tokenizer {path} has no BOS piece; train it with bos_id=1")
+        identity = special_tokens.identity(content, self.bos_id, default, added)
+        self.fingerprint = hashlib.sha256(identity).hexdigest()
         self._bytes = [_piece_bytes(self._processor, i) for i in range(self.vocab_size)]
         controls = filter(self._processor.is_control, range(self.vocab_size))
         self.special_ids: Mapping[str, int] = {self._processor.id_to_piece(i): i for i in controls}
         spelt = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         has_bytes = all(map(self._processor.is_byte, spelt))
         self._space = np.array(spelt if has_bytes else [self._processor.unk_id()], np.int32)
+
+    def _opened(
+        self, content: bytes, said: special_tokens.Statements
+    ) -> tuple[sentencepiece.SentencePieceProcessor, list[special_tokens.Added]]:
+        """Returns the model with the tokens that other files add to it, and these tokens."""
+        model = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
+        pieces = {model.id_to_piece(i): i for i in range(model.vocab_size())} if said.added else {}
+        added = special_tokens.missing(self.path, said, model.vocab_size(), pieces.get)
+        if added:
+            longer = tokenizer_files.with_pieces(self.path, content, added)
+            model = tokenizer_files.sentencepiece_model(self.path, longer, exact=True)
+        return model, added
+
+    def _id_of(self, token: int | str) -> int | None:
+        """Returns the id of a piece, or an id of a special token; None for others."""
+        if isinstance(token, str):
+            i = self._processor.piece_to_id(token)
+            return i if self._processor.id_to_piece(i) == token else None
+        known = 0 <= token < self.vocab_size
+        return token if known and self._processor.is_control(token) else None
 
     def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
         """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""

@@ -20,6 +20,7 @@ import numpy as np
 from brt import untrusted
 from brt.config import Config, CrossAttention
 from brt.config_io import config_from_json, config_json
+from brt.data import originals
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.config import Described
@@ -31,11 +32,6 @@ PARAMS = "params.safetensors"
 MODEL = "model.json"
 GENERATION = "generation.json"
 FORMAT = 1
-TOKENIZER_FILES = (
-    "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt",
-)  # fmt: skip
 
 
 class Pretrained(NamedTuple):
@@ -171,11 +167,10 @@ def read_model(directory: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies those files of `TOKENIZER_FILES` that exist from one directory to another, and returns
-    the names of the copied files.
-    """
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    """Copies the files of a tokenizer from one directory to another, and returns their names."""
+    names = [name for name in originals.names(source) if name not in originals.MODEL]
     for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
         copyfile(source / name, target / name)
     return names
 

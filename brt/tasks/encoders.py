@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.data import originals
 from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
@@ -200,7 +201,7 @@ class EncoderTask(Task):
         def copy(target: Path) -> list[str]:
             """Writes the tokenizer's file into `target`, and returns the names of written files."""
             name, content = source.tokenizer().file
-            if name not in pretrained.TOKENIZER_FILES:
+            if name not in originals.TOKENIZER:
                 return []
             (target / name).write_bytes(content)
             return [name]

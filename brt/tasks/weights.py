@@ -1,6 +1,6 @@
 """Weights of another model that training starts from (a warm start)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     @property
+    def beside(self) -> Mapping[str, bytes]:
+        """The content of further files, by name, that are stored with `file`."""
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids."""
 
@@ -45,6 +49,7 @@ class Weights(NamedTuple):
       load: function that reads the parameters.
       load_model_state: function that reads the state that was learned without gradients.
       tokenizer_file: path of the tokenizer's file among the weights; "" if there is none.
+      notes: what the user should know about the files of the weights.
     """
 
     where: str
@@ -54,6 +59,7 @@ class Weights(NamedTuple):
     load: Callable[[], PyTree[Array]]
     load_model_state: Callable[[], PyTree[Array]] = tuple
     tokenizer_file: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class WarmStart(NamedTuple):

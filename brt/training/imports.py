@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from brt.checkpointing.reader import warn_on_stderr
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Training
 from brt.config_io import config_text, saved_json
+from brt.data import originals
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading, verify, weights
@@ -43,8 +45,10 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice)
     with files.new_directory(target) as directory:
         run = Workdir(directory)
         run.tokenizer.mkdir()
-        name, content = tokenizer.file
-        workdirs.write_bytes(run.tokenizer / name, content)
+        for name, content in originals.stored(tokenizer.file, tokenizer.beside).items():
+            (run.tokenizer / name).parent.mkdir(parents=True, exist_ok=True)
+            workdirs.write_bytes(run.tokenizer / name, content)
+        name = tokenizer.file[0]
         config = config_of(decoder, Workdir(target).tokenizer / name)
         workdirs.write_text(run.config_gin, config_text(config))
         workdirs.write_json(run.config_json, saved_json(config))
@@ -59,6 +63,7 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice)
         if beyond := model.beyond_context():
             yield f"note: {beyond}"
         yield f"tokenizer: {name}, documents begin with id {tokenizer.bos_id}"
+        yield from (f"note: {note}" for note in decoder.notes)
         if verified:
             exported = dict(weights.export_arrays(params, model))
             yield from verify.compare(params, model, source, arrays, exported)
@@ -109,6 +114,8 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
 def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
     """Returns a decoder in Hugging Face's format as a model, on the default device."""
     decoder = reading.describe(directory)
+    for note in decoder.notes:
+        warn_on_stderr(f"note: {note}")
     config = config_of(decoder, decoder.tokenizer_file)
     changed = change(config)
     params = decoder._replace(model=changed.model).params()

@@ -152,7 +152,7 @@ def open_files(
     once = sum(sizes[name] for name in constant)
     check_disk(workdir.checkpoints, once + saves * (sum(sizes.values()) - once))
     batches = _open_batches(run, workdir, restored, changes, phases, progress, stack)
-    _write_description(run, workdir, provenance, progress)
+    _write_description(run, workdir, provenance, progress, new=restored is None)
     profile = Profile(config.training.profile_at, workdir)
     stack.enter_context(closing(profile.close))
     services = trackers.start(config, workdir, progress.message) if processes.is_first() else ()
@@ -263,12 +263,15 @@ def _open_batches(
 
 
 def _write_description(
-    run: Run, workdir: Workdir, provenance: Mapping[str, object], progress: Progress
+    run: Run, workdir: Workdir, provenance: Mapping[str, object], progress: Progress, *, new: bool
 ) -> None:
-    """Writes the files that describe a run, and tells the user what is about to be trained."""
+    """Writes the files that describe a run, and tells the user what is about to be trained.
+
+    `new` is False for a run that is resumed from a checkpoint.
+    """
     for line in data_manifest.describe_splits(run.dataset.described()):
         progress.message(line)
-    data_manifest.write(workdir, run.dataset)
+    data_manifest.write(workdir, run.dataset, run.weights, new=new)
     workdirs.write_text(workdir.config_gin, redacted(config_text(run.config)))
     workdirs.write_json(workdir.config_json, saved_json(run.config))
     workdirs.write_json(workdir.provenance, provenance)

@@ -196,6 +196,8 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     if not run.weights:
         return state
     where = run.weights.where
+    for note in run.weights.notes:
+        say(f"{where}: {note}")
     model_params, factors = adapters.split(state.params)
     params, new, unread = run.task.start(run.config, run.weights, model_params)
     if factors:

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -62,6 +62,7 @@ class TextTokenizer:
     pad_id: int
     encode_texts: Callable[[list[str]], list[Encoding]] = dataclasses.field(repr=False)
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
+    beside: ClassVar[dict[str, bytes]] = {}
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
         """Returns the encoding of each text, without special ids.

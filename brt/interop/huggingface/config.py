@@ -12,6 +12,7 @@ from brt import untrusted
 from brt.config import Config, CrossAttention, Decoding, Seq2Seq
 from brt.config_io import checked_field, config_from_json, config_json
 from brt.errors import CheckpointError, ConfigError
+from brt.interop.huggingface import unread
 from brt.interop.huggingface.causal.config import FAMILIES
 from brt.models.targets import SpecialTokens
 
@@ -22,7 +23,11 @@ GENERATION = (
     "num_beams", "length_penalty", "early_stopping", "max_length", "min_length",
     "no_repeat_ngram_size",
 )  # fmt: skip
-_SPECIAL = {
+# An export writes these keys anew.
+WRITTEN = {
+    "architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+SPECIAL = {
     "pad": "pad_token_id",
     "start": "decoder_start_token_id",
     "eos": "eos_token_id",
@@ -56,6 +61,18 @@ _BART_DEFAULTS = {
     "activation_function": "gelu", "max_position_embeddings": 1024,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": 2,
+}  # fmt: skip
+# brt reads these keys, too, or they repeat others.
+_READ = {
+    "t5": {
+        *_T5.values(), *_LONG.values(), "feed_forward_proj", "encoder_attention_type",
+        "scale_decoder_outputs", "n_positions", "is_gated_act", "dense_act_fn",
+    },
+    "bart": {
+        *_BART.values(), "decoder_attention_heads", "decoder_ffn_dim", "activation_function",
+        "scale_embedding", "normalize_before", "normalize_embedding", "add_final_layer_norm",
+        "num_hidden_layers", "extra_pos_embeddings", "force_bos_token_to_be_generated",
+    },
 }  # fmt: skip
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gated_gelu"}
 _ENCODERS = {"local": "local", "transient-global": "transient_global"}
@@ -96,6 +113,7 @@ def from_theirs(
       CheckpointError: the architecture or a setting is not supported.
     """
     kind = check_type(config)
+    unread.check(config, unread_keys(config))
     config = {**(_BART_DEFAULTS if kind == "bart" else _T5_DEFAULTS), **config}
     fields = _bart_fields(config) if kind == "bart" else _t5_fields(config)
     scaled = kind != "bart" and _scales_logits(config)
@@ -115,6 +133,14 @@ def from_theirs(
         {name: both[name] for name in GENERATION if both.get(name) is not None},
         tasks,
     )
+
+
+def unread_keys(config: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a config.json of T5, LongT5 or BART that brt does not use."""
+    family = "bart" if config["model_type"] == "bart" else "t5"
+    common = {*SPECIAL.values(), *GENERATION, CROSS_KEY, "task_specific_params"}
+    read = _READ[family] | common | WRITTEN | {"tie_word_embeddings", "is_encoder_decoder"}
+    return [name for name in config if name not in read]
 
 
 def convert_fields(
@@ -180,6 +206,8 @@ def _bart_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("scale_embedding", "normalize_before", "add_final_layer_norm"):
         if config.get(name):
             raise CheckpointError(f"config.json sets {name}, which BART itself does not have")
+    if config.get("normalize_embedding") is False:
+        raise CheckpointError("config.json: normalize_embedding = False, but BART has this norm")
     for name in ("attention_heads", "ffn_dim"):
         encoder, decoder = config.get(f"encoder_{name}"), config.get(f"decoder_{name}")
         if encoder != decoder:
@@ -200,12 +228,12 @@ def _chosen(config: Mapping[str, Any], name: str, known: Mapping[Any, Any]) -> A
 
 
 def _special(config: Mapping[str, Any]) -> SpecialTokens:
-    ids = {ours: config.get(theirs) for ours, theirs in _SPECIAL.items()}
+    ids = {ours: config.get(theirs) for ours, theirs in SPECIAL.items()}
     if ids["start"] is None:
         ids["start"] = ids["pad"]
     lists = [name for name, value in ids.items() if type(value) not in (int, type(None))]
     if lists:
-        raise CheckpointError(f"{_SPECIAL[lists[0]]} = {ids[lists[0]]!r} must be one id")
+        raise CheckpointError(f"{SPECIAL[lists[0]]} = {ids[lists[0]]!r} must be one id")
     return SpecialTokens(**ids)
 
 
@@ -228,7 +256,7 @@ def to_theirs(described: Described, dtype: str) -> tuple[dict[str, Any], dict[st
     config = _to_bart(model) if model.family == "bart" else _to_t5(model)
     special = {
         theirs: getattr(described.special, ours)
-        for ours, theirs in _SPECIAL.items()
+        for ours, theirs in SPECIAL.items()
         if getattr(described.special, ours) is not None
     }
     config |= special | {"is_encoder_decoder": True, "use_cache": True, "dtype": dtype}

@@ -14,7 +14,7 @@ import numpy as np
 
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportableModel, ExportFormat
-from brt.interop.huggingface import config, files, verify, weights
+from brt.interop.huggingface import config, files, inventory, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
@@ -74,6 +74,7 @@ def from_hf(
         yield f"{source}: {_summary(model)}"
         yield from weights.mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
+        yield from (f"note: {note}" for note in _notes(source, copied))
         if verified:
             reloaded = pretrained.load(directory)
             yield from _compare(model, reloaded, arrays, source)
@@ -81,6 +82,18 @@ def from_hf(
             pretrained.save(directory, _extended(model, positions, method))
             yield f"extended to {positions:,} positions ({method})"
     yield f"wrote {target}"
+
+
+def _notes(source: Path, copied: list[str]) -> list[str]:
+    """Returns notes about what of a directory is not used."""
+    settings, path = files.read_json(source / "config.json"), source / "generation_config.json"
+    generation = files.read_json(path) if path.is_file() else {}
+    applied = (*config.GENERATION, *config.SPECIAL.values())
+    return [
+        *inventory.of_config(settings, config.unread_keys(settings), kept=False),
+        *inventory.of_generation(generation, applied, kept=False),
+        *inventory.of_files(source, copied),
+    ]
 
 
 def to_format(model: Pretrained, dtype: str) -> ExportFormat:

@@ -40,14 +40,9 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
       CheckpointError: there are no safetensors (perhaps only `pytorch_model.bin`), or they are
         damaged.
     """
-    if (directory / INDEX).is_file():
-        return {
-            name: array
-            for file in shards(directory / INDEX)
-            for name, array in read_file(directory / file).items()
-        }
-    if (directory / FILE).is_file():
-        return read_file(directory / FILE)
+    if files := weight_files(directory):
+        read = (read_file(directory / file) for file in files if file != INDEX)
+        return {name: array for arrays in read for name, array in arrays.items()}
     if any(directory.glob("pytorch_model*.bin*")):
         raise CheckpointError(
             f"{directory} has pytorch_model.bin, a pickle that can run code, and no {FILE}; where "
@@ -55,6 +50,20 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
             "transformers writes it as safetensors"
         )
     raise CheckpointError(f"{directory} has no {FILE}")
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Returns the names of the files of weights that are read; none if there are no safetensors.
+
+    If a directory has both a single file and an index, the single file is read, as transformers
+    does.
+
+    Raises:
+      CheckpointError: the index is damaged, or names a file outside its own directory.
+    """
+    if (directory / FILE).is_file():
+        return [FILE]
+    return [INDEX, *shards(directory / INDEX)] if (directory / INDEX).is_file() else []
 
 
 def shards(index: Path) -> list[str]:

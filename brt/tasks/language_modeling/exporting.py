@@ -3,8 +3,9 @@
 from functools import partial
 
 from brt.errors import CheckpointError
-from brt.interop.exporting import ExportableModel, ExportSource
+from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
 from brt.interop.huggingface.causal import export as causal
+from brt.interop.huggingface.causal import giving_back
 from brt.interop.huggingface.causal.config import FAMILIES
 from brt.interop.huggingface.decoder import tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
@@ -30,14 +31,22 @@ def export(source: ExportSource) -> ExportableModel:
             f"{source.path} has a decoder for which transformers has no class; export it "
             "without --plain"
         )
-    decoder, write = TrainedDecoder(source.params, model, opened.bos_id), to_format
+    decoder, form = TrainedDecoder(source.params, model, opened.bos_id), to_format
     notes: tuple[str, ...] = ()
     if family and (source.plain or causal.is_same_function(model, family)):
-        write = causal.to_format
+        form = causal.to_format
     elif family:
         notes = (
             "transformers loads the directory with trust_remote_code=True; --plain writes "
             f"{FAMILIES[family]} instead, which attends to its whole context",
         )
-    copy = partial(tokenizer.write, opened)
+    if not opened.beside:
+        copy = partial(tokenizer.write, opened)
+        return ExportableModel(source.path, decoder, form, copy, notes)
+
+    def write(decoder: TrainedDecoder, dtype: str) -> ExportFormat:
+        """Returns the content of the export, with the original settings as far as they hold."""
+        return giving_back.settings(form(decoder, dtype), model, opened)
+
+    copy = partial(giving_back.write_tokenizer, opened, own_code=form is to_format)
     return ExportableModel(source.path, decoder, write, copy, notes)

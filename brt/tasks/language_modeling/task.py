@@ -318,7 +318,7 @@ class LanguageModeling(Task):
         decoder = reading.describe(where)
         return Weights(
             str(where), decoder.model, decoder.tokenizer.fingerprint, self.name, decoder.params,
-            tokenizer_file=str(decoder.tokenizer_file),
+            tokenizer_file=str(decoder.tokenizer_file), notes=decoder.notes,
         )  # fmt: skip
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:

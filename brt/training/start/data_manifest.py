@@ -8,6 +8,7 @@ evaluation can refuse held-out data that have changed.
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ from brt import tasks, untrusted
 from brt.checkpointing.reader import VerifiedCheckpoint, warn_on_stderr
 from brt.config import Config
 from brt.config_io import config_from_json
+from brt.data import originals
 from brt.errors import CheckpointError, DataError
 from brt.formatting import counted
 from brt.tasks.interface import Dataset, Task
-from brt.tasks.weights import Tokenizer
+from brt.tasks.weights import Tokenizer, Weights
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
 
@@ -50,12 +52,28 @@ class DataManifest(NamedTuple):
     splits: Mapping[str, SplitDescription] = {}
 
 
-def write(workdir: Workdir, dataset: Dataset) -> None:
+def write(
+    workdir: Workdir, dataset: Dataset, weights: Weights | None = None, *, new: bool = True
+) -> None:
     """Writes the tokenizer of `dataset`, and data.json, which describes the splits of `dataset`,
     into a run directory.
+
+    Args:
+      workdir: the run directory.
+      dataset: the data of the run.
+      weights: the weights that the run starts from. The files beside their tokenizer are kept,
+        because prepared data may be shared by models with the same tokenizer.
+      new: False keeps the files that a resumed run has beside its tokenizer.
     """
-    name, content = dataset.tokenizer.file
-    workdirs.write_bytes(workdir.tokenizer / name, content, below=workdir.path)
+    beside = dataset.tokenizer.beside
+    if new:
+        shutil.rmtree(workdir.tokenizer / originals.DIRECTORY, ignore_errors=True)
+        if weights and weights.tokenizer_file:
+            beside = originals.read(Path(weights.tokenizer_file))
+    for name, content in originals.stored(dataset.tokenizer.file, beside if new else {}).items():
+        path = workdir.tokenizer / name
+        workdirs.check_writable(path.parent, below=workdir.path)
+        workdirs.write_bytes(path, content, below=workdir.path)
     manifest = DataManifest(str(dataset.directory.absolute()), dataset.described())
     workdirs.write_json(workdir.data, manifest._asdict())
 
@@ -148,7 +166,8 @@ def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokeni
 
 
 def _tokenizer_file(workdir: Workdir) -> Path | None:
-    files = [path for path in workdir.tokenizer.glob("*") if not path.name.startswith(".")]
+    found = workdir.tokenizer.glob("[!.]*")
+    files = [path for path in found if path.name != originals.DIRECTORY]
     return files[0] if len(files) == 1 else None
 
 

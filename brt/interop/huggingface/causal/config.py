@@ -1,7 +1,7 @@
 """Conversion of the config.json of decoders to and from brt's settings.
 
 Every key of a config.json is either converted, or ignored because it has no influence on what the
-model computes, or refused with its value.
+model computes, or refused with its value (`brt.interop.huggingface.unread`).
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from brt.config.rotary import Rotary
 from brt.config.self_attention import SelfAttention
 from brt.config.window import Window
 from brt.errors import CheckpointError
+from brt.interop.huggingface import unread
 
 # The keys are values of model_type in config.json, and the values are classes of transformers.
 FAMILIES = {
@@ -25,22 +26,12 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# These keys of config.json are allowed, because they do not affect what the model computes, or are
-# read elsewhere (max_window_layers and quantization_config).
-_SILENT = {
-    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache",
-    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout",
-    "_name_or_path", "is_llama_config", "transformers.js_config", "cache_implementation",
-    "_attn_implementation_autoset", "max_window_layers", "pretraining_tp", "output_attentions",
-    "output_hidden_states", "return_dict", "_model_name_or_path", "unk_token_id",
-    "quantization_config",
-}  # fmt: skip
 # transformers' classes use these values for keys that config.json lacks.
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }  # fmt: skip
-_QWEN = ("qwen2", "qwen3")
+QWEN = ("qwen2", "qwen3")
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {
@@ -64,6 +55,11 @@ LLAMA3 = {
     "high_frequency": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
+# These keys are read by other parts of brt, or say nothing about the model that brt exports.
+_READ_ELSEWHERE = {
+    "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
+    "model_type", "quantization_config", "torch_dtype", "transformers_version",
+}  # fmt: skip
 _NUMBER = int | float | None
 _SCALING = {
     "rope_type?": str | None, "type?": str | None, "rope_theta?": _NUMBER, "factor?": _NUMBER,
@@ -118,16 +114,10 @@ class _Keys:
         """
         return self._left.pop(name, self._defaults.get(name))
 
-    def refuse_rest(self) -> None:
-        """Raises CheckpointError if a key that has not been read may change what the model
-        computes.
-        """
-        for name, value in self._left.items():
-            if name not in _SILENT and value not in (None, False, [], {}, ""):
-                raise CheckpointError(
-                    f"config.json: {name} = {value!r} is not supported, so the model would compute "
-                    "something else"
-                )
+    @property
+    def left(self) -> list[str]:
+        """The keys that nothing has read."""
+        return [*self._left]
 
 
 class WindowChoice(NamedTuple):
@@ -150,7 +140,12 @@ class WindowChoice(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], choice: WindowChoice) -> Model:
-    """Returns brt's settings for a Hugging Face decoder.
+    """Returns brt's settings for a Hugging Face decoder; `read` has the arguments and errors."""
+    return read(config, choice)[0]
+
+
+def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[str, Any]]:
+    """Returns brt's settings for a Hugging Face decoder, and the entries that brt does not use.
 
     Args:
       config: the content of config.json.
@@ -212,8 +207,9 @@ def from_theirs(config: Mapping[str, Any], choice: WindowChoice) -> Model:
     }  # fmt: skip
     settings["end_ids"] = end_ids(config, settings["vocab_size"])
     settings |= _windows(keys, family, layers, choice, context)
-    keys.refuse_rest()
-    return Model(**settings)
+    left = [name for name in keys.left if name not in _READ_ELSEWHERE]
+    unread.check(config, left)
+    return Model(**settings), {name: config[name] for name in left}
 
 
 def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
@@ -291,7 +287,10 @@ def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
     scaling = parameters if parameters.get("rope_type", "default") != "default" else scaling
     base = parameters.get("rope_theta", base) or 10_000.0
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError("config.json: partial_rotary_factor below 1 is not supported")
+        raise CheckpointError(
+            "config.json: partial_rotary_factor below 1 asks for rotary positions in a part of "
+            "each head, which brt does not have"
+        )
     interleaved = keys.take_optional("rope_interleaved")
     if interleaved:
         raise CheckpointError("config.json: rope_interleaved = true is not supported")
@@ -311,7 +310,8 @@ def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
     except KeyError as error:
         raise CheckpointError(f"config.json: the rope scaling {kind!r} lacks {error}") from error
     raise CheckpointError(
-        f"config.json: the rope scaling {kind!r} is not supported; 'linear' and 'llama3' are"
+        f"config.json: the rope scaling {kind!r:.40} is not supported; 'linear' and 'llama3' are; "
+        "if the weights were trained without it, as those of Qwen2.5 were, remove rope_scaling"
     )
 
 
@@ -334,7 +334,7 @@ def _trained_windows(keys: _Keys, family: str, layers: int) -> tuple[int | None,
     pattern = patterns[0] or patterns[1]
     if types is not None:
         local = [kind == _LOCAL for kind in types]
-    elif family in _QWEN:  # The layers below `first` attend to the whole context.
+    elif family in QWEN:  # The layers below `first` attend to the whole context.
         first = keys.take("max_window_layers", int)
         local = [i >= first for i in range(layers)]
     else:

@@ -13,7 +13,7 @@ from brt.config.rotary import Rotary
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import verify, weights
-from brt.interop.huggingface.causal.config import ACTIVATIONS, FAMILIES, LLAMA3
+from brt.interop.huggingface.causal.config import ACTIVATIONS, FAMILIES, LLAMA3, QWEN
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder
 from brt.interop.pretrained import parameter_count
 
@@ -40,15 +40,16 @@ def family_of(model: Model) -> str | None:
         return None
     biases, normed = model.attention.bias != "none" or model.mlp.bias, model.norm.queries_keys
     if model.norm.offset:
-        return "gemma3_text" if normed and not biases else None
-    if model.sliding.by_layer or model.attention.query_scale or (normed and model.mlp.bias):
+        whole = _query_scalar(model) == round(_query_scalar(model))
+        return "gemma3_text" if normed and not biases and whole else None
+    if model.attention.query_scale or (normed and model.mlp.bias):
         return None
-    if normed:
-        return "qwen3"
-    if model.attention.bias == "qkv":
-        return None if model.mlp.bias else "qwen2"
-    cut = 0 < model.window < model.rotary.context and not model.sliding.sinks
-    return "mistral" if cut and not biases else "llama"
+    if normed or model.attention.bias == "qkv":
+        family = "qwen3" if normed else "qwen2"
+        return None if model.mlp.bias or not _has_windows_of_qwen(model) else family
+    if model.sliding.by_layer:
+        return None
+    return "mistral" if _is_cut(model) and not biases else "llama"
 
 
 def is_same_function(model: Model, family: str) -> bool:
@@ -60,7 +61,30 @@ def is_same_function(model: Model, family: str) -> bool:
       model: the settings of brt's model.
       family: the result of `family_of` for the model.
     """
-    return family == "mistral" or 0 < model.rotary.context <= model.window
+    windowed = family == "mistral" or (family in QWEN and _is_cut(model) and not _own(model))
+    return windowed or 0 < model.rotary.context <= model.window
+
+
+def _is_cut(model: Model) -> bool:
+    """Returns True if all layers have a window below the context, and there are no sinks."""
+    return 0 < model.window < model.rotary.context and not model.sliding.sinks
+
+
+def _own(model: Model) -> set[int]:
+    """Returns the windows that layers were trained with if the other layers have none."""
+    layers = range(model.layers)
+    return {model.for_layer(i).window for i in layers if model.has_own_window(i)}
+
+
+def _has_windows_of_qwen(model: Model) -> bool:
+    """Returns True if layers with a window of their own have the same window and positions."""
+    return len(_own(model)) <= 1 and not (_own(model) and model.rotary.local_base)
+
+
+def _query_scalar(model: Model) -> float:
+    """Returns Gemma's query_pre_attn_scalar, which is a whole number in configs of transformers."""
+    scale = model.attention.query_scale or model.head_dim**-0.5
+    return round(scale**-2, 6)
 
 
 def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
@@ -94,15 +118,26 @@ def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
 def _windows(model: Model, family: str) -> dict[str, Any]:
     if family == "mistral":
         return {"sliding_window": model.window}
-    if family != "gemma3_text":
-        return {"use_sliding_window": False} if family in ("qwen2", "qwen3") else {}
     local = [model.has_own_window(i) for i in range(model.layers)]
-    scale = model.attention.query_scale or model.head_dim**-0.5
+    own = min(_own(model), default=0)
+    if family in QWEN:
+        local = local if own else [_is_cut(model)] * model.layers
+        if not any(local):
+            return {"use_sliding_window": False}
+        return {
+            "use_sliding_window": True, "sliding_window": own or model.window,
+            "max_window_layers": local.index(True), "layer_types": _types(local),
+        }  # fmt: skip
+    if family != "gemma3_text":
+        return {}
     return {
-        "sliding_window": next((w for w in model.sliding.by_layer if w), model.window),
-        "layer_types": [_LOCAL if one else _GLOBAL for one in local],
-        "query_pre_attn_scalar": round(scale**-2, 6),
-    }
+        "sliding_window": own or model.window, "layer_types": _types(local),
+        "query_pre_attn_scalar": int(_query_scalar(model)),
+    }  # fmt: skip
+
+
+def _types(local: list[bool]) -> list[str]:
+    return [_LOCAL if one else _GLOBAL for one in local]
 
 
 def _rope(rotary: Rotary, family: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.config import Model, Sampling
-from brt.data import tokenizers
+from brt.data import tokenizer_files, tokenizers
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
-from brt.interop.huggingface import files
+from brt.interop.huggingface import files, inventory
 from brt.interop.huggingface.causal import config, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.weights import Arrays
@@ -32,6 +32,8 @@ class PretrainedDecoder(NamedTuple):
       sampling: brt's settings for sampling texts, from generation_config.json.
       tokenizer: the tokenizer.
       tokenizer_file: the path of the file that the tokenizer was read from.
+      notes: what brt does not use or keep of the directory, and what the directory contradicts
+        itself in.
     """
 
     directory: Path
@@ -40,6 +42,7 @@ class PretrainedDecoder(NamedTuple):
     sampling: Sampling
     tokenizer: Tokenizer
     tokenizer_file: Path
+    notes: tuple[str, ...]
 
     def arrays(self) -> Arrays:
         """Reads the arrays of the checkpoint, and returns them by Hugging Face's names.
@@ -80,16 +83,56 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
       DataError: the tokenizer cannot be used.
     """
     described = files.read_json(directory / "config.json")
-    model = config.from_theirs(described, choice)
+    model, left = config.read(described, choice)
     ids, sampling = generation_settings(directory, model.vocab_size)
-    model = dataclasses.replace(model, end_ids=ids or model.end_ids)
-    tokenizer, file = _tokenizer(directory)
+    tokenizer, file, notes = _tokenizer(directory)
     if tokenizer.vocab_size > model.vocab_size:
         raise CheckpointError(
             f"the tokenizer of {directory} has {tokenizer.vocab_size:,} ids, but config.json says "
             f"vocab_size = {model.vocab_size:,}"
         )
-    return PretrainedDecoder(directory, described, model, sampling, tokenizer, file)
+    ends, unknown = _known_ends(ids or model.end_ids, tokenizer.vocab_size, directory)
+    notes = [
+        *notes, *tokenizer.notes, *unknown, *_beginning_notes(tokenizer),
+        *inventory.of_config(described, left, kept=True),
+        *inventory.of_generation(_generation(directory), (), kept=True),
+        *inventory.of_files(directory, (file.name, *tokenizer.beside)),
+    ]  # fmt: skip
+    model = dataclasses.replace(model, end_ids=ends)
+    return PretrainedDecoder(directory, described, model, sampling, tokenizer, file, tuple(notes))
+
+
+def _known_ends(
+    ids: tuple[int, ...], known: int, directory: Path
+) -> tuple[tuple[int, ...], list[str]]:
+    """Returns the end ids that the tokenizer has, and a note about the others.
+
+    Only ids of the tokenizer are generated, so a text could not end with another id.
+
+    Raises:
+      CheckpointError: the tokenizer has none of the end ids.
+    """
+    ends = tuple(i for i in ids if i < known)
+    others = ", ".join(str(i) for i in ids if i >= known)
+    if others and not ends:
+        raise CheckpointError(
+            f"{directory}: eos_token_id = {others} is no id of the tokenizer, which has "
+            f"{known:,}, so no text could end; name an id below {known:,} in generation_config.json"
+            ", or give the token this id in added_tokens.json"
+        )
+    lost = f"eos_token_id = {others} is no id of the tokenizer; texts end with {list(ends)}"
+    return ends, [lost] if others else []
+
+
+def _beginning_notes(tokenizer: Tokenizer) -> list[str]:
+    """Returns a note if transformers' tokenizer puts a space before a text, which brt does not."""
+    path, content = Path(tokenizer.file[0]), tokenizer.file[1]
+    if path.suffix == ".model":
+        opened = tokenizer_files.sentencepiece_model(path, content)
+        adds = opened.encode("a") != tokenizer.encode("a").tolist()
+    else:
+        adds = untrusted.checked_json(content, {})["pre_tokenizer"].get("add_prefix_space")
+    return [f"{path.name} puts a space before a text; brt reads texts as they are"] if adds else []
 
 
 def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], Sampling]:
@@ -107,8 +150,7 @@ def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ..
       CheckpointError: a value has a wrong type, or an id is not in the vocabulary.
       ConfigError: a setting of sampling is out of its range.
     """
-    path = directory / "generation_config.json"
-    content = files.read_json(path) if path.is_file() else {}
+    path, content = directory / "generation_config.json", _generation(directory)
     try:
         untrusted.check(content, _GENERATION)
     except ValueError as error:
@@ -120,17 +162,23 @@ def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ..
     return config.end_ids(content, vocab_size), Sampling(**given)
 
 
-def _tokenizer(directory: Path) -> tuple[Tokenizer, Path]:
-    """Returns the tokenizer of a directory, and the path of its file.
+def _generation(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    return files.read_json(path) if path.is_file() else {}
+
+
+def _tokenizer(directory: Path) -> tuple[Tokenizer, Path, list[str]]:
+    """Returns the tokenizer of a directory, the path of its file, and notes about other files.
 
     Raises:
       DataError: the directory has none that keeps every byte of a text.
     """
-    reasons = []
+    reasons: list[str] = []
     for name in ("tokenizer.json", "tokenizer.model"):
         if (path := directory / name).is_file():
             try:
-                return tokenizers.load(str(path)), path
+                notes = [f"{name} is read instead of another file: {why}" for why in reasons]
+                return tokenizers.load(str(path)), path, notes
             except DataError as error:
                 reasons.append(str(error))
     if reasons:

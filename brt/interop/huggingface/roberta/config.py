@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from brt.config import Encoder
 from brt.config.checks import name_of
 from brt.errors import CheckpointError
-from brt.interop.huggingface.config import convert_fields
+from brt.interop.huggingface import unread
+from brt.interop.huggingface.config import WRITTEN, convert_fields
 from brt.layers.transformer.linear import POSITION_OFFSET
 from brt.models.encoder import Task
 
@@ -63,6 +64,7 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
     Raises:
       CheckpointError: a setting is not supported.
     """
+    unread.check(config, unread_keys(config))
     config = {**_DEFAULTS, **config}
     for name, wanted in (
         ("position_embedding_type", "absolute"), ("is_decoder", False),
@@ -95,6 +97,13 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
     # Transformers stores a regression as a classification with one class.
     is_regression = task == "classification" and model.classes == 1
     return Described(model, "regression" if is_regression else task, kept)
+
+
+def unread_keys(config: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of RoBERTa's config.json that brt does not use."""
+    checked = {"position_embedding_type", "is_decoder", "add_cross_attention"}
+    read = {*_FIELDS.values(), "max_position_embeddings", *_KEPT, *checked, *WRITTEN}
+    return [name for name in config if name not in read | {"tie_word_embeddings"}]
 
 
 def to_theirs(described: Described, dtype: str) -> dict[str, Any]:

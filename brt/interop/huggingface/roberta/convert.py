@@ -7,7 +7,7 @@ import numpy as np
 
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportFormat
-from brt.interop.huggingface import files
+from brt.interop.huggingface import files, inventory
 from brt.interop.huggingface import verify as reports
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.weights import Imported, mismatches
@@ -65,6 +65,10 @@ def from_hf(
         yield f"{source}: {_summary(model)}"
         yield from mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
+        described = files.read_json(source / "config.json")
+        left = config.unread_keys(described)
+        notes = inventory.of_config(described, left, kept=False)
+        yield from (f"note: {note}" for note in (*notes, *inventory.of_files(source, copied)))
         if verified:
             reloaded = pretrained_encoder.load(directory)
             exported = weights.export_arrays(reloaded.params, reloaded.described)

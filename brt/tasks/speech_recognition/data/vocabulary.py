@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -40,6 +40,8 @@ class Vocabulary:
       name: name of the vocabulary for messages.
       fingerprint: SHA-256 of everything that determines the ids.
     """
+
+    beside: ClassVar[dict[str, bytes]] = {}
 
     def __init__(self, unit: Unit, tokens: Iterable[str]):
         self.unit: Unit = unit

@@ -1,0 +1,67 @@
+"""The files beside a tokenizer in a directory of Hugging Face, which brt keeps as they are.
+
+They say how transformers uses the tokenizer and the model: chat templates, special tokens, settings
+of generation. An export gives them back. Where brt stores a tokenizer (in a run, or with prepared
+data), the files are in the subdirectory `original` beside the file of the tokenizer.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from brt import untrusted
+from brt.errors import DataError
+
+DIRECTORY = "original"
+TOKENIZER = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+MODEL = ("config.json", "generation_config.json")
+# transformers stores further chat templates in this directory.
+_TEMPLATES, _MOST_TEMPLATES = "additional_chat_templates", 64
+# All files together must not exceed this number of bytes.
+MAX_BYTES = 128 << 20
+
+
+def read(tokenizer: Path) -> dict[str, bytes]:
+    """Returns the content of the files beside the file of a tokenizer, by name.
+
+    Raises:
+      DataError: a file cannot be read, or the files are larger than `MAX_BYTES`.
+    """
+    stored = tokenizer.parent / DIRECTORY
+    place = stored if stored.is_dir() else tokenizer.parent
+    found: dict[str, bytes] = {}
+    for name in names(place):
+        # A run may come from a stranger, so links in it are not followed. The caches of Hugging
+        # Face consist of links.
+        if place / name == tokenizer or (place == stored and (place / name).is_symlink()):
+            continue
+        left = MAX_BYTES - sum(map(len, found.values()))
+        try:
+            found[name] = untrusted.read_file(place / name, left)
+        except OSError as error:
+            raise DataError(
+                f"{place / name} cannot be kept: {error.strerror}; remove it if the tokenizer "
+                "does not need it"
+            ) from error
+    return found
+
+
+def names(directory: Path) -> list[str]:
+    """Returns the names of those files in a directory that are kept."""
+    templates = sorted((directory / _TEMPLATES).glob("*.jinja"))[:_MOST_TEMPLATES]
+    known = (*TOKENIZER, *MODEL, *(f"{_TEMPLATES}/{path.name}" for path in templates))
+    return [name for name in known if (directory / name).is_file()]
+
+
+def stored(file: tuple[str, bytes], beside: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns the files in which brt stores a tokenizer, by their paths in a directory.
+
+    Args:
+      file: name and content of the file of the tokenizer.
+      beside: the files beside it, as `read` returns them.
+    """
+    name, content = file
+    return {name: content, **{f"{DIRECTORY}/{other}": data for other, data in beside.items()}}

@@ -1,0 +1,97 @@
+"""Gives the files of the directory back that a decoder was read from, when it is exported.
+
+The files beside the tokenizer (`brt.data.originals`) are written as they were. config.json and
+generation_config.json are, too, except for what training or brt changed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from brt import untrusted
+from brt.config import Model
+from brt.data import originals
+from brt.data.tokenizers import Tokenizer
+from brt.errors import CheckpointError
+from brt.interop.exporting import ExportFormat
+from brt.interop.huggingface import files
+from brt.interop.huggingface.causal import config
+from brt.interop.huggingface.causal.config import WindowChoice
+
+# If these keys of the original config.json are equal to those of the export, the export is the
+# same model, perhaps trained further, and not a new model with the same tokenizer.
+_SAME = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+
+
+def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> ExportFormat:
+    """Returns the content of an export in which config.json and generation_config.json have all
+    entries of the original files that neither training nor brt changed.
+
+    Args:
+      content: the content of the export.
+      model: the settings of the model.
+      tokenizer: the tokenizer of the model, with the original files.
+    """
+    ours, notes = dict(content.settings[CONFIG]), []
+    theirs, generation = (_read(tokenizer, name) for name in (CONFIG, GENERATION))
+    if any(theirs.get(name) != ours[name] for name in _SAME):
+        return content
+    try:
+        left = config.read(theirs, WindowChoice())[1]
+    except CheckpointError:  # The run directory has a config.json that belongs to no decoder.
+        return content
+    ids = config.end_ids(generation, model.vocab_size) or config.end_ids(theirs, model.vocab_size)
+    kept = {name: theirs[name] for name in ("bos_token_id", "eos_token_id") if name in theirs}
+    changes: dict[str, Any] = {}
+    if tuple(i for i in ids if i < tokenizer.vocab_size) != model.end_ids:
+        changes = {"eos_token_id": ours["eos_token_id"]}
+        notes.append(f"the texts of the export end with the ids {list(model.end_ids)}")
+    # Without a BOS, the code of BrtForCausalLM still has to know with which id texts begin.
+    begins = kept.get("bos_token_id") != ours["bos_token_id"]
+    if begins and (ours["model_type"] == "brt" or kept.get("bos_token_id") is not None):
+        changes["bos_token_id"] = ours["bos_token_id"]
+        notes.append(f"config.json: bos_token_id = {ours['bos_token_id']}, with which texts begin")
+    elif begins:
+        kept["bos_token_id"] = None
+    written = {**content.settings, CONFIG: {**left, **ours, **kept, **changes}}
+    if generation:
+        written[GENERATION] = {**generation, **_known(changes, generation)}
+    else:
+        written.pop(GENERATION, None)
+    return content._replace(settings=written, notes=(*content.notes, *notes))
+
+
+def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> list[str]:
+    """Writes the original files of a tokenizer, and returns their names.
+
+    Args:
+      tokenizer: the tokenizer, which has files beside its own.
+      target: the directory to write into.
+      own_code: True if the export has the code of its model. transformers cannot conclude from
+        such a model what the class of the tokenizer is, so tokenizer_config.json says it.
+    """
+    found = {name: data for name, data in tokenizer.beside.items() if name not in originals.MODEL}
+    found = dict([tokenizer.file]) | found
+    described = _read(tokenizer, TOKENIZER)
+    if own_code and "tokenizer_class" not in described:
+        of_pieces = tokenizer.file[0].endswith(".model")
+        name = "LlamaTokenizer" if of_pieces else "PreTrainedTokenizerFast"
+        files.write_json(target / TOKENIZER, {"tokenizer_class": name, **described})
+        found.pop(TOKENIZER, None)
+    for name, data in found.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_bytes(data)
+    return [*found, *({TOKENIZER} - {*found} if (target / TOKENIZER).is_file() else ())]
+
+
+def _known(changes: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if name in content}
+
+
+def _read(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
+    """Returns the content of one of the files beside the tokenizer; {} if it is missing."""
+    try:
+        return untrusted.checked_json(tokenizer.beside.get(name, b"{}"), {})
+    except ValueError as error:
+        raise CheckpointError(f"{name} beside the tokenizer is damaged: {error}") from error

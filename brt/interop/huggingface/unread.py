@@ -1,0 +1,91 @@
+"""Keys of config.json that brt does not read: which of them may be ignored, and which may not.
+
+The function that a model computes is defined by the class of transformers for its model_type. brt
+converts all keys of the class that matter. Any other key is either a remark (a name, a version, a
+setting of training, of generation, or of how something is computed), which is ignored, or the mark
+of another architecture in the clothes of this one, such as `residual_multiplier`. A key belongs to
+the second kind if its name names a part of a network and its value asks for the part. Such a key is
+refused with the name of the part.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from brt.errors import CheckpointError
+
+# Words of names that say how something is computed, trained or written, but not what.
+_REMARK = re.compile(
+    r"^_|dropout|_pdrop|layerdrop|init|implementation|checkpointing|flash|fused|kernel|backend|"
+    r"cache|dtype|version|loss|output_|token|label|train|(^|_)ids?$|problem|task|seed|prun|torch|"
+    r"_eps(ilon)?$|quant"
+)
+# transformers' classes of all models and of settings of generation have these keys.
+_COMMON = {
+    "add_cross_attention", "architectures", "auto_map", "bad_words_ids", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "is_decoder",
+    "is_encoder_decoder", "length_penalty", "max_length", "min_length", "model_type",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "prefix",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "temperature",
+    "tie_encoder_decoder", "top_k", "top_p", "typical_p", "use_bfloat16", "is_llama_config",
+    "model_max_length", "max_sequence_length", "max_window_layers", "pretraining_tp",
+    "transformers.js_config",
+}  # fmt: skip
+_PARTS = (
+    (r"multiplier|logits?_scal|scale_|_scal(e|ing)$|mup", "factors of activations or logits"),
+    (r"soft_?cap", "soft caps"),
+    (r"expert|moe|router", "experts"),
+    (r"rope|rotary|nope|alibi|position|yarn", "positions of this kind"),
+    (r"sink", "sinks of this kind"),
+    (r"window|sliding|local|global|sparse|chunk|block", "windows of this kind"),
+    (r"(q|kv)_lora|latent", "low-rank attention"),
+    (r"qk_|qkv|query", "queries and keys of this kind"),
+    (r"mamba|ssm|conv|recurren|linear_|delta|hybrid|rwkv", "recurrent layers"),
+    (r"bidirectional|cross|encoder|decoder", "attention to both sides"),
+    (r"att(entio)?n|head", "attention of this kind"),
+    (r"norm", "norms of this kind"),
+    (r"residual|parallel", "sublayers in this order"),
+    (r"bias", "biases of this kind"),
+    (r"gate|glu|activation|_act$|act_fn|mlp|ffn", "MLPs of this kind"),
+    (r"layer|depth", "layers of this kind"),
+    (r"embed|hidden|logit", "embeddings or logits of this kind"),
+)
+
+
+def check(config: Mapping[str, Any], left: Collection[str]) -> None:
+    """Raises CheckpointError if a key asks for a part of a network that brt does not have.
+
+    Args:
+      config: the content of config.json.
+      left: the keys that nothing has read.
+    """
+    for name in left:
+        if part := _part(name, config[name]):
+            raise CheckpointError(
+                f"config.json: {name} = {config[name]!r:.80} asks for {part}, which brt does not "
+                f"have in models of the type {config.get('model_type')!r:.40}; remove the key if "
+                "the weights were trained without it"
+            )
+
+
+def unknown(config: Mapping[str, Any], left: Collection[str]) -> list[str]:
+    """Returns those of the keys `left` of a config.json that are no remarks known to brt.
+
+    brt ignores them, and the user should know.
+    """
+    return [
+        name
+        for name in left
+        if config[name] is not None and name not in _COMMON and not _REMARK.search(name)
+    ]
+
+
+def _part(name: str, value: Any) -> str:
+    """Returns the name of the part that a key asks for; "" for none."""
+    if name in _COMMON or _REMARK.search(name):
+        return ""
+    place = next((i for i, (words, _) in enumerate(_PARTS) if re.search(words, name.lower())), -1)
+    # A factor of 1 changes nothing, and a part that is off, empty or of size 0 is not there.
+    off = value == 1 if place == 0 else value in (None, False, [], {}, "")
+    return "" if place < 0 or value is None or off else _PARTS[place][1]
