@@ -202,7 +202,8 @@ def test_a_pretrained_decoder_learns_where_short_documents_end(tmp_path: Path) -
         text = f"Question {i % 7}. It was the best of times."
         (tmp_path / "documents" / f"{i}.txt").write_text(text)
     settings = {
-        "Training.init_from": str(tmp_path / "decoder"), "Data.train": (str(tmp_path / "documents"),),
+        "Training.init_from": str(tmp_path / "decoder"),
+        "Data.train": (str(tmp_path / "documents"),),
         "Data.validation_fraction": 0.0, "Data.test_fraction": 0.0,
         "Data.cache_dir": str(tmp_path / "cache"), "Model.window": 32, "Window.block": 32,
         "Training.segment_length": 32, "Training.batch_size": 4, "Training.steps": 100,
