@@ -153,10 +153,11 @@ def create(path: Path) -> Workdir:
       CheckpointError: the storage fails.
     """
     workdir = Workdir(path)
+    checkpoints = workdir.checkpoints
     with explain_write_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         # The directory of checkpoints may be a link to another disk, which `exist_ok` accepts.
-        workdir.checkpoints.mkdir(exist_ok=True)
+        checkpoints.mkdir(exist_ok=True)
     for directory in _directories(workdir):
         check_writable(directory, below=path)
     refuse_links(workdir)
