@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from brt import locks
+from brt.errors import ConfigError
 from brt.formatting import size
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -187,6 +188,22 @@ def named_by_user(path: Path) -> Iterator[BinaryIO]:
 def is_regular_or_new(path: Path) -> bool:
     """Returns True if `named_by_user` would replace a file instead of writing to it directly."""
     return not path.exists() or path.is_file()
+
+
+def utf8_path(path: Path) -> Path:
+    """Returns the path of the checkpoints of a run, which TensorStore writes.
+
+    Raises:
+      ConfigError: the path is not UTF-8, which TensorStore needs.
+    """
+    try:
+        os.path.abspath(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the name of the run directory {path.parent} is not UTF-8, which checkpoints need; "
+            "rename it or its parents, or name another directory"
+        ) from error
+    return path
 
 
 def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: int = -1) -> IO:

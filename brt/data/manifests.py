@@ -196,7 +196,7 @@ def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -
     Returns:
       The directory, which the exit stack deletes; None if there is none.
     """
-    for path in directory.parent.glob(f".{glob.escape(directory.name)}.*/{_HELD}"):
+    for path in directory.parent.glob(f"{glob.escape(_prefix(directory))}*/{_HELD}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as attempt:
             held = attempt.enter_context(durable.open_file(path, "r+b", below=directory.parent))
             if not locks.acquire(held) or held.read(len(key) + 1) != key.encode():
@@ -207,6 +207,11 @@ def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -
             stack.push(partial(_leave, path.parent))  # This happens before the lock is released.
             return path.parent
     return None
+
+
+def _prefix(directory: Path) -> str:
+    """Returns the beginning of the names of temporary directories, which fit into 255 bytes."""
+    return os.fsdecode(os.fsencode(f".{directory.name}")[:240]) + "."
 
 
 def _is_partial(place: Path) -> bool:
@@ -225,7 +230,7 @@ def _leave(place: Path, kind: type[BaseException] | None, *_: Any) -> None:
 def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path:
     """Creates a locked temporary directory next to `directory`, which the exit stack deletes."""
     while True:
-        place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        place = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
         with contextlib.ExitStack() as attempt:
             attempt.callback(_remove_or_warn, place)
             # Until this process holds the lock, another process may lock or delete the new
@@ -253,7 +258,7 @@ def remove_abandoned(directory: Path) -> None:
     """
     directory = Path(os.path.realpath(directory))
     parent = directory.parent
-    for place in parent.glob(f".{glob.escape(directory.name)}.????????"):
+    for place in parent.glob(f"{glob.escape(_prefix(directory))}????????"):
         # A process that was killed early has left an empty directory. Other directories are kept,
         # because rmdir raises an error for them, which is ignored.
         with contextlib.suppress(OSError):

@@ -7,7 +7,6 @@ import fnmatch
 import itertools
 import json
 import os
-import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -64,17 +63,8 @@ class Workdir:
 
     @property
     def checkpoints(self) -> Path:
-        """Path of the directory of checkpoints.
-
-        Raises:
-          ConfigError: the path is not UTF-8, so that TensorStore cannot write to it.
-        """
-        if re.search("[\udc80-\udcff]", os.path.abspath(self.path)):
-            raise ConfigError(
-                f"the name of the run directory {self.path} is not UTF-8, which checkpoints need; "
-                "rename it or its parents, or name another directory"
-            )
-        return self.path / "checkpoints"
+        """Path of the directory of checkpoints; raises ConfigError if it is not UTF-8."""
+        return durable.utf8_path(self.path / "checkpoints")
 
     @property
     def bad_batches(self) -> Path:
@@ -158,9 +148,8 @@ def create(path: Path) -> Workdir:
     """
     workdir = Workdir(path)
     with explain_write_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
         # The directory of checkpoints may be a link to another disk, which `exist_ok` accepts.
-        workdir.checkpoints.mkdir(exist_ok=True)
+        workdir.checkpoints.mkdir(parents=True, exist_ok=True)
     for directory in _directories(workdir):
         check_writable(directory, below=path)
     refuse_links(workdir)
@@ -322,10 +311,7 @@ def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes a text in UTF-8 atomically; `write_bytes` explains `below` and the errors.
-
-    Bytes of file names that are not UTF-8 are written as escapes.
-    """
+    """Writes a text in UTF-8, with escapes for other bytes of names, as `write_bytes` explains."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"), below=below)
 
 

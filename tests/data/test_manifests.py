@@ -122,7 +122,7 @@ def test_the_next_removes_what_a_killed_process_left_but_nothing_of_a_living_one
         ("/proc/x", "No such file or directory"),
         ("/dev/null/x", "File exists"),
         ("a\0b/x", ".*embedded null (byte|character).*"),
-        ("x" * 255, "File name too long"),
+        ("x" * 256, "File name too long"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_one_sentence(

@@ -1,19 +1,18 @@
-"""Computes log-mel features (logarithms of energies in bands of frequencies) of 16-bit wav files.
+"""Computes log-mel features (logarithms of energies in bands of frequencies) of wav files.
 
 In shapes, X is the number of frames, F the number of features (mel bands) of a frame, and N the
 number of samples.
 """
 
 import functools
-import os
-import wave
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
 
-from brt import config, untrusted
+from brt import config
 from brt.errors import DataError
+from brt.tasks.speech_recognition.data import wav
 
 LOWEST_HZ = 20.0
 PRE_EMPHASIS = 0.97
@@ -28,28 +27,10 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
       speech: config section with the settings of the features.
 
     Raises:
-      DataError: the file is not a wav file of one channel with 16-bit samples, or its sample rate
-        does not fit the settings.
+      DataError: the file is not a wav file of one channel of PCM, or its sample rate does not fit
+        the settings.
     """
-    try:
-        with untrusted.open_file(path) as opened, wave.open(opened, "rb") as file:
-            channels, width, rate, count = file.getparams()[:4]
-            complete = os.fstat(opened.fileno()).st_size >= count * channels * width
-            content = file.readframes(count) if complete else b""
-            if len(content) != count * channels * width:
-                raise EOFError(f"it ends before the {count:,} samples that it says it has")
-    # The module `wave` raises RuntimeError if a chunk of the file has an invalid size.
-    except (wave.Error, EOFError, RuntimeError) as error:
-        reason = str(error) or "it ends too early"
-        raise DataError(f"{path} is no wav file of plain samples ({reason})") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    if (channels, width) != (1, 2):
-        raise DataError(
-            f"{path} has {channels} channel(s) of {8 * width} bit samples; convert it to one "
-            "channel of 16 bit samples"
-        )
-    samples = np.frombuffer(content, "<i2").astype(np.float64) / 2**15
+    samples, rate = wav.read(path)
     return log_mel(samples, rate, speech), rate
 
 

@@ -5,6 +5,8 @@ characters again.
 import json
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from brt.config import Questions
@@ -106,6 +108,44 @@ def test_answers_that_are_not_where_the_file_says_are_counted(make, capsys):
     assert "(x) has the answer 'Venus' at 14" in capsys.readouterr().err
 
 
+def as_rows(qas):
+    """Returns questions as the rows of a table, whose answers are one object with two lists."""
+    rows = []
+    for qa in qas:
+        keys = ("text", "answer_start")
+        answers = {key: [answer[key] for answer in qa["answers"]] for key in keys}
+        rows.append({**qa, "title": "t", "context": CONTEXT, "answers": answers})
+    return rows
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow"])
+def test_rows_are_the_same_questions(suffix, make, tmp_path):
+    expected = prepare(make()).split("train")
+    (tmp_path / "rows").mkdir()
+    path, rows = tmp_path / "rows" / f"a.{suffix}", as_rows(QAS)
+    table = pyarrow.Table.from_pylist(rows)
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif suffix == "json":
+        path.write_text(json.dumps(rows))
+    elif suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    (tmp_path / "rows" / "state.json").write_text('{"_split": "train"}')
+    found = prepare(make(train=(str(path.parent),))).split("train")
+    assert (found.ids, found.asked, found.texts) == (expected.ids, expected.asked, expected.texts)
+    assert found.answers == expected.answers and (found.rows == expected.rows).all()
+
+
+@pytest.mark.parametrize("rows", [QAS[:1], [entry("v", "Which?", "Pluto")]])
+def test_a_tokenizer_is_not_trained_on_rows_that_cannot_be_used(rows, make):
+    wrong = [{**row, "answers": {"text": ["x"], "answer_start": [0]}} for row in as_rows(rows)]
+    with pytest.raises(DataError, match="1 of 1 rows of train cannot be used: .*has the answer"):
+        prepare(make(json.dumps(wrong), tokenizer="train:300"))
+
+
 def test_questions_without_an_answer(make):
     none = entry("n", "Who?", is_impossible=True)
     store = prepare(make([*QAS, none], no_answer=True)).split("train")
@@ -117,6 +157,7 @@ def test_questions_without_an_answer(make):
     [
         ("{", "is not JSON: .* column 2"),
         ("[]", "has no question"),
+        ('[{"text": "a"}]', "neither SQuAD's list 'data' nor the columns id, context, question"),
         ('{"data": []}', "has no question"),
         (
             '{"data": [{"paragraphs": [{"qas": []}]}]}',

@@ -134,7 +134,7 @@ def test_damaged_headers_of_wav_files_are_one_sentence(tmp_path, write_wav):
             except DataError as error:
                 assert "\n" not in str(error)
     path.write_bytes(good[:-2])
-    with pytest.raises(DataError, match="it ends before the 400 samples that it says"):
+    with pytest.raises(DataError, match="it ends before the 800 bytes that it says"):
         read(str(tmp_path / "a.tsv"))
 
 

@@ -1,0 +1,86 @@
+"""Reads the samples of wav files of plain PCM, whatever their header calls it."""
+
+import os
+import struct
+from io import BufferedReader
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from brt import untrusted
+from brt.errors import DataError
+
+_KINDS = {2: "ADPCM", 3: "floats", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x31: "GSM", 0x55: "MP3"}
+_PCM, _EXTENSIBLE = 1, 0xFFFE
+# The end of the identifier of a kind in an extensible header; the kind's number comes before it.
+_SUFFIX = bytes.fromhex("000000001000800000aa00389b71")
+# Programs that write to a pipe do not know the size. They write a size from this number on, or 0.
+_STREAMED = 0x7FFFF000
+_CONVERT = "convert it, for example with `ffmpeg -i IN.wav -ac 1 -c:a pcm_s16le OUT.wav`"
+
+
+def read(path: Path) -> tuple[Float[np.ndarray, " N"], int]:
+    """Returns the samples of a wav file, N values in [-1, 1), and its sample rate in Hz.
+
+    Raises:
+      DataError: the file is not a complete wav file of one channel of PCM with 8 to 32 bits.
+    """
+    try:
+        with untrusted.open_file(path) as file:
+            header, content = _chunks(file)
+        channels, width, rate = _format(header)
+    except (ValueError, struct.error) as error:
+        reason = "it ends too early" if isinstance(error, struct.error) else error
+        raise DataError(
+            f"{path} is no wav file of plain samples ({reason}); fetch it again, or {_CONVERT}"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if channels != 1:
+        raise DataError(f"{path} has {channels} channels; {_CONVERT}")
+    samples = np.frombuffer(content, np.uint8)[: len(content) // width * width].reshape(-1, width)
+    if width == 1:
+        return (samples[:, 0] - 128.0) / 128, rate
+    wide = np.zeros((len(samples), 4), np.uint8)
+    wide[:, 4 - width :] = samples
+    return wide.view("<i4")[:, 0] / 2.0**31, rate
+
+
+def _chunks(file: BufferedReader) -> tuple[bytes, bytes]:
+    """Returns the content of the chunks "fmt " and "data"; other chunks are skipped."""
+    size = os.fstat(file.fileno()).st_size
+    name, total, kind = struct.unpack("<4sI4s", file.read(12))
+    if (name, kind) != (b"RIFF", b"WAVE"):
+        raise ValueError("it does not begin with RIFF and WAVE")
+    found: dict[bytes, bytes] = {}
+    while not {b"fmt ", b"data"} <= found.keys():
+        name, length = struct.unpack("<4sI", file.read(8))
+        rest = size - file.tell()
+        if name == b"data" and length > rest and length >= _STREAMED:
+            length = rest
+        if name == b"data" and length == 0 and total in (0, 0xFFFFFFFF):
+            length = rest
+        if length > rest:
+            raise ValueError(f"it ends before the {length:,} bytes that it says it has")
+        if name in (b"fmt ", b"data"):
+            found[name] = file.read(length)
+        else:
+            file.seek(length, os.SEEK_CUR)
+        file.seek(
+            length % 2, os.SEEK_CUR
+        )  # A chunk of odd length is followed by a byte of padding.
+    return found[b"fmt "], found[b"data"]
+
+
+def _format(header: bytes) -> tuple[int, int, int]:
+    """Returns the number of channels, the bytes of a sample, and the sample rate."""
+    kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", header[:16])
+    if kind == _EXTENSIBLE and header[26:40] == _SUFFIX:
+        (kind,) = struct.unpack("<H", header[24:26])
+    if kind != _PCM:
+        raise ValueError(f"its samples are {_KINDS.get(kind, f'of the kind {kind:#x}')}, not PCM")
+    width = (bits + 7) // 8
+    if not (1 <= width <= 4 and channels and rate):
+        raise ValueError(f"it has {channels} channels of {bits} bit samples, {rate} a second")
+    return channels, width, rate
