@@ -227,20 +227,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def catching_panics() -> Iterator[None]:
-    """Context that converts the panic of a library written in Rust to a ValueError.
-
-    The class of a panic does not derive from Exception, so callers would not catch it.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"the library that reads it gave up: {error}") from error
-
-
 class LazyArray(NamedTuple):
     """An array of an .npz file, whose content is read when it is needed.
 

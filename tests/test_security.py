@@ -108,14 +108,3 @@ def test_json_of_any_depth_is_processed_or_refused() -> None:
 def test_a_path_without_its_home_stays_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert untrusted.user_path(name) == Path(name.replace("~/", "/home/me/"))
-
-
-class PanicException(BaseException):  # noqa: N818 - Libraries in Rust use this name.
-    """The exception of a library in Rust, which is no subclass of Exception."""
-
-
-def test_a_panic_of_a_library_is_an_error_and_no_other_exception_is() -> None:
-    with pytest.raises(ValueError, match="gave up: out of range"), untrusted.catching_panics():
-        raise PanicException("out of range")
-    with pytest.raises(KeyboardInterrupt), untrusted.catching_panics():
-        raise KeyboardInterrupt
