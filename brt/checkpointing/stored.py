@@ -86,7 +86,9 @@ def _try(request: bytes) -> None:
             array = open_array(Path(directory), name, shape, dtype)
             size = array.spec().to_json()["metadata"]["chunks"]
             for place in np.ndindex(*(-(-n // c) for n, c in zip(shape, size, strict=True))):
-                edges = [(i * c, min((i + 1) * c, n)) for i, c, n in zip(place, size, shape, strict=True)]
+                edges = [
+                    (i * c, min((i + 1) * c, n)) for i, c, n in zip(place, size, shape, strict=True)
+                ]
                 array[tuple(slice(*edge) for edge in edges)].read().result()
     except MemoryError:
         raise

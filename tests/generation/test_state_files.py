@@ -49,7 +49,9 @@ def _forged(kind: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         case "another":
             return arrays | {"more": np.zeros(1 << 24, np.uint8)}
         case _:
-            return arrays | {f"more{i}": np.zeros(()) for i in range(20_000)}
+            return arrays | {
+                f"a_member_of_a_long_name_{i:099}": np.zeros(()) for i in range(10_000)
+            }
 
 
 @pytest.mark.parametrize("kind", ["identity", "shape", "dtype", "another", "members"])
