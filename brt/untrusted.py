@@ -264,7 +264,7 @@ class _Archive(BufferedReader):
 
 @contextlib.contextmanager
 def npz(path: Path, growth: int | None = GROWTH) -> Iterator[dict[str, LazyArray]]:
-    """Context that opens an .npz file and yields its arrays by name, of which only headers are read.
+    """Context that opens an .npz file, reads its headers, and yields its arrays by name.
 
     The content of an array can be read until the context ends. Files whose arrays claim more bytes
     than the file can contain are refused. An uncompressed array cannot have more bytes than the

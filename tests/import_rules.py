@@ -28,8 +28,8 @@ COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "s
 # else of brt.
 FOUNDATION = {
     "allocator", "bounded", "drawing", "durable", "errors", "formatting", "hanging",
-    "jax_versions", "locks", "output", "platforms", "redaction", "tree_utils", "types", "untrusted", "user_cache",
-    "user_files",
+    "jax_versions", "locks", "output", "platforms", "redaction",
+    "tree_utils", "types", "untrusted", "user_cache", "user_files",
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}
