@@ -32,6 +32,11 @@ _DEEPEST = 100  # Lists and objects in files of a known structure are nested at 
 # process them without reaching Python's limit of recursion. brt checks the depth itself, because
 # the parser has no limit from Python 3.14 on.
 _DEEPEST_PARSED = 200
+# A JSON text has at most this many lists and objects. Each takes 64 bytes, but three in a file.
+_MOST_PARSED = 1 << 24
+# An archive unpacks to at most this many times its size, and _SLACK bytes.
+GROWTH, _SLACK = 64, 64 << 20
+_DIRECTORY = 1 << 20  # The directory of an archive has at most this many bytes.
 _RATIO = 1032  # Deflate compresses by at most this factor.
 _UNUSUAL = 0x61  # Encrypted or patched members of a zip file have one of these flags.
 _DAMAGE = (
@@ -88,8 +93,13 @@ def parse_json(
         U+FFFD, and "keep" leaves them in the value, for callers that report them themselves.
 
     Raises:
-      json.JSONDecodeError: the text is not JSON, is nested deeply, or contains very long numbers.
+      json.JSONDecodeError: the text is not JSON, is nested deeply, or contains very long numbers or
+        very many lists and objects.
     """
+    if len(text) > _MOST_PARSED and decode is json.loads:
+        brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+        if sum(map(text.count, brackets)) > _MOST_PARSED:
+            raise json.JSONDecodeError("Too many brackets", "", 0)
     try:
         value = decode(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -223,20 +233,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def catching_panics() -> Iterator[None]:
-    """Context that converts the panic of a library written in Rust to a ValueError.
-
-    The class of a panic does not derive from Exception, so callers would not catch it.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"the library that reads it gave up: {error}") from error
-
-
 class LazyArray(NamedTuple):
     """An array of an .npz file, whose content is read when it is needed.
 
@@ -252,13 +248,28 @@ class LazyArray(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
+class _Archive(BufferedReader):
+    """A zip file, of which zipfile cannot read a huge directory."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Reads at most _DIRECTORY bytes at a time; zipfile reads the whole directory at once."""
+        if (size or 0) > _DIRECTORY:
+            raise zipfile.BadZipFile("it has too many members")
+        return super().read(size)
+
+
 @contextlib.contextmanager
-def npz(path: Path) -> Iterator[dict[str, LazyArray]]:
-    """Context that opens an .npz file and yields its arrays by name.
+def npz(path: Path, growth: int | None = GROWTH) -> Iterator[dict[str, LazyArray]]:
+    """Context that opens an .npz file, reads its headers, and yields its arrays by name.
 
     The content of an array can be read until the context ends. Files whose arrays claim more bytes
     than the file can contain are refused. An uncompressed array cannot have more bytes than the
     file, and a compressed one cannot have more than 1032 times as many.
+
+    Args:
+      path: the path of the file.
+      growth: all arrays together have at most this many times the bytes of the file, and 64 MiB;
+        None if the caller compares the shapes of the arrays before it reads them.
 
     Raises:
       ValueError: the file is not an .npz file, is damaged, or contains arrays of objects.
@@ -266,10 +277,13 @@ def npz(path: Path) -> Iterator[dict[str, LazyArray]]:
     """
     with open_file(path) as file:
         with _said_of(path.name):
-            archive = zipfile.ZipFile(file)
+            size = os.fstat(file.fileno()).st_size
+            archive = zipfile.ZipFile(_Archive(file.raw))
             members = archive.infolist()
-            if sum(m.compress_size for m in members) > os.fstat(file.fileno()).st_size:
+            if sum(m.compress_size for m in members) > size:
                 raise ValueError("it claims more bytes than it has")
+            if growth and sum(m.file_size for m in members) > growth * size + _SLACK:
+                raise ValueError(f"it unpacks to more than {growth} times its size")
             arrays = {m.filename.removesuffix(".npy"): _stored(archive, m) for m in members}
         yield arrays
 

@@ -27,9 +27,9 @@ COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "s
 # Modules about files, processes and errors. Every module may import them, and they import nothing
 # else of brt.
 FOUNDATION = {
-    "allocator", "drawing", "durable", "errors", "formatting", "hanging", "jax_versions", "locks",
-    "output", "places", "platforms", "redaction", "tree_utils", "types", "untrusted", "user_cache",
-    "user_files",
+    "allocator", "bounded", "drawing", "durable", "errors", "formatting", "hanging",
+    "jax_versions", "locks", "output", "places", "platforms", "redaction", "tree_utils", "types",
+    "untrusted", "user_cache", "user_files",
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}

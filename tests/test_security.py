@@ -102,14 +102,3 @@ def test_json_of_any_depth_is_processed_or_refused() -> None:
             assert error.msg == "Brackets too deep" and depth > 200
         else:
             assert depth <= 200 and isinstance(value, list)
-
-
-class PanicException(BaseException):  # noqa: N818 - Libraries in Rust use this name.
-    """The exception of a library in Rust, which is no subclass of Exception."""
-
-
-def test_a_panic_of_a_library_is_an_error_and_no_other_exception_is() -> None:
-    with pytest.raises(ValueError, match="gave up: out of range"), untrusted.catching_panics():
-        raise PanicException("out of range")
-    with pytest.raises(KeyboardInterrupt), untrusted.catching_panics():
-        raise KeyboardInterrupt

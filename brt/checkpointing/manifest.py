@@ -7,7 +7,7 @@ library that stores the arrays notices missing files, but not flipped bits.
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,7 +26,7 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
         relative to `directory`. These files are not read.
     """
     lines = []
-    for path in _files(directory):
+    for path in files(directory):
         name = path.relative_to(directory).as_posix()
         digest = known.get(name)
         if digest is None:
@@ -37,8 +37,12 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
     durable.sync_tree(directory)
 
 
-def verify(directory: Path) -> list[str]:
-    """Compares all files below `directory` with the checksums in its MANIFEST.sha256.
+def verify(directory: Path, only: Collection[str] | None = None) -> list[str]:
+    """Compares the files below `directory` with the checksums in its MANIFEST.sha256.
+
+    Args:
+      directory: the directory of a checkpoint.
+      only: paths of the files that are read, relative to `directory`; None for all files.
 
     Returns:
       A phrase for each problem; [] if all files are intact.
@@ -47,10 +51,10 @@ def verify(directory: Path) -> list[str]:
         expected = read(directory)
     except ValueError as error:
         return [str(error)]
-    present = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    present = {path.relative_to(directory).as_posix(): path for path in files(directory)}
     problems = [f"{name} is missing" for name in expected if name not in present]
     problems += [f"{name} is not in {NAME}" for name in present if name not in expected]
-    for name in sorted(expected.keys() & present.keys()):
+    for name in sorted(expected.keys() & present.keys() & (only or present.keys())):
         problems += _verify_file(present[name], name, expected[name])
     return problems
 
@@ -84,8 +88,11 @@ def read(directory: Path) -> dict[str, str]:
     return checksums
 
 
-def _files(directory: Path) -> list[Path]:
-    """Lists all files except the manifest. A link to a directory counts as a file."""
+def files(directory: Path) -> list[Path]:
+    """Returns the paths of all files of a checkpoint except the manifest.
+
+    A link to a directory counts as a file.
+    """
     paths = [
         Path(root) / name
         for root, directories, names in os.walk(directory)

@@ -13,6 +13,7 @@ last_checkpoint.txt, next to the directory `checkpoints`, names the step that wa
 that a run whose checkpoints were removed does not begin again unnoticed.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -42,6 +43,8 @@ _DTYPES = {"bool", "bfloat16", "float16", "float32", "float64"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
 _LAST_BYTES = 1 << 10  # At most this many bytes of last_checkpoint.txt are read.
+# Besides its arrays, a checkpoint has at most this many bytes, such as the metadata of its arrays.
+_OTHER_BYTES = 64 << 20
 _SHOWN = 3  # An error names at most this many problems.
 
 # Orbax logs every save and restore. The filter suppresses these messages, because brt itself
@@ -131,10 +134,25 @@ def verify(directory: Path, step: int) -> list[str]:
     path = directory / str(step)
     if path.is_symlink() and not os.path.isdir(path):
         return [f"it is a link to {os.readlink(path)}, where no directory is"]
+    try:
+        meta = read_meta(directory, step)
+    except CheckpointError as error:
+        # Nothing says how large the other files may be, so they are not read.
+        return manifest.verify(path, {META}) or [str(error)]
+    if problem := _exceeds(path, meta):
+        return [problem]
     problems = manifest.verify(path)
-    if not problems and (actual := read_meta(directory, step)["step"]) != step:
-        problems = [f"{META} is of step {actual}"]
+    if not problems and meta["step"] != step:
+        problems = [f"{META} is of step {meta['step']}"]
     return problems
+
+
+def _exceeds(path: Path, meta: Mapping[str, Any]) -> str:
+    """Returns what is wrong if a checkpoint has far more bytes than its arrays, or ""."""
+    arrays = tree_utils.abstract(meta["arrays"])
+    needed = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays.values())
+    found = sum(os.lstat(file).st_size for file in manifest.files(path))
+    return f"it has {found:,} bytes for arrays of {needed:,}" * (found > 2 * needed + _OTHER_BYTES)
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
@@ -314,7 +332,7 @@ def restore(
         # JAX raises this error if the memory of a device is full.
         except jax.errors.JaxRuntimeError:
             raise
-        # For damaged files, orbax and tensorstore raise errors of many classes, so all are caught.
+        # For damaged files, tensorstore raises errors of many classes, so all are caught.
         except Exception as error:
             if allocator.exhausted(error):
                 raise

@@ -20,7 +20,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from brt import durable, tree_utils
+from brt import bounded, durable, tree_utils
 from brt.checkpointing import frozen, manifest
 from brt.checkpointing.reader import (
     FORMAT,
@@ -288,6 +288,7 @@ class CheckpointWriter:
             with self._in_background("committing"):
                 (partial / META).write_text(meta)
                 manifest.write(partial, checksums)
+                bounded.trust(bounded.key((partial / manifest.NAME).read_bytes()))
                 _commit(partial)
                 self._frozen_step = step
                 durable.write(self._directory.parent / LAST, f"{step}\n".encode())

@@ -99,12 +99,8 @@ class ByteLevelTokenizer(ChunkTokenizer):
         """
         if self._missing:
             self._check_bytes(chunks)
-        try:
-            with untrusted.catching_panics():
-                encoded = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
-        # The tokenizers library raises Exception itself, so no subclass could be caught instead.
-        except Exception as error:
-            raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
+        with tokenizer_files.guarded(self.path):
+            encoded = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encoded]
 
     def _id_of(self, token: int | str) -> int | None:

@@ -1,12 +1,14 @@
 """Opens sentencepiece models and tokenizer.json files, and reports faults of these files."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
-from brt import untrusted
+from brt import bounded, untrusted
+from brt.data import tokenizer_trial
 from brt.data.special_tokens import Added
 from brt.errors import DataError
 
@@ -28,6 +30,39 @@ def read(path: Path) -> bytes:
         raise DataError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
 
 
+@contextlib.contextmanager
+def guarded(path: Path | str, what: str = "cannot read a text") -> Iterator[None]:
+    """Context in which a foreign tokenizer opens, encodes or decodes.
+
+    The tokenizers library raises Exception itself, so no subclass could be caught. If it panics,
+    the class of the error does not even derive from Exception.
+
+    Args:
+      path: the path of the tokenizer's file.
+      what: says in an error message what failed.
+
+    Raises:
+      DataError: the library of the tokenizer failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        panics = type(error).__name__ == "PanicException"
+        if isinstance(error, DataError | MemoryError) or not (
+            isinstance(error, Exception) or panics
+        ):
+            raise
+        gave_up = "the library that reads it gave up: " * panics
+        raise DataError(f"the tokenizer {path} {what} ({gave_up}{error})") from error
+
+
+def _try(path: Path, content: bytes) -> None:
+    try:
+        tokenizer_trial.check(path.name, content)
+    except bounded.Refused as error:
+        raise DataError(f"the tokenizer {path} cannot be used: {error}; name another") from error
+
+
 def sentencepiece_model(
     path: Path, content: bytes, *, exact: bool = False
 ) -> sentencepiece.SentencePieceProcessor:
@@ -44,8 +79,9 @@ def sentencepiece_model(
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
+    _try(path, content)
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
-    try:
+    with guarded(path, "is not a sentencepiece model"):
         model.ParseFromString(content)
         if exact:
             model.normalizer_spec.add_dummy_prefix = False
@@ -54,8 +90,6 @@ def sentencepiece_model(
         if processor.vocab_size() == 0:
             raise DecodeError("it has no pieces")
         processor.id_to_piece([*range(processor.vocab_size())])
-    except (DecodeError, RuntimeError, UnicodeDecodeError) as error:
-        raise DataError(f"the tokenizer {path} is not a sentencepiece model ({error})") from error
     return processor
 
 
@@ -70,14 +104,11 @@ def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
     Raises:
       DataError: the file is not a sentencepiece model.
     """
-    from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
-    try:
+    with guarded(path, "is not a sentencepiece model"):
         model.ParseFromString(content)
-    except DecodeError as error:
-        raise DataError(f"the tokenizer {path} is not a sentencepiece model ({error})") from error
     kinds = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
     for token in added:
         kind = kinds.CONTROL if token.special else kinds.USER_DEFINED
@@ -101,12 +132,9 @@ def json_model(path: Path, content: bytes) -> Any:
     """
     from tokenizers import Tokenizer
 
-    try:
-        with untrusted.catching_panics():
-            tokenizer = Tokenizer.from_buffer(content)
-    # The tokenizers library raises Exception itself, so no subclass could be caught instead.
-    except Exception as error:
-        raise DataError(f"the tokenizer {path} is not a tokenizer.json ({error})") from error
+    _try(path, content)
+    with guarded(path, "is not a tokenizer.json"):
+        tokenizer = Tokenizer.from_buffer(content)
     vocabulary = tokenizer.get_vocab()
     if sorted(vocabulary.values()) != [*range(len(vocabulary))]:
         raise DataError(f"the ids of the tokenizer {path} are not 0 to {len(vocabulary) - 1:,}")
@@ -115,10 +143,8 @@ def json_model(path: Path, content: bytes) -> Any:
     tokenizer.no_padding()
     # With this option, `</s>` inside of a text is encoded as text and not as a special token.
     tokenizer.encode_special_tokens = True
-    try:
+    with guarded(path, "cannot encode a text"):
         (encoding,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
-    except Exception as error:  # As above, the library raises Exception itself.
-        raise DataError(f"the tokenizer {path} cannot encode a text ({error})") from error
     if not encoding.ids:
         raise DataError(
             f"the tokenizer {path} drops all of a text; remove the part that drops it, such as its "

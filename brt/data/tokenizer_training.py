@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import sentencepiece
 
-from brt.data import chunks
+from brt.data import chunks, tokenizer_trial
 from brt.errors import ConfigError, DataError
 
 # A line of training text has at most this number of characters, and therefore at most four times as
@@ -126,6 +126,7 @@ def train_sentencepiece(
     except RuntimeError as error:
         raise _explained(error, f"{setting} = 'train:{vocab_size}'") from error
     output.write_bytes(model)
+    tokenizer_trial.trust(model)
     return coverage
 
 

@@ -221,9 +221,10 @@ class SentencePieceTokenizer(ChunkTokenizer):
 
     def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
         """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
-        if any(SPACE in chunk for chunk in chunks):
-            return [*map(self._with_spaces, chunks)]
-        return self._processor.encode(chunks, return_type="numpy")
+        with tokenizer_files.guarded(self.path):
+            if any(SPACE in chunk for chunk in chunks):
+                return [*map(self._with_spaces, chunks)]
+            return self._processor.encode(chunks, return_type="numpy")
 
     def _with_spaces(self, chunk: str) -> np.ndarray:
         """Returns the ids of a chunk with the character ▁, which is encoded as bytes, because the

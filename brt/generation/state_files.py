@@ -14,6 +14,8 @@ from brt import durable, untrusted
 from brt.errors import DataError
 from brt.generation.memory import unfinished_character
 
+_IDENTITY = 1 << 20  # The description of the model in a file has at most this many bytes.
+
 
 def _swap_lanes_and_layers(memory: Any) -> Any:
     """Returns the memory with the other order of the first two axes, of lanes and layers, in the
@@ -64,18 +66,15 @@ def load(
     """
     leaves, structure = jax.tree.flatten(_swap_lanes_and_layers(old))
     try:
-        with untrusted.npz(path) as arrays:
+        with untrusted.npz(path, growth=None) as arrays:
+            stored = _described(arrays, len(leaves))
             saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
             untrusted.check(saved_identity, {str: object})
             _check_identity(path, translate(saved_identity), identity)
-            # Earlier versions saved neither `ended` nor `unfinished`, which are the last leaves.
-            added = leaves[-2:] if len(arrays) == len(leaves) - 1 else []
-            leaves = leaves[: len(leaves) - len(added)]
-            stored = [arrays[f"leaf{i}"] for i in range(len(leaves))]
             if [array.shape for array in stored] != [leaf.shape for leaf in leaves]:
                 raise DataError(f"{path} holds arrays of other shapes; load it with as many lanes")
             loaded = [_leaf(*pair) for pair in zip(stored, leaves, strict=True)]
-        memory = jax.tree.unflatten(structure, [*loaded, *map(jnp.zeros_like, added)])
+        memory = jax.tree.unflatten(structure, loaded)
         if memory.count < 0 or not 0 <= memory.position < block_length:
             raise ValueError("its position or count is out of range")
         if any(data != unfinished_character(data) for data in memory.unfinished_bytes()):
@@ -94,6 +93,19 @@ def load(
     return _swap_lanes_and_layers(memory)
 
 
+def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
+    """Returns the arrays of the memory, none of which is read; raises ValueError if the file has
+    other arrays, or a long description of the model.
+    """
+    names = [f"leaf{i}" for i in range(leaves)]
+    if {*arrays} - {*names, "identity"}:
+        raise ValueError("it has other arrays")
+    text = arrays["identity"]
+    if text.dtype.kind != "U" or text.shape or text.dtype.itemsize > _IDENTITY:
+        raise ValueError("it describes its model with another array than a short text")
+    return [arrays[name] for name in names]
+
+
 def _check_identity(
     path: Path, saved: Mapping[str, object], identity: Mapping[str, object]
 ) -> None:
@@ -107,13 +119,11 @@ def _check_identity(
 
 def _leaf(stored: untrusted.LazyArray, old: Array) -> Array:
     """Returns a saved array of the memory; raises ValueError if its dtype or values are invalid."""
+    if stored.dtype != _file_dtype(old.dtype):
+        raise ValueError(f"it has {stored.dtype} for {old.dtype}")
     array = stored.read()
-    counts = array.dtype.kind == "i"
-    if (
-        array.dtype != _file_dtype(old.dtype)
-        or not (array >= 0 if counts else np.isfinite(array)).all()
-    ):
-        raise ValueError(f"it has {array.dtype} for {old.dtype}, or numbers that are not finite")
+    if not (array >= 0 if array.dtype.kind == "i" else np.isfinite(array)).all():
+        raise ValueError("it has numbers that are not finite")
     return jnp.asarray(array, old.dtype)
 
 

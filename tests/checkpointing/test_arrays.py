@@ -1,6 +1,8 @@
-"""Tests that stored arrays whose sizes contradict the metadata are refused before unpacking."""
+"""Tests that arrays are read in one format, and that forged files take no memory."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,80 +14,134 @@ import pytest
 import tensorstore
 import zstandard
 
-from brt.checkpointing import arrays
+from brt import bounded
+from brt.checkpointing import arrays, manifest
 
+DEFAULT = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 WANTED = {
-    "a/b": jax.ShapeDtypeStruct((64, 8), jnp.bfloat16),
-    "scalar": jax.ShapeDtypeStruct((), jnp.int32),
+    "a/b": jax.ShapeDtypeStruct((64, 8), jnp.bfloat16, sharding=DEFAULT),
+    "scalar": jax.ShapeDtypeStruct((), jnp.int32, sharding=DEFAULT),
+}
+TREE = {
+    name: jnp.arange(np.prod(leaf.shape, dtype=int)).reshape(leaf.shape).astype(leaf.dtype)
+    for name, leaf in WANTED.items()
 }
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the directory of a checkpoint with the arrays in WANTED."""
-    path = tmp_path_factory.mktemp("arrays") / "state"
-    tree = {name: jnp.ones(leaf.shape, leaf.dtype) for name, leaf in WANTED.items()}
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory whose subdirectory `state` contains TREE."""
+    path = tmp_path_factory.mktemp("arrays")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+        checkpointer.save(path / "state", args=ocp.args.PyTreeSave(TREE))
     return path
 
 
-def store_of(state: Path) -> tensorstore.KvStore:
-    """Returns an in-memory copy of a checkpoint's array store, which a test may damage."""
+@pytest.fixture
+def state(written: Path, tmp_path: Path) -> Path:
+    """Returns a directory `state` with TREE, which a test may change."""
+    shutil.copytree(written, tmp_path / "5")
+    return tmp_path / "5/state"
+
+
+def write(state: Path, key: str, value: bytes, **config: Any) -> None:
+    """Writes an entry of the key-value store that contains the arrays."""
     base = {"driver": "file", "path": f"{state}/"}
-    found = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    copy = tensorstore.KvStore.open("memory://").result()
-    for key in found.list().result():
-        copy.write(key, found.read(key).result().value).result()
-    return copy
+    tensorstore.KvStore.open({"driver": "ocdbt", "base": base, **config}).result()[key] = value
 
 
-def test_what_orbax_wrote_is_as_it_should_be(state: Path) -> None:
-    arrays.check(state, WANTED)
+def read(state: Path) -> dict[str, jax.Array]:
+    """Reads the arrays with new checksums, as somebody who forges a checkpoint writes them."""
+    manifest.write(state.parent)
+    return arrays.read(state, WANTED)
+
+
+def zstd_of_zeros(size: int) -> bytes:
+    """Returns a zstd stream of zeros, in which four bytes stand for 128 KiB."""
+    blocks = size >> 17
+    headers = [(1 << 20 | 1 << 1 | (i == blocks - 1)).to_bytes(3, "little") for i in range(blocks)]
+    return b"\x28\xb5\x2f\xfd\x00\x38" + b"".join(header + b"\0" for header in headers)
+
+
+def described(state: Path, change: dict[str, Any]) -> None:
+    base = {"driver": "file", "path": f"{state}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    write(state, "a/b/.zarray", json.dumps(json.loads(store["a/b/.zarray"]) | change).encode())
+
+
+def test_what_orbax_wrote_is_read(state: Path) -> None:
+    for name, array in read(state).items():
+        assert array.dtype == TREE[name].dtype
+        np.testing.assert_array_equal(array, TREE[name])
+
+
+def test_no_metadata_choose_another_format(state: Path) -> None:
+    path = state / "_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_ocdbt": False}))
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{state}/a/b/"}}
+    forged = tensorstore.open(
+        spec, create=True, shape=[64, 8], dtype=tensorstore.bfloat16
+    ).result()  # fmt: skip
+    forged.write(np.zeros((64, 8), jnp.bfloat16)).result()
+    np.testing.assert_array_equal(read(state)["a/b"], TREE["a/b"])
+
+
+def test_a_missing_array_is_refused(state: Path) -> None:
+    manifest.write(state.parent)
+    with pytest.raises(ValueError):
+        arrays.read(state, WANTED | {"c": WANTED["scalar"]})
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        ({"chunks": [2**19, 2**19]}, "stored in chunks of"),
-        ({"chunks": [64]}, "stored in chunks of"),
-        ({"chunks": [32, 8]}, "is stored in 1 chunks"),
-        ({"shape": [2**40, 8]}, "is stored as bfloat16"),
-        ({"dtype": "<f8"}, "is stored as <f8"),
-        ({"compressor": {"id": "zlib"}}, "which is no 'zstd'"),
-        ({"filters": [{"id": "delta"}]}, "filters"),
+        {"chunks": [2**19, 2**19]},
+        {"chunks": [64]},
+        {"chunks": [32, 8]},
+        {"shape": [2**40, 8]},
+        {"dtype": "<f8"},
+        {"compressor": {"id": "zlib", "level": 1}},
+        {"compressor": None},
+        {"filters": [{"id": "delta"}]},
+        {"zarr_format": 3},
     ],
 )
-def test_metadata_of_another_array_are_refused(
-    state: Path, change: dict[str, Any], said: str
+def test_metadata_of_another_array_are_refused(state: Path, change: dict[str, Any]) -> None:
+    described(state, change)
+    with pytest.raises(ValueError):
+        read(state)
+
+
+FORGED: dict[str, Callable[[Path], None]] = {
+    "large": lambda state: write(state, "a/b/0.0", zstd_of_zeros(1 << 33)),
+    "larger": lambda state: write(state, "a/b/0.0", zstandard.compress(bytes(1025))),
+    "two streams": lambda state: write(state, "a/b/0.0", 2 * zstandard.compress(bytes(1024))),
+    "text": lambda state: write(state, "a/b/0.0", b"x" * 99),
+    "cut": lambda state: write(state, "a/b/0.0", zstandard.compress(bytes(1024))[:-5]),
+    "long JSON": lambda state: write(state, "a/b/.zarray", b"[" * 10**6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_forged_entries_are_refused_before_this_process_reads_them(
+    state: Path, forged: str
 ) -> None:
-    store = store_of(state)
-    described = json.loads(store.read("a/b/.zarray").result().value)
-    store.write("a/b/.zarray", json.dumps(described | change).encode()).result()
-    with pytest.raises(ValueError, match=said):
-        arrays.check_store(store, WANTED)
+    FORGED[forged](state)
+    with pytest.raises(bounded.Refused):
+        read(state)
 
 
-@pytest.mark.parametrize(
-    ("chunk", "said"),
-    [
-        (zstandard.ZstdCompressor().compress(bytes(1 << 26)), "may unpack to"),
-        (b"x" * 99, "no stream of zstd"),
-        (zstandard.ZstdCompressor().compress(bytes(1024))[:-5], "ends too early"),
-        (2 * zstandard.ZstdCompressor().compress(bytes(1024)), "more than one stream"),
-    ],
-)
-def test_a_chunk_is_not_unpacked_to_more_than_it_has(state: Path, chunk: bytes, said: str) -> None:
-    store = store_of(state)
-    store.write("a/b/0.0", chunk).result()
-    with pytest.raises(ValueError, match=said):
-        arrays.check_store(store, WANTED)
-
-
-@pytest.mark.parametrize("level", [1, 3, 19])
-def test_no_stream_unpacks_to_more_than_is_said(level: int) -> None:
-    random = np.random.default_rng(0)
-    for content in (bytes(10**6), random.bytes(10**6), b"abc" * 10**5, b"x"):
-        stream = zstandard.ZstdCompressor(level=level).compress(content)
-        found = arrays.unpacked_bytes(stream)
-        assert len(content) <= found <= arrays.RATIO * len(content) + (1 << 20)
+def test_the_tree_of_the_store_takes_no_memory(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of the tree are streams of zstd, too, and contain small values."""
+    monkeypatch.setattr(bounded, "MEMORY", 1 << 29)
+    shutil.rmtree(state)
+    config = {"max_decoded_node_bytes": 1 << 31, "max_inline_value_bytes": 1 << 20}
+    base = {"driver": "file", "path": f"{state}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base, "config": config}).result()
+    with tensorstore.Transaction() as transaction:
+        for i in range(600):
+            store.with_transaction(transaction)[f"a/b/{i}"] = bytes(1 << 20)
+    with pytest.raises(bounded.Refused, match="memory"):
+        read(state)

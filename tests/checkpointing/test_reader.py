@@ -388,14 +388,23 @@ def test_meta_is_readable_json_with_the_arrays(saved: Path) -> None:
         reader.read_meta(saved, 77)
 
 
-def test_an_array_that_orbax_knows_by_another_name_is_refused(directory: Path) -> None:
-    path = directory / "3/state/_METADATA"
-    metadata = json.loads(path.read_text())
-    next(iter(metadata["tree_metadata"].values()))["key_metadata"][0]["key"] = "another"
-    path.write_text(json.dumps(metadata))
-    manifest.write(directory / "3")
-    with pytest.raises(CheckpointError, match=r"arrays of checkpoint 3 .* is no array of .* there"):
-        reader.restore(directory, abstract(state()))
+@pytest.mark.parametrize("name", ["3/state/d/large", "3/large", "3/frozen/large"])
+@pytest.mark.parametrize("meta", ["whole", "damaged", "missing"])
+def test_sizes_are_compared_before_files_are_read(directory: Path, name: str, meta: str) -> None:
+    """Reading a file of 8 TiB would take an hour, although it takes no space."""
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(1 << 43)
+    sums = (directory / "3" / manifest.NAME).read_text()
+    listed = f"{'0' * 64}  {path.relative_to(directory / '3')}\n"
+    (directory / "3" / manifest.NAME).write_text(sums + listed)
+    if meta == "damaged":
+        (directory / "3/meta.json").write_text("{")
+    elif meta == "missing":
+        (directory / "3/meta.json").unlink()
+    assert len(reader.verify(directory, 3)) == 1
+    assert reader.find(directory).step == 2
 
 
 def test_exhausted_memory_is_no_fault_of_the_checkpoint(

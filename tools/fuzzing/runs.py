@@ -14,10 +14,9 @@ import jax
 import tensorstore
 
 from brt import config, tasks, tree_utils, untrusted
-from brt.checkpointing import arrays, manifest, reader
+from brt.checkpointing import manifest, reader
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config_io import config_json
-from brt.errors import CheckpointError
 from brt.interop import pretrained
 from brt.interop.huggingface import config as huggingface
 from brt.interop.huggingface import files
@@ -203,28 +202,22 @@ def _zarr(run: workdirs.Workdir, add: Callable[..., None]) -> None:
     """Adds a reader for the metadata of one array, which the store of arrays contains.
 
     The metadata are written to a file, so that they can be damaged like other files. The reader
-    copies the file into a store in memory that contains the array.
+    copies the file into the store.
     """
     state = run.checkpoints / str(STEP) / "state"
     spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state.absolute()}/"}}
-    store = tensorstore.KvStore.open(spec).result()
-    key = next(k for k in store.list().result() if k.endswith(b"embedding/.zarray"))
-    copy = tensorstore.KvStore.open("memory://").result()
-    prefix = key.removesuffix(b".zarray")
-    for other in store.list().result():
-        if other.startswith(prefix):
-            copy.write(other, store.read(other).result().value).result()
-    entry = reader.read_meta(run.checkpoints, STEP)["arrays"][prefix.decode().rstrip("/")]
-    wanted = {prefix.decode().rstrip("/"): jax.ShapeDtypeStruct(entry["shape"], entry["dtype"])}
+    key = "params/embedding/.zarray"
+    good = tensorstore.KvStore.open(spec).result()[key]
 
     def read(path: Path) -> None:
+        store = tensorstore.KvStore.open(spec).result()
+        store[key] = untrusted.read_file(path)
         try:
-            copy.write(key, untrusted.read_file(path)).result()
-            arrays.check_store(copy, wanted)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            _arrays(run)
+        finally:
+            store[key] = good
 
-    add("zarr/.zarray", store.read(key).result().value.decode(), read)
+    add("zarr/.zarray", good.decode(), read)
 
 
 def _point(path: Path) -> None:

@@ -69,10 +69,15 @@ class TextTokenizer:
 
         If the tokenizer turns a part of a text, such as "<s>", into a special id, the id is left
         out.
+
+        Raises:
+          DataError: the tokenizer cannot encode a text.
         """
         special = [*self.begin, *self.between, *self.end, self.pad_id]
         encodings = []
-        for ids, spans in self.encode_texts(list(texts)):
+        with tokenizer_files.guarded(self.name):
+            encoded = self.encode_texts(list(texts))
+        for ids, spans in encoded:
             ordinary = ~np.isin(ids, special)
             encodings.append(Encoding(ids[ordinary], spans[ordinary]))
         return encodings
@@ -81,7 +86,8 @@ class TextTokenizer:
         """Decodes the ids of one or two texts, as `wrap` returns them, to a list of the texts."""
         around = [*self.begin, *self.between, *self.end, self.pad_id]
         parts = np.split(ids, np.flatnonzero(np.diff(np.isin(ids, around))) + 1)
-        return [self.decode_ids(part.tolist()) for part in parts if part[0] not in around]
+        with tokenizer_files.guarded(self.name, "cannot decode a text"):
+            return [self.decode_ids(part.tolist()) for part in parts if part[0] not in around]
 
     def wrap(self, *texts: np.ndarray) -> Int[np.ndarray, " T"]:
         """Concatenates the ids of one or two texts, with special ids before, between and after."""
@@ -173,7 +179,9 @@ def _json(path: Path) -> TextTokenizer:
     tokenizer_with_defaults = _with_special(
         path.name, digest, file, size, encode_texts, tokenizer.decode, *ids
     )
-    return dataclasses.replace(tokenizer_with_defaults, **_template(tokenizer) or {})
+    with tokenizer_files.guarded(path):
+        template = _template(tokenizer)
+    return dataclasses.replace(tokenizer_with_defaults, **template or {})
 
 
 def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:

@@ -28,6 +28,7 @@ _READ = {
     "BF16",
     *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)),
 }
+_HEADER = 8 << 20  # The header of a file that is read has at most this many bytes.
 SHARD_BYTES = 5 * 10**9
 # Weights can be written in these dtypes, which have these names in config.json.
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -93,7 +94,9 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
       CheckpointError: the file is missing or damaged, or has arrays of an unsupported dtype.
     """
     try:
-        untrusted.open_file(path).close()
+        with untrusted.open_file(path) as opened:
+            if (header := int.from_bytes(opened.read(8), "little")) > _HEADER:
+                raise ValueError(f"its header has {header:,} bytes, more than {_HEADER:,}")
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118
                 if (dtype := file.get_slice(name).get_dtype()) not in _READ:

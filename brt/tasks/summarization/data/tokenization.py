@@ -53,8 +53,13 @@ class PairTokenizer:
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32 [T], without special ids."""
-        encoded = (np.asarray(ids, np.int32) for ids in self.encode_all(list(texts)))
+        """Returns the ids of each text, int32 [T], without special ids.
+
+        Raises:
+          DataError: the tokenizer cannot encode a text.
+        """
+        with tokenizer_files.guarded(self.name):
+            encoded = [np.asarray(ids, np.int32) for ids in self.encode_all(list(texts))]
         # The name of a special token in a text, such as </s>, must not become the special id. Some
         # tokenizer.json files encode the name as this id nevertheless, so special ids are removed.
         return [ids[~np.isin(ids, list(self._special))] for ids in encoded]
@@ -62,7 +67,8 @@ class PairTokenizer:
     def decode(self, ids: Ids) -> str:
         """Returns the text of `ids`, without special and unknown ids."""
         known = [int(i) for i in ids if i < self.vocab_size and int(i) not in self._special]
-        return self.decode_ids(known)
+        with tokenizer_files.guarded(self.name, "cannot decode a text"):
+            return self.decode_ids(known)
 
     @property
     def file(self) -> tuple[str, bytes]:
@@ -110,7 +116,8 @@ def _sentencepiece(path: Path) -> PairTokenizer:
 def _json(path: Path) -> PairTokenizer:
     content = tokenizer_files.read(path)
     tokenizer = tokenizer_files.json_model(path, content)
-    begin, end_id = _template(path, tokenizer)
+    with tokenizer_files.guarded(path):
+        begin, end_id = _template(path, tokenizer)
     pad = _required(path, tokenizer.token_to_id(PAD), "padding", PAD)
     end = _required(path, end_id, "end", END)
 

@@ -1,0 +1,120 @@
+"""Tries files of strangers in a child process, which may take only so much memory and time.
+
+Libraries in other languages read some kinds of files, and a crafted file can make them take any
+memory, run for ever, or end the process. Therefore a child process first does with a file what brt
+will do with it. The name of an empty file in the user's cache (the seal) says that a trial went
+well, so that a file is tried once. Files that brt has written itself get a seal at once.
+"""
+
+import contextlib
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from brt import user_cache
+
+MEMORY = 2 << 30  # A child may take this number of bytes, and what its caller adds.
+SECONDS = 30  # A child may take this number of seconds, and what its caller adds.
+_SAID = 300  # At most this number of characters of a child's message are read.
+_ONE_THREAD = {
+    "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0",
+}  # fmt: skip
+
+
+class Refused(ValueError):
+    """The trial of a file failed; the message says why."""
+
+
+def key(*parts: bytes) -> str:
+    """Returns the key of a trial, which depends on everything that was tried."""
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def trust(key: str) -> None:
+    """Creates the seal of a file that brt has written, so that the file is not tried."""
+    _tried.add(key)
+    place = user_cache.directory()
+    # Without a seal, the file is only tried.
+    with contextlib.suppress(OSError):
+        if place:
+            user_cache.make(place / "tried")
+            (place / "tried" / key).touch()
+
+
+def trusted(key: str) -> bool:
+    """Returns True if a file was tried before, or if brt has written it."""
+    place = user_cache.directory()
+    return key in _tried or bool(place and os.path.exists(place / "tried" / key))
+
+
+def check(
+    module: str, content: bytes, key: str, *, memory: int = MEMORY, seconds: int = SECONDS
+) -> None:
+    """Runs a module in a child process, unless it was run before with the same key.
+
+    Args:
+      module: the module, which calls `serve`.
+      content: what the function reads that the module passes to `serve`.
+      key: identifies the content and the files that it names; see `key`.
+      memory: the number of bytes of memory that the child may take. macOS does not enforce it.
+      seconds: the number of seconds that the child may take.
+
+    Raises:
+      Refused: the child raised an error, or took more memory or time.
+    """
+    if trusted(key):
+        return
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
+    try:
+        # With -P, no module of the current directory is imported.
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module, str(memory), str(seconds)],
+            input=content,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=2 * seconds,
+            env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Refused(f"it takes more than {2 * seconds} seconds") from None
+    if done.returncode == -signal.SIGXCPU:
+        raise Refused(f"it takes more than {seconds} seconds")
+    said = done.stdout.decode("utf-8", "replace")
+    if done.returncode:
+        raise Refused(said or f"it takes more than {memory:,} bytes of memory, or ends its reader")
+    trust(key)
+
+
+def serve(function: Callable[[bytes], None]) -> None:
+    """Calls a function with the content that `check` was called with, in the child process.
+
+    Args:
+      function: raises `Refused` if the content must not be used. Other errors, except panics of
+        libraries in Rust, are not reported, because brt meets and explains them itself.
+    """
+    memory, seconds = map(int, sys.argv[1:])
+    # RLIMIT_DATA counts no addresses that are only reserved, unlike RLIMIT_AS.
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: seconds, resource.RLIMIT_DATA: memory}
+    for kind, limit in limits.items():
+        _, hard = resource.getrlimit(kind)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, hard))
+    try:
+        function(sys.stdin.buffer.read())
+    except MemoryError:
+        sys.exit(1)
+    except BaseException as error:
+        # The class of a panic does not derive from Exception.
+        if isinstance(error, Refused) or not isinstance(error, Exception):
+            print(f"{error}"[:_SAID], end="")
+            sys.exit(1)
+
+
+_tried: set[str] = set()
