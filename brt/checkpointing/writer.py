@@ -121,14 +121,15 @@ class CheckpointWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        moved = self._moved()
         try:
             self.close()
         except CheckpointError as close_error:
             if error is None:
                 raise
             # The error that ended the context came first and is raised. The error of closing is
-            # therefore only reported.
-            if str(close_error) != str(error):
+            # therefore only reported, unless both have the same cause.
+            if not moved:
                 warn_on_stderr(str(close_error))
 
     def freeze(self, names: Collection[str], step: int | None) -> None:

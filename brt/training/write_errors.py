@@ -71,5 +71,7 @@ def _unwritable(path: Path, error: OSError) -> BrtError:
         return CheckpointError(
             f"cannot write to {path}: {error.strerror}; see to the disk, then run again"
         )
-    remedy = "choose another --workdir or make room there"
+    remedy = "choose another --workdir"
+    if isinstance(error, PermissionError):
+        remedy += ", or permit it"
     return ConfigError(f"cannot write to {path}: {error.strerror}; {remedy}")
