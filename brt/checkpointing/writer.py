@@ -44,13 +44,13 @@ from brt.formatting import size
 _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 
-def check_disk(directory: Path, needed: int) -> None:
-    """Raises CheckpointError if fewer than `needed` bytes are free at `directory`."""
+def check_disk(directory: Path, needed: int, remedy: str = "") -> None:
+    """Raises CheckpointError, which names a `remedy`, if fewer than `needed` bytes are free."""
     free = _free_bytes(directory)
     if free < needed:
         raise CheckpointError(
             f"checkpoints need {size(needed)} in {directory}, where {size(free)} are free; make "
-            f"room, or lower Checkpoint.keep or the size of the model"
+            f"room{remedy}"
         )
 
 
