@@ -22,8 +22,10 @@ from brt.output import write_json
 
 BINDINGS_FLAG = bindings.COMMAND_LINE
 _OUT_OF_MEMORY = (
-    "out of memory; lower Training.batch_size, Training.segment_length or the model's size, or "
-    "raise the limit of this process (ulimit -v, a container's); brt.plan says what a run needs"
+    "out of memory; lower Training.batch_size or Training.segment_length in a new run; in any run, "
+    "raise Training.gradient_accumulation or set Model.remat = True, or lower "
+    "Evaluation.batch_size if it was evaluated; or raise the limit of this process (ulimit -v, a "
+    "container's); brt.plan says what a run needs"
 )
 
 

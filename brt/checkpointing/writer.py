@@ -44,13 +44,13 @@ from brt.formatting import size
 _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 
-def check_disk(directory: Path, needed: int) -> None:
-    """Raises CheckpointError if fewer than `needed` bytes are free at `directory`."""
+def check_disk(directory: Path, needed: int, remedy: str = "") -> None:
+    """Raises CheckpointError, which names a `remedy`, if fewer than `needed` bytes are free."""
     free = _free_bytes(directory)
     if free < needed:
         raise CheckpointError(
             f"checkpoints need {size(needed)} in {directory}, where {size(free)} are free; make "
-            f"room, or lower Checkpoint.keep or the size of the model"
+            f"room{remedy}"
         )
 
 
@@ -121,14 +121,15 @@ class CheckpointWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        moved = self._moved()
         try:
             self.close()
         except CheckpointError as close_error:
             if error is None:
                 raise
             # The error that ended the context came first and is raised. The error of closing is
-            # therefore only reported.
-            if str(close_error) != str(error):
+            # therefore only reported, unless both have the same cause.
+            if not moved:
                 warn_on_stderr(str(close_error))
 
     def freeze(self, names: Collection[str], step: int | None) -> None:

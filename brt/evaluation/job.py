@@ -13,6 +13,7 @@ from brt.config import Config
 from brt.config.checks import check
 from brt.config_io import config_from_json
 from brt.distributed import processes
+from brt.distributed.mesh import AXES
 from brt.errors import BrtError, ConfigError, DataError, NonFiniteError
 from brt.evaluation import progress
 from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest, OtherModel
@@ -92,7 +93,7 @@ class SplitEvaluator:
         check(
             self._other is None or self._other.mesh == model.mesh,
             "--compare needs both runs on the same mesh; set Mesh for both, for example with "
-            "--gin.Mesh.data=1",
+            + " ".join(f"--gin.Mesh.{axis}=1" for axis in AXES),
         )
         if self.evaluator is None:
             dataset = saved_model.open_split(model, self._split)

@@ -205,6 +205,12 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
     state = plan.parameters + plan.optimizer
     lanes = config.training.batch_size // config.training.gradient_accumulation
     shared = plan.mesh["data"] * plan.mesh["fsdp"]
+    # A segment consists of whole blocks, and a microbatch of equal shares of the devices.
+    block = getattr(section, "block_length", 0)
+    segment = block and config.training.segment_length // block // 2 * block
+    microbatches = next(
+        (n for n in range(2, lanes + 1) if lanes % n == lanes // n % shared == 0), 0
+    )
     free = plan.mesh["data"] > 1 and plan.mesh["fsdp"] == 1
     return [
         (
@@ -218,12 +224,13 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
             "parameters and optimizer are shared",
         ),
         (
-            lanes > shared,
-            f"Training.gradient_accumulation = {2 * config.training.gradient_accumulation}",
+            microbatches > 0,
+            "Training.gradient_accumulation = "
+            f"{microbatches * config.training.gradient_accumulation}",
         ),
         (
-            config.training.segment_length > 2 * getattr(section, "window", 1 << 30),
-            f"Training.segment_length = {config.training.segment_length // 2}",
+            0 < getattr(section, "window", 0) < segment,
+            f"Training.segment_length = {segment} in a new run",
         ),
         (True, "more devices"),
     ]

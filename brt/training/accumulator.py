@@ -11,8 +11,8 @@ from brt.training.bad_steps import BadStep, RecentLosses
 from brt.training.step import StepMetrics
 
 _REMEDY = (
-    "lower Optimizer.learning_rate, lengthen Optimizer.warmup_steps, or set Optimizer.clip_norm, "
-    "and run again to go on from the newest checkpoint"
+    "lower Optimizer.learning_rate or lengthen Optimizer.warmup_steps, and run again to go on from "
+    "the newest checkpoint, or set Optimizer.clip_norm in a new run"
 )
 
 

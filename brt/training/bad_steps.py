@@ -157,9 +157,9 @@ class BadSteps:
         if len(self._records) >= most:
             raise NonFiniteError(
                 f"step {step}: {reason}; Training.max_bad_steps = {most} allows no more bad steps "
-                f"(see {self._file.name}): lower Optimizer.learning_rate, set Optimizer.clip_norm, "
-                "inspect the documents, or raise Training.max_bad_steps; then run again to go on "
-                "from the newest checkpoint"
+                f"(see {self._file.name}): lower Optimizer.learning_rate, inspect the documents, "
+                "or raise Training.max_bad_steps; then run again to go on from the newest "
+                "checkpoint; or set Optimizer.clip_norm in a new run"
             )
         content = {"reason": reason, "batch": self._describe(step - 1)}
         policy = self._training.on_bad_step

@@ -117,6 +117,7 @@ def evaluate(session: Session) -> None:
             if result is None:
                 session.cut_short = True
                 return
+            session.writer.check()  # The run directory may have been moved meanwhile.
             if whole:
                 evaluations.write(session.workdir, step, SPLIT, result)
             metrics |= evaluations.scalars(task, evaluator, SPLIT, result.metrics, whole)
@@ -144,6 +145,7 @@ def sample(session: Session) -> None:
     if text is None:
         session.cut_short = True
     else:
+        session.writer.check()
         workdirs.write_text(path, printable(text), below=session.workdir.path)
 
 

@@ -150,7 +150,8 @@ def open_files(
         name: tree_utils.required_bytes(x) for name, x in tree_utils.named(run.state_shapes).items()
     }
     once = sum(sizes[name] for name in constant)
-    check_disk(workdir.checkpoints, once + saves * (sum(sizes.values()) - once))
+    remedy = ", or set Checkpoint.keep = 1" if saves > 1 else ""
+    check_disk(workdir.checkpoints, once + saves * (sum(sizes.values()) - once), remedy)
     batches = _open_batches(run, workdir, restored, changes, phases, progress, stack)
     _write_description(run, workdir, provenance, progress, new=restored is None)
     profile = Profile(config.training.profile_at, workdir)

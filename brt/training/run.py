@@ -213,7 +213,8 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     model_state = run.task.start_model_state(run.config, run.weights, state.model_state)
     return state._replace(
         params=jax.device_put(params, shardings.params),
-        model_state=jax.device_put(model_state, shardings.model_state),
+        # The parameters of a teacher may be those of `params`, whose memory a step donates.
+        model_state=jax.device_put(model_state, shardings.model_state, may_alias=False),
     )
 
 

@@ -171,7 +171,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
       ConfigError: the directory cannot be created or written, or is reached by a link.
       CheckpointError: the storage fails.
     """
-    with explain_write_errors(directory):
+    with explain_write_errors(directory, existed=below is not None):
         if below is None:
             directory.mkdir(parents=True, exist_ok=True)
         with durable.directory(directory, below=below, make=True):
@@ -328,7 +328,10 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
       ConfigError: the file cannot be written at this place.
       CheckpointError: the storage fails, or permission was withdrawn.
     """
-    with explain_write_errors(path), permission_errors_as_checkpoint_errors(path):
+    with (
+        explain_write_errors(path, existed=True),
+        permission_errors_as_checkpoint_errors(path),
+    ):
         durable.write(path, content, below=below)
 
 

@@ -10,18 +10,27 @@ from brt.errors import BrtError, CheckpointError, ConfigError
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path, *, existed: bool = False) -> Iterator[None]:
     """Context that turns an OSError into an error whose message names a path and a remedy.
 
     Args:
       path: the path that is written within the context.
+      existed: True if the path is in a run directory that existed when the command began.
 
     Raises:
       ConfigError: the path cannot be written.
-      CheckpointError: the storage fails, so that the same command may succeed later.
+      CheckpointError: the storage fails, so that the same command may succeed later, or the run
+        directory has been moved or removed.
     """
     try:
         yield
+    except FileNotFoundError as error:
+        if not existed:
+            raise _unwritable(path, error) from error
+        raise CheckpointError(
+            f"cannot write to {path}, because only {durable.nearest_existing(path)} is left of "
+            "this path; if the run was moved, run again with its new --workdir"
+        ) from error
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -59,11 +68,6 @@ def _unwritable(path: Path, error: OSError) -> BrtError:
             "in a run's directory (checkpoints, and those in it, may be links); remove the "
             "link, or replace it with its target"
         )
-    if error.errno == errno.ENOENT:
-        return CheckpointError(
-            f"cannot write to {path}, because only {durable.nearest_existing(path)} is left of "
-            "this path; if the run was moved, run again with its new --workdir"
-        )
     if durable.is_full(error):
         why = f"{error.strerror} ({durable.describe_shortage(path, error)})"
         return CheckpointError(f"cannot write to {path}: {why}; make room there")
@@ -71,5 +75,7 @@ def _unwritable(path: Path, error: OSError) -> BrtError:
         return CheckpointError(
             f"cannot write to {path}: {error.strerror}; see to the disk, then run again"
         )
-    remedy = "choose another --workdir or make room there"
+    remedy = "choose another --workdir"
+    if isinstance(error, PermissionError):
+        remedy += ", or permit it"
     return ConfigError(f"cannot write to {path}: {error.strerror}; {remedy}")

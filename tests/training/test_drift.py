@@ -87,6 +87,9 @@ def test_what_changes_shapes_cannot_change(
     section: str, changes: dict, name: str, tmp_path: Path
 ) -> None:
     loop.train(CONFIG, tmp_path)
+    with pytest.raises(ConfigError, match=rf"{name} was .* is .* another --workdir") as refused:
+        loop.train(changed(section, **changes), tmp_path)
+    assert "--allow_config_change" not in str(refused.value), "it would not help"
     with pytest.raises(ConfigError, match=rf"^{name} cannot change in a run, not even with"):
         loop.train(changed(section, **changes), tmp_path, [name])
     assert history(tmp_path) == []

@@ -4,17 +4,21 @@ import dataclasses
 import json
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_decoder import TEXT, write_decoder
 
 from brt import api, tasks
 from brt.config import (
+    Adapter,
     Checkpoint,
     Config,
     Data,
+    Distillation,
     Evaluation,
     Model,
     Optimizer,
@@ -23,10 +27,13 @@ from brt.config import (
     Seq2Seq,
     Training,
 )  # fmt: skip
+from brt.config.window import Window
 from brt.errors import BrtError, CheckpointError, DataError
 from brt.evaluation import job
+from brt.interop.huggingface.causal.config import WindowChoice
 from brt.tasks.arguments import EvaluationRequest
-from brt.training import loop, run, run_summary
+from brt.training import exports, imports, loop, run, run_summary
+from brt.training import workdir as workdirs
 from brt.training.metrics import read_metrics
 from brt.training.start import data_manifest, saved_model
 from brt.training.start.saved_model import SavedModel
@@ -185,8 +192,6 @@ def test_a_copied_run_writes_and_is_exported_without_its_data(
     moved(make, "books", "cache", "run")
     assert written(run.workdir) == run.text
     if make is summariser:
-        from brt.training import exports
-
         exported = exports.export(run.workdir)
         (run.workdir / "hf").mkdir()
         assert exported.copy_tokenizer(run.workdir / "hf") == ["spiece.model"]
@@ -256,6 +261,82 @@ def test_training_goes_on_with_the_same_data_only(trained: Callable, moved: Call
     with pytest.raises(DataError, match=message):
         loop.train(config, run.workdir)
     assert written(run.workdir) == run.text
+
+
+def decoder_with_adapters(place: Path) -> Config:
+    """Writes a decoder in Hugging Face's format, and returns a config that trains adapters."""
+    write_decoder(place / "base")
+    adapter = Adapter(rank=2, kernels=("*/queries", "*/values"))
+    return started_from(place, adapter=adapter)
+
+
+def distilled_run(place: Path) -> Config:
+    """Converts a decoder to a run, and returns a config that distils it into a smaller window."""
+    write_decoder(place / "hf")
+    window = WindowChoice(64, 0)
+    deque(imports.from_hf(place / "hf", place / "base", verified=False, window=window), maxlen=0)
+    model = Model(window=32, sliding=Window(block=32))
+    return started_from(place, model=model, distillation=Distillation(window=64))
+
+
+def started_from(place: Path, **sections: object) -> Config:
+    """Returns the config of a run that starts from the weights in `base`."""
+    (place / "books").mkdir()
+    (place / "books/a.txt").write_text(TEXT)
+    training = dataclasses.replace(TRAINING, segment_length=64, init_from=str(place / "base"))
+    return Config(
+        data=Data(train=(str(place / "books/a.txt"),), cache_dir=str(place / "cache")),
+        training=training, optimizer=OPTIMIZER, checkpoint=Checkpoint(every=0), **sections,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [decoder_with_adapters, distilled_run])
+def test_a_run_goes_on_without_what_it_started_from(
+    make: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(tmp_path)
+    loop.train(config, tmp_path / "run")
+    before = written(tmp_path / "run")
+    for name in ("base", "hf"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert written(tmp_path / "moved") == before
+    assert job.evaluate(open_model(tmp_path / "moved"), "test", None).report["tokens"] > 0
+    steps = dataclasses.replace(config.training, steps=3)
+    saved = workdirs.saved_config(tmp_path / "moved")
+    loop.train(dataclasses.replace(config, training=steps), tmp_path / "moved")
+    steps = dataclasses.replace(saved.training, steps=4)
+    loop.train(dataclasses.replace(saved, training=steps), tmp_path / "moved")
+    (tmp_path / "exported").mkdir()
+    exported = exports.export(tmp_path / "moved")
+    assert "tokenizer.json" in exported.copy_tokenizer(tmp_path / "exported")
+
+
+@pytest.mark.parametrize("make", [language_model, summariser])
+def test_a_run_goes_on_with_its_copy_of_a_tokenizer(
+    make: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    config = make(tmp_path)
+    task = tasks.from_config(config)
+    section = getattr(config, task.data)
+    name, content = task.open(config, progress=False).tokenizer.file
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    named = {task.data: dataclasses.replace(section, tokenizer=name)}  # It is a relative path.
+    run, _ = loop.train(dataclasses.replace(config, **named), tmp_path / "run")
+    for steps, other in ((3, None), (4, b"another content")):
+        Path(name).unlink()
+        if other:
+            Path(name).write_bytes(other)
+        capsys.readouterr()
+        training = dataclasses.replace(config.training, steps=steps)
+        again, _ = loop.train(
+            dataclasses.replace(config, training=training, **named), tmp_path / "run"
+        )
+        assert again.dataset.directory == run.dataset.directory, "nothing is prepared again"
+        assert again.dataset.tokenizer.fingerprint == run.dataset.tokenizer.fingerprint
+        assert ("has changed" in capsys.readouterr().err) == bool(other)
+        Path(name).touch()
 
 
 def test_an_old_run_says_how_it_gets_its_tokenizer(trained: Callable, moved: Callable) -> None:

@@ -48,7 +48,7 @@ def check_names(names: Collection[str]) -> None:
 
 
 def check_resumable(
-    saved: Config, config: Config, allowed: Collection[str] | None = None
+    saved: Config, config: Config, allowed: Collection[str] | None = None, *, possible: bool = True
 ) -> list[str]:
     """Checks the differences between two configs, and returns all of them.
 
@@ -58,6 +58,7 @@ def check_resumable(
       allowed: names of settings that the user allows to differ (--allow_config_change), although a
         run with another value is a different run. None if the checkpoint is only read; in this case
         the error does not mention --allow_config_change.
+      possible: False if not even --allow_config_change makes the differences possible.
 
     Returns:
       The differences as "Section.field: old -> new".
@@ -76,6 +77,8 @@ def check_resumable(
     if refused:
         flags = " ".join(f"--allow_config_change={name}" for name in refused)
         anyway = "" if allowed is None else f"; to continue as a different run, add {flags}"
+        if not possible:
+            anyway = ", where Training.init_from can name this run to start from its weights"
         raise ConfigError(
             f"this workdir holds another run: {'; '.join(refused.values())}; set it back, or "
             f"choose another --workdir{anyway}"
@@ -104,10 +107,11 @@ def compare(
         arrays, not even with --allow_config_change.
     """
     saved = config_from_json(checkpoint.meta["config"])
-    lines = check_resumable(saved, config, allowed)
     names = [name for name, *_ in difference(saved, config) if not may_change(name)]
     arrays = tree_utils.describe(tree_utils.named(state_shapes))
-    if names and (differences := tree_utils.differences(checkpoint.meta["arrays"], arrays)):
+    differences = tree_utils.differences(checkpoint.meta["arrays"], arrays)
+    lines = check_resumable(saved, config, allowed, possible=not differences)
+    if names and differences:
         raise ConfigError(
             f"{' and '.join(names)} cannot change in a run, not even with "
             f"--allow_config_change, because the shapes of saved arrays would change "
