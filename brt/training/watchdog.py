@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
