@@ -51,7 +51,7 @@ def say_warnings() -> None:
     """
     said = set()
 
-    def warn(message: Warning | str, *_: Any) -> None:
+    def warn(message: Warning | str, *_: Any, **__: Any) -> None:
         """Prints a warning. Python calls this function as `warnings.showwarning`."""
         text = kind = str(message)
         if found := re.match("Error (?:reading|writing) persistent compilation cache.*?': ", text):

@@ -75,8 +75,7 @@ def start(launch: Launch) -> None:
     # By default, JAX aborts a process if another process ends. This option prevents the abort.
     if "jax_enable_recoverability" in jax.config.values:
         jax.config.update("jax_enable_recoverability", True)
-    # If a process is missing, JAX aborts without a clear message. Before JAX does so, the timer
-    # ends this process with a message.
+    # If a process is missing, the timer ends this one with a message before JAX aborts without one.
     began = time.monotonic()
     timer = threading.Timer(RENDEZVOUS_SECONDS, _end_without_peers, [launch])
     timer.daemon = True
@@ -89,11 +88,9 @@ def start(launch: Launch) -> None:
             heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
     except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-        seconds = time.monotonic() - began
-        # An error of the network has this class, or comes after several attempts.
-        lost = isinstance(error, jax.errors.JaxRuntimeError | OSError) or seconds > _AT_ONCE_SECONDS
+        seconds, network = time.monotonic() - began, jax.errors.JaxRuntimeError | OSError
         said = f"JAX says: {type(error).__name__}: {_first_line(error)}"
-        if lost:
+        if isinstance(error, network) or seconds > _AT_ONCE_SECONDS:
             raise PeerError(f"{_missed(launch, seconds)}; {said}") from error
         raise ConfigError(f"{_incomplete(launch)}; {said}") from error
     finally:
@@ -134,24 +131,20 @@ def _cluster() -> bool:
 
 
 def _incomplete(launch: Launch) -> str:
-    """Returns the message for an environment that does not say which processes there are."""
-    asked = "--distributed takes" if launch.distributed else "the variables of a cluster give"
-    if launch.coordinator_address is not None:
-        asked = "--coordinator_address and the variables of a cluster give"
     return (
-        f"{asked} the number of processes, the index of this one and the address of process 0, but "
-        "the environment is not complete: SLURM sets SLURM_JOB_ID and SLURM_PROCID (start with "
-        "srun), Open MPI sets OMPI_COMM_WORLD_RANK (start with mpirun), Kubernetes sets "
-        "KUBERNETES_SERVICE_HOST and TPUs set TPU_WORKER_HOSTNAMES; start all processes there, or "
-        "with --coordinator_address=HOST:PORT, --process_count=N and --process_index=I"
+        f"{'--distributed' if launch.distributed else 'a cluster'} takes the processes from what "
+        "srun (SLURM_PROCID), mpirun (OMPI_COMM_WORLD_RANK), Kubernetes (KUBERNETES_SERVICE_HOST) "
+        "or TPUs (TPU_WORKER_HOSTNAMES) put into the environment, which is not complete; start it "
+        "there, or with --coordinator_address=HOST:PORT --process_count=N --process_index=I"
     )
 
 
 def _missed(launch: Launch, seconds: float) -> str:
     address, count, index, _ = launch
+    who = "this process" if index is None else f"process {index} of {count}"
     where = f"at {address}" if address else "as the environment says"
     return (
-        f"{_named(index, count)} did not find all others {where} within {seconds:.0f} s; "
+        f"{who} did not find all others {where} within {seconds:.0f} s; "
         "check that all of them run, that process 0 can be reached from here, and that all were "
         "started with the same --process_count"
     )
@@ -160,10 +153,6 @@ def _missed(launch: Launch, seconds: float) -> str:
 def _end_without_peers(launch: Launch) -> None:
     output.say(f"brt: {_missed(launch, RENDEZVOUS_SECONDS)}")
     os._exit(PeerError.exit_code)
-
-
-def _named(index: int | None, count: int | None) -> str:
-    return "this process" if index is None else f"process {index} of {count}"
 
 
 def _first_line(error: BaseException) -> str:

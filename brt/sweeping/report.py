@@ -9,6 +9,7 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from brt.formatting import csv_value, markdown
 from brt.sweeping import plots, results
@@ -144,7 +145,7 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     )  # fmt: skip
     file = io.StringIO()
     names = [*metrics, *fields_of_rows]
-    lines = [["point", "group", "status", *names, "relative_step_time", *fields]]
+    lines: list[list[Any]] = [["point", "group", "status", *names, "relative_step_time", *fields]]
     for row in rows:
         group_seconds, times = relative[row.point.group]
         relative_time = None

@@ -70,7 +70,7 @@ def test_a_bar_says_what_is_going_on_as_long_as_it_does(tmp_path: Path) -> None:
 def test_the_log_continues_after_a_restart(tmp_path: Path) -> None:
     for text in ("one", "two\nthree"):
         with Progress(9, log=tmp_path / "log.txt", stream=io.StringIO()) as progress:
-            progress.message(text)
+            progress.note(text)
     assert [line[21:] for line in (tmp_path / "log.txt").read_text().splitlines()] == [
         "one", "two", "three",
     ]  # fmt: skip
