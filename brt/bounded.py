@@ -113,7 +113,7 @@ def serve(function: Callable[[bytes], None]) -> None:
     except BaseException as error:
         # The class of a panic does not derive from Exception.
         if isinstance(error, Refused) or not isinstance(error, Exception):
-            print(f"{error}"[:_SAID], end="")
+            sys.stdout.write(f"{error}"[:_SAID])
             sys.exit(1)
 
 
