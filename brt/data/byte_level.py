@@ -106,7 +106,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
     def _id_of(self, token: int | str) -> int | None:
         """Returns the id of a piece, or an id of a special token; None for others."""
         named = isinstance(token, str)
-        i = self._tokenizer.token_to_id(token) if named else token
+        i: Any = self._tokenizer.token_to_id(token) if named else token
         if i is None or not 0 <= i < self.vocab_size:
             return None
         known = named or self._tokenizer.id_to_token(i) in special_tokens.START

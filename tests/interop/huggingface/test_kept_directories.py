@@ -9,7 +9,7 @@ import pytest
 from tiny_decoder import TEXT, write_decoder
 
 import brt
-from brt import convert
+from brt import convert, train
 from brt.data import tokenizers
 from brt.errors import CheckpointError
 from brt.interop.huggingface import config as seq2seq
@@ -121,9 +121,12 @@ def test_training_and_training_on_keep_a_directory(hub: Path, tmp_path: Path) ->
     }  # fmt: skip
     for number, start in enumerate((hub, tmp_path / "run0")):
         settings["Training.init_from"] = str(start)
-        for steps in (1, 2):  # The second time, the run is resumed.
-            settings["Training.steps"] = steps
-            brt.train(brt.config_from_gin((), settings), tmp_path / f"run{number}")
+        brt.train(brt.config_from_gin((), settings), tmp_path / f"run{number}")
+    again = {**settings, "Training.steps": 2}
+    flags = [f"--gin_bindings={name} = {value!r}" for name, value in again.items()]
+    resumed = train.parser().parse_args([f"--workdir={tmp_path / 'run1'}", *flags])
+    train.main(resumed)
+    assert brt.load(tmp_path / "run1").step == 2
     run("--from=brt", str(tmp_path / "run1"), "--to=hf", str(tmp_path / "back"))
     assert_given_back(hub, tmp_path / "back", own_code=True)
 

@@ -1,0 +1,98 @@
+"""Tests directories that transformers itself writes: all of them is used, given back or named, and
+transformers loads the exports by its strict configs. Needs torch and transformers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_decoder import write_decoder
+
+from brt import convert
+from brt.interop.huggingface import files
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+SIZES = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LOCAL, FULL = "sliding_attention", "full_attention"
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 16, "head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 in windows": ("Qwen2", {
+        "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 all in windows": ("Qwen3", {
+        "head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}),
+    "gemma3": ("Gemma3", {
+        "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24,
+        "layer_types": [LOCAL, FULL, LOCAL]}),
+}  # fmt: skip
+CHAT = [{"role": "user", "content": "Hi"}]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{m['role']}} {{m['content']}}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tokenizer") / "tiny"
+    write_decoder(place)
+    return place / "tokenizer.json"
+
+
+@pytest.mark.parametrize("own_code", [False, True])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_family_goes_through_brt(
+    case: str, own_code: bool, tokenizer_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    family, settings = FAMILIES[case]
+    kind = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, kind)(**SIZES, **settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.generation_config.update(do_sample=True, temperature=0.6, repetition_penalty=1.05)
+    hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
+    model.save_pretrained(hub)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_file), bos_token="<|im_start|>", eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", model_max_length=64, chat_template=TEMPLATE,
+    )  # fmt: skip
+    tokenizer.save_pretrained(hub)
+    arguments = ("--window=8", "--sinks=2") if own_code else ()
+    run("--from=hf", str(hub), "--to=brt", str(ours), *arguments)
+    plain = () if own_code else ("--plain",)
+    run("--from=brt", str(ours), "--to=hf", str(back), "--verify", *plain)
+    said = capsys.readouterr().out
+
+    before, after = (transformers.AutoTokenizer.from_pretrained(place) for place in (hub, back))
+    for call in (lambda t: t("It was").input_ids, lambda t: t.apply_chat_template(CHAT)):
+        assert call(after) == call(before)
+    assert after.special_tokens_map == before.special_tokens_map
+    assert after.model_max_length == before.model_max_length == 64
+    trusted = {"trust_remote_code": own_code}
+    again = transformers.AutoConfig.from_pretrained(back, **trusted)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(back, **trusted)
+    assert loaded.generation_config.repetition_penalty == 1.05
+    wanted, found = (json.loads((p / "config.json").read_text()) for p in (hub, back))
+    for key, value in wanted.items() if not own_code else ():
+        # transformers writes a list of layer types where other keys say the same.
+        derived = key in ("layer_types", "max_window_layers", "sliding_window")
+        assert found.get(key) == value or derived or value is None or key in said, key
+        if key not in ("dtype", "transformers_version"):
+            assert getattr(again, key) == getattr(config, key) or "window" in key, key
+    weights = files.weight_files(hub)
+    for path in hub.iterdir():
+        given_back = (back / path.name).is_file() or path.name in said
+        assert given_back or path.name in (*weights, "config.json"), path.name
+
+
+def run(*flags: str) -> None:
+    convert.main(convert.parser().parse_args(flags))
