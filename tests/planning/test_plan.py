@@ -61,6 +61,17 @@ def test_a_step_computes_at_least_the_products_of_the_model() -> None:
     assert report.plan_json(silent)["mfu"]["roofline"] <= 1
 
 
+def test_a_plan_says_which_of_its_cycles_are_kernels_at_the_peak() -> None:
+    plan = made(costs=made().costs._replace(cycles_at_peak=5e5))
+    assert "0.50 Mcycles of these are kernels at the chip's peak" in report.plan_text(plan, CONFIG)
+    assert report.plan_json(plan)["cycles_at_peak"] == 5e5
+    assert "at the chip's peak rates" not in report.plan_text(made(), CONFIG)
+
+
+def test_a_share_of_the_peak_is_that_of_a_whole_step() -> None:
+    assert report.plan_json(made())["mfu"].keys() == {"roofline", "compiler"}
+
+
 def test_kernels_whose_cycles_nobody_knows_are_named() -> None:
     """If they were not named, a plan would seem faster, the less is known about its kernels."""
     plan = made(costs=made().costs._replace(unknown=("kmeans_8x8_float32",)))
