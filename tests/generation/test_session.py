@@ -232,22 +232,6 @@ def test_a_state_that_does_not_fit_is_refused(recurrent: Case, tmp_path: Path) -
         session.load(path, IDENTITY)
 
 
-def test_a_memory_of_an_earlier_version_is_read(recurrent: Case, tmp_path: Path) -> None:
-    """Earlier versions saved neither ends nor unfinished characters."""
-    session, path = recurrent.session, tmp_path / "state.npz"
-    session.forget()
-    session.read(TEXT)
-    session.save(path, IDENTITY)
-    expected, arrays = session.snapshot(), {**np.load(path)}
-    last = len(jax.tree.leaves(expected))
-    np.savez(
-        path, **{k: v for k, v in arrays.items() if k not in (f"leaf{last - 1}", f"leaf{last - 2}")}
-    )
-    session.forget()
-    session.load(path, IDENTITY)
-    jax.tree.map(np.testing.assert_array_equal, session.snapshot(), expected)
-
-
 @pytest.fixture(params=["window", "recurrent", "memorizing", "feedback, rotary"])
 def alone(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
     """Returns a session with one lane."""
