@@ -93,7 +93,8 @@ class CheckpointWriter:
         self._frozen_step: int | None = None
         try:
             directory.mkdir(exist_ok=True)
-            self._place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._place: int | None = os.open(directory, flags)
             if processes.is_first():
                 _clean(directory)
                 _note_newest(directory)
@@ -224,16 +225,14 @@ class CheckpointWriter:
             raise moved
 
     def _moved(self) -> CheckpointError | None:
-        """Returns an error if the path leads no longer to the directory in which the writer began;
-        otherwise None.
-        """
+        """Returns an error if the path no longer leads to the writer's directory, or else None."""
         try:
-            if os.path.samestat(os.stat(self._directory), os.fstat(self._place)):
-                return None
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError:
-            return None  # A save, if there is one, reports that the storage fails.
+            place = self._place  # None after `close`.
+            same = place is None or os.path.samestat(os.stat(self._directory), os.fstat(place))
+        except OSError as error:  # If the storage fails otherwise, the next save reports it.
+            same = not isinstance(error, FileNotFoundError | NotADirectoryError)
+        if same:
+            return None
         return CheckpointError(
             f"{self._directory} was moved or removed while the run trained; run again with its new "
             "--workdir, to go on from the newest checkpoint there"
@@ -257,7 +256,9 @@ class CheckpointWriter:
         finally:
             self._last_step = None
             self._thread.shutdown()
-            os.close(self._place)
+            place, self._place = self._place, None
+            if place is not None:
+                os.close(place)
             self._close_orbax()
 
     def _close_orbax(self) -> None:

@@ -329,7 +329,7 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
       CheckpointError: the storage fails, or permission was withdrawn.
     """
     with (
-        explain_write_errors(path, existed=True),
+        explain_write_errors(path, existed=below is not None),
         permission_errors_as_checkpoint_errors(path),
     ):
         durable.write(path, content, below=below)

@@ -89,7 +89,7 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
 
     return Weights(
         where, getattr(source_config, task.model), tokenizer, source_task.name, load,
-        tokenizer_file=source_config.data.tokenizer,
+        tokenizer_file=getattr(getattr(source_config, source_task.data), "tokenizer", ""),
     )  # fmt: skip
 
 
