@@ -238,7 +238,9 @@ def test_a_memory_of_an_earlier_version_is_read(recurrent: Case, tmp_path: Path)
     session.forget()
     session.read(TEXT)
     session.save(path, IDENTITY)
-    expected, arrays = session.snapshot(), {**np.load(path)}
+    expected = session.snapshot()
+    with np.load(path) as file:
+        arrays = {**file}
     last = len(jax.tree.leaves(expected))
     np.savez(
         path, **{k: v for k, v in arrays.items() if k not in (f"leaf{last - 1}", f"leaf{last - 2}")}
