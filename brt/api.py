@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree
 
 from brt import command_line, places, tasks
-from brt.config import Config, Sampling
+from brt.config import Config
 from brt.config_io import by_section, earlier_model_settings, model_settings
 from brt.data import losses, plain_text
 from brt.data.tokenizers import encode_prompt
@@ -22,7 +22,7 @@ from brt.generation import state_files
 from brt.generation.session import Session
 from brt.tasks.evaluators import Scorer
 from brt.tasks.weights import Tokenizer
-from brt.tasks.writers import WriteOptions, Writer
+from brt.tasks.writers import Writer, write_options
 from brt.training import imports
 from brt.training.start import saved_model
 
@@ -240,14 +240,11 @@ class Model:
         """
         if not self._task.generates_text:
             raise self._task.cannot_generate()
-        if not -(2**63) <= seed < 2**63:
-            raise ConfigError(f"seed={seed} is more than 64 bits hold")
-        drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         if (stop or special_tokens) and not self.continues:
             raise ConfigError("stop and special_tokens are for language models; leave them out")
-        options = WriteOptions(
-            beams, _sampling(self.config.sampling, beams, drawn), _count(max_tokens), seed,
-            _stops(stop), special_tokens,
+        options = write_options(
+            self.config.sampling, beams=beams, max_tokens=max_tokens, seed=seed, stop=stop,
+            special_tokens=special_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         )  # fmt: skip
         prompt = plain_text.checked("the prompt", prompt)
         if not prompt and state is None:
@@ -398,32 +395,3 @@ class Model:
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:
             raise DataError(f"token ids must be in 0 to {size - 1}, as the model's tokenizer has")
         return np.asarray(text, np.int32)
-
-
-def _sampling(
-    sampling: Sampling, beams: int | None, drawn: Mapping[str, float | None]
-) -> Sampling | None:
-    """Returns `sampling` with the values that are not None; None if all values are None."""
-    values = {name: value for name, value in drawn.items() if value is not None}
-    if beams is not None and beams < 1:
-        raise ConfigError(f"beams={beams} must be above 0")
-    if beams and values:
-        name, value = next(iter(values.items()))
-        raise ConfigError(
-            f"beams={beams} searches for the most probable text, {name}={value} samples one; use "
-            "only one of them"
-        )
-    return dataclasses.replace(sampling, **values) if values else None
-
-
-def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) and stop else tuple(stop)
-    if "" in stops:
-        raise ConfigError("stop= has an empty string, at which no text can end; leave it out")
-    return tuple(plain_text.checked("stop", text) for text in stops)
-
-
-def _count(max_tokens: int | None) -> int | None:
-    if max_tokens is not None and max_tokens < 0:
-        raise ConfigError(f"max_tokens={max_tokens} must not be negative")
-    return max_tokens

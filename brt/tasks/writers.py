@@ -1,10 +1,13 @@
 """The interface of objects that generate text, and the options of a generated text."""
 
 import abc
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from brt.config import Sampling
+from brt.data import plain_text
+from brt.errors import ConfigError
 from brt.generation.session import Session
 
 
@@ -26,6 +29,42 @@ class WriteOptions(NamedTuple):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     special_tokens: bool = False
+
+
+def write_options(
+    sampling: Sampling, *, beams: int | None, max_tokens: int | None, seed: int,
+    stop: str | Sequence[str], special_tokens: bool, **drawn: float | None,
+) -> WriteOptions:  # fmt: skip
+    """Returns the options of a text that a user asks for.
+
+    Args:
+      sampling: the settings of sampling, if the user does not ask for others.
+      beams, max_tokens, seed, stop, special_tokens: as in `WriteOptions`.
+      drawn: settings of sampling; None takes the value of `sampling`.
+
+    Raises:
+      ConfigError: an option is out of its range, or two options contradict each other.
+      DataError: a stop string is not valid text.
+    """
+    if beams is not None and beams < 1:
+        raise ConfigError(f"beams={beams} must be above 0")
+    if max_tokens is not None and max_tokens < 0:
+        raise ConfigError(f"max_tokens={max_tokens} must not be negative")
+    if not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"seed={seed} is more than 64 bits hold")
+    values = {name: value for name, value in drawn.items() if value is not None}
+    if beams and values:
+        name, value = next(iter(values.items()))
+        raise ConfigError(
+            f"beams={beams} searches for the most probable text, {name}={value} samples one; use "
+            "only one of them"
+        )
+    stops = (stop,) if isinstance(stop, str) and stop else tuple(stop)
+    if "" in stops:
+        raise ConfigError("stop= has an empty string, at which no text can end; leave it out")
+    stops = tuple(plain_text.checked("stop", text) for text in stops)
+    own = dataclasses.replace(sampling, **values) if values else None
+    return WriteOptions(beams, own, max_tokens, seed, stops, special_tokens)
 
 
 class Writer(abc.ABC):

@@ -1,6 +1,8 @@
 """The ends of documents, which language models with an end token are trained and evaluated on."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from brt.config import Config
 from brt.config.checks import check
@@ -50,3 +52,9 @@ def documents(config: Config, dataset: Dataset, split: str) -> TokenStore:
     if end is None or splits.are_beginnings(store.names):
         return store
     return dataclasses.replace(store, end_id=end)
+
+
+def clause(protocol: Mapping[str, Any]) -> str:
+    """Returns a clause about the ends of documents if a protocol says that they are scored."""
+    scored = protocol.get("ends", "not scored") != "not scored"
+    return "ends of documents scored as tokens without bytes, " if scored else ""

@@ -13,7 +13,7 @@ import dataclasses
 import lzma
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -166,8 +166,7 @@ class DocumentEvaluator:
         )
         if beyond := config.model.beyond_context():
             say(f"warning: {beyond}", True)
-        self._store = ends.documents(config, dataset, split)
-        self._tokenizer = dataset.tokenizer
+        self._store, self._tokenizer = ends.documents(config, dataset, split), dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._answers = answers.answer_spans(self._store, self._tokenizer)
@@ -368,7 +367,7 @@ def text(report: dict[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes, {report['words']:,} words",
         f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
-        f"segment, whole documents, first token scored from BOS, {scored_ends(p)}"
+        f"segment, whole documents, first token scored from BOS, {ends.clause(p)}"
         f"tokenizer {p['tokenizer']}",
         "",
     ]
@@ -385,12 +384,6 @@ def text(report: dict[str, Any]) -> str:
     if report["tokens_per_second"]:
         lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
     return "\n".join(lines)
-
-
-def scored_ends(protocol: Mapping[str, Any]) -> str:
-    """Returns a clause about the ends of documents if a protocol says that they are scored."""
-    scored = protocol["ends"] != "not scored"
-    return "ends of documents scored as tokens without bytes, " if scored else ""
 
 
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:

@@ -20,7 +20,7 @@ from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import ends
 from brt.tasks.language_modeling.differences import paired_difference
-from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores, scored_ends
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
 from brt.types import Variables
 
@@ -203,7 +203,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes",
         f"every token scored with each window, {protocol['sinks']} sinks, first token scored from "
-        f"BOS, {scored_ends(protocol)}tokenizer {protocol['tokenizer']}",
+        f"BOS, {ends.clause(protocol)}tokenizer {protocol['tokenizer']}",
         "",
         f"{'window':>8}{'bits per byte' if per_byte else 'bits per token':>16}"
         f"{'more than the largest':>24}{'95 % interval':>24}",
