@@ -41,6 +41,7 @@ ONLY_RESOLVED = {
     "weights/roberta-4k/tokenizer.json": "--print_config",
     "configs/sweeps/gates.gin": "--list",
     "configs/sweeps/medium.gin": "--list",  # hours of training
+    "runs/latex/Rec-fixed-skip,seed=0": None,  # a run of the sweep medium.gin
     "configs/sweeps/memory_distance.gin": "--list",  # training of five models
     "configs/sweeps/memory.gin": "--list",  # training of 18 models
     "configs/sweeps/recurrence.gin": "--list",  # training of 42 models
