@@ -263,7 +263,7 @@ def run_crafted(directories: int, seed: int, keep: Path) -> int:
             counts["other" if others else "refused" if "refused" in found.values() else "read"] += 1
             for name, said in others.items():
                 print(f"directory {i}, {name}: {said} ({', '.join(chosen)})", file=sys.stderr)
-                if every[name].path.is_file():
+                if every[name].path.is_file() and every[name].path.stat().st_size < 1 << 26:
                     kept = keep / f"{seed}-{i}-{name.replace('/', '-')}"
                     _keep(kept, every[name].path.read_bytes(), name, said)
             for name in chosen:
@@ -282,9 +282,11 @@ def _readers(chosen: list[str], every: Mapping[str, Target]) -> list[str]:
 
 
 def _craft(path: Path, good: bytes, draw: random.Random) -> None:
-    """Damages or removes a file, or replaces it by a FIFO, a directory or a socket."""
-    kind = draw.randrange(16)
-    if kind < 4:
+    """Damages or removes a file, or replaces it by a FIFO, a directory, a socket, a hard link to
+    another file of the directory, a sparse file, or JSON of very many lists.
+    """
+    kind = draw.randrange(18)
+    if kind < 6:
         path.unlink()
     if kind == 0:
         os.mkfifo(path)
@@ -293,7 +295,14 @@ def _craft(path: Path, good: bytes, draw: random.Random) -> None:
     elif kind == 2:
         with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
             made.bind(path.name)
-    elif kind > 3:
+    elif kind == 3 and (others := [p for p in sorted(path.parent.iterdir()) if p.is_file()]):
+        os.link(draw.choice(others), path)
+    elif kind == 4:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    elif kind == 5:
+        path.write_bytes(b"[" + b"[]," * (1 << 24) + b"[]]")
+    elif kind > 5:
         path.write_bytes(damaged(good, draw))
 
 

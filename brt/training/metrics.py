@@ -325,8 +325,17 @@ class TensorBoard:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Returns the lines of a file, and the text after its last newline; [] if there is no file."""
-    return untrusted.read_file(path).split(b"\n") if path.is_file() else []
+    """Returns the lines of a file, and the text after its last newline; [] if there is no file.
+
+    Raises:
+      CheckpointError: the file cannot be read, or is too large.
+    """
+    try:
+        return untrusted.read_file(path).split(b"\n") if path.is_file() else []
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; move it to another place"
+        ) from error
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from brt import config, tasks, tree_utils, untrusted
 from brt.checkpointing import manifest, reader
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config_io import config_json
+from brt.errors import CheckpointError
 from brt.interop import pretrained
 from brt.interop.huggingface import config as huggingface
 from brt.interop.huggingface import files
@@ -144,14 +145,15 @@ def _lines() -> str:
 
 
 def _sealed(run: workdirs.Workdir) -> None:
-    """Writes correct checksums of the checkpoint, if it contains only files and directories.
+    """Writes correct checksums of the checkpoint, if it contains only directories and small files.
 
     Somebody who writes a malicious checkpoint can write matching checksums, too, so the checksums
     must not be the only protection.
     """
     directory = run.checkpoints / str(STEP)
     sums = directory / manifest.NAME
-    if all(path.is_file() or path.is_dir() for path in directory.rglob("*")) and sums.is_file():
+    others = [path for path in directory.rglob("*") if not path.is_dir()]
+    if all(path.is_file() and path.stat().st_size < 1 << 30 for path in (*others, sums)):
         with mock.patch("os.fsync"):  # fsync would take most of the time.
             manifest.write(directory)
 
@@ -211,9 +213,11 @@ def _zarr(run: workdirs.Workdir, add: Callable[..., None]) -> None:
 
     def read(path: Path) -> None:
         store = tensorstore.KvStore.open(spec).result()
-        store[key] = untrusted.read_file(path)
         try:
+            store[key] = untrusted.read_file(path)
             _arrays(run)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         finally:
             store[key] = good
 
