@@ -3,8 +3,10 @@
 import ast
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
@@ -102,3 +104,22 @@ def test_json_of_any_depth_is_processed_or_refused() -> None:
             assert error.msg == "Brackets too deep" and depth > 200
         else:
             assert depth <= 200 and isinstance(value, list)
+
+
+@pytest.mark.parametrize("kind", [str, str.encode])
+def test_crowded_json_is_refused_before_it_is_parsed(
+    kind: Callable[[str], str | bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three bytes of the text would take 64 bytes of memory."""
+    text = kind("[" + "[]," * (1 << 24) + "[]]")
+    monkeypatch.setattr(json.JSONDecoder, "decode", None)
+    with pytest.raises(json.JSONDecodeError):
+        untrusted.parse_json(text)
+
+
+def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", a=np.zeros(1 << 27, np.uint8))
+    with pytest.raises(ValueError), untrusted.npz(tmp_path / "a.npz"):
+        pass
+    with untrusted.npz(tmp_path / "a.npz", growth=None) as arrays:
+        assert arrays["a"].shape == (1 << 27,)

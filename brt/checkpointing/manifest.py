@@ -54,7 +54,7 @@ def verify(directory: Path, only: Collection[str] | None = None) -> list[str]:
     present = {path.relative_to(directory).as_posix(): path for path in files(directory)}
     problems = [f"{name} is missing" for name in expected if name not in present]
     problems += [f"{name} is not in {NAME}" for name in present if name not in expected]
-    for name in sorted(expected.keys() & present.keys() & (only or present.keys())):
+    for name in sorted(expected.keys() & present.keys() & {*(only or present)}):
         problems += _verify_file(present[name], name, expected[name])
     return problems
 

@@ -171,3 +171,15 @@ def test_weights_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None
     (tmp_path / files.FILE).mkdir()
     with pytest.raises(CheckpointError, match="safetensors cannot be written: .*free some space"):
         files.write_tensors(tmp_path, {"x": np.zeros(3, np.float32)})
+
+
+def test_a_huge_header_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = '"{:07}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    header = "{" + ",".join(part.format(i) for i in range(200_000)) + "}"
+    path = tmp_path / files.FILE
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    monkeypatch.setattr(files, "safe_open", None)
+    with pytest.raises(CheckpointError, match="its header has"):
+        files.read_file(path)
