@@ -1,5 +1,6 @@
 """Opens decoders in Hugging Face's format, and converts them to run directories of brt."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice)
         )
         sinks, block = model.sliding.sinks, model.block_length
         yield f"window {model.window}, sinks {sinks}, blocks of {block} tokens"
+        if decoder.note:
+            yield f"note: {decoder.note}"
         if beyond := model.beyond_context():
             yield f"note: {beyond}"
         yield f"tokenizer: {name}, documents begin with id {tokenizer.bos_id}"
@@ -102,6 +105,8 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
         if step is not None:
             raise CheckpointError(f"{directory} is in Hugging Face's format and has no steps")
         return _load(directory, change)
+    if not Workdir(directory).checkpoints.is_dir():
+        files.check_is_model(directory)
     workdir, found, config = saved_model.load_config(directory, step)
     return saved_model.load(workdir, found, change(config))
 
@@ -109,6 +114,8 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
 def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
     """Returns a decoder in Hugging Face's format as a model, on the default device."""
     decoder = reading.describe(directory)
+    if decoder.note:
+        print(f"brt: {decoder.note}", file=sys.stderr, flush=True)
     config = config_of(decoder, decoder.tokenizer_file)
     changed = change(config)
     params = decoder._replace(model=changed.model).params()

@@ -57,6 +57,22 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
     raise CheckpointError(f"{directory} has no {FILE}")
 
 
+def check_is_model(directory: Path) -> None:
+    """Raises CheckpointError if only subdirectories of `directory` have models, as those that
+    transformers' Trainer writes during training, `checkpoint-500` for example.
+    """
+    if (directory / "config.json").is_file():
+        return
+    inner = {path.parent for path in directory.glob("*/config.json")}
+    inner |= {path.parent for path in directory.glob("*/adapter_config.json")}
+    if inner and not (directory / "adapter_config.json").is_file():
+        newest = max(inner, key=lambda path: (len(path.name), path.name))
+        raise CheckpointError(
+            f"{directory} has no config.json, but {len(inner)} of its subdirectories are models; "
+            f"name one of them, {newest} for example"
+        )
+
+
 def shards(index: Path) -> list[str]:
     """Returns the names of the safetensors files that an index lists.
 
@@ -99,7 +115,10 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_tensors(
-    directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
+    directory: Path,
+    tensors: Mapping[str, np.ndarray],
+    shard_bytes: int = SHARD_BYTES,
+    name: str = FILE,
 ) -> None:
     """Writes arrays as safetensors: one file if the arrays fit, otherwise several files with an
     index.
@@ -108,6 +127,7 @@ def write_tensors(
       directory: the directory to write into.
       tensors: the arrays by name.
       shard_bytes: the maximum size of a file in bytes; a larger array gets a file of its own.
+      name: the name of a single file.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():
@@ -116,7 +136,7 @@ def write_tensors(
             shards.append({})
         shards[-1][name] = array
     if len(shards) == 1:
-        write_file(directory / FILE, tensors)
+        write_file(directory / name, tensors)
         return
     locations = {}
     for number, shard in enumerate(shards, 1):

@@ -1,5 +1,6 @@
 """The language modeling task: predict each token of a document from the tokens before it."""
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from brt.distributed.mesh import DivisibleSizes
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import ExportableModel, ExportSource
+from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading
 from brt.layers.basic import compute_dtype
 from brt.layers.runs import (
@@ -304,9 +306,12 @@ class LanguageModeling(Task):
           CheckpointError: the directory `where` has no such decoder.
           DataError: the tokenizer of the directory cannot be used.
         """
+        files.check_is_model(where)
         if not reading.is_decoder(where):
             return super().load_converted(config, where)
         decoder = reading.describe(where)
+        if decoder.note:
+            print(f"brt: {decoder.note}", file=sys.stderr, flush=True)
         return Weights(
             str(where), decoder.model, decoder.tokenizer.fingerprint, self.name, decoder.params,
             tokenizer_file=str(decoder.tokenizer_file),

@@ -127,9 +127,10 @@ def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
 
     arrays = files.read_tensors(done.directory)
     block = {
-        "norm": (16,), "queries": (16, 2, 8), "keys": (16, 2, 8), "values": (16, 2, 8),
-        "scale": (2,), "output": (2, 2, 8, 16), "mlp_norm": (16,), "mlp_in": (16, 24),
-        "mlp_out": (24, 16), "cross_queries": (16, 2, 8), "cross_scale": (2,), "bias": (2, 4),
+        "norm": (16,), "q_proj.weight": (16, 16), "k_proj.weight": (16, 16),
+        "v_proj.weight": (16, 16), "scale": (2,), "o_proj.weight": (16, 32), "mlp_norm": (16,),
+        "up_proj.weight": (24, 16), "down_proj.weight": (16, 24), "cross_q_proj.weight": (16, 16),
+        "cross_scale": (2,), "bias": (2, 4),
     }  # fmt: skip
     gates = {
         f"{gate}.{name}": (*inputs, 16)
@@ -143,7 +144,7 @@ def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
         "initial": (3, 16), "ids": (3, 16), "norm": (16,), "scale": (2,), "cross_scale": (2,),
         "output": (2, 2, 8, 16), "mlp_norm": (16,), "mlp_in": (16, 24), "mlp_out": (24, 16),
     }  # fmt: skip
-    expected = {"embedding": (256, 16), "norm": (16,)}
+    expected = {"embed_tokens.weight": (256, 16), "norm": (16,)}
     for layer in range(3):
         expected |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
     expected |= {f"layers.1.cell.{name}": shape for name, shape in cell.items()}
