@@ -372,9 +372,9 @@ class Model:
         if isinstance(text, str):
             tokenizer: Any = self.tokenizer  # The type `Tokenizer` does not declare `encode`.
             return np.asarray(tokenizer.encode(plain_text.checked("the text", text)), np.int32)
-        size = self.tokenizer.vocab_size
+        size = self.config.model.vocab_size  # The tokenizer may know fewer ids.
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:
-            raise DataError(f"token ids must be in 0 to {size - 1}, as the model's tokenizer has")
+            raise DataError(f"token ids must be in 0 to {size - 1}, as the model has")
         return np.asarray(text, np.int32)
 
 

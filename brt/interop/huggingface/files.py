@@ -118,7 +118,7 @@ def write_tensors(
     directory: Path,
     tensors: Mapping[str, np.ndarray],
     shard_bytes: int = SHARD_BYTES,
-    name: str = FILE,
+    single: str = FILE,
 ) -> None:
     """Writes arrays as safetensors: one file if the arrays fit, otherwise several files with an
     index.
@@ -127,7 +127,7 @@ def write_tensors(
       directory: the directory to write into.
       tensors: the arrays by name.
       shard_bytes: the maximum size of a file in bytes; a larger array gets a file of its own.
-      name: the name of a single file.
+      single: the name of the file if the arrays fit into one.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():
@@ -136,7 +136,7 @@ def write_tensors(
             shards.append({})
         shards[-1][name] = array
     if len(shards) == 1:
-        write_file(directory / name, tensors)
+        write_file(directory / single, tensors)
         return
     locations = {}
     for number, shard in enumerate(shards, 1):
