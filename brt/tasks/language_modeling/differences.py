@@ -8,7 +8,6 @@ from scipy.special import stdtrit
 
 from brt.formatting import counted
 
-
 # With fewer documents, an interval over documents says little about other documents.
 _ENOUGH = 10
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_decoder import TEXT, write_decoder
@@ -203,19 +205,13 @@ def adapters_of_run(base: Path, tmp_path: Path) -> tuple[ExportSource, Path]:
         training=Training(init_from=str(base)),
     )
     rng = np.random.default_rng(1)
-    shapes = jax.eval_shape(lambda: initial_params(config))
-    factors = training_adapters.split(jax.tree.map(lambda x: x, shapes))[1]
-    factors = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), unboxed(factors))
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))
+    factors = training_adapters.split(shapes)[1]
+    factors = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), np.float32), factors)
     params = {**decoder.params(), training_adapters.ROOT: factors}
     merged = merged_params(config, params)
     source = ExportSource(tmp_path, config, merged, lambda: decoder.tokenizer, adapters=factors)
     return source, base
-
-
-def unboxed(tree: Any) -> Any:
-    import flax.linen as nn
-
-    return nn.meta.unbox(tree)
 
 
 def test_adapters_of_a_run_are_read_as_they_were(

@@ -92,12 +92,12 @@ def added(arrays: Arrays, directory: Path) -> dict[str, np.ndarray]:
         else:
             result[name] = array
     for name, pair in factors.items():
-        result[name] = np.asarray(arrays[name], np.float32) + _product(name, pair, described)
-        if result[name].shape != arrays[name].shape:
+        product, array = _product(name, pair, described), np.asarray(arrays[name], np.float32)
+        if product.shape != array.shape:
             raise CheckpointError(
-                f"{directory / FILE}: the adapter of {name} is {result[name].shape}, not "
-                f"{arrays[name].shape}"
+                f"{directory / FILE}: the adapter of {name} is {product.shape}, not {array.shape}"
             )
+        result[name] = array + product
     return result
 
 

@@ -446,7 +446,7 @@ if PreTrainedModel is not None:
             was `state`; without a state, they begin texts. `attention_mask` is 0 for padding, which
             may precede or follow the texts; a state after texts that padding follows is wrong."""
             for name in ("inputs_embeds", "position_ids", "output_attentions"):
-                if options.pop(name, None) not in (None, False):
+                if (value := options.pop(name, None)) is not None and value is not False:
                     raise ValueError(f"{name} is not supported; remove it")
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             padding, begins = count_padding(mask[:, -input_ids.shape[1] :]), state is None
@@ -471,7 +471,10 @@ if PreTrainedModel is not None:
             """Returns the arguments of `forward` for the ids that were not read yet."""
             if continues:
                 input_ids, attention_mask = input_ids[:, -1:], None
-            elif attention_mask is not None and not attention_mask[:, -1].all():
+            elif (
+                attention_mask is not None
+                and not (attention_mask[:, -1].bool() | ~attention_mask.bool().any(dim=1)).all()
+            ):
                 raise ValueError("pad prompts on the left: tokenizer.padding_side = 'left'")
             if state is not None and len(state.position) < len(input_ids):  # beams
                 texts = torch.arange(len(state.position), device=input_ids.device)
