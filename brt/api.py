@@ -391,7 +391,7 @@ class Model:
             tokenizer: Any = self.tokenizer  # The type `Tokenizer` does not declare `encode`.
             text = plain_text.checked("the text", text)
             return np.asarray(encode_prompt(tokenizer, text, special_tokens), np.int32)
-        size = self.tokenizer.vocab_size
+        size = self.config.model.vocab_size  # The tokenizer may know fewer ids.
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:
-            raise DataError(f"token ids must be in 0 to {size - 1}, as the model's tokenizer has")
+            raise DataError(f"token ids must be in 0 to {size - 1}, as the model has")
         return np.asarray(text, np.int32)

@@ -30,6 +30,8 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--dtype is for --to=hf; weights of brt are always float32")
     if args.plain and args.target_form != "hf":
         raise ConfigError("--plain is for --to=hf")
+    if args.adapter and args.target_form != "hf":
+        raise ConfigError("--adapter is for --to=hf; an adapter is read with --from=hf as it is")
     if args.extend_positions and args.source_form != "hf":
         raise ConfigError("--extend_positions is for --to=brt")
     if not Path(args.source).is_dir():
@@ -39,13 +41,15 @@ def main(args: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from brt.interop.huggingface import convert
+    from brt.interop.huggingface import convert, files
     from brt.interop.huggingface.causal import reading
     from brt.interop.huggingface.causal.config import WindowChoice
     from brt.training import exports, imports
 
     source, target = Path(args.source), Path(args.target)
     window = WindowChoice(args.window, args.sinks)
+    if args.source_form == "hf":
+        files.check_is_model(source)
     decoder = args.source_form == "hf" and reading.is_decoder(source)
     if not decoder and window != WindowChoice():
         raise ConfigError("--window and --sinks are for decoders with --from=hf")
@@ -58,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
         )  # fmt: skip
     else:
         dtype = args.dtype or "float32"
-        exported = exports.export(source, plain=args.plain)
+        exported = exports.export(source, plain=args.plain, adapter=args.adapter)
         lines = convert.to_hf(exported, target, verified=args.verify, dtype=dtype)
     for line in lines:
         output.show(line)
@@ -104,6 +108,11 @@ def parser() -> argparse.ArgumentParser:
         help="export a decoder as a class of transformers (such as LlamaForCausalLM), even if the "
         "class attends to the whole context and the decoder does not; without it, such a decoder "
         "is exported together with PyTorch code that has its window",
+    )  # fmt: skip
+    flags.add_argument(
+        "--adapter", action="store_true",
+        help="export the low-rank adapters of a run alone, as PEFT reads them; without it, the "
+        "model to which they are added",
     )  # fmt: skip
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of exported weights")
     return flags

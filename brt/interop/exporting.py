@@ -33,6 +33,7 @@ class ExportFormat(NamedTuple):
         loads the model.
       notes: lines for the user about differences between what the exported model computes and what
         the original model computes.
+      file: the name of the file of weights, if it is not that of a model.
     """
 
     summary: str
@@ -41,6 +42,7 @@ class ExportFormat(NamedTuple):
     verify: Callable[[Path], Iterator[str]]
     code: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
+    file: str = "model.safetensors"
 
 
 class ExportSource(NamedTuple):
@@ -55,6 +57,8 @@ class ExportSource(NamedTuple):
         class attends to the whole context where the model has a window. False exports such a model
         together with PyTorch code that has the window. Models of other tasks are always exported as
         classes of transformers.
+      adapters: the parameters of low-rank adapters (`brt.training.adapters`), which are exported
+        alone in PEFT's format; {} exports the model, to which they are added.
     """
 
     path: Path
@@ -62,6 +66,7 @@ class ExportSource(NamedTuple):
     params: PyTree[Array]
     tokenizer: Callable[[], Any]
     plain: bool = False
+    adapters: PyTree[Array] = {}
 
 
 class ExportableModel(NamedTuple):

@@ -4,13 +4,17 @@ from pathlib import Path
 
 from brt import tasks
 from brt.checkpointing import reader
+from brt.config import Config
+from brt.errors import ConfigError
 from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
 from brt.interop.huggingface import convert
+from brt.training import adapters
 from brt.training.start import saved_model
+from brt.training.state import merged_params
 from brt.training.workdir import Workdir
 
 
-def export(directory: Path, *, plain: bool = False) -> ExportableModel:
+def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> ExportableModel:
     """Returns the model of a directory in a format that other libraries can read.
 
     Args:
@@ -18,18 +22,52 @@ def export(directory: Path, *, plain: bool = False) -> ExportableModel:
         that brt.convert wrote.
       plain: True exports a language model as a class of the library transformers, even if this
         class attends to the whole context in layers where the model of brt has a window.
+      adapter: True exports the low-rank adapters of the run alone, in PEFT's format.
 
     Raises:
+      ConfigError: `adapter` is True, but the run has no low-rank adapters, or trained more.
       CheckpointError: the directory has neither a checkpoint nor weights, or other libraries have
         no such model.
     """
     if not reader.present(Workdir(directory).checkpoints):
+        if adapter:
+            raise _no_adapters(directory)
         return convert.load_converted(directory)
     workdir, checkpoint, config = saved_model.load_config(directory)
     task = tasks.from_config(config)
     if not task.exports:
         raise no_export_format(directory)
-    model = saved_model.load(workdir, checkpoint, config)
+    if adapter:
+        _check_adapters(directory, config)
+    model = saved_model.load_unmerged(workdir, checkpoint, config)
+    with model.on_devices():
+        merged = merged_params(config, model.params)
+    factors = adapters.split(model.params)[1] if adapter else {}
     return task.export(
-        ExportSource(directory, config, model.params, lambda: saved_model.tokenizer(model), plain)
+        ExportSource(
+            directory, config, merged, lambda: saved_model.tokenizer(model), plain, factors
+        )
+    )
+
+
+def _check_adapters(directory: Path, config: Config) -> None:
+    """Raises ConfigError if the adapters of a run are not all that it has trained."""
+    trained = config.training.trainable
+    if not config.adapter.rank:
+        raise _no_adapters(directory)
+    if trained:
+        raise ConfigError(
+            f"{directory} trained more than adapters (Training.trainable = {trained}); export the "
+            "whole model, without --adapter"
+        )
+    if not config.training.init_from:
+        raise ConfigError(
+            f"{directory} started from random weights, so that its adapters belong to no other "
+            "model; export the whole model, without --adapter"
+        )
+
+
+def _no_adapters(directory: Path) -> ConfigError:
+    return ConfigError(
+        f"{directory} has no low-rank adapters (Adapter.rank = 0); export it without --adapter"
     )

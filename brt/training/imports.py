@@ -107,6 +107,8 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
         if step is not None:
             raise CheckpointError(f"{directory} is in Hugging Face's format and has no steps")
         return _load(directory, change)
+    if not Workdir(directory).checkpoints.is_dir():
+        files.check_is_model(directory)
     workdir, found, config = saved_model.load_config(directory, step)
     return saved_model.load(workdir, found, change(config))
 

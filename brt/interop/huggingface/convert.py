@@ -146,7 +146,7 @@ def to_hf(
     with files.new_directory(target) as directory:
         dtype_class = files.DTYPES[dtype]
         rounded = {name: array.astype(dtype_class) for name, array in content.arrays.items()}
-        files.write_tensors(directory, rounded)
+        files.write_tensors(directory, rounded, single=content.file)
         for name, settings in content.settings.items():
             files.write_json(directory / name, settings)
         for path in content.code:

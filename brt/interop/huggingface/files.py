@@ -67,6 +67,22 @@ def weight_files(directory: Path) -> list[str]:
     return [INDEX, *shards(directory / INDEX)] if (directory / INDEX).is_file() else []
 
 
+def check_is_model(directory: Path) -> None:
+    """Raises CheckpointError if only subdirectories of `directory` have models, as those that
+    transformers' Trainer writes during training, `checkpoint-500` for example.
+    """
+    if (directory / "config.json").is_file():
+        return
+    inner = {path.parent for path in directory.glob("*/config.json")}
+    inner |= {path.parent for path in directory.glob("*/adapter_config.json")}
+    if inner and not (directory / "adapter_config.json").is_file():
+        newest = max(inner, key=lambda path: (len(path.name), path.name))
+        raise CheckpointError(
+            f"{directory} has no config.json, but {len(inner)} of its subdirectories are models; "
+            f"name one of them, {newest} for example"
+        )
+
+
 def shards(index: Path) -> list[str]:
     """Returns the names of the safetensors files that an index lists.
 
@@ -111,7 +127,10 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_tensors(
-    directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
+    directory: Path,
+    tensors: Mapping[str, np.ndarray],
+    shard_bytes: int = SHARD_BYTES,
+    single: str = FILE,
 ) -> None:
     """Writes arrays as safetensors: one file if the arrays fit, otherwise several files with an
     index.
@@ -120,6 +139,7 @@ def write_tensors(
       directory: the directory to write into.
       tensors: the arrays by name.
       shard_bytes: the maximum size of a file in bytes; a larger array gets a file of its own.
+      single: the name of the file if the arrays fit into one.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():
@@ -128,7 +148,7 @@ def write_tensors(
             shards.append({})
         shards[-1][name] = array
     if len(shards) == 1:
-        write_file(directory / FILE, tensors)
+        write_file(directory / single, tensors)
         return
     locations = {}
     for number, shard in enumerate(shards, 1):

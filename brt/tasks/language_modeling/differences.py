@@ -5,6 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from brt.formatting import counted
+
+# With fewer documents, an interval over documents says little about other documents.
+_ENOUGH = 10
+
 
 class Difference(NamedTuple):
     """A difference in bits per unit (a byte or a token) between two readings of the same documents.
@@ -16,6 +21,13 @@ class Difference(NamedTuple):
 
     value: float
     half_width: float | None
+
+
+def basis(documents: int) -> str:
+    """Returns a line for the user that says on how many documents the intervals rest."""
+    line = f"95 % intervals over {counted(documents, 'document')}"
+    few = f"; fewer than {_ENOUGH} say little about other documents"
+    return line + (few if documents < _ENOUGH else "")
 
 
 def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:

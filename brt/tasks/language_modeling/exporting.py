@@ -1,11 +1,12 @@
 """Export of a trained decoder to Hugging Face's format."""
 
 from functools import partial
+from pathlib import Path
 
 from brt.errors import CheckpointError
 from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
 from brt.interop.huggingface.causal import export as causal
-from brt.interop.huggingface.causal import giving_back
+from brt.interop.huggingface.causal import giving_back, reading
 from brt.interop.huggingface.causal.config import FAMILIES
 from brt.interop.huggingface.decoder import tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
@@ -26,6 +27,8 @@ def export(source: ExportSource) -> ExportableModel:
     """
     opened, model = source.tokenizer(), source.config.model
     family = causal.family_of(model)
+    if source.adapters:
+        return _adapter(source, TrainedDecoder(source.params, model, opened.bos_id), family)
     if source.plain and not family:
         raise CheckpointError(
             f"{source.path} has a decoder for which transformers has no class; export it "
@@ -50,3 +53,20 @@ def export(source: ExportSource) -> ExportableModel:
 
     copy = partial(giving_back.write_tokenizer, opened, own_code=form is to_format)
     return ExportableModel(source.path, decoder, write, copy, notes)
+
+
+def _adapter(source: ExportSource, decoder: TrainedDecoder, family: str | None) -> ExportableModel:
+    """Returns the low-rank adapters of a decoder in PEFT's format."""
+    if not family:
+        raise CheckpointError(
+            f"{source.path} has more than its base and adapters, for example a memory, for which "
+            "PEFT has no place; export the whole model, without --adapter"
+        )
+    start = source.config.training.init_from
+    base = start if reading.is_decoder(Path(start)) else ""
+    write = partial(causal.to_adapter, source.config.adapter, source.adapters, base)
+    notes = () if base else (
+        f"PEFT needs the model that {start} has: python -m brt.convert --from=brt {start} --to=hf "
+        "BASE --plain writes it, then PeftModel.from_pretrained(model_of_BASE, OUT)",
+    )  # fmt: skip
+    return ExportableModel(source.path, decoder, write, lambda directory: [], notes)

@@ -20,6 +20,7 @@ from brt.distributed.mesh import DivisibleSizes
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import ExportableModel, ExportSource
+from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading
 from brt.layers.basic import compute_dtype
 from brt.layers.runs import (
@@ -313,6 +314,7 @@ class LanguageModeling(Task):
           CheckpointError: the directory `where` has no such decoder.
           DataError: the tokenizer of the directory cannot be used.
         """
+        files.check_is_model(where)
         if not reading.is_decoder(where):
             return super().load_converted(config, where)
         decoder = reading.describe(where)

@@ -19,7 +19,7 @@ from brt.config.checks import check
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import ends
-from brt.tasks.language_modeling.differences import paired_difference
+from brt.tasks.language_modeling.differences import basis, paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
 from brt.types import Variables
@@ -204,6 +204,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{report['bytes']:,} bytes",
         f"every token scored with each window, {protocol['sinks']} sinks, first token scored from "
         f"BOS, {ends.clause(protocol)}tokenizer {protocol['tokenizer']}",
+        basis(report["documents"]),
         "",
         f"{'window':>8}{'bits per byte' if per_byte else 'bits per token':>16}"
         f"{'more than the largest':>24}{'95 % interval':>24}",

@@ -94,7 +94,17 @@ def load_config(
 
 
 def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
-    """Loads the model of a checkpoint onto the devices of the run's mesh.
+    """Loads the model of a checkpoint, and adds its low-rank adapters to their kernels;
+    `load_unmerged` has the arguments and errors.
+    """
+    model = load_unmerged(workdir, checkpoint, config)
+    with model.on_devices():
+        return model._replace(params=merged_params(config, model.params))
+
+
+def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
+    """Loads the parameters of a checkpoint, and of its low-rank adapters, onto the devices of the
+    run's mesh.
 
     If this machine has fewer devices than the mesh, the model is loaded onto fewer devices.
 
@@ -129,9 +139,7 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
         workdir.checkpoints, target, checkpoint.requested, checkpoint=checkpoint, partial=True
     )
     step, state, meta = restored.step, restored.state, restored.meta
-    model = SavedModel(workdir, step, config, meta, state["params"], state["model_state"], mesh)
-    with model.on_devices():
-        return model._replace(params=merged_params(config, model.params))
+    return SavedModel(workdir, step, config, meta, state["params"], state["model_state"], mesh)
 
 
 def _mesh(config: Config) -> jax.sharding.Mesh | None:

@@ -127,9 +127,10 @@ def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
 
     arrays = files.read_tensors(done.directory)
     block = {
-        "norm": (16,), "queries": (16, 2, 8), "keys": (16, 2, 8), "values": (16, 2, 8),
-        "scale": (2,), "output": (2, 2, 8, 16), "mlp_norm": (16,), "mlp_in": (16, 24),
-        "mlp_out": (24, 16), "cross_queries": (16, 2, 8), "cross_scale": (2,), "bias": (2, 4),
+        "norm": (16,), "q_proj.weight": (16, 16), "k_proj.weight": (16, 16),
+        "v_proj.weight": (16, 16), "scale": (2,), "o_proj.weight": (16, 32), "mlp_norm": (16,),
+        "up_proj.weight": (24, 16), "down_proj.weight": (16, 24), "cross_q_proj.weight": (16, 16),
+        "cross_scale": (2,), "bias": (2, 4),
     }  # fmt: skip
     gates = {
         f"{gate}.{name}": (*inputs, 16)
@@ -143,7 +144,7 @@ def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
         "initial": (3, 16), "ids": (3, 16), "norm": (16,), "scale": (2,), "cross_scale": (2,),
         "output": (2, 2, 8, 16), "mlp_norm": (16,), "mlp_in": (16, 24), "mlp_out": (24, 16),
     }  # fmt: skip
-    expected = {"embedding": (256, 16), "norm": (16,)}
+    expected = {"embed_tokens.weight": (256, 16), "norm": (16,)}
     for layer in range(3):
         expected |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
     expected |= {f"layers.1.cell.{name}": shape for name, shape in cell.items()}
@@ -188,15 +189,16 @@ def test_bytes_are_ids_in_the_tokenizer_of_others(tmp_path: Path) -> None:
     assert names == ["tokenizer.json", "tokenizer_config.json"]
     theirs = opened(tmp_path / "tokenizer.json")
     ids = theirs.encode(text).ids
-    assert ids == [0, *own.encode(text).tolist()]
-    assert theirs.decode(ids) == text
+    assert ids == own.encode(text).tolist()
+    assert theirs.decode([0, *ids]) == text
+    described = files.read_json(tmp_path / "tokenizer_config.json")
+    assert theirs.token_to_id(described["bos_token"]) == own.bos_id
 
 
 SPELT_NUL = "\u0100"
 
 
-def test_a_tokenizer_of_others_begins_with_bos(tmp_path: Path) -> None:
-    """The exported tokenizer adds BOS and does not truncate, whatever the original file does."""
+def test_a_tokenizer_of_others_neither_adds_nor_truncates(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     settings = tokenizer.byte_tokenizer()
     settings["pre_tokenizer"] = settings["pre_tokenizer"] | {"add_prefix_space": True}
@@ -209,7 +211,7 @@ def test_a_tokenizer_of_others_begins_with_bos(tmp_path: Path) -> None:
     own = ByteLevelTokenizer(tmp_path / "own/tokenizer.json")
     tokenizer.write(own, tmp_path)
     ids = opened(tmp_path / "tokenizer.json").encode("It was late").ids
-    assert ids == [256, *own.encode("It was late").tolist()]
+    assert ids == own.encode("It was late").tolist()
     assert files.read_json(tmp_path / "tokenizer_config.json")["bos_token"] == "<s>"
 
 
@@ -322,50 +324,127 @@ def test_rounded_weights_are_verified_within_their_rounding(export: Callable) ->
     assert "greedy text against brt: the same 32 tokens" in done.lines
 
 
-@pytest.mark.parametrize("kind", ["feedback", "windows by layer", "delta rule beside a window"])
-@of_torch
-def test_transformers_reads_the_exported_model(
-    kind: str, export: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
-    done = export(MODELS[kind])
-    auto = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
-    model, text = (
-        a.from_pretrained(done.directory, trust_remote_code=True, local_files_only=True)
-        for a in auto
-    )
-    inputs = text("It was late.", return_tensors="pt")
-    assert inputs["input_ids"].tolist() == [[0, *b"It was late."]]
-    alone = verify.import_code(done.directory).load(done.directory)
-    expected = alone(inputs["input_ids"]).logits.detach()
-    found = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    np.testing.assert_allclose(found.logits.detach(), expected, atol=1e-5)
-    mask = inputs["attention_mask"]
-    written = model.generate(inputs["input_ids"], attention_mask=mask, max_new_tokens=9)
-    assert (written == alone.generate(inputs["input_ids"], max_new_tokens=9)).all()
-    with pytest.raises(ValueError, match="padding would be read as text"):
-        model(inputs["input_ids"], attention_mask=0 * mask)
-    with pytest.raises(ValueError, match="num_beams = 4 is not supported"):
-        model.generate(inputs["input_ids"], num_beams=4)
-
-
-@of_torch
-def test_pipelines_of_transformers_write_with_it(
+@pytest.fixture
+def opened_by_transformers(
     export: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[[str], SimpleNamespace]:
+    """Returns a function that exports a kind of `MODELS` and opens it with transformers.
+
+    The result has the exported directory, the model, its tokenizer, and `alone`, the model that is
+    opened without transformers.
+    """
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
-    done = export(MODELS["feedback"])
+
+    def open_model(kind: str) -> SimpleNamespace:
+        done = export(MODELS[kind])
+        auto = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+        options = {"trust_remote_code": True, "local_files_only": True}
+        model, tokenizer = (a.from_pretrained(done.directory, **options) for a in auto)
+        alone = verify.import_code(done.directory).load(done.directory)
+        return SimpleNamespace(
+            directory=done.directory, model=model, tokenizer=tokenizer, alone=alone
+        )
+
+    return open_model
+
+
+OPENED = ["feedback", "windows by layer", "delta rule beside a window", "dense memory", "null keys"]
+
+
+@pytest.mark.parametrize("kind", OPENED)
+@of_torch
+def test_transformers_reads_and_writes_as_brt(kind: str, opened_by_transformers: Callable) -> None:
+    opened = opened_by_transformers(kind)
+    ids = opened.tokenizer("It was late.", return_tensors="pt").input_ids
+    with_bos = torch().cat([torch().zeros_like(ids[:, :1]), ids], dim=1)
+    expected = opened.alone(with_bos).logits.detach()
+    np.testing.assert_allclose(opened.model(with_bos).logits.detach(), expected, atol=1e-5)
+    # A text that does not begin with BOS is read as if it did.
+    np.testing.assert_allclose(opened.model(ids).logits.detach(), expected[:, 1:], atol=1e-5)
+    written = opened.model.generate(with_bos, max_new_tokens=9, do_sample=False)
+    assert (written == opened.alone.generate(with_bos, max_new_tokens=9)).all()
+    state = opened.model(with_bos).state
+    continued = opened.model.generate(ids[:, :3], state=state, max_new_tokens=9, do_sample=False)
+    own = opened.alone.generate(ids[:, :3], state=opened.alone(with_bos).state, max_new_tokens=9)
+    assert (continued == own).all()
+
+
+@pytest.mark.parametrize("kind", OPENED)
+@of_torch
+def test_texts_of_a_padded_batch_are_read_and_continued_as_alone(
+    kind: str, opened_by_transformers: Callable
+) -> None:
+    opened = opened_by_transformers(kind)
+    texts = ["It", "It was late in the evening", "", "It was late."]
+    batch = opened.tokenizer(texts, return_tensors="pt", padding=True)
+    output = opened.model(**batch)
+    written = opened.model.generate(**batch, max_new_tokens=9, do_sample=False)
+    beams = opened.model.generate(**batch, max_new_tokens=5, num_beams=3, do_sample=False)
+    for i, text in enumerate(texts):
+        ids = torch().tensor([[0, *text.encode()]])
+        found = output.logits[i, -1].detach()
+        np.testing.assert_allclose(found, opened.alone(ids).logits[0, -1].detach(), atol=1e-5)
+        expected = opened.alone.generate(ids, max_new_tokens=9)[0, ids.shape[1] :]
+        assert written[i, -9:].tolist() == expected.tolist()
+        searched = opened.model.generate(ids, max_new_tokens=5, num_beams=3, do_sample=False)
+        assert beams[i, -5:].tolist() == searched[0, -5:].tolist()
+
+
+@of_torch
+def test_losses_and_hidden_states_are_those_of_transformers(
+    opened_by_transformers: Callable,
+) -> None:
+    opened = opened_by_transformers("sinks and states")
+    ids = torch().tensor([[0, *b"It was late."], [0, *b"It was a day"]])
+    labels = ids.clone()
+    labels[1, 5:] = -100
+    mask = (labels != -100).long()
+    output = opened.model(
+        input_ids=ids, labels=labels, attention_mask=mask, output_hidden_states=True
+    )
+    logits = opened.alone(ids).logits
+    loss = torch().nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    np.testing.assert_allclose(output.loss.item(), loss.item(), rtol=1e-5)
+    assert [tuple(x.shape) for x in output.hidden_states] == [(2, 13, 16)] * 4
+    again = opened.model.get_output_embeddings()(output.hidden_states[-1])
+    np.testing.assert_allclose(again.detach(), output.logits.detach(), atol=1e-5)
+    embedded = opened.model.get_input_embeddings()(ids)
+    np.testing.assert_allclose(output.hidden_states[0].detach(), embedded.detach(), atol=1e-6)
+    output.loss.backward()
+    assert all(p.grad is not None for p in opened.model.parameters())
+
+
+@of_torch
+def test_masks_that_cannot_be_read_are_refused(opened_by_transformers: Callable) -> None:
+    opened = opened_by_transformers("feedback")
+    ids = torch().tensor([[0, 5, 6, 7]])
+    for mask in ([1, 0, 1, 1], [0, 1, 0, 1]):
+        with pytest.raises(ValueError, match="0 within a text"):
+            opened.model(ids, attention_mask=torch().tensor([mask]))
+    with pytest.raises(ValueError, match="pad prompts on the left"):
+        opened.model.generate(ids, attention_mask=torch().tensor([[1, 1, 1, 0]]))
+    with pytest.raises(ValueError, match="position_ids is not supported"):
+        opened.model(ids, position_ids=ids)
+    state = opened.model(ids).state
+    with pytest.raises(ValueError, match="within texts that `state` continues"):
+        opened.model(ids, state=state, attention_mask=torch().tensor([[0, 1, 1, 1]]))
+
+
+@of_torch
+def test_pipelines_of_transformers_write_with_it(opened_by_transformers: Callable) -> None:
+    transformers = pytest.importorskip("transformers")
+    opened = opened_by_transformers("feedback")
     pipe = transformers.pipeline(
-        "text-generation", model=str(done.directory), trust_remote_code=True
+        "text-generation", model=str(opened.directory), trust_remote_code=True
     )
     [written] = pipe("It was late", max_new_tokens=9, do_sample=False, return_tensors=True)
     prompt = torch().tensor([[0, *b"It was late"]])
-    alone = verify.import_code(done.directory).load(done.directory)
-    expected = alone.generate(prompt, max_new_tokens=9)[0].tolist()
-    assert written["generated_token_ids"] == expected
-    [drawn] = pipe("It was late", max_new_tokens=9)  # Pipelines sample by default.
+    expected = opened.alone.generate(prompt, max_new_tokens=9)[0].tolist()
+    assert written["generated_token_ids"] == expected[1:]
+    [drawn] = pipe("It was late", max_new_tokens=9)
     assert drawn["generated_text"].startswith("It was late")
     [begun] = pipe("", max_new_tokens=3, return_tensors=True)
     assert len(begun["generated_token_ids"]) == 4

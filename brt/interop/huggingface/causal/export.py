@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from brt.config import Model
+from brt.config import Adapter, Model
 from brt.config.rotary import Rotary
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import verify, weights
+from brt.interop.huggingface.causal import adapters, verify, weights
 from brt.interop.huggingface.causal.config import ACTIVATIONS, FAMILIES, LLAMA3, QWEN
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder
+from brt.interop.huggingface.verify import comparison_report, refuse_changes, tensor_checks
 from brt.interop.pretrained import parameter_count
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
@@ -170,17 +171,56 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
         written: Mapping[str, np.ndarray] = files.read_tensors(directory)
         return verify.compare(params, model, directory, exported, written)
 
-    family, context = settings["model_type"], settings["max_position_embeddings"]
-    notes = []
-    if not is_same_function(model, family):
-        notes.append(
-            f"transformers will let every token attend to its whole context of up to {context:,} "
-            f"tokens, not to a window of {model.window:,} tokens and {model.sliding.sinks} sinks"
-        )
+    family, notes = settings["model_type"], _notes(model)
     summary = (
         f"{family} of {model.layers} layers, width {model.model_dim}, "
         f"{parameter_count(params):,} parameters"
     )
     ids = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
     described = {"config.json": settings, "generation_config.json": ids}
-    return ExportFormat(summary, described, exported, compare, notes=tuple(notes))
+    return ExportFormat(summary, described, exported, compare, notes=notes)
+
+
+def _notes(model: Model) -> tuple[str, ...]:
+    if is_same_function(model, str(family_of(model))):
+        return ()
+    context = model.rotary.context or model.window
+    return (
+        f"transformers will let every token attend to its whole context of up to {context:,} "
+        f"tokens, not to a window of {model.window:,} tokens and {model.sliding.sinks} sinks",
+    )
+
+
+def to_adapter(
+    settings: Adapter, factors: Mapping[str, Any], base: str, trained: TrainedDecoder, dtype: str
+) -> ExportFormat:
+    """Returns the content of a directory from which PEFT reads the adapters of a model.
+
+    Args:
+      settings: the settings of the adapters.
+      factors: the parameters of the adapters.
+      base: the directory of the model that was trained, in Hugging Face's format; or "".
+      trained: the model, to which the adapters are added; `family_of` is not None for its settings.
+      dtype: the name of the dtype of the written weights, which adapter_config.json does not say.
+    """
+    del dtype
+    arrays = adapters.exported(factors, trained.model)
+    config = adapters.config(settings, arrays, base)
+
+    def compare(directory: Path) -> Iterator[str]:
+        """Yields the lines of a report that compares the written adapters with those of the run,
+        and the logits of transformers and PEFT with those of brt.
+        """
+        written = files.read_file(directory / adapters.FILE)
+        if base:
+            yield from verify.compare(trained.params, trained.model, directory, arrays, written)
+            return
+        checks = tensor_checks(arrays, written)
+        yield comparison_report(checks)
+        refuse_changes(checks)
+
+    summary = f"adapters of rank {settings.rank} for {len(arrays) // 2} matrices"
+    return ExportFormat(
+        summary, {adapters.CONFIG: config}, arrays, compare, notes=_notes(trained.model),
+        file=adapters.FILE,
+    )  # fmt: skip

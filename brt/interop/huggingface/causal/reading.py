@@ -11,7 +11,7 @@ from brt.data import tokenizer_files, tokenizers
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
 from brt.interop.huggingface import files, inventory
-from brt.interop.huggingface.causal import config, weights
+from brt.interop.huggingface.causal import adapters, config, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.weights import Arrays
 
@@ -27,6 +27,7 @@ class PretrainedDecoder(NamedTuple):
 
     Attributes:
       directory: the directory, from which the methods read the weights.
+      adapter: the directory of an adapter (PEFT) that is added to the weights, or None.
       described: the content of config.json.
       model: brt's settings of the model.
       sampling: brt's settings for sampling texts, from generation_config.json.
@@ -37,6 +38,7 @@ class PretrainedDecoder(NamedTuple):
     """
 
     directory: Path
+    adapter: Path | None
     described: Mapping[str, Any]
     model: Model
     sampling: Sampling
@@ -45,12 +47,14 @@ class PretrainedDecoder(NamedTuple):
     notes: tuple[str, ...]
 
     def arrays(self) -> Arrays:
-        """Reads the arrays of the checkpoint, and returns them by Hugging Face's names.
+        """Reads the arrays of the checkpoint, to which the adapter is added, and returns them by
+        Hugging Face's names.
 
         Raises:
-          CheckpointError: the files of the arrays are missing or damaged.
+          CheckpointError: the files of the arrays or of the adapter are missing or damaged.
         """
-        return files.read_tensors(self.directory)
+        arrays = weights.plain_names(files.read_tensors(self.directory))
+        return adapters.added(arrays, self.adapter) if self.adapter else arrays
 
     def params(self) -> dict[str, Any]:
         """Reads the arrays of the checkpoint, and returns them as parameters of
@@ -64,9 +68,11 @@ class PretrainedDecoder(NamedTuple):
 
 def is_decoder(directory: Path) -> bool:
     """Returns True if a directory in Hugging Face's format has a decoder of a type that brt can
-    read.
+    read, or an adapter (PEFT).
     """
     path = directory / "config.json"
+    if not path.is_file() and (directory / adapters.CONFIG).is_file():
+        return True
     return path.is_file() and files.read_json(path).get("model_type") in config.FAMILIES
 
 
@@ -74,7 +80,8 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     """Reads the settings and the tokenizer of a decoder, but not its weights.
 
     Args:
-      directory: the directory in Hugging Face's format.
+      directory: the directory in Hugging Face's format, or of an adapter (PEFT), whose base
+        `adapters.base_of` finds.
       choice: the window and the sinks (first tokens that stay visible) with which the model is to
         read text.
 
@@ -82,6 +89,8 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
       CheckpointError: config.json is damaged, or asks for something that brt does not compute.
       DataError: the tokenizer cannot be used.
     """
+    adapter = directory if (directory / adapters.CONFIG).is_file() else None
+    directory = adapters.base_of(adapter) if adapter else directory
     described = files.read_json(directory / "config.json")
     model, left = config.read(described, choice)
     ids, sampling = generation_settings(directory, model.vocab_size)
@@ -93,13 +102,16 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
         )
     ends, unknown = _known_ends(ids or model.end_ids, tokenizer.vocab_size, directory)
     notes = [
-        *notes, *tokenizer.notes, *unknown, *_beginning_notes(tokenizer),
+        *notes, *_adapter_notes(adapter, directory), *tokenizer.notes, *unknown,
+        *_beginning_notes(tokenizer),
         *inventory.of_config(described, left, kept=True),
         *inventory.of_generation(_generation(directory), (), kept=True),
         *inventory.of_files(directory, (file.name, *tokenizer.beside)),
     ]  # fmt: skip
     model = dataclasses.replace(model, end_ids=ends)
-    return PretrainedDecoder(directory, described, model, sampling, tokenizer, file, tuple(notes))
+    return PretrainedDecoder(
+        directory, adapter, described, model, sampling, tokenizer, file, tuple(notes)
+    )
 
 
 def _known_ends(
@@ -133,6 +145,10 @@ def _beginning_notes(tokenizer: Tokenizer) -> list[str]:
     else:
         adds = untrusted.checked_json(content, {})["pre_tokenizer"].get("add_prefix_space")
     return [f"{path.name} puts a space before a text; brt reads texts as they are"] if adds else []
+
+
+def _adapter_notes(adapter: Path | None, directory: Path) -> list[str]:
+    return [f"the adapter in {adapter} is added to {directory}"] if adapter else []
 
 
 def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], Sampling]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from brt.config import Model
 from brt.interop.huggingface import verify
+from brt.interop.huggingface.causal import adapters
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 _LONGEST = 256  # The compared document has at most this number of tokens.
@@ -62,18 +63,24 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
 
 def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray | None:
     """Returns the float32 logits [T, V] that transformers computes for a document; None if torch or
-    transformers is not installed.
+    transformers is not installed, or PEFT for a directory with an adapter, or if the base of the
+    adapter is not known.
 
     Args:
-      directory: the directory of the Hugging Face checkpoint.
+      directory: the directory of the Hugging Face checkpoint, or of an adapter.
       tokens: int32 [T], the tokens of the document.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+    adapter = (directory / adapters.CONFIG).is_file()
+    needed = ("torch", "transformers", *(["peft"] if adapter else []))
+    if any(importlib.util.find_spec(name) is None for name in needed):
         return None
     torch = importlib.import_module("torch")
     kind = importlib.import_module("transformers").AutoModelForCausalLM
     safe = {"trust_remote_code": False, "use_safetensors": True}
-    model = kind.from_pretrained(directory, dtype=torch.float32, **safe).eval()
+    base = adapters.base_of(directory) if adapter else directory
+    model = kind.from_pretrained(base, dtype=torch.float32, **safe).eval()
+    if adapter and base != directory:  # transformers itself adds an adapter beside the model.
+        model.load_adapter(str(directory))
     with torch.no_grad():
         out = model(input_ids=torch.tensor(tokens[None], dtype=torch.long), use_cache=False)
     return out.logits.float().numpy()[0]
@@ -106,7 +113,7 @@ def compare(
     tokens = document(model)
     expected = transformers_logits(directory, tokens)
     if expected is None:
-        yield "logits against transformers: not compared; pip install torch transformers"
+        yield "logits against transformers: not compared; pip install torch transformers peft"
         return
     actual = brt_logits(params, model, tokens)
     yield verify.check_logits(actual, expected, f"transformers, {len(tokens)} tokens", rounding)

@@ -80,14 +80,13 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
     """Returns the arrays of a checkpoint as float32 parameters of brt's decoder.
 
     Args:
-      arrays: the arrays by Hugging Face's names.
+      arrays: the arrays by Hugging Face's names, as `plain_names` returns them.
       model: brt's settings of the model.
 
     Raises:
       CheckpointError: an array is missing, has another shape, or has no place in the model.
     """
-    left = {_full_name(name): array for name, array in arrays.items()}
-    left = {name: x for name, x in left.items() if not name.endswith("rotary_emb.inv_freq")}
+    left = {name: x for name, x in arrays.items() if not name.endswith("rotary_emb.inv_freq")}
     _drop_copy(left, model)
     names, first = _layer_names(model), {run.name: run for run in runs(model)}
     starts = _first_layers(model)
@@ -122,7 +121,8 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
         rows = [take(f"model.layers.{i}.{names[ours]}", ours, leaf.shape[1:]) for i in layers]
         params[name] = np.stack(rows)
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
+        found = f"; it has {listed(sorted(left))} instead" if left else ""
+        raise CheckpointError(f"the checkpoint lacks {listed(missing)}{found}")
     if left:
         raise CheckpointError(
             f"the checkpoint has {listed(sorted(left))}, which have no place in the model that "
@@ -159,11 +159,43 @@ def _first_layers(model: Model) -> dict[str, int]:
     return starts
 
 
-def _full_name(name: str) -> str:
-    """Returns the name of an array with the prefix "model.", which the arrays in files of models
-    without a head lack.
+def their_names(kernel: str, model: Model) -> list[str]:
+    """Returns Hugging Face's names of the matrices of all layers that are one kernel in brt.
+
+    Args:
+      kernel: brt's name of the kernel, such as "stack/window_0/tokens/keys".
+      model: brt's settings of the model.
     """
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    _, name, *_, ours = kernel.split("/")
+    first, count = _first_layers(model)[name], next(r.layers for r in runs(model) if r.name == name)
+    return [f"model.layers.{i}.{_layer_names(model)[ours]}" for i in range(first, first + count)]
+
+
+def plain_names(arrays: Arrays) -> dict[str, np.ndarray]:
+    """Returns the arrays of a checkpoint by the names that transformers gives them.
+
+    Names of models without a head lack the prefix "model.". Names of models that were saved inside
+    of a wrapper have a longer one, such as "_orig_mod.model." after torch.compile.
+
+    Raises:
+      CheckpointError: the checkpoint has adapters that were not added to their matrices.
+    """
+    if adapted := [name for name in arrays if ".base_layer." in name or ".lora_" in name]:
+        raise CheckpointError(
+            f"the checkpoint has {listed(sorted(adapted))}, which belong to adapters (PEFT) beside "
+            "the matrices of the model; write it again from model.merge_and_unload()"
+        )
+    embedding = _TOP["embedding"].removeprefix("model.")
+    places = [name for name in arrays if name == embedding or name.endswith(f".{embedding}")]
+    before = min(places, key=len, default="").removesuffix(embedding)
+    wrapper = before.removesuffix("model.")
+    inside = before[len(wrapper) :]
+    plain = {}
+    for name, array in arrays.items():
+        name = name.removeprefix(wrapper)
+        known = inside or name.startswith(("model.", "lm_head."))
+        plain[name if known else f"model.{name}"] = array
+    return plain
 
 
 def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:

@@ -3,7 +3,7 @@
 modeling_brt.py is the PyTorch code that is exported together with the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,20 @@ KINDS = (
 # The keys are brt's names of activations, and the values are transformers' names of the same
 # activations. Other activations have the same name in both.
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
+# The names of linear maps, as transformers' models have them; brt's names are the keys. The names
+# in the memory of Gated DeltaNet are those of its authors' library.
+_LINEAR = {
+    "queries": "q_proj", "keys": "k_proj", "values": "v_proj", "output": "o_proj",
+    "cross_queries": "cross_q_proj", "mlp_in": "up_proj", "mlp_gate": "gate_proj",
+    "mlp_out": "down_proj",
+}  # fmt: skip
+_LINEAR_OF_MEMORY = {
+    **{name: _LINEAR[name] for name in ("queries", "keys", "values", "output")},
+    "gate": "g_proj", "strength": "b_proj", "step": "a_proj",
+}  # fmt: skip
+# The exported model reads a text of any length; a number of tokens is stated, because programs read
+# texts in pieces without it.
+_LONGEST = 2**20
 # These parameters of brt are not exported. The arrays `bias`, `scale` and `cross_scale`, which are
 # computed from these parameters, are exported in their place.
 _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
@@ -134,7 +148,8 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
         "output_norms": m.norm.outputs,
         "query_key_norms": m.norm.queries_keys,
         "embedding_scaled": m.embedding.scaled,
-        "tied_output": m.embedding.tied,
+        "tie_word_embeddings": m.embedding.tied,
+        "max_position_embeddings": _LONGEST,
         "logit_scale": logit_scale(m),
         "block": m.block_length,
         "kinds": list(m.layer_types),
@@ -165,8 +180,9 @@ def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
     every distance between a query and a key in the window, the nearest key first.
     """
     params, model, first = trained.params, trained.model, 0
-    for name in ("embedding", "norm", *(() if model.embedding.tied else ("output",))):
-        yield f"decoder.{name}", np.asarray(params[name], np.float32)
+    tops = {"embedding": "embed_tokens.weight", "norm": "norm", "output": "lm_head.weight"}
+    for name in list(tops)[: 2 if model.embedding.tied else 3]:
+        yield f"decoder.{tops[name]}", np.asarray(params[name], np.float32)
     for run in runs(model):
         for i in range(run.layers):
             layer_params = jax.tree.map(lambda rows, i=i: rows[i], params["stack"][run.name])
@@ -179,9 +195,25 @@ def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
     """Returns the exported arrays of one layer by name; `params` has the layer's parameters."""
     others = {name: x for name, x in params.items() if name not in ("tokens", "cell", "memory")}
     arrays = others | _tokens(run, params["tokens"]) if "tokens" in params else others
-    for name, array in params.get("memory", {}).items():
+    arrays = _linear(arrays, _LINEAR)
+    for name, array in _linear(params.get("memory", {}), _LINEAR_OF_MEMORY).items():
         arrays[f"memory.{name}"] = array
     return arrays | (_cell(run.model, params["cell"]) if "cell" in params else {})
+
+
+def _linear(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
+    """Returns arrays in which linear maps have the names `names`, and the form [out, in]."""
+    renamed = {}
+    for name, array in arrays.items():
+        kernel = name.removesuffix("_bias")
+        if kernel not in names or name == "step_bias":  # The latter is added in float32.
+            renamed[name] = array
+        elif kernel != name:
+            renamed[f"{names[kernel]}.bias"] = array.reshape(-1)
+        else:
+            size = array.shape[-1] if name == "output" else array.size // array.shape[0]
+            renamed[f"{names[name]}.weight"] = array.reshape(-1, size).T
+    return renamed
 
 
 def _tokens(run: Run, params: PyTree[Array]) -> dict[str, Array]:

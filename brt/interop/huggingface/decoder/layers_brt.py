@@ -36,8 +36,8 @@ class DeltaState(NamedTuple):
 
 class LayerState(NamedTuple):
     """The state of a layer: keys and values [B, X, G, K] of the last tokens; the recurrent state
-    vectors [B, S, D], and their keys and values (`memory`); the sinks; and the state of a
-    `DeltaMemory`. Fields that the layer does not need are None."""
+    vectors [B, S, D], and their keys and values (`memory`); the sinks, which are zeros until they
+    are read; and the state of a `DeltaMemory`. Fields that the layer does not need are None."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -67,10 +67,10 @@ def l2_normalize(x):
 
 
 def rotate(x, places, speeds):
-    """Returns x [B, T, H, K] with rotary embeddings: for token t, the pair of channels i and
-    i + K / 2 is rotated by places[t] * speeds[i] radians."""
+    """Returns x [B, T, H, K] with rotary embeddings: for the token at `places` [T] or [B, T], the
+    pair of channels i and i + K / 2 is rotated by place * speeds[i] radians."""
     speeds = torch.tensor(speeds, dtype=torch.float64, device=x.device)
-    angles = torch.outer(places.to(torch.float64), speeds)[:, None]
+    angles = (places.to(torch.float64)[..., None] * speeds)[..., None, :]
     cosines, sines = angles.cos().float(), angles.sin().float()
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cosines - b * sines, a * sines + b * cosines], dim=-1).to(x)
@@ -82,8 +82,9 @@ def by_query_head(x, heads):
 
 
 class Part(NamedTuple):
-    """Attention of tokens to some of their keys: the logits [B, H, T, X], the mask `seen` [T, X],
-    True for keys that a token sees, and the values [B, X, H, K]. `read` joins several parts."""
+    """Attention of tokens to some of their keys: the logits [B, H, T, X], the mask `seen`
+    [B, T, X], True for keys that a token sees, and the values [B, X, H, K]. `read` joins several
+    parts."""
 
     logits: torch.Tensor
     seen: torch.Tensor
@@ -92,7 +93,7 @@ class Part(NamedTuple):
 
 def part(queries, keys, values, seen, bias=0.0):
     """Returns the `Part` of queries [B, T, H, K] and of keys and values [B, X, G, K]. The mask
-    `seen` [T, X] is True for keys that a token sees, and `bias` is added to the logits."""
+    `seen` [B, T, X] is True for keys that a token sees, and `bias` is added to the logits."""
     heads = queries.shape[2]
     logits = torch.einsum("bqhk,bxhk->bhqx", queries, by_query_head(keys, heads)).float()
     return Part(logits + bias, seen, by_query_head(values, heads))
@@ -103,22 +104,29 @@ def read(parts):
     list `parts`; 0 for tokens that see no key."""
     seen = torch.cat([p.seen for p in parts], dim=-1)
     values = torch.cat([p.values for p in parts], dim=1)
-    logits = torch.cat([p.logits for p in parts], dim=-1).masked_fill(~seen, -1e6)
-    weights = torch.softmax(logits, dim=-1) * seen
+    logits = torch.cat([p.logits for p in parts], dim=-1).masked_fill(~seen[:, None], -1e6)
+    weights = torch.softmax(logits, dim=-1) * seen[:, None]
     return torch.einsum("bhqx,bxhk->bqhk", weights.to(values), values)
 
 
-def attend(queries, keys, values):
-    """Returns the attention output [B, Q, H, K] of queries [B, Q, H, K] over all X keys, given
-    `keys` and `values` [B, X, G, K]."""
-    seen = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device)
-    return read([part(queries, keys, values, seen)])
+def attend(queries, keys, values, seen=None):
+    """Returns the attention output [B, Q, H, K] of queries [B, Q, H, K], given `keys` and `values`
+    [B, X, G, K]; `seen` [B, X] is True for the keys that are attended to, by default for all."""
+    if seen is None:
+        seen = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+    return read([part(queries, keys, values, seen[:, None].expand(-1, queries.shape[1], -1))])
 
 
 def parameters(module, **shapes):
     """Registers parameters in a module, as zeros; `shapes` has their shapes by name."""
     for name, shape in shapes.items():
         module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def linear(module, bias=False, **sizes):
+    """Adds linear maps to a module; `sizes` has the numbers of inputs and outputs by name."""
+    for name, (inputs, outputs) in sizes.items():
+        module.add_module(name, nn.Linear(inputs, outputs, bias=bias))
 
 
 class Gate(nn.Module):
@@ -189,9 +197,9 @@ class StateCell(nn.Module):
         tokens of the next block attend."""
         return Memory(*(x.to(self.keys) for x in self._project(vectors, "keys", "values")))
 
-    def forward(self, vectors, keys, values):
+    def forward(self, vectors, keys, values, seen):
         """Returns the state vectors after a block, from the vectors [B, S, D] before the block and
-        the keys and values [B, X, H, K] of the tokens."""
+        the keys and values [B, X, H, K] of the tokens, of which `seen` [B, X] are attended to."""
         state_keys, state_values, queries, cross_queries = self._project(
             vectors, "keys", "values", "queries", "cross_queries"
         )
@@ -199,7 +207,7 @@ class StateCell(nn.Module):
             x * scale.float()[:, None]
             for x, scale in ((queries, self.scale), (cross_queries, self.cross_scale))
         )
-        to_tokens = attend(cross_queries, keys.float(), values.float())
+        to_tokens = attend(cross_queries, keys.float(), values.float(), seen)
         attended = torch.stack([attend(queries, state_keys, state_values), to_tokens], dim=2)
         bound = torch.tanh if self.config.bounded_updates else lambda update: update
         features = attended
@@ -223,11 +231,14 @@ class DeltaMemory(nn.Module):
         super().__init__()
         self.config, width = config, config.hidden_size
         heads, key, value = self.sizes = tuple(config.delta_sizes)
+        linear(
+            self, q_proj=(width, heads * key), k_proj=(width, heads * key),
+            v_proj=(width, heads * value), g_proj=(width, heads * value), b_proj=(width, heads),
+            a_proj=(width, heads), o_proj=(heads * value, width),
+        )  # fmt: skip
         parameters(
-            self, queries=(width, heads, key), keys=(width, heads, key),
-            values=(width, heads, value), gate=(width, heads, value), strength=(width, heads),
-            convolution=(CONVOLVED, heads, 2 * key + value), step=(width, heads),
-            step_bias=(heads,), rate=(heads,), read_norm=(value,), output=(heads, value, width),
+            self, convolution=(CONVOLVED, heads, 2 * key + value), step_bias=(heads,),
+            rate=(heads,), read_norm=(value,),
         )  # fmt: skip
 
     def new_state(self, batch):
@@ -241,8 +252,11 @@ class DeltaMemory(nn.Module):
     def forward(self, h, state):
         """Returns the outputs [B, T, D] for the normalised vectors h [B, T, D] of tokens, and the
         `DeltaState` after these tokens; `state` is the `DeltaState` before them."""
-        names = "queries", "keys", "values"
-        projected = [torch.einsum("btd,dhk->bthk", h, getattr(self, name)) for name in names]
+        heads = self.sizes[0]
+        projected = [
+            project(h).unflatten(-1, (heads, -1))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        ]
         inputs = torch.cat([state.inputs, torch.cat(projected, dim=-1)], dim=1)
         length, key = h.shape[1], self.sizes[1]
         convolved = sum(
@@ -250,9 +264,9 @@ class DeltaMemory(nn.Module):
         )
         queries, keys, values = F.silu(convolved).split([key, key, self.sizes[2]], dim=-1)
         queries, keys = l2_normalize(queries) * key**-0.5, l2_normalize(keys)
-        step = torch.tensordot(h, self.step, 1).float() + self.step_bias.float()
+        step = self.a_proj(h).float() + self.step_bias.float()
         decay = torch.exp(-self.rate.float().exp() * F.softplus(step))
-        strength = torch.sigmoid(torch.tensordot(h, self.strength, 1).float())
+        strength = torch.sigmoid(self.b_proj(h).float())
         matrices, outputs = state.matrices, []
         for t in range(length):
             k, v, q = keys[:, t].float(), values[:, t].float(), queries[:, t].float()
@@ -261,39 +275,31 @@ class DeltaMemory(nn.Module):
             matrices = matrices + k[..., None] * (strength[:, t, :, None] * wrong)[..., None, :]
             outputs.append(torch.einsum("bhk,bhkv->bhv", q, matrices))
         y = model_norm(self.config, torch.stack(outputs, dim=1), self.read_norm).to(h)
-        y = y * F.silu(torch.einsum("btd,dhk->bthk", h, self.gate))
-        y = torch.tensordot(y, self.output, 2)
+        y = self.o_proj(y.flatten(-2) * F.silu(self.g_proj(h)))
         return y, DeltaState(matrices, inputs[:, length:])
 
 
 def register_mlp(module, config):
-    """Registers the parameters of an MLP and its norms, as zeros, in the module of a layer;
-    `config` has the settings of the model."""
+    """Adds the linear maps of an MLP and its norms to the module of a layer; `config` has the
+    settings of the model."""
     width, hidden = config.hidden_size, config.intermediate_size
-    shapes = {"mlp_norm": (width,), "mlp_in": (width, hidden), "mlp_out": (hidden, width)}
-    if config.mlp_bias:
-        shapes |= {"mlp_in_bias": (hidden,), "mlp_out_bias": (width,)}
+    sizes = {"up_proj": (width, hidden), "down_proj": (hidden, width)}
     if config.gated_mlp:
-        shapes |= {"mlp_gate": (width, hidden)}
-        shapes |= {"mlp_gate_bias": (hidden,)} if config.mlp_bias else {}
+        sizes["gate_proj"] = (width, hidden)
+    linear(module, config.mlp_bias, **sizes)
+    parameters(module, mlp_norm=(width,))
     if config.output_norms:
-        shapes["mlp_output_norm"] = (width,)
-    parameters(module, **shapes)
+        parameters(module, mlp_output_norm=(width,))
 
 
 def mlp(module, config, x):
     """Returns the output of the MLP for x [B, T, D]; `module` has the parameters of the MLP, which
     `register_mlp` has registered, and `config` has the settings of the model."""
-
-    def _dense(z, name):
-        y = z @ getattr(module, name)
-        return y + getattr(module, f"{name}_bias") if config.mlp_bias else y
-
     h = model_norm(config, x, module.mlp_norm)
-    activation, hidden = ACTIVATIONS[config.hidden_act], _dense(h, "mlp_in")
+    activation, hidden = ACTIVATIONS[config.hidden_act], module.up_proj(h)
     if config.gated_mlp:
-        hidden = hidden * activation(_dense(h, "mlp_gate"))
+        hidden = hidden * activation(module.gate_proj(h))
     else:
         hidden = activation(hidden)
-    y = _dense(hidden, "mlp_out")
+    y = module.down_proj(hidden)
     return model_norm(config, y, module.mlp_output_norm) if config.output_norms else y

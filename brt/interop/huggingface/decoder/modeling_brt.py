@@ -11,12 +11,14 @@ updated after each block of tokens, and to other memories. The carried state has
     logits, state = model(more, state)  # continues the text
     ids = model.generate(ids, max_new_tokens=200, do_sample=True, temperature=0.8)
 
-The file needs layers_brt.py in its directory. Letters in shapes: B texts, T tokens, V vocabulary.
+The file needs layers_brt.py in its directory. Letters in shapes: B texts, T tokens, X keys, D model
+width, H heads of queries, G heads of keys, K head size, V vocabulary.
 """
 
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -25,7 +27,8 @@ import torch
 from torch import nn
 
 try:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers.utils import ModelOutput
 except ImportError:  # Without transformers, models are loaded by the function `load`.
     PretrainedConfig = PreTrainedModel = None
 
@@ -44,6 +47,7 @@ from .layers_brt import (  # noqa: E402 (the package has to exist)
     attend,
     by_query_head,
     l2_normalize,
+    linear,
     mlp,
     model_norm,
     parameters,
@@ -55,10 +59,11 @@ from .layers_brt import (  # noqa: E402 (the package has to exist)
 
 
 class State(NamedTuple):
-    """The LayerState of each layer, and the number of tokens that were read."""
+    """The LayerState of each layer, and the number of tokens [B] that were read of each text; the
+    number is negative for a text that is preceded by padding which was not read yet."""
 
     layers: tuple
-    position: int
+    position: torch.Tensor
 
 
 class Output(NamedTuple):
@@ -93,22 +98,21 @@ class Layer(nn.Module):
         config, size, width = self.config, self.config.head_dim, self.config.hidden_size
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         attends_twice = self.kind == "recurrent" or config.feedback
-        parameters(
-            self, queries=(width, heads, size), keys=(width, groups, size),
-            values=(width, groups, size), scale=(heads,),
-            output=(2 if attends_twice else 1, heads, size, width),
+        biased, read = config.attention_bias != "none", (2 if attends_twice else 1) * heads * size
+        groups = groups * size
+        linear(
+            self, biased, q_proj=(width, heads * size), k_proj=(width, groups),
+            v_proj=(width, groups),
         )  # fmt: skip
-        if config.attention_bias in ("qkv", "all"):
-            key_bias = (groups, size)
-            parameters(self, queries_bias=(heads, size), keys_bias=key_bias, values_bias=key_bias)
-        if config.attention_bias == "all":
-            parameters(self, output_bias=(width,))
+        linear(self, config.attention_bias == "all", o_proj=(read, width))
+        parameters(self, scale=(heads,))
         if config.query_key_norms:
             parameters(self, queries_norm=(size,), keys_norm=(size,))
         if config.output_norms:
             parameters(self, output_norm=(width,))
         if attends_twice:
-            parameters(self, cross_queries=(width, heads, size), cross_scale=(heads,))
+            linear(self, cross_q_proj=(width, heads * size))
+            parameters(self, cross_scale=(heads,))
         if config.position_bias:  # The position bias of the nearest key is bias[:, 0].
             parameters(self, bias=(heads, self.window))
 
@@ -118,117 +122,126 @@ class Layer(nn.Module):
         delta = self.memory.new_state(batch) if self.memory else None
         if not self.attends:
             return LayerState(None, None, delta=delta)
-        shape = self.keys.shape[1:]
-        empty = self.keys.new_zeros(batch, self.window if self.config.null_keys else 0, *shape)
+        weight = self.k_proj.weight
+        shape = self.config.num_key_value_heads, self.config.head_dim
+        empty = weight.new_zeros(batch, self.window if self.config.null_keys else 0, *shape)
         state = LayerState(empty, empty, delta=delta)
         if self.sinks:
-            none = self.keys.new_zeros(batch, 0, *shape)
+            none = weight.new_zeros(batch, self.sinks, *shape)
             state = state._replace(sinks=Memory(none, none))
         if self.cell is None:
             return state
         vectors = self.cell.initial.float().expand(batch, -1, -1)
         return state._replace(vectors=vectors, memory=self.cell.memory(vectors))
 
-    def forward(self, x, state, feedback, position):
-        """Returns outputs for the tokens x [B, T, D] of a block, and the LayerState after them.
+    def forward(self, x, state, feedback, places):
+        """Returns outputs for the tokens x [B, T, D], and the LayerState after them.
 
-        `state` is the LayerState before the tokens, `feedback` a Memory of another layer to attend
-        to, or None, and `position` the number of tokens of the text before x."""
+        `state` is the LayerState before the tokens, and `feedback` a Memory of another layer to
+        attend to, or None. `places` [B, T] has the number of tokens before each token in its text;
+        it is negative for padding."""
         config = self.config
         h = model_norm(config, x, self.norm)
         if self.memory is not None:
-            remembered, delta = self.memory(h, state.delta)
+            remembered, delta = self.memory(h * (places >= 0)[..., None], state.delta)
             x, state = x + remembered, state._replace(delta=delta)
         if self.attends:
-            x, state = self._attend(x, h, state, feedback, position)
+            x, state = self._attend(x, h, state, feedback, places)
         return x + mlp(self, config, x), state
 
     def _project(self, h, name):
-        y = torch.einsum("btd,dhk->bthk", h, getattr(self, name))
-        if self.config.attention_bias != "none" and name != "cross_queries":
-            y = y + getattr(self, f"{name}_bias")
-        if name == "values":
+        y = getattr(self, f"{name}_proj")(h).unflatten(-1, (-1, self.config.head_dim))
+        if name == "v":
             return y
         if self.config.query_key_norms:
-            y = model_norm(self.config, y, self.keys_norm if name == "keys" else self.queries_norm)
+            y = model_norm(self.config, y, self.keys_norm if name == "k" else self.queries_norm)
         if self.config.normalize_qk:
             y = l2_normalize(y)
-        if name == "keys":
+        if name == "k":
             return y
-        scale = self.cross_scale if name == "cross_queries" else self.scale
+        scale = self.cross_scale if name == "cross_q" else self.scale
         return y * scale[:, None].to(y)
 
-    def _attend(self, x, h, state, feedback, position):
-        own = Memory(self._project(h, "keys"), self._project(h, "values"))
+    def _attend(self, x, h, state, feedback, places):
+        own = Memory(self._project(h, "k"), self._project(h, "v"))
+        if self.config.null_keys:  # The keys before a text are zeros, and so is its padding.
+            own = Memory(*(z * (places >= 0)[..., None, None] for z in own))
         keys = torch.cat([state.keys, own.keys], dim=1)
         values = torch.cat([state.values, own.values], dim=1)
         state = state._replace(keys=keys, values=values)
-        if self.sinks and position < self.sinks:
+        if self.sinks:
+            at = ((places >= 0) & (places < self.sinks)).nonzero(as_tuple=True)
             sinks = zip(state.sinks, own, strict=True)
-            sinks = (torch.cat(pair, dim=1)[:, : self.sinks] for pair in sinks)
+            sinks = (z.index_put((at[0], places[at]), new[at]) for z, new in sinks)
             state = state._replace(sinks=Memory(*sinks))
-        attended = [self._attend_to_tokens(self._project(h, "queries"), state, position)]
+        attended = [self._attend_to_tokens(self._project(h, "q"), state, places)]
         memory = feedback if self.cell is None else state.memory
         if memory is not None:
-            attended.append(attend(self._project(h, "cross_queries"), *memory))
-        y = torch.tensordot(torch.stack(attended, dim=2), self.output, 3)
-        if self.config.attention_bias == "all":
-            y = y + self.output_bias
+            attended.append(attend(self._project(h, "cross_q"), *memory))
+        y = self.o_proj(torch.stack(attended, dim=2).flatten(2))
         if self.config.output_norms:
             y = model_norm(self.config, y, self.output_norm)
         return x + y, state
 
-    def _attend_to_tokens(self, queries, state, position):
+    def _attend_to_tokens(self, queries, state, places):
         """Returns attention [B, T, H, K] to the window, the sinks and the memory of past tokens."""
-        nearest, count = (0 if self.config.attend_to_self else 1), state.keys.shape[1]
-        farthest = self.window - 1 + nearest
-        places = torch.arange(position, position + queries.shape[1], device=queries.device)
-        first = position + queries.shape[1] - count
-        of_keys = torch.arange(first, first + count, device=queries.device)
-        distances = places[:, None] - of_keys
-        seen, bias, far_bias = (distances >= nearest) & (distances <= farthest), 0.0, 0.0
-        if self.config.position_bias:
+        config, near, length = self.config, 0 if self.config.attend_to_self else 1, places.shape[1]
+        count, farthest = state.keys.shape[1], self.window - 1 + near
+        # Columns of keys have the same distances in all texts, but not the same places.
+        columns = torch.arange(count, device=queries.device)
+        distances = columns[-length:, None] - columns
+        of_keys = (places[:, -1:] - count + 1 + columns)[:, None]
+        block_starts = (places - places % config.block)[..., None]
+        known = of_keys >= (block_starts if not config.cache else -self.window)
+        if not config.null_keys:
+            known = known & (of_keys >= 0)
+        seen, bias, far_bias = known & (distances >= near) & (distances <= farthest), 0.0, 0.0
+        if config.position_bias:
             table = self.bias.float()
-            bias, far_bias = (
-                table[:, (distances - nearest).clamp(0, self.window - 1)],
-                table[:, -1:],
-            )
-            far_bias = far_bias[..., None]
-        turned = self._rotated(queries, places - first)
-        parts = [part(turned, self._rotated(state.keys, of_keys - first), state.values, seen, bias)]
+            bias = table[:, (distances - near).clamp(0, self.window - 1)]
+            far_bias = table[:, -1:, None]
+        turned, keys = self._rotated(queries, columns[-length:]), self._rotated(state.keys, columns)
+        parts = [part(turned, keys, state.values, seen, bias)]
         if self.sinks:
-            first_places = torch.arange(state.sinks.keys.shape[1], device=queries.device)
-            left = places[:, None] - first_places > farthest
+            first_places = torch.arange(self.sinks, device=queries.device)
+            left = places[..., None] - first_places > farthest
             turned = self._rotated(queries, places.clamp(max=farthest + self.sinks))
             keys = self._rotated(state.sinks.keys, first_places)
             parts.append(part(turned, keys, state.sinks.values, left, far_bias))
-        near = read(parts)
+        attended = read(parts)
         if not self.memory_size:
-            return near
-        block_start = position - position % self.config.block
-        seen = (distances > farthest) & (of_keys < block_start) & (of_keys >= self.sinks)
-        seen = seen & (of_keys >= block_start - self.memory_size)
-        turned = self._rotated(queries, torch.full_like(places, farthest + 1))
+            return attended
+        seen = (distances > farthest) & (of_keys < block_starts) & (of_keys >= self.sinks)
+        seen = seen & (of_keys >= block_starts - self.memory_size)
+        turned = self._rotated(queries, torch.full_like(columns[-length:], farthest + 1))
         both = read([*parts, part(turned, state.keys, state.values, seen, far_bias)])
         gate = torch.tanh(self.memory_gate.float())[:, None]
-        return (near.float() + gate * (both.float() - near.float())).to(near)
+        return (attended.float() + gate * (both.float() - attended.float())).to(attended)
 
     def _rotated(self, x, places):
         return x if self.speeds is None else rotate(x, places, self.speeds)
 
-    def end_block(self, state):
-        """Returns the LayerState after a full block: keys and values outside the window and the
-        memory are dropped, and the state vectors of a recurrent layer are updated."""
+    def end(self, state, position):
+        """Returns the LayerState after tokens, of which `position` [B] were read: keys and values
+        that no later token sees are dropped, and the state vectors of a recurrent layer are updated
+        in texts whose block has ended."""
         if not self.attends:
             return state
-        size = max(self.window, self.memory_size) if self.config.cache else 0
-        first = max(state.keys.shape[1] - size, 0)
+        config, in_block = self.config, position % self.config.block
+        size = max(self.window, self.memory_size) if config.cache else 0
+        first = max(state.keys.shape[1] - size - int(in_block.max()), 0)
         after = state._replace(keys=state.keys[:, first:], values=state.values[:, first:])
-        if self.cell is None:
+        ended = (in_block == 0) & (position > 0)
+        if self.cell is None or not ended.any():
             return after
-        heads = self.config.num_attention_heads
-        tokens = (by_query_head(z, heads) for z in (state.keys, state.values))
-        vectors = self.cell(state.vectors, *tokens)
+        count = state.keys.shape[1]
+        ages = torch.arange(count, 0, -1, device=position.device)
+        seen = (ages <= config.block + size) & (
+            (ages <= position[:, None]) if not config.null_keys else (ages > 0)
+        )
+        tokens = (by_query_head(z, config.num_attention_heads) for z in (state.keys, state.values))
+        vectors = self.cell(state.vectors, *tokens, seen.expand(len(position), -1))
+        vectors = torch.where(ended[:, None, None], vectors, state.vectors)
         return after._replace(vectors=vectors, memory=self.cell.memory(vectors))
 
 
@@ -237,53 +250,66 @@ class Decoder(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, shape = config, (config.vocab_size, config.hidden_size)
-        parameters(self, embedding=shape, norm=shape[1:])
-        if not config.tied_output:
-            parameters(self, output=shape)
+        self.config, width = config, config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        parameters(self, norm=(width,))
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, input_ids, state=None):
+    def forward(self, input_ids, state=None, last=0):
         """Returns the Output for ids [B, T]. The ids continue the texts after which the State was
-        `state`; without a state, they begin texts."""
+        `state`; without a state, they begin texts. `last` = n computes the last n logits alone."""
+        vectors, state = self.read(input_ids, state)
+        return Output(self.logits(vectors[-1][:, -last:]), state)
+
+    def logits(self, vectors):
+        """Returns the logits [B, T, V] for the last of the vectors that `read` returns."""
+        return self.lm_head(vectors).float() * self.config.logit_scale
+
+    def read(self, input_ids, state=None, padding=None, all_layers=False):
+        """Returns vectors [B, T, D] for ids [B, T], and the State after them. The vectors are those
+        after the last norm, or with `all_layers` the embeddings, the outputs of all layers but the
+        last, and those. `padding` [B] counts the ids before each text that begins here."""
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:
-            state = State(tuple(layer.new_state(len(input_ids)) for layer in self.layers), 0)
-        logits, config = [], self.config
-        weights = self.embedding if config.tied_output else self.output
+            none = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
+            layers = tuple(layer.new_state(len(input_ids)) for layer in self.layers)
+            state = State(layers, none if padding is None else none - padding)
+        pieces = []
         while input_ids.shape[1]:
-            count = config.block - state.position % config.block
+            # State vectors are updated where a text has a full block; else only memory is saved.
+            left = self.config.block - state.position % self.config.block
+            count = int(left.min() if "recurrent" in self.config.kinds else left.max())
             piece, input_ids = input_ids[:, :count], input_ids[:, count:]
-            x = self.embedding[piece]
-            if config.embedding_scaled:
-                x = x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
-            x, state = self._read(x, state)
-            logits.append((model_norm(config, x, self.norm) @ weights.T).float())
-        return Output(torch.cat(logits, dim=1) * config.logit_scale, state)
+            vectors, state = self._read(piece, state)
+            pieces.append(vectors if all_layers else vectors[-1:])
+        return [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)], state
 
-    def _read(self, x, state):
-        """Reads tokens, at most to the end of the present block; returns vectors and the State."""
-        feedback, layers = None, []
-        if self.config.feedback:  # Every layer attends to the memory of the last recurrent layer.
-            last = max(i for i, kind in enumerate(self.config.kinds) if kind == "recurrent")
+    def _read(self, input_ids, state):
+        x, config, feedback, layers = self.embed_tokens(input_ids), self.config, None, []
+        if config.embedding_scaled:
+            x = x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
+        if config.feedback:  # Every layer attends to the memory of the last recurrent layer.
+            last = max(i for i, kind in enumerate(config.kinds) if kind == "recurrent")
             feedback = state.layers[last].memory
+        places = state.position[:, None] + torch.arange(x.shape[1], device=x.device)
+        vectors, position = [x], state.position + x.shape[1]
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            x, layer_state = layer(x, layer_state, feedback, state.position)
-            layers.append(layer_state)
-        position = state.position + x.shape[1]
-        if position % self.config.block == 0:
-            layers = [layer.end_block(s) for layer, s in zip(self.layers, layers, strict=True)]
-        return x, State(tuple(layers), position)
+            x, layer_state = layer(x, layer_state, feedback, places)
+            layers.append(layer.end(layer_state, position))
+            vectors.append(x)
+        vectors[-1] = model_norm(config, x, self.norm)
+        return vectors, State(tuple(layers), position)
 
     @torch.no_grad()
     def stream(self, input_ids, state=None, do_sample=False, generator=None, **sampling):
         """Generates without end: yields pairs of the next tokens [B] and the State before them.
 
         forward(tokens[:, None], state) reads these tokens. `generate` explains the options."""
-        # Reading in pieces keeps the array of logits small; only the last logits are needed.
-        for piece in input_ids.split(self.config.block, dim=1):
-            logits, state = self(piece, state)
+        logits, state = self(input_ids, state, last=1)
         while True:
             if do_sample:
                 chances = torch.softmax(restrict(logits[:, -1], **sampling), dim=-1)
@@ -335,21 +361,37 @@ def load(directory, dtype=torch.float32):
     model, tensors = Decoder(SimpleNamespace(**config)), {}
     for file in sorted(directory.glob("model*.safetensors")):
         tensors |= {k.removeprefix("decoder."): v for k, v in load_file(file).items()}
+    if config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
     model.load_state_dict(tensors)
     return model.to(dtype).eval()
 
 
-OPTIONS = (
-    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "generator", "state",
-    "eos_token_id",
-)  # fmt: skip
-IGNORED = "max_length", "pad_token_id", "bos_token_id", "use_cache", "tokenizer"
+def select(state, texts):
+    """Returns the State, or a part of it, of the texts with the indices `texts` [B]."""
+    if state is None or isinstance(state, torch.Tensor):
+        return None if state is None else state.index_select(0, texts.to(state.device))
+    parts = [select(part, texts) for part in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
-def refuse_padding(attention_mask):
-    """Raises ValueError if `attention_mask` is 0 for a token: padding would be read as text."""
-    if attention_mask is not None and not attention_mask.all():
-        raise ValueError("padding would be read as text; texts of a batch must be equally long")
+def count_padding(mask):
+    """Returns how many ids [B] precede each text by the mask [B, T], which is 0 for padding."""
+    padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
+    if (mask[:, 0].long() + (mask.long().diff(dim=1) > 0).sum(dim=1) > 1).any():
+        raise ValueError("attention_mask is 0 within a text; only padding around texts is known")
+    return padding
+
+
+def begin_texts(ids, padding, bos):
+    """Returns ids [B, T + 1], in which each text begins with `bos`, and their padding [B].
+
+    Texts without this token get it. Texts that begin with it get one more id of padding."""
+    first = ids.gather(1, padding.clamp(max=ids.shape[1] - 1)[:, None])[:, 0]
+    begun = (first == bos) & (padding < ids.shape[1])
+    padding = padding + begun
+    ids = torch.cat([ids[:, :1], ids], dim=1)
+    return ids.scatter(1, padding[:, None], bos), padding
 
 
 if PreTrainedModel is not None:
@@ -357,42 +399,101 @@ if PreTrainedModel is not None:
     class BrtConfig(PretrainedConfig):
         """The settings in config.json, in the form that transformers' `from_pretrained` needs."""
 
-        model_type = "brt"
+        model_type, keys_to_ignore_at_inference = "brt", ("state",)
 
-    class BrtForCausalLM(PreTrainedModel):
-        """The model for transformers' `from_pretrained` and pipelines; generates in constant
-        memory."""
+    @dataclass
+    class BrtOutput(ModelOutput):
+        """What `BrtForCausalLM` returns; the attributes have transformers' usual meaning, and
+        `state` is the State after the last token."""
+
+        loss: torch.Tensor | None = None
+        logits: torch.Tensor | None = None
+        state: State | None = None
+        hidden_states: tuple | None = None
+
+    class BrtForCausalLM(PreTrainedModel, GenerationMixin):
+        """The model for transformers' `from_pretrained`, pipelines, Trainer and PEFT. It generates
+        in constant memory. A text without config.bos_token_id at its beginning is read as if it had
+        it."""
 
         config_class, base_model_prefix, _no_split_modules = BrtConfig, "decoder", ["Layer"]
-        can_generate = classmethod(lambda cls: True)
+        _tied_weights_keys = {"decoder.lm_head.weight": "decoder.embed_tokens.weight"}  # noqa: RUF012
+        _is_stateful = True
+        _supports_default_dynamic_cache = classmethod(lambda cls: False)
 
         def __init__(self, config):
             super().__init__(config)
             self.decoder = Decoder(config)
             self.post_init()
 
-        def forward(self, input_ids, state=None, attention_mask=None):
-            """Returns the Output of `Decoder.forward`; refuses an attention_mask that has a 0."""
-            refuse_padding(attention_mask)
-            return self.decoder(input_ids, state)
+        def get_input_embeddings(self):
+            return self.decoder.embed_tokens
 
-        def stream(self, input_ids, attention_mask=None, **options):
-            """Yields what `Decoder.stream` yields; refuses an attention_mask that has a 0."""
-            refuse_padding(attention_mask)
+        def set_input_embeddings(self, value):
+            self.decoder.embed_tokens = value
+
+        def get_output_embeddings(self):
+            return self.decoder.lm_head
+
+        def set_output_embeddings(self, value):
+            self.decoder.lm_head = value
+
+        def forward(
+            self, input_ids=None, state=None, attention_mask=None, labels=None, logits_to_keep=0,
+            output_hidden_states=None, return_dict=None, **options,
+        ):  # fmt: skip
+            """Returns a BrtOutput for ids [B, T]. The ids continue the texts after which the State
+            was `state`; without a state, they begin texts. `attention_mask` is 0 for padding, which
+            may precede or follow the texts; a state after texts that padding follows is wrong."""
+            for name in ("inputs_embeds", "position_ids", "output_attentions"):
+                if (value := options.pop(name, None)) is not None and value is not False:
+                    raise ValueError(f"{name} is not supported; remove it")
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            padding, begins = count_padding(mask[:, -input_ids.shape[1] :]), state is None
+            if begins:
+                input_ids, padding = begin_texts(input_ids, padding, self.config.bos_token_id)
+            elif padding.any():
+                raise ValueError("attention_mask has padding within texts that `state` continues")
+            asked = self.config.output_hidden_states
+            asked = asked if output_hidden_states is None else output_hidden_states
+            vectors, state = self.decoder.read(input_ids, state, padding, asked)
+            vectors = [x[:, 1:] if begins else x for x in vectors]
+            logits, loss = self.decoder.logits(vectors[-1][:, -logits_to_keep:]), None
+            if labels is not None:
+                size = self.config.vocab_size
+                loss = self.loss_function(logits, labels, vocab_size=size, **options)
+            output = BrtOutput(loss, logits, state, tuple(vectors) if asked else None)
+            return output.to_tuple() if return_dict is False else output
+
+        def prepare_inputs_for_generation(
+            self, input_ids, state=None, attention_mask=None, continues=False, **options
+        ):
+            """Returns the arguments of `forward` for the ids that were not read yet."""
+            if continues:
+                input_ids, attention_mask = input_ids[:, -1:], None
+            elif (
+                attention_mask is not None
+                and not (attention_mask[:, -1].bool() | ~attention_mask.bool().any(dim=1)).all()
+            ):
+                raise ValueError("pad prompts on the left: tokenizer.padding_side = 'left'")
+            if state is not None and len(state.position) < len(input_ids):  # beams
+                texts = torch.arange(len(state.position), device=input_ids.device)
+                repeats = len(input_ids) // len(state.position)
+                state = select(state, texts.repeat_interleave(repeats))
+            names = "output_hidden_states", "logits_to_keep", "output_attentions"
+            options = {name: options[name] for name in names if name in options}
+            options |= {"attention_mask": attention_mask, "state": state}
+            return {"input_ids": input_ids, **options}
+
+        def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+            updated = super()._update_model_kwargs_for_generation(
+                outputs, model_kwargs, *args, **kwargs
+            )
+            return updated | {"state": outputs.state, "continues": True}
+
+        def _reorder_cache(self, state, beam_idx):
+            return select(state, beam_idx)
+
+        def stream(self, input_ids, **options):
+            """Yields what `Decoder.stream` yields for ids that begin with config.bos_token_id."""
             return self.decoder.stream(input_ids, **options)
-
-        def generate(self, input_ids=None, attention_mask=None, generation_config=None, **options):
-            """Returns ids [B, T + new tokens] as `Decoder.generate` does. `OPTIONS` lists the
-            options of transformers that have an effect. Without input_ids, BOS begins the text."""
-            refuse_padding(attention_mask)
-            if input_ids is None:
-                input_ids = torch.full((1, 1), self.config.bos_token_id, device=self.device)
-            config = generation_config or self.generation_config
-            options = {k: getattr(config, k, None) for k in (*OPTIONS, "max_length")} | options
-            for name, value in options.items():
-                if name not in (*OPTIONS, *IGNORED) and value not in (None, False, 1):
-                    raise ValueError(f"{name} = {value!r} is not supported; remove it")
-            if options["max_new_tokens"] is None and options["max_length"]:
-                options["max_new_tokens"] = max(options["max_length"] - input_ids.shape[1], 0)
-            options = {k: options[k] for k in OPTIONS if options[k] is not None}
-            return self.decoder.generate(input_ids, **options)

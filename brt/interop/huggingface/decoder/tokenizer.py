@@ -1,5 +1,8 @@
-"""Exports the tokenizer of a language model to Hugging Face's format. The exported tokenizer begins
-every text with the token BOS (beginning of sequence).
+"""Exports the tokenizer of a language model to Hugging Face's format.
+
+The exported tokenizer names BOS (beginning of sequence), but does not put it before a text: the
+exported model reads it there, and lm-evaluation-harness, which puts BOS before a text itself, would
+otherwise count it as a token of the text.
 """
 
 from pathlib import Path
@@ -21,7 +24,7 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
     returns the names of the files.
     """
     if tokenizer.name == ByteTokenizer.name:
-        return _write_json(target, byte_tokenizer(), BYTES_BOS, tokenizer.bos_id)
+        return _write_json(target, byte_tokenizer(), BYTES_BOS)
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]
     # brt reads texts without the space that sentencepiece models put before them (the dummy
     # prefix), so the exported file disables this prefix.
@@ -32,7 +35,7 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
     settings = untrusted.checked_json(content, {"pre_tokenizer": dict})
     settings["pre_tokenizer"]["add_prefix_space"] = False
     bos = tokenizer_files.json_model(path, content).id_to_token(tokenizer.bos_id)
-    return _write_json(target, settings, bos, tokenizer.bos_id)
+    return _write_json(target, settings, bos)
 
 
 def byte_tokenizer() -> dict[str, Any]:
@@ -57,21 +60,17 @@ def byte_tokenizer() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_json(target: Path, settings: dict[str, Any], bos: str, bos_id: int) -> list[str]:
-    """Writes a tokenizer.json that puts BOS before every text and a tokenizer_config.json, and
-    returns the names of both files.
+def _write_json(target: Path, settings: dict[str, Any], bos: str) -> list[str]:
+    """Writes tokenizer.json and tokenizer_config.json, and returns the names of both files.
+
+    Prompts of a batch are padded on the left, with the token `bos`.
     """
-    begins = {"SpecialToken": {"id": bos, "type_id": 0}}
-    template = {
-        "type": "TemplateProcessing",
-        "single": [begins, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [begins, *({"Sequence": {"id": x, "type_id": 0}} for x in "AB")],
-        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
-    }
-    settings |= {"truncation": None, "padding": None, "post_processor": template}
+    settings |= {"truncation": None, "padding": None, "post_processor": None}
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
+        "pad_token": bos,
+        "padding_side": "left",
         "clean_up_tokenization_spaces": False,
     }
     files.write_json(target / "tokenizer.json", settings)

@@ -8,7 +8,7 @@ import numpy as np
 
 from brt.formatting import counted
 from brt.tasks.language_modeling.comparison.terms import CLASSES
-from brt.tasks.language_modeling.differences import Difference, paired_difference
+from brt.tasks.language_modeling.differences import Difference, basis, paired_difference
 
 
 def class_rows(
@@ -111,6 +111,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['bytes']:,} bytes",
         f"compared with {name}, step {other['step']}; negative differences: the evaluated run is "
         "better",
+        basis(report["documents"]),
         "",
     ]
     # Tokens of different tokenizers cannot be compared.

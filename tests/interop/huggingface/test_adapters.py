@@ -1,0 +1,273 @@
+"""Tests adapters in PEFT's format, and weights that are beside or below their usual place."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_decoder import TEXT, write_decoder
+
+import brt
+from brt import convert, tasks
+from brt.config import Adapter, Config, Training
+from brt.errors import CheckpointError, ConfigError
+from brt.interop.exporting import ExportSource
+from brt.interop.huggingface import convert as converting
+from brt.interop.huggingface import files
+from brt.interop.huggingface.causal import reading, verify
+from brt.interop.huggingface.causal.config import WindowChoice
+from brt.tasks.language_modeling.task import LanguageModeling
+from brt.training import adapters as training_adapters
+from brt.training.state import initial_params, merged_params
+
+DESCRIBED = {
+    "peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "NOBODY/nothing",
+    "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "megatron_core": "core",
+}  # fmt: skip
+ADAPTED = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory with a tiny decoder."""
+    place = tmp_path_factory.mktemp("hub") / "tiny"
+    write_decoder(place)
+    return place
+
+
+def write_adapter(place: Path, described: dict[str, Any] | None = None, rank: int = 4) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 48)}
+    arrays = {}
+    for module, (outputs, inputs) in shapes.items():
+        name = f"base_model.model.model.layers.1.{module}.lora"
+        arrays[f"{name}_A.weight"] = rng.normal(size=(rank, inputs)).astype(np.float32)
+        arrays[f"{name}_B.weight"] = rng.normal(size=(outputs, rank)).astype(np.float32)
+    place.mkdir(exist_ok=True)
+    files.write_json(place / "adapter_config.json", DESCRIBED | (described or {}))
+    files.write_file(place / "adapter_model.safetensors", arrays)
+
+
+def added(place: Path, scale: float) -> np.ndarray:
+    """Returns what the adapter in `place` adds to the matrix `ADAPTED`."""
+    arrays = files.read_file(place / "adapter_model.safetensors")
+    a, b = (
+        arrays[f"base_model.model.{ADAPTED}".replace("weight", f"lora_{x}.weight")] for x in "AB"
+    )
+    return scale * (b @ a)
+
+
+@pytest.mark.parametrize("place", ["beside", "inside", "named"])
+def test_an_adapter_is_added_to_its_base(place: str, base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    directory = {"beside": tmp_path / "base", "inside": tmp_path / "base/adapter"}.get(
+        place, tmp_path / "adapter"
+    )
+    name = str(tmp_path / "base") if place == "named" else "NOBODY/nothing"
+    write_adapter(directory, {"base_model_name_or_path": name})
+    decoder = reading.describe(directory)
+    before, after = files.read_tensors(base), decoder.arrays()
+    assert before.keys() == after.keys() and str(directory) in decoder.note
+    expected = before[ADAPTED] + added(directory, scale=2.0)
+    np.testing.assert_allclose(after[ADAPTED], expected, rtol=1e-6)
+    changed = {name for name in before if np.any(before[name] != after[name])}
+    assert changed == {ADAPTED, "model.layers.1.mlp.down_proj.weight"}
+
+
+def test_scales_and_whole_modules_of_an_adapter(base: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", {"use_rslora": True, "base_model_name_or_path": str(base)})
+    path = tmp_path / "a/adapter_model.safetensors"
+    norm = np.full(32, 0.5, np.float32)
+    files.write_file(path, files.read_file(path) | {"base_model.model.model.norm.weight": norm})
+    before, after = files.read_tensors(base), reading.describe(tmp_path / "a").arrays()
+    expected = before[ADAPTED] + added(tmp_path / "a", scale=4.0)
+    np.testing.assert_allclose(after[ADAPTED], expected, rtol=1e-6)
+    np.testing.assert_array_equal(after["model.norm.weight"], norm)
+
+
+def test_commands_and_python_read_an_adapter(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_adapter(tmp_path / "a", {"base_model_name_or_path": str(base)})
+    flags = ["--from=hf", str(tmp_path / "a"), "--to=brt", str(tmp_path / "run")]
+    convert.main(convert.parser().parse_args(flags))
+    assert f"note: the adapter in {tmp_path / 'a'} is added to {base}" in capsys.readouterr().out
+    loaded = brt.load(tmp_path / "a", bindings={"Model.window": 32})
+    assert f"the adapter in {tmp_path / 'a'} is added" in capsys.readouterr().err
+    config = Config(training=Training(init_from=str(tmp_path / "a")))
+    started = tasks.from_config(config).load_converted(config, tmp_path / "a").load()
+    jax.tree.map(np.testing.assert_array_equal, started, loaded.params)
+    plain = brt.load(base, bindings={"Model.window": 32}).bits_per_byte(TEXT[:200])
+    assert abs(loaded.bits_per_byte(TEXT[:200]) - plain) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not read"),
+        ({"use_dora": True}, "use_dora = True is not read; merge the adapter into its base"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"a_key_of_tomorrow": {"x": 1}}, "a_key_of_tomorrow"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not read"),
+        ({"r": "4"}, "adapter_config.json: r is"),
+    ],
+)
+def test_other_adapters_are_refused_with_a_remedy(
+    described: dict[str, Any], message: str, base: Path, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "a", {"base_model_name_or_path": str(base), **described})
+    with pytest.raises(CheckpointError, match=message):
+        brt.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("array", "shape", "message"),
+    [
+        ("model.layers.9.self_attn.q_proj.lora_A.weight", (4, 32), "has no place in the model"),
+        ("model.layers.1.self_attn.q_proj.lora_magnitude_vector", (32,), "has no place"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", (4, 32), r"\(4, 32\) and \(0,\)"),
+        ("model.layers.1.self_attn.q_proj.lora_B.weight", (64, 4), r"\(64, 32\), not \(32, 32\)"),
+        ("model.norm.weight", (33,), r"\(33,\), not \(32,\)"),
+    ],
+)
+def test_arrays_of_adapters_that_do_not_fit_are_refused(
+    array: str, shape: tuple[int, ...], message: str, base: Path, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "a", {"base_model_name_or_path": str(base)})
+    path = tmp_path / "a/adapter_model.safetensors"
+    extra = {f"base_model.model.{array}": np.ones(shape, np.float32)}
+    files.write_file(path, files.read_file(path) | extra)
+    with pytest.raises(CheckpointError, match=message):
+        reading.describe(tmp_path / "a").arrays()
+
+
+def test_an_adapter_without_its_base_says_how_to_give_it(base: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a")
+    for call in (brt.load, lambda path: read_for_training(path)):
+        with pytest.raises(CheckpointError, match="write the path of the model there, or move"):
+            call(tmp_path / "a")
+    shutil.copytree(base, tmp_path / "base")
+    shutil.move(tmp_path / "a", tmp_path / "base/a")
+    assert reading.describe(tmp_path / "base/a").directory == tmp_path / "base"
+
+
+def read_for_training(path: Path) -> Any:
+    config = Config(training=Training(init_from=str(path)))
+    return tasks.from_config(config).load_converted(config, path)
+
+
+@pytest.mark.parametrize("call", [brt.load, read_for_training])
+def test_a_directory_of_checkpoints_names_one(call: Callable, base: Path, tmp_path: Path) -> None:
+    for step in (500, 1500):
+        shutil.copytree(base, tmp_path / f"out/checkpoint-{step}")
+    with pytest.raises(CheckpointError, match="2 of its subdirectories are models; .*-1500"):
+        call(tmp_path / "out")
+    assert call(tmp_path / "out/checkpoint-1500")
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "base_model.model.", "model.", "module.x.y."])
+def test_names_inside_of_a_wrapper_are_read(prefix: str, base: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(base / name, tmp_path)
+    arrays = files.read_tensors(base)
+    files.write_tensors(tmp_path, {prefix + name: x for name, x in arrays.items()})
+    found = reading.describe(tmp_path).params()
+    jax.tree.map(np.testing.assert_array_equal, found, reading.describe(base).params())
+
+
+@pytest.mark.parametrize("adapted", ["q_proj.base_layer.weight", "q_proj.lora_A.default.weight"])
+def test_weights_with_adapters_inside_say_how_to_merge_them(
+    adapted: str, base: Path, tmp_path: Path
+) -> None:
+    for file in ("config.json", "tokenizer.json"):
+        shutil.copy(base / file, tmp_path)
+    array = {f"base_model.model.model.layers.0.self_attn.{adapted}": np.zeros((2, 2), np.float32)}
+    files.write_tensors(tmp_path, files.read_tensors(base) | array)
+    with pytest.raises(CheckpointError, match="merge_and_unload"):
+        reading.describe(tmp_path).params()
+
+
+@pytest.fixture
+def adapters_of_run(base: Path, tmp_path: Path) -> tuple[ExportSource, Path]:
+    """Returns what a run with random adapters exports, and the directory of its base."""
+    decoder = reading.describe(base, WindowChoice(64, 0))
+    kernels = ("*/queries", "*/values", "*/output", "*/mlp_*")
+    config = Config(
+        model=decoder.model,
+        adapter=Adapter(rank=2, alpha=3.0, kernels=kernels),
+        training=Training(init_from=str(base)),
+    )
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))
+    factors = training_adapters.split(shapes)[1]
+    factors = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), np.float32), factors)
+    params = {**decoder.params(), training_adapters.ROOT: factors}
+    merged = merged_params(config, params)
+    source = ExportSource(tmp_path, config, merged, lambda: decoder.tokenizer, adapters=factors)
+    return source, base
+
+
+def test_adapters_of_a_run_are_read_as_they_were(
+    adapters_of_run: tuple[ExportSource, Path], tmp_path: Path
+) -> None:
+    source, base = adapters_of_run
+    exported = LanguageModeling().export(source)
+    list(converting.to_hf(exported, tmp_path / "adapter", verified=False))
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors",
+    }  # fmt: skip
+    described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(base)
+    read = reading.describe(tmp_path / "adapter", WindowChoice(64, 0))
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-6),
+        read.params(), dict(source.params),
+    )  # fmt: skip
+
+
+def test_runs_that_trained_more_than_adapters_are_refused(base: Path, tmp_path: Path) -> None:
+    flags = ["--from=hf", str(base), "--to=brt", str(tmp_path / "run")]
+    convert.main(convert.parser().parse_args(flags))
+    flags = ["--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "out"), "--adapter"]
+    with pytest.raises(ConfigError, match="has no low-rank adapters"):
+        convert.main(convert.parser().parse_args(flags))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_peft_computes_what_brt_computes(
+    adapters_of_run: tuple[ExportSource, Path], tmp_path: Path
+) -> None:
+    """In both directions: adapters that brt writes, and adapters that PEFT writes."""
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    source, base = adapters_of_run
+    exported = LanguageModeling().export(source)
+    lines = list(converting.to_hf(exported, tmp_path / "ours", verified=True))
+    assert any(line.startswith("logits against transformers") for line in lines)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
+    tokens = verify.document(source.config.model)
+    found = model(torch.tensor(tokens[None], dtype=torch.long)).logits[0].detach().numpy()
+    expected = verify.brt_logits(source.params, source.config.model, tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+    settings = peft.LoraConfig(
+        r=3, target_modules=["k_proj", "gate_proj"], modules_to_save=["norm"],
+        rank_pattern={"gate_proj": 5}, use_rslora=True, init_lora_weights=False,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model = peft.get_peft_model(model, settings).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    decoder = reading.describe(tmp_path / "theirs", WindowChoice(64, 0))
+    found = verify.brt_logits(decoder.params(), decoder.model, tokens)
+    expected = model(torch.tensor(tokens[None], dtype=torch.long)).logits[0].detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
