@@ -68,7 +68,8 @@ def test_a_run_is_made_evaluated_and_given_back(
     run(convert, *to_ours, "--verify")
     with pytest.raises(ConfigError, match="exists and is not empty"):
         run(convert, *to_ours)
-    run(evaluate, f"--workdir={ours}", f"--gin.Data.test={str(book)!r}")
+    of_text = ("--gin.Data.score_ends='no'",)  # as `bits_per_byte` does
+    run(evaluate, f"--workdir={ours}", f"--gin.Data.test={str(book)!r}", *of_text)
     found = json.loads((ours / "evaluations/0/test.json").read_text())
     direct = brt.load(directory, bindings={"Model.window": 32, "Window.sinks": 4})
     assert found["bits_per_byte"] == pytest.approx(direct.bits_per_byte(TEXT), rel=1e-5)
