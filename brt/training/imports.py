@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from brt.checkpointing.reader import warn_on_stderr
-from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Training
 from brt.config_io import config_text, saved_json
 from brt.data import originals
@@ -38,6 +37,8 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice)
       CheckpointError: `source` cannot be converted, or with `verified` the result differs.
       DataError: the tokenizer of `source` cannot be used.
     """
+    from brt.checkpointing.writer import CheckpointWriter  # It imports Orbax.
+
     decoder = reading.describe(source, window)
     model, tokenizer = decoder.model, decoder.tokenizer
     arrays = decoder.arrays()

@@ -14,7 +14,7 @@ import pytest
             "from brt import tasks; tasks.by_name('language_modeling')",
             ("brt.tasks.summarization.task", "brt.tasks.encoders", "scipy", "optax"),
         ),
-        ("import brt; brt.load", ("optax", "tensorboardX", "clu", "matplotlib")),
+        ("import brt; brt.load", ("optax", "orbax.checkpoint", "tensorboardX", "matplotlib")),
         ("import brt.training.step", ("brt.tasks.language_modeling", "brt.tasks.encoders")),
     ],
 )
