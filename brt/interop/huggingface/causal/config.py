@@ -58,7 +58,7 @@ LLAMA3 = {
 # These keys are read by other parts of brt, or say nothing about the model that brt exports.
 _READ_ELSEWHERE = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
-    "model_type", "quantization_config", "torch_dtype", "transformers_version",
+    "model_type", "quantization_config", "torch_dtype",
 }  # fmt: skip
 _NUMBER = int | float | None
 _SCALING = {

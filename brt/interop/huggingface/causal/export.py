@@ -109,7 +109,7 @@ def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
         "eos_token_id": list(m.end_ids) or None,
     }  # fmt: skip
     settings["hidden_activation" if family == "gemma3_text" else "hidden_act"] = activation
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "gemma3_text"):
         settings["attention_bias"] = m.attention.bias == "all"
     if family == "llama":
         settings["mlp_bias"] = m.mlp.bias

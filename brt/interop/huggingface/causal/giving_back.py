@@ -4,7 +4,6 @@ The files beside the tokenizer (`brt.data.originals`) are written as they were. 
 generation_config.json are, too, except for what training or brt changed.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +53,13 @@ def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> Expor
         notes.append(f"config.json: bos_token_id = {ours['bos_token_id']}, with which texts begin")
     elif begins:
         kept["bos_token_id"] = None
-    written = {**content.settings, CONFIG: {**left, **ours, **kept, **changes}}
+    described = {**left, **ours, **kept, **changes}
+    written = {**content.settings, CONFIG: described}
     if generation:
-        written[GENERATION] = {**generation, **_known(changes, generation)}
-    else:
-        written.pop(GENERATION, None)
+        again = {name: value for name, value in changes.items() if name in generation}
+        written[GENERATION] = {**generation, **again}
+    elif GENERATION in written:
+        written[GENERATION] = {name: described[name] for name in written[GENERATION]}
     return content._replace(settings=written, notes=(*content.notes, *notes))
 
 
@@ -83,10 +84,6 @@ def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> li
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(data)
     return [*found, *({TOKENIZER} - {*found} if (target / TOKENIZER).is_file() else ())]
-
-
-def _known(changes: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changes.items() if name in content}
 
 
 def _read(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
