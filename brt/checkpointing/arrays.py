@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from brt.checkpointing import stored as store
@@ -12,13 +14,13 @@ from brt.checkpointing import stored as store
 _THREADS = 4  # This number of arrays is read at a time.
 
 
-def read(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read(path: Path, stored: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Reads arrays of a checkpoint, after they were read in a child process with bounds.
 
     Args:
       path: the directory of a checkpoint that Orbax wrote, `state` or `frozen`.
-      stored: the shape, dtype and sharding of every array to read, by the array's name. Arrays
-        without elements are not allowed, because Orbax does not store them.
+      stored: the shape and dtype of every array to read, by the array's name, and its sharding; an
+        array without a sharding is read to the default device.
 
     Returns:
       The arrays, by name.
@@ -27,12 +29,18 @@ def read(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
       ValueError: an array is missing, or is not stored as it should be.
     """
     described = {name: ([*leaf.shape], np.dtype(leaf.dtype).name) for name, leaf in stored.items()}
-    store.check(path, described)
+    # Orbax does not store arrays without elements.
+    store.check(path, {name: described[name] for name, leaf in stored.items() if leaf.size})
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def read_one(name: str) -> jax.Array:
-        array, leaf = store.open_array(path, name, *described[name]), stored[name]
+        leaf = stored[name]
+        sharding = getattr(leaf, "sharding", None) or default
+        if not leaf.size:
+            return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), sharding)
+        array = store.open_array(path, name, *described[name])
         return jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, lambda part: array[part].read().result(), dtype=leaf.dtype
+            leaf.shape, sharding, lambda part: array[part].read().result(), dtype=leaf.dtype
         )
 
     with ThreadPoolExecutor(_THREADS, "arrays") as pool:

@@ -14,6 +14,8 @@ from types import MappingProxyType
 from brt import durable, untrusted
 
 NAME = "MANIFEST.sha256"
+# Besides its arrays, a checkpoint has at most this many bytes, such as the metadata of its arrays.
+_OTHERS = 64 << 20
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
@@ -37,12 +39,16 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
     durable.sync_tree(directory)
 
 
-def verify(directory: Path, only: Collection[str] | None = None) -> list[str]:
+def verify(
+    directory: Path, only: Collection[str] | None = None, *, arrays: int | None = None
+) -> list[str]:
     """Compares the files below `directory` with the checksums in its MANIFEST.sha256.
 
     Args:
       directory: the directory of a checkpoint.
       only: paths of the files that are read, relative to `directory`; None for all files.
+      arrays: the number of bytes of the checkpoint's arrays; no file is read if the files have far
+        more. None if it is not known.
 
     Returns:
       A phrase for each problem; [] if all files are intact.
@@ -51,6 +57,9 @@ def verify(directory: Path, only: Collection[str] | None = None) -> list[str]:
         expected = read(directory)
     except ValueError as error:
         return [str(error)]
+    found = sum(map(_size, files(directory)))
+    if arrays is not None and found > 2 * arrays + _OTHERS:
+        return [f"it has {found:,} bytes for arrays of {arrays:,}"]
     present = {path.relative_to(directory).as_posix(): path for path in files(directory)}
     problems = [f"{name} is missing" for name in expected if name not in present]
     problems += [f"{name} is not in {NAME}" for name in present if name not in expected]
@@ -99,6 +108,13 @@ def files(directory: Path) -> list[Path]:
         for name in [*names, *(d for d in directories if (Path(root) / d).is_symlink())]
     ]
     return sorted(path for path in paths if path != directory / NAME)
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:  # A trainer may have removed the file.
+        return 0
 
 
 def _verify_file(path: Path, name: str, expected: str) -> list[str]:

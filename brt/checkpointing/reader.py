@@ -13,7 +13,6 @@ last_checkpoint.txt, next to the directory `checkpoints`, names the step that wa
 that a run whose checkpoints were removed does not begin again unnoticed.
 """
 
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from absl import logging as absl_logging
 
 from brt import allocator, output, tree_utils, untrusted
@@ -43,8 +41,6 @@ _DTYPES = {"bool", "bfloat16", "float16", "float32", "float64"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
 _LAST_BYTES = 1 << 10  # At most this many bytes of last_checkpoint.txt are read.
-# Besides its arrays, a checkpoint has at most this many bytes, such as the metadata of its arrays.
-_OTHER_BYTES = 64 << 20
 _SHOWN = 3  # An error names at most this many problems.
 
 # Orbax logs every save and restore. The filter suppresses these messages, because brt itself
@@ -139,20 +135,11 @@ def verify(directory: Path, step: int) -> list[str]:
     except CheckpointError as error:
         # Nothing says how large the other files may be, so they are not read.
         return manifest.verify(path, {META}) or [str(error)]
-    if problem := _exceeds(path, meta):
-        return [problem]
-    problems = manifest.verify(path)
+    size = tree_utils.required_bytes(tree_utils.abstract(meta["arrays"]))
+    problems = manifest.verify(path, arrays=size)
     if not problems and meta["step"] != step:
         problems = [f"{META} is of step {meta['step']}"]
     return problems
-
-
-def _exceeds(path: Path, meta: Mapping[str, Any]) -> str:
-    """Returns what is wrong if a checkpoint has far more bytes than its arrays, or ""."""
-    arrays = tree_utils.abstract(meta["arrays"])
-    needed = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays.values())
-    found = sum(os.lstat(file).st_size for file in manifest.files(path))
-    return f"it has {found:,} bytes for arrays of {needed:,}" * (found > 2 * needed + _OTHER_BYTES)
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
@@ -376,24 +363,11 @@ def _read_arrays(
     Raises:
       ValueError: an array is not stored as it should be.
     """
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    targets = {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
-        )
-        for name, leaf in leaves.items()
-    }
     arrays = {}
     for store, of_frozen in ((STATE, False), (FROZEN, True)):
-        stored = {n: t for n, t in targets.items() if t.size and (n in frozen) == of_frozen}
-        if stored:
-            arrays |= stored_arrays.read(directory / store, stored)
-    return {
-        name: arrays[name]
-        if leaf.size
-        else jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-        for name, leaf in targets.items()
-    }
+        stored = {name: x for name, x in leaves.items() if (name in frozen) == of_frozen}
+        arrays |= stored_arrays.read(directory / store, stored)
+    return {name: arrays[name] for name in leaves}
 
 
 def _no_checkpoint(

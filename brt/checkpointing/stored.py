@@ -67,7 +67,7 @@ def check(directory: Path, arrays: Mapping[str, tuple[list[int], str]]) -> None:
       ValueError: an array is not stored as it should be, or takes too much memory.
     """
     sums = untrusted.read_file(directory.parent / manifest.NAME)
-    if bounded.trusted(bounded.key(sums)):
+    if not arrays or bounded.trusted(bounded.key(sums)):
         return
     request = json.dumps([str(directory.absolute()), dict(sorted(arrays.items()))]).encode()
     sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values()]
