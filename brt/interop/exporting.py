@@ -57,8 +57,9 @@ class ExportSource(NamedTuple):
         class attends to the whole context where the model has a window. False exports such a model
         together with PyTorch code that has the window. Models of other tasks are always exported as
         classes of transformers.
-      adapters: the parameters of low-rank adapters (`brt.training.adapters`), which are exported
-        alone in PEFT's format; {} exports the model, to which they are added.
+      adapters: the factors of low-rank adapters (`brt.training.adapters`) by the names of their
+        kernels, and other trained parameters. They are exported alone in PEFT's format; {} exports
+        the model, to which the adapters are added.
     """
 
     path: Path

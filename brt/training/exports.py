@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, PyTree
+
 from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.errors import ConfigError
 from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
 from brt.interop.huggingface import convert
-from brt.training import adapters
+from brt.training import adapters, parameter_paths
 from brt.training.start import saved_model
 from brt.training.state import merged_params
 from brt.training.workdir import Workdir
@@ -25,7 +28,7 @@ def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> Ex
       adapter: True exports the low-rank adapters of the run alone, in PEFT's format.
 
     Raises:
-      ConfigError: `adapter` is True, but the run has no low-rank adapters, or trained more.
+      ConfigError: `adapter` is True, but the run has no low-rank adapters, or no base.
       CheckpointError: the directory has neither a checkpoint nor weights, or other libraries have
         no such model.
     """
@@ -42,24 +45,27 @@ def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> Ex
     model = saved_model.load_unmerged(workdir, checkpoint, config)
     with model.on_devices():
         merged = merged_params(config, model.params)
-    factors = adapters.split(model.params)[1] if adapter else {}
+    trained = _trained(model.params, config) if adapter else {}
     return task.export(
         ExportSource(
-            directory, config, merged, lambda: saved_model.tokenizer(model), plain, factors
+            directory, config, merged, lambda: saved_model.tokenizer(model), plain, trained
         )
     )
 
 
+def _trained(params: PyTree[Array], config: Config) -> PyTree[Array]:
+    """Returns the factors of adapters, and the parameters that Training.trainable names."""
+    model, factors = adapters.split(params)
+    trainable = config.training.trainable
+    flat = flatten_dict(model, sep="/").items()
+    whole = {path: x for path, x in flat if parameter_paths.matches(path, trainable)}
+    return unflatten_dict({**flatten_dict(factors, sep="/"), **whole}, sep="/")
+
+
 def _check_adapters(directory: Path, config: Config) -> None:
-    """Raises ConfigError if the adapters of a run are not all that it has trained."""
-    trained = config.training.trainable
+    """Raises ConfigError if a run has no adapters, or no model that they belong to."""
     if not config.adapter.rank:
         raise _no_adapters(directory)
-    if trained:
-        raise ConfigError(
-            f"{directory} trained more than adapters (Training.trainable = {trained}); export the "
-            "whole model, without --adapter"
-        )
     if not config.training.init_from:
         raise ConfigError(
             f"{directory} started from random weights, so that its adapters belong to no other "

@@ -63,6 +63,7 @@ def of_data(place: Path) -> Example:
         "max_document_bytes": 1 << 20, "max_bad_records": 0,
         "validation_fraction": 0.4, "test_fraction": 0.4,
         "curriculum": (),  # Only memory tasks can have a curriculum.
+        "score_ends": "no",
     })  # fmt: skip
 
 

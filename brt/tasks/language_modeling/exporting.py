@@ -62,6 +62,12 @@ def _adapter(source: ExportSource, decoder: TrainedDecoder, family: str | None) 
             f"{source.path} has more than its base and adapters, for example a memory, for which "
             "PEFT has no place; export the whole model, without --adapter"
         )
+    tables = {"embedding", "output"} & source.adapters.keys()
+    if tables:
+        raise CheckpointError(
+            f"{source.path} also trained {', '.join(sorted(tables))}, for which PEFT has other "
+            "kinds of adapters; export the whole model, without --adapter"
+        )
     start = source.config.training.init_from
     base = start if reading.is_decoder(Path(start)) else ""
     write = partial(causal.to_adapter, source.config.adapter, source.adapters, base)

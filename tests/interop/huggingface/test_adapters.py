@@ -208,9 +208,11 @@ def adapters_of_run(base: Path, tmp_path: Path) -> tuple[ExportSource, Path]:
     shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))
     factors = training_adapters.split(shapes)[1]
     factors = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), np.float32), factors)
-    params = {**decoder.params(), training_adapters.ROOT: factors}
+    whole = {"norm": jnp.linspace(0.5, 1.5, 32)}
+    params = {**decoder.params(), **whole, training_adapters.ROOT: factors}
     merged = merged_params(config, params)
-    source = ExportSource(tmp_path, config, merged, lambda: decoder.tokenizer, adapters=factors)
+    trained = factors | whole
+    source = ExportSource(tmp_path, config, merged, lambda: decoder.tokenizer, adapters=trained)
     return source, base
 
 

@@ -37,14 +37,17 @@ SIZES = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {},
-    "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 8},
+    "gemma3_text": {
+        "sliding_window": 32, "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }  # fmt: skip
 # These are exported with brt's PyTorch code. The values are changes of the settings of a Llama.
 WITH_CODE: dict[str, dict[str, Any]] = {
     "window and sinks": {},
     "recurrence": {"Recurrence.layers": (0,), "Recurrence.states": 4},
-    "dense memory": {"DenseMemory.layers": (1,), "DenseMemory.size": 16,
-                     "DenseMemory.gate": "tanh"},
+    "dense memory": {"DenseMemory.layers": (1,), "DenseMemory.size": 48,
+        "DenseMemory.gate": "tanh"},
     "Gated DeltaNet": {"GatedDeltaNet.window_layers": (1,)},
 }  # fmt: skip
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
@@ -80,7 +83,7 @@ def export(name: str, place: Path) -> SimpleNamespace:
     write_original(name if name in FAMILIES else "llama", place, original)
     choice = WindowChoice(32, 4) if name in WITH_CODE else WindowChoice()
     decoder = reading.describe(original, choice)
-    changes = {"dtype": "float32", "Window.block": 16, **WITH_CODE.get(name, {})}
+    changes = {"dtype": "float32", "Window.block": 32, **WITH_CODE.get(name, {})}
     model = with_settings(decoder.model, changes)
     params = initial(model) if name in WITH_CODE and WITH_CODE[name] else decoder.params()
     config = Config(model=model)
@@ -109,12 +112,9 @@ def write_original(family: str, place: Path, target: Path) -> None:
 
 def initial(model: Model) -> Any:
     """Returns random parameters, also where new models have zeros, such as in gates."""
-    inputs = (
-        jnp.zeros((1, model.block_length), jnp.int32),
-        new_state(model, 1),
-        jnp.ones((1, 1), bool),
-    )
-    params = nn.meta.unbox(Decoder(model).init(jax.random.key(0), *inputs))["params"]
+    tokens, start = jnp.zeros((1, model.block_length), jnp.int32), jnp.ones((1, 1), bool)
+    variables = Decoder(model).init(jax.random.key(0), tokens, new_state(model, 1), start)
+    params = nn.meta.unbox(variables)["params"]
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: x + 0.2 * jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
 

@@ -143,16 +143,24 @@ def _read(directory: Path) -> dict[str, np.ndarray]:
     return files.read_file(directory / FILE)
 
 
-def exported(factors: Mapping[str, Any], model: Model) -> dict[str, np.ndarray]:
-    """Returns the matrices of brt's adapters by PEFT's names.
+def exported(
+    trained: Mapping[str, Any], params: Mapping[str, Any], model: Model
+) -> dict[str, np.ndarray]:
+    """Returns the arrays of an adapter by PEFT's names.
 
     Args:
-      factors: the parameters of the adapters (`brt.training.adapters`), without those of the model.
+      trained: the factors of brt's adapters by the names of their kernels, and the parameters that
+        were trained as a whole.
+      params: the parameters of the model, with the adapters added.
       model: the settings of the model.
     """
-    arrays = {}
-    for path, array in flatten_dict(dict(factors), sep="/").items():
+    arrays, all_arrays = {}, dict(weights.export_arrays(params, model))
+    for path, array in flatten_dict(dict(trained), sep="/").items():
         kernel, _, factor = path.rpartition("/")
+        if factor not in ("a", "b"):
+            names = weights.their_names(path, model)
+            arrays |= {f"{_PREFIX}{name}": all_arrays[name] for name in names}
+            continue
         for name, row in zip(weights.their_names(kernel, model), np.asarray(array), strict=True):
             module = name.removesuffix(".weight")
             arrays[f"{_PREFIX}{module}.lora_{factor.upper()}.weight"] = np.ascontiguousarray(row.T)
@@ -167,11 +175,13 @@ def config(adapter: Adapter, arrays: Arrays, base: str) -> dict[str, Any]:
       arrays: the result of `exported`.
       base: the directory of the model that was trained, in Hugging Face's format; or "".
     """
-    names = (_FACTOR.fullmatch(name.removeprefix(_PREFIX)) for name in arrays)
+    names = [name.removeprefix(_PREFIX) for name in arrays]
+    factors = [match[1] for name in names if (match := _FACTOR.fullmatch(name))]
+    whole = {name.rpartition(".")[0] for name in names if not _FACTOR.fullmatch(name)}
     alpha = adapter.alpha
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
         "r": adapter.rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
-        "target_modules": sorted({name[1] for name in names if name}),
+        "target_modules": sorted(set(factors)), "modules_to_save": sorted(whole) or None,
     }  # fmt: skip

@@ -192,19 +192,19 @@ def _notes(model: Model) -> tuple[str, ...]:
 
 
 def to_adapter(
-    settings: Adapter, factors: Mapping[str, Any], base: str, trained: TrainedDecoder, dtype: str
+    settings: Adapter, changed: Mapping[str, Any], base: str, trained: TrainedDecoder, dtype: str
 ) -> ExportFormat:
     """Returns the content of a directory from which PEFT reads the adapters of a model.
 
     Args:
       settings: the settings of the adapters.
-      factors: the parameters of the adapters.
+      changed: the factors of the adapters, and other trained parameters.
       base: the directory of the model that was trained, in Hugging Face's format; or "".
       trained: the model, to which the adapters are added; `family_of` is not None for its settings.
       dtype: the name of the dtype of the written weights, which adapter_config.json does not say.
     """
     del dtype
-    arrays = adapters.exported(factors, trained.model)
+    arrays = adapters.exported(changed, trained.params, trained.model)
     config = adapters.config(settings, arrays, base)
 
     def compare(directory: Path) -> Iterator[str]:
@@ -219,7 +219,10 @@ def to_adapter(
         yield comparison_report(checks)
         refuse_changes(checks)
 
-    summary = f"adapters of rank {settings.rank} for {len(arrays) // 2} matrices"
+    matrices = len(config["target_modules"])
+    summary = f"adapters of rank {settings.rank} for {matrices} matrices"
+    if whole := len(arrays) - 2 * matrices:
+        summary += f", {whole} arrays that were trained as a whole"
     return ExportFormat(
         summary, {adapters.CONFIG: config}, arrays, compare, notes=_notes(trained.model),
         file=adapters.FILE,

@@ -160,12 +160,14 @@ def _first_layers(model: Model) -> dict[str, int]:
 
 
 def their_names(kernel: str, model: Model) -> list[str]:
-    """Returns Hugging Face's names of the matrices of all layers that are one kernel in brt.
+    """Returns Hugging Face's names of the arrays that are one parameter in brt, one for each layer.
 
     Args:
-      kernel: brt's name of the kernel, such as "stack/window_0/tokens/keys".
+      kernel: brt's name of the parameter, such as "stack/window_0/tokens/keys".
       model: brt's settings of the model.
     """
+    if kernel in _TOP:
+        return [_TOP[kernel]]
     _, name, *_, ours = kernel.split("/")
     first, count = _first_layers(model)[name], next(r.layers for r in runs(model) if r.name == name)
     return [f"model.layers.{i}.{_layer_names(model)[ours]}" for i in range(first, first + count)]
