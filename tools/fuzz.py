@@ -108,7 +108,9 @@ def targets(place: Path) -> dict[str, Target]:
     add("checkpoints/6/MANIFEST.sha256", f"{'0' * 64}  meta.json\n",
         lambda path: checkpoints.verify(path.parent.parent, 6))  # fmt: skip
     numbers, one = jnp.ones((2, 3)), jnp.ones((), jnp.int32)
-    memory, identity = Memory(numbers, numbers > 0, one, numbers, one), {"model": "a"}
+    ended, unfinished = jnp.zeros(2, bool), jnp.zeros((2, 3), jnp.uint8)
+    memory = Memory(numbers, numbers > 0, one, numbers, one, ended, unfinished)
+    identity = {"model": "a"}
     save(memory, place / "state.npz", identity)
     found["state.npz"] = Target(
         place / "state.npz", lambda path: _session(memory).load(path, identity)

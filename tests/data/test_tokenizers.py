@@ -193,7 +193,7 @@ def test_more_pieces_than_there_are_bytes_are_refused_at_once(tmp_path):
     "text", ["train:", "train:-1", "train:0", "train:1e3", "train:٣", "train:1" + "0" * 5000]
 )
 def test_a_size_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match=f"Data.tokenizer = '{text}' must name a size"):
+    with pytest.raises(ConfigError, match="Data.tokenizer = 'train:.*' must name a size"):
         tokenizer_training.vocabulary_size(text)
 
 

@@ -58,8 +58,8 @@ def _forged(kind: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_nothing_is_unpacked_before_headers_are_compared(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Memory((), (), *jnp.zeros((3, 3), jnp.int32))
-    arrays = {f"leaf{i}": np.zeros(3, np.int32) for i in range(3)}
+    memory = Memory((), (), *jnp.zeros((5, 3), jnp.int32))
+    arrays = {f"leaf{i}": np.zeros(3, np.int32) for i in range(5)}
     forged = _forged(kind, arrays | {"identity": np.array("{}")})
     np.savez_compressed(tmp_path / "state.npz", **forged)
 

@@ -96,7 +96,7 @@ def readers(place: Path) -> dict[str, Reader]:
     add("run/metrics.jsonl", _lines(), lambda path: _numbers(run))
     bad = {"step": 4, "policy": "rollback", "from": 3, "reason": "a", "batch": [{"a": 1}]}
     add("run/bad_batches.jsonl", f"{json.dumps(bad)}\n", bad_steps.read)
-    add("run/trackers.json", {"wandb": "a"}, trackers.read_ids)
+    add("run/trackers.json", {"wandb": "a"}, trackers.read)
     add("run/last_checkpoint.txt", f"{STEP}\n", lambda path: reader.last_saved(run.checkpoints))
     report = {
         "step": STEP, "bits_per_byte": 2.0, "answers": [{"windows": 1, "answers_exact": 0.5}],
