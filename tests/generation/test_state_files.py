@@ -45,7 +45,7 @@ def _forged(kind: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         case "shape":
             return arrays | {"leaf1": np.zeros((1 << 22,), np.int32)}
         case "dtype":
-            return arrays | {"leaf0": np.zeros(3, "U2000000")}
+            return arrays | {"leaf1": np.zeros(3, "U2000000")}
         case "another":
             return arrays | {"more": np.zeros(1 << 24, np.uint8)}
         case _:
@@ -58,9 +58,11 @@ def _forged(kind: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_nothing_is_unpacked_before_headers_are_compared(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Memory((), (), *jnp.zeros((3, 3), jnp.int32))
-    arrays = {f"leaf{i}": np.zeros(3, np.int32) for i in range(3)}
-    forged = _forged(kind, arrays | {"identity": np.array("{}")})
+    memory = Memory((), (), jnp.int32(0), jnp.zeros(3, jnp.int32), jnp.int32(0))
+    state_files.save(memory, tmp_path / "state.npz", {})
+    state_files.load(tmp_path / "state.npz", memory, 1, {}, dict)
+    with np.load(tmp_path / "state.npz") as file:
+        forged = _forged(kind, dict(file))
     np.savez_compressed(tmp_path / "state.npz", **forged)
 
     def no_more_than(count: int, dtype: object) -> np.ndarray:
