@@ -144,7 +144,8 @@ def describe(directory: Path) -> Described:
     kind = {"special_tokens": ids, "defaults": {str: object}, "tasks": {str: dict}}
     try:
         untrusted.check(saved, kind)
-        special = SpecialTokens(**saved["special_tokens"])
+        # JSON has no tuples, and an encoder-decoder has no other end tokens than `eos`.
+        special = SpecialTokens(**saved["special_tokens"])._replace(ends=())
         return Described(
             config.seq2seq, config.cross_attention, special, saved["defaults"], saved["tasks"]
         )

@@ -209,6 +209,7 @@ def test_reports_of_sweeps_hold_no_markup_and_no_formulas(
     bound, resolve = command_line.section_and_variant_resolver(
         sweep.parser().parse_args(flags), "Sweep"
     )
+    Path("sweep").mkdir()
     for point in points.expand(settings.from_bindings(bound), resolve):
         progress = directory.PointProgress(status="failed", reason=reason)
         directory.PointDirectory(Path("sweep", point.directory)).write(point, progress)

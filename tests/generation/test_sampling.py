@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt import api
 from brt.config import Sampling
 from brt.errors import ConfigError
 from brt.generation.sampling import choose, restrict
+from brt.tasks.writers import write_options
 
 PROBABILITIES = np.array([0.15, 0.5, 0.05, 0.3])
 LOGITS = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[None]  # 7 cancels in the softmax.
@@ -86,4 +86,7 @@ def test_a_temperature_that_is_none_is_refused_by_every_entrance(temperature):
     with pytest.raises(ConfigError, match=r"temperature = .* must (be finite|not be negative)"):
         Sampling(temperature=temperature)
     with pytest.raises(ConfigError, match="temperature"):
-        api._sampling(Sampling(), None, {"temperature": temperature})
+        write_options(
+            Sampling(), beams=None, max_tokens=1, seed=0, stop=(), special_tokens=False,
+            temperature=temperature,
+        )  # fmt: skip

@@ -45,7 +45,7 @@ def _forged(kind: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         case "shape":
             return arrays | {"leaf1": np.zeros((1 << 22,), np.int32)}
         case "dtype":
-            return arrays | {"leaf0": np.zeros(3, "U2000000")}
+            return arrays | {"leaf1": np.zeros(3, "U2000000")}
         case "another":
             return arrays | {"more": np.zeros(1 << 24, np.uint8)}
         case _:
