@@ -33,9 +33,6 @@ from brt.config.values import converted, nearest, suggestion
 from brt.errors import ConfigError
 from brt.redaction import redacted
 
-# Earlier versions, which did not save these settings, behaved as with these values.
-_EARLIER: Mapping[str, Mapping[str, Any]] = {"Data": {"score_ends": "no"}}
-
 
 def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = None) -> Config:
     """Returns `base`, or the default config, with some settings replaced.
@@ -184,13 +181,12 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
     Settings of earlier versions are read under their present names.
 
     Args:
-      saved: the fields by section, {"Model": {"layers": 12}}; missing fields take their defaults,
-        or the values of `_EARLIER`.
+      saved: the fields by section, {"Model": {"layers": 12}}; missing fields take their defaults.
 
     Raises:
       ConfigError: a name is unknown, a value has a wrong type, or settings contradict each other.
     """
-    values = {section: {**fields} for section, fields in _EARLIER.items() if section in saved}
+    values: dict[str, dict[str, Any]] = {}
     earlier: list[tuple[str, Any]] = []
     for section, fields in without_removed(saved).items():
         if section not in section_types():

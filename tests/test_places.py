@@ -25,7 +25,7 @@ URLS = ["gs://bucket/run", "s3://key:word@bucket/a*.txt", "hf://OWNER/NAME", "ht
         "file:///tmp/a", "X-y.z+1://a", "gs:/bucket/run"]  # fmt: skip
 # These flags take texts that are no files.
 TEXTS = {
-    "--gin_bindings", "--prompt", "--windows", "--topology", "--allow_config_change",
+    "--gin_bindings", "--prompt", "--stop", "--windows", "--topology", "--allow_config_change",
     "--coordinator_address", "--slurm", "--name", "--text_field", "--source_field",
     "--target_field", "--id_field",
 }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from brt import train
-from brt.config import Config, Data, Logging
+from brt.config import Config, Logging
 from brt.config_io import config_from_json, difference, saved_json
 from brt.errors import ConfigError
 from brt.redaction import lacks_secret, redacted
@@ -137,13 +137,15 @@ def test_the_value_after_a_flag_is_hidden_too() -> None:
 
 def test_a_saved_config_has_no_secret_and_is_the_same_run() -> None:
     source = "https://me:pa55word@host/a.txt"
-    config = Config(data=Data(train=(source,)), logging=Logging(wandb_project="x"))
+    config = Config(logging=Logging(mlflow_experiment=source, wandb_project="x"))
     saved = saved_json(config)
     assert "pa55word" not in json.dumps(saved) and saved["Logging"]["wandb_project"] == "x"
     assert difference(config_from_json(saved), config) == []
-    other = Config(data=Data(train=("https://me:pa55word@host/b.txt",)), logging=config.logging)
+    other = Config(logging=Logging(mlflow_experiment=f"{source}b", wandb_project="x"))
     assert "pa55word" not in str(difference(config_from_json(saved), other))
-    assert [name for name, *_ in difference(config_from_json(saved), other)] == ["Data.train"]
+    assert [name for name, *_ in difference(config_from_json(saved), other)] == [
+        "Logging.mlflow_experiment"
+    ]
 
 
 def test_the_command_is_written_down_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +162,9 @@ def test_the_flags_of_xla_are_written_down_without_secrets(monkeypatch: pytest.M
 
 
 def test_who_goes_on_without_the_secret_is_asked_for_it(tmp_path: Path) -> None:
-    config = Config(data=Data(train=("https://me:pa55word@host/a.txt",)))
+    config = Config(logging=Logging(mlflow_experiment="https://me:pa55word@host/a"))
     workdir.write_json(workdir.Workdir(tmp_path).config_json, saved_json(config))
-    with pytest.raises(ConfigError, match=r"^Data.train = .*@.* was saved without its secret"):
+    with pytest.raises(
+        ConfigError, match=r"^Logging.mlflow_experiment = .*@.* was saved without its secret"
+    ):
         train.main(train.parser().parse_args([f"--workdir={tmp_path}"]))

@@ -24,6 +24,7 @@ from brt.training.workdir import Workdir
 def run(tmp_path: Path) -> Workdir:
     """Returns a run directory with one checkpoint, at step 7."""
     workdir = Workdir(tmp_path / "run")
+    workdir.path.mkdir()
     meta = {
         "seed": 3, "data": {"step": 7}, "tokenizer": "", "config": config_json(Config()),
         "provenance": describe_process(),

@@ -23,6 +23,7 @@ META = {
 def run(tmp_path: Path) -> Workdir:
     """Returns the directory of a run that was saved at steps 5 and 10."""
     workdir = Workdir(tmp_path / "run")
+    workdir.path.mkdir()
     with CheckpointWriter(workdir.checkpoints) as writer:
         for step in (5, 10):
             writer.save(step, {"w": jnp.ones(2)}, META)

@@ -34,7 +34,6 @@ from brt.ops import compiler_options
 from brt.training import run as runs
 from brt.training.layer_forms import LayerForms
 from brt.training.profiling import peak_flops
-from brt.training.state import initial_state
 
 PRODUCT = "product"
 CHAINED = 8  # number of products in one program, so that the time to start it does not matter
@@ -50,7 +49,7 @@ class Contestant:
         options = compiler_options.options(self.model.model_dim)
         self.step = runs.lowered_step(config, shapes, batch).compile(options)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.state_shapes)
-        init = partial(initial_state, config, shapes.optimizer)
+        init = partial(runs.initial_state, config, shapes.optimizer)
         with use(shapes.mesh):
             state = jax.jit(init, out_shardings=shardings)()
         self.state = LayerForms(config, shapes.state_shapes, shapes.mesh).for_step(state)

@@ -76,6 +76,7 @@ def write(path: Path, model: Model, **meta: Any) -> Path:
     """Writes the directory of a run with one checkpoint of a model and returns its path."""
     saved = dataclasses.replace(config(), model=model)
     given = {"config": config_json(saved), "tokenizer": ByteTokenizer.fingerprint, **meta}
+    path.mkdir(exist_ok=True)
     with CheckpointWriter(Workdir(path).checkpoints) as writer:
         writer.save(1, {"params": drawn(model, seed=1)}, given)
     return path

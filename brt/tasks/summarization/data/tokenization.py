@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,6 +39,9 @@ class PairTokenizer:
       encode_all: function from texts to the ids of each text, without special ids.
       decode_ids: function from ids without special ids to their text.
     """
+
+    # No other files are kept with the file of the tokenizer.
+    beside: ClassVar[dict[str, bytes]] = {}
 
     name: str
     fingerprint: str
