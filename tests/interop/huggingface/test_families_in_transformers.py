@@ -63,7 +63,8 @@ def test_a_family_goes_through_brt(
     model.save_pretrained(hub)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer_file), bos_token="<|im_start|>", eos_token="<|im_end|>",
-        pad_token="<|endoftext|>", unk_token="<|endoftext|>", model_max_length=64, chat_template=TEMPLATE,
+        pad_token="<|endoftext|>", unk_token="<|endoftext|>", model_max_length=64,
+        chat_template=TEMPLATE,
     )  # fmt: skip
     tokenizer.save_pretrained(hub)
     arguments = ("--window=8", "--sinks=2") if own_code else ()

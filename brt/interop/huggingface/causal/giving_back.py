@@ -41,7 +41,9 @@ def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> Expor
     except CheckpointError:  # The run directory has a config.json that belongs to no decoder.
         return content
     ids = config.end_ids(generation, model.vocab_size) or config.end_ids(theirs, model.vocab_size)
-    kept = {name: theirs[name] for name in ("bos_token_id", "eos_token_id") if name in theirs}
+    kept: dict[str, Any] = {
+        name: theirs[name] for name in ("bos_token_id", "eos_token_id") if name in theirs
+    }
     changes: dict[str, Any] = {}
     if tuple(i for i in ids if i < tokenizer.vocab_size) != model.end_ids:
         changes = {"eos_token_id": ours["eos_token_id"]}
@@ -53,7 +55,7 @@ def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> Expor
         notes.append(f"config.json: bos_token_id = {ours['bos_token_id']}, with which texts begin")
     elif begins:
         kept["bos_token_id"] = None
-    described = {**left, **ours, **kept, **changes}
+    described: dict[str, Any] = {**left, **ours, **kept, **changes}
     written = {**content.settings, CONFIG: described}
     if generation:
         again = {name: value for name, value in changes.items() if name in generation}
