@@ -44,6 +44,7 @@ def test_the_directory_is_read_as_it_is(directory: Path) -> None:
     assert (model.step, model.config.model.window, model.config.model.sliding.sinks) == (0, 32, 2)
     assert model.config.model.end_ids == (2,) and model.tokenizer.vocab_size == 280
     assert model.bits_per_byte(TEXT[:500]) > 1
+    assert np.isfinite(model.token_bits(np.array([3, 299]))).all()  # The model has 300 ids.
     with pytest.raises(ConfigError, match="evaluations are stored in run directories"):
         model.evaluate()
     with pytest.raises(CheckpointError, match="has no steps"):
