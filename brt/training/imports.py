@@ -1,10 +1,10 @@
 """Opens decoders in Hugging Face's format, and converts them to run directories of brt."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from brt.checkpointing.reader import warn_on_stderr
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Training
 from brt.config_io import config_text, saved_json
@@ -57,8 +57,7 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice)
         )
         sinks, block = model.sliding.sinks, model.block_length
         yield f"window {model.window}, sinks {sinks}, blocks of {block} tokens"
-        if decoder.note:
-            yield f"note: {decoder.note}"
+        yield from (f"note: {note}" for note in decoder.notes)
         if beyond := model.beyond_context():
             yield f"note: {beyond}"
         yield f"tokenizer: {name}, documents begin with id {tokenizer.bos_id}"
@@ -114,8 +113,8 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
 def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
     """Returns a decoder in Hugging Face's format as a model, on the default device."""
     decoder = reading.describe(directory)
-    if decoder.note:
-        print(f"brt: {decoder.note}", file=sys.stderr, flush=True)
+    for note in decoder.notes:
+        warn_on_stderr(f"note: {note}")
     config = config_of(decoder, decoder.tokenizer_file)
     changed = change(config)
     params = decoder._replace(model=changed.model).params()

@@ -310,8 +310,8 @@ class LanguageModeling(Task):
         if not reading.is_decoder(where):
             return super().load_converted(config, where)
         decoder = reading.describe(where)
-        if decoder.note:
-            print(f"brt: {decoder.note}", file=sys.stderr, flush=True)
+        for note in decoder.notes:
+            print(f"brt: {note}", file=sys.stderr, flush=True)
         return Weights(
             str(where), decoder.model, decoder.tokenizer.fingerprint, self.name, decoder.params,
             tokenizer_file=str(decoder.tokenizer_file),

@@ -33,6 +33,7 @@ class PretrainedDecoder(NamedTuple):
       sampling: brt's settings for sampling texts, from generation_config.json.
       tokenizer: the tokenizer.
       tokenizer_file: the path of the file that the tokenizer was read from.
+      notes: what the user should know of how the directory is read.
     """
 
     directory: Path
@@ -42,6 +43,7 @@ class PretrainedDecoder(NamedTuple):
     sampling: Sampling
     tokenizer: Tokenizer
     tokenizer_file: Path
+    notes: tuple[str, ...]
 
     def arrays(self) -> Arrays:
         """Reads the arrays of the checkpoint, to which the adapter is added, and returns them by
@@ -52,11 +54,6 @@ class PretrainedDecoder(NamedTuple):
         """
         arrays = weights.plain_names(files.read_tensors(self.directory))
         return adapters.added(arrays, self.adapter) if self.adapter else arrays
-
-    @property
-    def note(self) -> str:
-        """A line for the user about the adapter that is added; "" if there is none."""
-        return f"the adapter in {self.adapter} is added to {self.directory}" if self.adapter else ""
 
     def params(self) -> dict[str, Any]:
         """Reads the arrays of the checkpoint, and returns them as parameters of
@@ -103,7 +100,8 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
             f"the tokenizer of {directory} has {tokenizer.vocab_size:,} ids, but config.json says "
             f"vocab_size = {model.vocab_size:,}"
         )
-    return PretrainedDecoder(directory, adapter, described, model, sampling, tokenizer, file)
+    notes = (f"the adapter in {adapter} is added to {directory}",) if adapter else ()
+    return PretrainedDecoder(directory, adapter, described, model, sampling, tokenizer, file, notes)
 
 
 def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], Sampling]:
