@@ -74,6 +74,7 @@ def test_an_adapter_is_added_to_its_base(place: str, base: Path, tmp_path: Path)
     decoder = reading.describe(directory)
     before, after = files.read_tensors(base), decoder.arrays()
     assert before.keys() == after.keys() and str(directory) in "".join(decoder.notes)
+    assert not any("not used" in note and "adapter_model" in note for note in decoder.notes)
     expected = before[ADAPTED] + added(directory, scale=2.0)
     np.testing.assert_allclose(after[ADAPTED], expected, rtol=1e-6)
     changed = {name for name in before if np.any(before[name] != after[name])}

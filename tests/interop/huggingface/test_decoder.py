@@ -116,7 +116,8 @@ def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
         {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual", "feedback": True, **RECURRENT}
     )
     assert {path.name for path in done.directory.iterdir()} == {
-        "config.json", "model.safetensors", "modeling_brt.py", "layers_brt.py", "tokenizer.json",
+        "config.json", "model.safetensors", "modeling_brt.py", "decoder_brt.py", "layers_brt.py",
+        "tokenizer.json",
         "tokenizer_config.json",
     }  # fmt: skip
     assert any("decoder of 3 layers, 1 of them recurrent, width 16" in x for x in done.lines)
@@ -325,16 +326,12 @@ def test_rounded_weights_are_verified_within_their_rounding(export: Callable) ->
 
 
 @pytest.fixture
-def opened_by_transformers(
-    export: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], SimpleNamespace]:
+def opened_by_transformers(export: Callable, transformers: Any) -> Callable[[str], SimpleNamespace]:
     """Returns a function that exports a kind of `MODELS` and opens it with transformers.
 
     The result has the exported directory, the model, its tokenizer, and `alone`, the model that is
     opened without transformers.
     """
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
 
     def open_model(kind: str) -> SimpleNamespace:
         done = export(MODELS[kind])
@@ -434,8 +431,9 @@ def test_masks_that_cannot_be_read_are_refused(opened_by_transformers: Callable)
 
 
 @of_torch
-def test_pipelines_of_transformers_write_with_it(opened_by_transformers: Callable) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_pipelines_of_transformers_write_with_it(
+    opened_by_transformers: Callable, transformers: Any
+) -> None:
     opened = opened_by_transformers("feedback")
     pipe = transformers.pipeline(
         "text-generation", model=str(opened.directory), trust_remote_code=True

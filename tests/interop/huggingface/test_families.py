@@ -64,16 +64,15 @@ def imported(*names: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SimpleNamespace]:
+def exported(
+    tmp_path_factory: pytest.TempPathFactory, transformers: Any
+) -> Callable[[str], SimpleNamespace]:
     """Returns a function that exports a family.
 
     The result has the exported directory and the original one, the settings, variables and the
     tokenizer in brt, and whether the export needs its own code.
     """
     place = tmp_path_factory.mktemp("families")
-    patch = pytest.MonkeyPatch()
-    (transformers,) = imported("transformers")[1:]
-    patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place / "modules"))
     return functools.cache(lambda name: export(name, place / name.replace(" ", "_")))
 
 

@@ -101,12 +101,13 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
             f"vocab_size = {model.vocab_size:,}"
         )
     ends, unknown = _known_ends(ids or model.end_ids, tokenizer.vocab_size, directory)
+    adapter_files = (adapters.CONFIG, adapters.FILE) if adapter == directory else ()
     notes = [
         *notes, *_adapter_notes(adapter, directory), *tokenizer.notes, *unknown,
         *_beginning_notes(tokenizer),
         *inventory.of_config(described, left, kept=True),
         *inventory.of_generation(_generation(directory), (), kept=True),
-        *inventory.of_files(directory, (file.name, *tokenizer.beside)),
+        *inventory.of_files(directory, (file.name, *tokenizer.beside, *adapter_files)),
     ]  # fmt: skip
     model = dataclasses.replace(model, end_ids=ends)
     return PretrainedDecoder(

@@ -28,7 +28,9 @@ from brt.memories.gated_delta_net.section import GatedDeltaNet
 from brt.models.decoder import logit_scale
 from brt.ops.gates import GateWeights
 
-CODE = tuple(Path(__file__).with_name(f"{name}_brt.py") for name in ("modeling", "layers"))
+CODE = tuple(
+    Path(__file__).with_name(f"{name}_brt.py") for name in ("modeling", "decoder", "layers")
+)
 KINDS = (
     "window", "recurrent", "gated_dense_memory", "gated_delta_net", "window_gated_delta_net",
 )  # fmt: skip

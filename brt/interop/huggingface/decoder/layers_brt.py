@@ -1,4 +1,4 @@
-"""Parts of the layers of modeling_brt.py: attention, the update of recurrent states, the memory of
+"""Parts of the layers of decoder_brt.py: attention, the update of recurrent states, the memory of
 Gated DeltaNet, and the MLP.
 
 Letters in shapes: B texts, T tokens, X keys, S states or sinks, D model width, H heads of queries,
