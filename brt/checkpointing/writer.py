@@ -93,7 +93,8 @@ class CheckpointWriter:
         self._frozen_step: int | None = None
         try:
             directory.mkdir(exist_ok=True)
-            self._place: int | None = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._place: int | None = os.open(directory, flags)
             if processes.is_first():
                 _clean(directory)
                 _note_newest(directory)
@@ -209,14 +210,14 @@ class CheckpointWriter:
         return checksums or {}
 
     def check(self) -> None:
-        """Raises CheckpointError if a save has failed or the directory was moved; does not wait."""
+        """Raises CheckpointError if a save has failed, without waiting for a save in progress."""
         if self._pending is None or self._pending.done():
             self.wait()
-        elif moved := self._moved():
-            raise moved
 
     def wait(self) -> None:
-        """Waits for the save in progress; raises CheckpointError like `check`."""
+        """Waits for the save in progress; raises CheckpointError if the save failed, or if the
+        directory has been moved or removed.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
