@@ -31,6 +31,7 @@ from brt.config.renamed import RENAMED
 from brt.config.shared import field_name, public_name
 from brt.config.values import converted, nearest, suggestion
 from brt.errors import ConfigError
+from brt.formatting import one_line
 from brt.redaction import redacted
 
 
@@ -99,7 +100,7 @@ def annotated_text(
         section = name.partition(".")[0]
         own = task_field(name, task)
         about = f" | {comments[own]}" if own in comments else ""
-        lines.append(f"{name:{name_width}} = {value:{value_width}}  # {origins[name]}{about}")
+        lines.append(f"{name:{name_width}} = {value:{value_width}}  # {one_line(origins[name])}{about}")
     return "\n".join(lines) + "\n"
 
 

@@ -18,6 +18,7 @@ from brt import untrusted
 from brt.config import Config
 from brt.config_io import saved_json
 from brt.errors import CheckpointError, ConfigError
+from brt.formatting import one_line
 from brt.training.metrics import Tracker
 from brt.training.workdir import Workdir, write_json
 
@@ -87,7 +88,7 @@ class _Wandb(_Service):
 
     def _begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str:
         self._run = self._module.init(
-            project=config.logging.wandb_project, name=workdir.path.name, id=run_id,
+            project=config.logging.wandb_project, name=one_line(workdir.path.name), id=run_id,
             resume="allow", config=saved_json(config), dir=str(workdir.path),
         )  # fmt: skip
         return self._run.id
@@ -123,7 +124,7 @@ class _Mlflow(_Service):
 
     def _begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str:
         self._module.set_experiment(config.logging.mlflow_experiment)
-        run = self._module.start_run(run_id=run_id, run_name=workdir.path.name)
+        run = self._module.start_run(run_id=run_id, run_name=one_line(workdir.path.name))
         self._module.log_dict(saved_json(config), "config.json")
         return run.info.run_id
 

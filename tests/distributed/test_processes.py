@@ -37,6 +37,7 @@ def test_flags_that_cannot_work_are_refused(launch: Launch, message: str) -> Non
         (Launch(distributed=True), {"JAX_COORDINATOR_ADDRESS": "localhost:1"}),
         (Launch(distributed=True), {"OMPI_MCA_orte_hnp_uri": "12;tcp://127.0.0.1:99"}),
         (Launch(distributed=True), {"OMPI_MCA_orte_hnp_uri": "unreadable"}),
+        (Launch(distributed=True), {"KUBERNETES_SERVICE_HOST": "127.0.0.1"}),
         (Launch(), {"SLURM_STEP_NUM_TASKS": "2"}),
     ],
 )
@@ -50,6 +51,20 @@ def test_an_environment_that_names_no_processes_is_wrong_usage(
     for remedy in ("--coordinator_address", "--process_count", "SLURM_PROCID", "OMPI_COMM"):
         assert remedy in str(caught.value)
     assert "300 s" not in str(caught.value)
+
+
+def test_an_error_of_what_looks_for_the_cluster_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class ConfigException(Exception):
+        """An error such as the kubernetes package raises."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigException("no service account")
+
+    monkeypatch.setattr(jax.distributed, "initialize", fail)
+    with pytest.raises(ConfigError, match=r"--coordinator_address.*no service account"):
+        processes.start(Launch(distributed=True))
 
 
 def test_a_process_that_nobody_joins_says_how_long_it_waited(

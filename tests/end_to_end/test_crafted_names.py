@@ -96,6 +96,7 @@ COMMANDS = {
     "compare": ["evaluate", "--workdir={run}", "--compare={run}"],
     "follow": ["evaluate", "--workdir={run}", "--follow", "--json={out}/e.json"],
     "inspect": ["inspect", "--workdir={run}", "--json={out}/i.json"],
+    "probe": ["inspect", "--workdir={run}", "--probe", "--tokens=64"],
     "data": ["inspect", "--workdir={run}", "--data"],
     "export": ["convert", "--from=brt", "{run}", "--to=hf", "{out}/{name}"],
     "missing": ["convert", "--from=hf", "{books}", "--to=brt", "{out}/{name}"],

@@ -183,3 +183,12 @@ def test_a_huge_header_is_refused_before_it_is_parsed(
     monkeypatch.setattr(files, "safe_open", None)
     with pytest.raises(CheckpointError, match="its header has"):
         files.read_file(path)
+
+
+def test_a_header_that_takes_the_memory_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((64 << 20).to_bytes(8, "little"))
+        file.truncate(65 << 20)
+    with pytest.raises(CheckpointError, match="header has 67,108,864 bytes"):
+        files.read_file(path)
