@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 
 from brt import command_line, places, tasks
 from brt.config import Config
-from brt.config_io import by_section, earlier_model_settings, model_settings
+from brt.config_io import model_settings
 from brt.data import losses, plain_text
 from brt.data.tokenizers import encode_prompt
 from brt.errors import ConfigError, DataError
@@ -284,7 +284,7 @@ class Model:
           DataError: the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
-        session.load(Path(places.local(path, "path")), self._identity, self._translated_identity)
+        session.load(Path(places.local(path, "path")), self._identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
@@ -348,17 +348,6 @@ class Model:
             "tokenizer": self.tokenizer.fingerprint,
             **model_settings(self.config),
         }
-
-    def _translated_identity(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the present form of an identity that an earlier version may have saved."""
-        settings = {name: value for name, value in saved.items() if "." in name}
-        others = {name: saved[name] for name in saved.keys() - settings.keys() - {"model"}}
-        with_kinds = "model" not in saved  # Only earlier versions saved the key "model".
-        sections = by_section(settings) if with_kinds else {"Model": saved["model"]}
-        try:
-            return others | earlier_model_settings(sections, self.config, with_kinds=with_kinds)
-        except ConfigError as error:
-            raise DataError(f"the memory belongs to another model: {error}") from error
 
     def _held(self) -> Session:
         """Returns the writer's session; raises ConfigError if there is none."""

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import earlier_settings
 from brt.config import Config
 from brt.config.kinds import kind_sections
-from brt.config.merged import MERGED
-from brt.config.names import field_types, has_section, task_field
-from brt.config.shared import TASK_SECTIONS
+from brt.config.names import default_of, field_types, fields_of, has_section, task_field
+from brt.config.shared import TASK_SECTIONS, tasks_with
 from brt.config_io import (
     checked_value,
     configs_directory,
@@ -37,7 +35,7 @@ class Resolved(NamedTuple):
       origins: the origin of the value of each `Section.field`, which is "default", "saved",
         PATH:LINE, or "--gin_bindings".
       bound: the origins of only those settings that a file or the command line binds.
-      notes: sentences about bound settings that have a new name, do nothing, or were adjusted.
+      notes: sentences about bound settings that do nothing or were adjusted.
     """
 
     config: Config
@@ -63,15 +61,7 @@ def resolve(
         name is bound twice, or settings contradict each other. The message begins with the file
         and the line.
     """
-    removed = [
-        note for source in sources.values() for note in earlier_settings.notes_on_removed(source)
-    ]
-    sources = {key: earlier_settings.without_removed(source) for key, source in sources.items()}
     task = _task(sources, base)
-    sources = {
-        key: earlier_settings.without_other_tasks(source, task) for key, source in sources.items()
-    }
-    sources, renamed = earlier_settings.with_current_names(sources)
     _check_names(sources, beside)
     macros = _macros(sources)
     _check_macros(macros, sources)
@@ -83,9 +73,7 @@ def resolve(
         ]
         for key, source in sources.items()
     }
-    winners, merged = earlier_settings.with_merged(_winners(fields, _below(sources)), base, task)
-    resolved = _build(winners, base, task)
-    return resolved._replace(notes=(*removed, *renamed, *merged, *resolved.notes))
+    return _build(_winners(fields, _below(sources)), base, task)
 
 
 def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
@@ -145,7 +133,7 @@ def _check_names(sources: Mapping[str, Source], beside: str) -> None:
         name, _, origin = binding
         if beside and _belongs(binding, beside):
             continue
-        if "." in name and name not in field_types() and name not in MERGED:
+        if "." in name and name not in field_types():
             raise ConfigError(f"{origin}: {unknown_name(name)}")
         if "." not in name and not re.fullmatch("[A-Z][A-Z0-9_]*", name):
             homes = [field for field in field_types() if field.endswith(f".{name}")]
@@ -218,14 +206,27 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
         if own := task_field(name, task):
             section, _, field = own.partition(".")
             values.setdefault(section, {})[field] = _value_for(task, binding)
-        elif task in TASK_SECTIONS and not earlier_settings.is_default(binding):
-            raise earlier_settings.without_effect(binding, task)
+        elif task in TASK_SECTIONS and not _is_default(binding):
+            raise _without_effect(binding, task)
     warmup = _shorten_warmup(values, origins, base or Config())
     try:
         config = with_values(values, base)
     except ConfigError as error:
         raise explained(error, bound) from error
     return Resolved(config, origins, bound, (*filter(None, [warmup]), *_idle(config, winners)))
+
+
+def _is_default(binding: Binding) -> bool:
+    value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
+    return default_of(binding.name) in (value, (value,))
+
+
+def _without_effect(binding: Binding, task: str) -> ConfigError:
+    tasks = (other for own in fields_of(binding.name) for other in tasks_with(own))
+    return ConfigError(
+        f"{binding.origin}: {binding.name} has no effect if Training.task = {task!r}; set "
+        f"Training.task = {next(tasks)!r}, or remove {binding.name}"
+    )
 
 
 def _value_for(task: str, binding: Binding) -> Any:

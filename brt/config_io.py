@@ -5,19 +5,16 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from brt import places
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
-from brt.config.kinds import kind_sections
-from brt.config.merged import MERGED
 from brt.config.model import PARTS
 from brt.config.names import (
     class_field_types,
-    current_names,
     default_of,
     derived_fields,
     field_types,
@@ -26,8 +23,6 @@ from brt.config.names import (
     section_types,
     task_field,
 )
-from brt.config.removed import REMOVED, is_removed, refusal, without_removed
-from brt.config.renamed import RENAMED
 from brt.config.shared import field_name, public_name
 from brt.config.values import converted, nearest, suggestion
 from brt.errors import ConfigError
@@ -100,7 +95,8 @@ def annotated_text(
         section = name.partition(".")[0]
         own = task_field(name, task)
         about = f" | {comments[own]}" if own in comments else ""
-        lines.append(f"{name:{name_width}} = {value:{value_width}}  # {one_line(origins[name])}{about}")
+        origin = one_line(origins[name])
+        lines.append(f"{name:{name_width}} = {value:{value_width}}  # {origin}{about}")
     return "\n".join(lines) + "\n"
 
 
@@ -133,53 +129,13 @@ def model_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def by_section(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns settings by section and field, {"Model": {"layers": 12}}, instead of by full names,
-    {"Model.layers": 12}.
-    """
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        sections.setdefault(section, {})[field] = value
-    return sections
-
-
-def earlier_model_settings(
-    saved: Mapping[str, Any], config: Config, *, with_kinds: bool
-) -> dict[str, Any]:
-    """Returns settings of a model that an earlier version of brt saved, translated to the present
-    names and in the form of `model_settings`. They can then be compared with the settings of a
-    present model, to find out whether both models are the same.
-
-    Args:
-      saved: the saved settings by section and field, with present or earlier names.
-      config: the config of the present model. Sections that the earlier version did not save are
-        taken from this config.
-      with_kinds: True if `saved` has the sections of all kinds of layers of the model. False if it
-        may lack them because the earliest versions saved the section `Model` alone; if it has none
-        of them, they are taken from `config`.
-
-    Raises:
-      ConfigError: see `config_from_json`.
-    """
-    model = config_from_json(saved).model
-    names = (f"{section}.{field}" for section, fields in saved.items() for field in fields)
-    known = {new.partition(".")[0] for name in names for new in current_names(name)}
-    unsaved = {PARTS[name]: section_of(config, name) for name in PARTS if name not in known}
-    if not with_kinds and not known & kind_sections().keys():
-        unsaved["kinds"] = config.model.kinds
-    return model_settings(dataclasses.replace(config, model=dataclasses.replace(model, **unsaved)))
-
-
 def saved_json(config: Config) -> dict[str, dict[str, Any]]:
     """Returns `config_json` with *** for passwords and keys, for files that others may read."""
     return redacted(config_json(config))
 
 
 def config_from_json(saved: Mapping[str, Any]) -> Config:
-    """Returns the config that `config_json` wrote, also in an earlier version of brt.
-
-    Settings of earlier versions are read under their present names.
+    """Returns the config that `config_json` wrote.
 
     Args:
       saved: the fields by section, {"Model": {"layers": 12}}; missing fields take their defaults.
@@ -188,35 +144,17 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
       ConfigError: a name is unknown, a value has a wrong type, or settings contradict each other.
     """
     values: dict[str, dict[str, Any]] = {}
-    earlier: list[tuple[str, Any]] = []
-    for section, fields in without_removed(saved).items():
+    for section, fields in saved.items():
         if section not in section_types():
             raise ConfigError(f"the saved config has {unknown_name(section)}")
         if not isinstance(fields, Mapping):
             raise ConfigError(f"the saved config has {section} = {fields!r}, not its fields")
         for field, value in fields.items():
-            if f"{section}.{field}" in MERGED:
-                earlier.append((f"{section}.{field}", value))
-                continue
-            for name, checked in _saved_values(f"{section}.{field}", value):
-                place, _, own = name.partition(".")
-                values.setdefault(place, {})[own] = checked
-    for name, value in earlier:
-        place, _, own = MERGED[name].into.partition(".")
-        present = values.setdefault(place, {})
-        start = present.get(own, default_of(MERGED[name].into))
-        present[own] = MERGED[name].merge(start, checked_value(name, value))
+            name = f"{section}.{field}"
+            if name not in class_field_types():
+                raise ConfigError(f"the saved config has {unknown_name(name)}")
+            values.setdefault(section, {})[field] = checked_field(name, value)
     return with_values(values)
-
-
-def _saved_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, checked value) of each present field that replaces a saved field."""
-    if is_removed(name):
-        raise ConfigError(f"the saved config has {refusal(name, value)}")
-    for current in RENAMED.get(name, (name,)):
-        if current not in class_field_types():
-            raise ConfigError(f"the saved config has {unknown_name(name)}")
-        yield current, checked_field(current, value)
 
 
 def without_written_paths(config: Config) -> Config:
@@ -278,8 +216,7 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     """Returns `value` converted to the type of a setting, such as a list to a tuple.
 
     Args:
-      name: the name of the setting in .gin files, "Section.field". Names that earlier versions
-        used are accepted.
+      name: the name of the setting in .gin files, "Section.field".
       value: the value to check.
       task: the name of a task. If several tasks have the setting with different types, the value
         must have the type for this task. None accepts a value that any of the types allows.
@@ -287,8 +224,6 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     Raises:
       ConfigError: the value has another type.
     """
-    if name in MERGED:
-        return converted(name, MERGED[name].type, value)
     own = task_field(name, task) if task else None
     return converted(name, class_field_types()[own] if own else field_types()[name], value)
 
@@ -309,10 +244,8 @@ def checked_field(name: str, value: Any) -> Any:
 def unknown_name(name: str) -> str:
     """Returns a phrase which says that a section or field is unknown and which name is similar."""
     section, _, field = name.partition(".")
-    if name in REMOVED:
-        return f"no field {name!r} any more; {REMOVED[name].now}"
-    if name in MERGED:
-        return f"no field {name!r} any more; {public_name(MERGED[name].into)} contains it"
+    if name in derived_fields():
+        return f"no setting {name!r}; brt takes this value from the data or the weights"
     if section == "Sweep":
         return f"{name} describes a sweep; run it with python -m brt.sweep"
     fields, sections = field_types(), section_types()
@@ -326,13 +259,8 @@ def unknown_name(name: str) -> str:
             return f"no section {section!r}{guess} ({own})"
         return f"no section {section!r}; {own}; brt has the sections {', '.join(sections)}"
     here = {full.partition(".")[2]: full for full in fields if full.startswith(f"{section}.")}
-    moved = {
-        old.partition(".")[2]: new
-        for old, (new, *_) in RENAMED.items()
-        if old.startswith(f"{section}.")
-    }
     everywhere = {full.partition(".")[2]: full for full in fields}
-    for known in (moved | here, everywhere):
+    for known in (here, everywhere):
         if near := nearest(field, known):
             return f"no field {name!r}; did you mean {known[near]!r}?"
     return f"no field {name!r}; {section} has {', '.join(here)}"

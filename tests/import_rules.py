@@ -33,15 +33,14 @@ FOUNDATION = {
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}
-_RUNS = _TASKS | {"bindings", "macros", "earlier_settings", "checkpointing", "training"}
+_RUNS = _TASKS | {"bindings", "macros", "checkpointing", "training"}
 _EVERYTHING = _RUNS | {"planning", "evaluation", "sweeping", "command_line", "api"}
 ALLOWED: dict[str, set[str]] = {
     **{name: FOUNDATION for name in FOUNDATION},
     "config": set(),
     "config_io": {"config"},
     "macros": {"config_io"},
-    "earlier_settings": {"config", "config_io", "macros"},
-    "bindings": {"config", "config_io", "macros", "earlier_settings"},
+    "bindings": {"config", "config_io", "macros"},
     "gin_files": {"config_io", "bindings", "macros"},
     "distributed": {"config"},
     "ops": {"distributed"},
@@ -53,8 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "generation": _MODEL,
     "tasks": _TASKS,
     "checkpointing": {"distributed"},
-    "training": _RUNS
-    - {"bindings", "macros", "earlier_settings", "layers", "memories", "models", "generation"},
+    "training": _RUNS - {"bindings", "macros", "layers", "memories", "models", "generation"},
     "planning": {"config", "distributed", "ops", "tasks", "training"},
     "evaluation": {"config", "config_io", "distributed", "tasks", "checkpointing", "training"},
     "sweeping": {"config", "config_io", "bindings", "macros", "tasks", "checkpointing", "training"},

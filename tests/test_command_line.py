@@ -20,7 +20,7 @@ from brt import __version__, command_line, durable, evaluate, generate
 from brt.bindings import Resolved
 from brt.config import Config, Training
 from brt.config.names import field_types, fields_of, section_types
-from brt.config_io import config_from_json, configs_directory
+from brt.config_io import configs_directory
 from brt.errors import CheckpointError, ConfigError, DataError
 from brt.layers.sections import Recurrence
 from brt.training.workdir import saved_config
@@ -571,35 +571,6 @@ def test_an_error_is_one_line_whatever_it_quotes() -> None:
         assert str(error("no model (byte piece <\nx85>\u2028 is invalid)")) == (
             "no model (byte piece < x85>  is invalid)"
         )
-
-
-def test_an_earlier_name_of_a_setting_is_read_and_told() -> None:
-    write(a="Model.recurrent_layers = (1,)\nModel.memory_size = 64")
-    resolved = resolve("--gin_file=a.gin", "--gin.Model.states=8")
-    assert resolved.config.model.of(Recurrence) == Recurrence(layers=(1,), states=8)
-    assert "a.gin:1: Model.recurrent_layers is now Recurrence.layers" in resolved.notes
-    told = "a.gin:2: Model.memory_size is now Memorizing.size and DenseMemory.size"
-    assert told in resolved.notes
-    saved = {"Model": {"recurrent_layers": [1], "states": 8, "layer_kinds": [], "memory_size": 64}}
-    assert config_from_json(saved).model.of(Recurrence) == resolved.config.model.of(Recurrence)
-
-
-def test_an_earlier_and_a_present_name_of_one_setting_are_refused() -> None:
-    """The error names both names and both places."""
-    write(
-        a="Model.states = 8\nRecurrence.states = 9",
-        b="Recurrence.gate = 'gru'\nModel.gate = 'lstm'",
-    )
-    twice = "is bound twice, to"
-    for flags, sentence in {
-        ("--gin_file=a.gin",): f"a.gin:2: Recurrence.states {twice} 8 by a.gin:1 (as Model.states) "
-        "and to 9 here",
-        ("--gin_file=b.gin",): f"b.gin:2 (as Model.gate): Recurrence.gate {twice} 'gru' by b.gin:1 "
-        "and to 'lstm' here",
-        ("--gin.Model.states=8", "--gin.Recurrence.states=9"): "--gin_bindings: Recurrence.states "
-        f"{twice} 8 by --gin_bindings (as Model.states) and to 9 here",
-    }.items():
-        assert sentence in refusal(*flags)
 
 
 def test_a_section_of_layers_that_the_model_does_not_have_is_told() -> None:

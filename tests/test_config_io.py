@@ -11,8 +11,19 @@ import pytest
 
 import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt import command_line
-from brt.config import SECTIONS, Config, Data, Evaluation, Model, Optimizer, Training
-from brt.config.names import field_types
+from brt.config import (
+    SECTIONS,
+    Config,
+    Data,
+    Encoder,
+    Evaluation,
+    Kernels,
+    Model,
+    Optimizer,
+    Seq2Seq,
+    Training,
+)  # fmt: skip
+from brt.config.names import derived_fields, field_types
 from brt.config.self_attention import SelfAttention
 from brt.config.window import Window
 from brt.config_io import (
@@ -23,8 +34,6 @@ from brt.config_io import (
     config_text,
     configs_directory,
     difference,
-    earlier_model_settings,
-    model_settings,
     unknown_name,
 )
 from brt.errors import ConfigError
@@ -66,33 +75,6 @@ def test_json_reads_back_as_the_same_config(config: Config) -> None:
     saved = config_json(config)
     assert json.loads(json.dumps(saved)) == saved
     assert config_from_json(saved) == config
-
-
-def test_the_settings_of_a_model_are_read_from_what_earlier_versions_saved() -> None:
-    """The earliest versions saved only the section Model, which contained the settings of the kinds
-    of layers. Later versions saved Model and the sections of these kinds.
-    """
-    present = model_settings(UNUSUAL)
-
-    def read(with_kinds: bool = False, **sections: Any) -> dict[str, Any]:
-        return earlier_model_settings(sections, UNUSUAL, with_kinds=with_kinds)
-
-    def differing(settings: dict[str, Any]) -> set[str]:
-        return {name for name in present if settings.get(name) != present[name]}
-
-    model, recurrence = (config_json(UNUSUAL)[name] for name in ("Model", "Recurrence"))
-    assert read(Model=model) == present
-    whole = model | {"cache": False, "kv_heads": 0, "scale_init": 2.0, "mlp_bias": False}
-    assert read(True, Model=whole, Recurrence=recurrence) == present
-    assert differing(read(Model=whole | {"cache": True})) == {"Window.cache"}
-    without = read(True, Model=whole)
-    assert {name.partition(".")[0] for name in differing(without)} == {"Recurrence"}
-    kinds = {"recurrent_layers": [-3, 0], "gate": "lstm", "clustered_layers": []}
-    earliest = {k: v for k, v in whole.items() if k != "unroll"}
-    earliest |= kinds | {"layer_unroll": 0, "block_unroll": 0, "layer_kinds": []}
-    assert read(Model=earliest) == present
-    other = read(Model=earliest | {"gate": "gru", "window": 128, "mlp_bias": True})
-    assert differing(other) == {"Recurrence.gate", "Model.window", "MLP.bias"}
 
 
 def test_fields_that_json_lacks_take_their_defaults() -> None:
@@ -207,3 +189,29 @@ def test_unknown_names_come_with_the_right_one(name: str, phrase: str) -> None:
 
 def test_configs_are_found() -> None:
     assert list(configs_directory().rglob("*.gin"))
+
+
+def test_derived_fields_are_saved_and_not_bound() -> None:
+    config = Config(encoder=Encoder(features=40, classes=7), seq2seq=Seq2Seq(global_block=8))
+    assert config_from_json(config_json(config)) == config
+    assert not set(derived_fields()) & field_types().keys()
+    assert not any(name in config_text(config) for name in derived_fields())
+    with pytest.raises(ConfigError, match=r"'Encoder.features'; brt takes this value from the"):
+        command_line.read((), ["Encoder.features = 40"])
+    other = dataclasses.replace(config, encoder=Encoder(features=20, classes=7))
+    assert difference(config, other) == [("Encoder.features", 40, 20)]
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (("windows=xla",), "'windows=xla' must be OPERATION=IMPLEMENTATION; the operations are "),
+        (("kmeans",), "'kmeans' must be OPERATION=IMPLEMENTATION"),
+        (("kmeans=xla", "kmeans=reference"), "names an operation twice"),
+    ],
+)
+def test_an_operation_has_one_implementation_that_exists(use: tuple, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Kernels(use=use)
+    with pytest.raises(AttributeError):
+        _ = Kernels().windows

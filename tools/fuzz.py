@@ -84,7 +84,7 @@ def targets(place: Path) -> dict[str, Target]:
         (place / name).write_bytes(data)
         found[name] = Target(place / name, read)
 
-    gin = "A = (1, 2)\nTraining.steps = 7\nModel:\n  layers = 3\n  recurrent_layers = %A\n"
+    gin = "A = (1, 2)\nTraining.steps = 7\nModel:\n  layers = 3\nRecurrence.layers = %A\n"
     sweep = "Sweep.grid = {'Training.seed': (0, 1)}\nSweep.points = ({'name': 'a'},)\n" + gin
     add("run.gin", gin, lambda path: command_line.read([str(path)], ()))
     add("bindings", gin, lambda path: command_line.read((), [path.read_text("utf-8", "replace")]))

@@ -14,9 +14,7 @@ from typing import Any, Literal
 from brt.config import SECTIONS, Config
 from brt.config.fields import Setting, settings
 from brt.config.kinds import kind_sections
-from brt.config.merged import MERGED
 from brt.config.model import PARTS, Model
-from brt.config.renamed import RENAMED
 from brt.config.shared import field_name, field_names, public_name
 
 _PARTS = {name: typing.get_type_hints(Model)[field] for name, field in PARTS.items()}
@@ -175,17 +173,3 @@ def default_of(name: str) -> Any:
 @functools.cache
 def _defaults(section: type) -> Any:
     return section()
-
-
-def current_names(name: str) -> tuple[str, ...]:
-    """Returns the present names of a setting in .gin files.
-
-    A setting that was never renamed keeps its name. A setting that was split has several names. A
-    setting that became a part of another setting has the name of the other setting.
-
-    Args:
-      name: a present or earlier name of the setting, or the name of one of its fields.
-    """
-    if name in MERGED:
-        return (public_name(MERGED[name].into),)
-    return RENAMED.get(name, (public_name(name) if name in class_field_types() else name,))

@@ -13,7 +13,6 @@ vocabulary.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -290,23 +289,16 @@ class Session:
         self._spread()
         state_files.save(self.memory, path, identity)
 
-    def load(
-        self,
-        path: Path,
-        identity: Mapping[str, object],
-        translate: Callable[[Mapping[str, Any]], Mapping[str, object]] = dict,
-    ) -> None:
+    def load(self, path: Path, identity: Mapping[str, object]) -> None:
         """Continues from a memory that `save` wrote.
 
         Args:
           path: the file.
           identity: the description of the present model, which must equal the one in the file.
-          translate: function that is applied to the saved description before the comparison. It
-            converts the settings that an earlier version of brt has written to their present names.
 
         Raises:
           DataError: the file is missing, damaged, or belongs to another model.
         """
         self._spread()
         length = self._config.model.block_length
-        self.memory = state_files.load(path, self.memory, length, identity, translate)
+        self.memory = state_files.load(path, self.memory, length, identity)

@@ -1,7 +1,7 @@
 """Files that store the memory of a generating session, so that a text can be continued later."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ def load(
     old: Any,
     block_length: int,
     identity: Mapping[str, object],
-    translate: Callable[[Mapping[str, Any]], Mapping[str, object]],
 ) -> Any:
     """Returns the memory in a file that `save` wrote.
 
@@ -58,8 +57,6 @@ def load(
       block_length: the number of tokens of a block. A memory contains its position in a block, and
         a file whose position is not smaller than `block_length` is refused as damaged.
       identity: the description of the present model, which must equal the one in the file.
-      translate: function that is applied to the saved description before the comparison. It
-        converts the settings that an earlier version of brt has written to their present names.
 
     Raises:
       DataError: the file is missing, damaged, or belongs to another model.
@@ -70,7 +67,7 @@ def load(
             stored = _described(arrays, len(leaves))
             saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
             untrusted.check(saved_identity, {str: object})
-            _check_identity(path, translate(saved_identity), identity)
+            _check_identity(path, saved_identity, identity)
             if [array.shape for array in stored] != [leaf.shape for leaf in leaves]:
                 raise DataError(f"{path} holds arrays of other shapes; load it with as many lanes")
             loaded = [_leaf(*pair) for pair in zip(stored, leaves, strict=True)]

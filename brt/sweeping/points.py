@@ -15,8 +15,7 @@ from brt.bindings import Resolved
 from brt.config import Config
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
-from brt.config.names import has_section
-from brt.config.renamed import RENAMED
+from brt.config.names import field_types, has_section
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
 from brt.macros import Binding
@@ -28,16 +27,6 @@ RESERVED = ("plots", "slurm")
 MOST = 10_000  # A sweep may have at most this many points.
 _LONGEST = 96  # The name of a directory has at most this many characters.
 _HASH = 8
-# Names of points contain the names of settings without their sections. Settings of parts of the
-# model, such as MLP.bias and SelfAttention.bias, were fields of the section `Model` in earlier
-# versions. Names of points contain these earlier names, such as `mlp_bias` and `attention_bias`,
-# because they say more than `bias`.
-_OF_PARTS = {
-    new: old.partition(".")[2]
-    for old, names in RENAMED.items()
-    for new in names
-    if new.partition(".")[0] in PARTS
-}
 
 Resolve = Callable[[Sequence[Binding], Sequence[str]], Resolved]
 
@@ -194,7 +183,9 @@ def _tail(name: str) -> str:
     kind = kind_sections().get(section)
     if kind and field == "layers":
         return f"{kind.kind}_{field}"
-    return _OF_PARTS.get(name, field)
+    if section in PARTS and sum(other.endswith(f".{field}") for other in field_types()) > 1:
+        return f"{re.sub('(?<=[a-z])(?=[A-Z])', '_', section).lower()}_{field}"  # mlp_bias
+    return field
 
 
 def _text(value: Any) -> str:

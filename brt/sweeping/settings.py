@@ -24,8 +24,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from brt.config.merged import MERGED
-from brt.config.names import current_names, field_types
+from brt.config.names import field_types
 from brt.config_io import checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
 from brt.macros import Binding
@@ -165,12 +164,9 @@ def _draw(rule: tuple[Any, ...], source: random.Random) -> Any:
 
 
 def _known(where: str, name: Any) -> str:
-    current = current_names(name) if isinstance(name, str) else ()
-    if len(current) > 1:
-        raise ConfigError(f"{where} has {name}, which is now {' and '.join(current)}; name those")
-    if not set(current) <= set(field_types()) or not current or name in MERGED:
+    if not isinstance(name, str) or name not in field_types():
         raise ConfigError(f"{where} has {unknown_name(str(name))}")
-    return current[0]
+    return name
 
 
 def _mapping(where: str, value: Any) -> dict[Any, Any]:

@@ -122,8 +122,8 @@ def test_names_are_short_and_fit_for_file_systems(names: Names) -> None:
         "Sweep.grid = {'Evaluation.batch_size': (2,), 'Training.batch_size': (2, 4), "
         "'Optimizer.learning_rate': (1, 1e-05)}"
     )[1] == ("Evaluation.batch_size=2,Training.batch_size=2,learning_rate=1e-05")
-    assert names("Sweep.grid = {'MLP.bias': (True,), 'Model.attention_bias': ('all',)}") == [
-        "mlp_bias=True,attention_bias=all"
+    assert names("Sweep.grid = {'MLP.bias': (True,), 'SelfAttention.bias': ('all',)}") == [
+        "mlp_bias=True,self_attention_bias=all"
     ]
     assert names("Sweep.points = ({'name': 'a/b: \"c\"'},)") == ["a-b-c"]
     long = [f"{'x' * 200}{i}" for i in range(2)]
