@@ -212,9 +212,7 @@ def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
 
 
 def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
-    """Returns a text with masked tokens shown as [guess], or [guess|token] if the
-    guess is wrong.
-    """
+    """Returns a text with masked tokens shown as [guess], or as [guess|token] if it is wrong."""
     positions = predictions.positions[predictions.scored].tolist()
     guesses = dict(zip(positions, predictions.guesses[predictions.scored].tolist(), strict=True))
     parts, start = [], 0
