@@ -161,9 +161,7 @@ def _lengths(summaries: Sequence[Summary]) -> dict[str, dict[str, int | float]]:
 
 
 def _copied_bigrams(summaries: Sequence[Summary], protocol: RougeProtocol) -> float | None:
-    """Returns the percentage of predicted bigrams that occur in the source; None if
-    there are none.
-    """
+    """Returns the percentage of predicted bigrams that are in the source; None without bigrams."""
     copied = total = 0
     for summary in summaries:
         words, source = map(protocol.words, (summary.prediction, summary.source))

@@ -34,9 +34,7 @@ class RougeProtocol(NamedTuple):
         )
 
     def words(self, text: str) -> list[str]:
-        """Returns the words that ROUGE compares: runs of ASCII letters and digits, in
-        lower case.
-        """
+        """Returns the words that ROUGE compares: runs of ASCII letters and digits in lower case."""
         words = _WORD.findall(text.lower())
         if not self.stemmer:
             return words
