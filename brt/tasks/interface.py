@@ -66,7 +66,7 @@ class Task(abc.ABC):
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """Opens the data of all splits, and prepares them first if necessary.
 
-        With `progress`, the preparation is reported on stderr.
+        If `progress` is True, the preparation is reported on stderr.
         """
 
     def open_split(

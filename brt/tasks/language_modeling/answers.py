@@ -38,10 +38,10 @@ class AnswerSpan(NamedTuple):
 class ScoredAnswer(NamedTuple):
     """The score of an answer."""
 
-    distance: int  # as in `AnswerSpan`
-    bytes: int  # as in `AnswerSpan`
+    distance: int  # number of tokens between the end of the stated fact and the answer
+    bytes: int  # number of bytes of the answer's text
     nats: float
-    exact: bool  # every token of the answer was the most likely one
+    exact: bool  # True if every token of the answer was the most likely one
 
 
 def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[AnswerSpan]]:
@@ -84,8 +84,9 @@ class AnswerScores:
             self._scores[int(document[lane, block])].append(blocks[lane, :, block])
 
     def answers(self, limit: int = 0) -> list[ScoredAnswer]:
-        """Returns the scores of all answers within the first `limit` tokens (0: all) of a
-        document.
+        """Returns the scores of all answers that were read to their end.
+
+        `limit` is the number of tokens that were read of each document; 0 if all were read.
         """
         scored = []
         for document, answers in self._spans.items():

@@ -12,9 +12,7 @@ _ENOUGH = 10
 
 
 class Difference(NamedTuple):
-    """A difference in bits per unit (a byte or a token) between two readings of the
-    same documents.
-    """
+    """A difference in bits per unit (a byte or a token) between two readings of documents."""
 
     value: float
     half_width: float | None  # half of the 95 % confidence interval; None for a single document
@@ -30,9 +28,9 @@ def basis(documents: int) -> str:
 def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:
     """Returns the bits per unit of a reading of documents, minus those of another reading.
 
-    The difference is the ratio of two sums over documents, of which `sizes` has the number of
-    units. The interval uses Student's distribution and says how much the difference would vary with
-    other documents of the same kind.
+    `nats` and `other` have the nats of each document in both readings, and `sizes` its number of
+    units. The difference is the ratio of two sums over documents. The interval uses Student's
+    distribution and says how much the difference would vary with other documents of the same kind.
     """
     from scipy.special import stdtrit  # This import takes long.
 

@@ -53,7 +53,7 @@ def teacher_config(config: Config) -> Config:
 
 
 def check_distillation(config: Config) -> None:
-    """Raises ConfigError if there are no weights for the teacher, or if its settings do not fit."""
+    """Raises ConfigError if there are no weights for the teacher, or if settings do not fit it."""
     window = config.distillation.window
     if not window:
         return
@@ -71,14 +71,14 @@ def check_distillation(config: Config) -> None:
 
 
 def student_state(carry: StackState | DistillationCarry) -> StackState:
-    """Returns the part of a run's carry that belongs to the trained model."""
+    """Returns the part of a run's carry that belongs to the trained model, not to a teacher."""
     return carry.student if isinstance(carry, DistillationCarry) else carry
 
 
 def with_teacher_state(
     config: Config, carry: StackState, lanes: int, dtype: jnp.dtype
 ) -> StackState | DistillationCarry:
-    """Returns the initial carry of a run: with the teacher's empty caches if it distills."""
+    """Returns the initial carry of a run, with the teacher's empty caches if it has a teacher."""
     if not distills(config):
         return carry
     teacher = new_stack_state(teacher_config(config).model, lanes, dtype)
@@ -92,7 +92,9 @@ def with_teacher_axes(config: Config, axes: StackState) -> StackState | Distilla
 
 
 def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
-    """Splits off the entry with the teacher's parameters, empty if there is no teacher."""
+    """Returns the model state of the trained model, and the entry with the teacher's parameters,
+    which is empty if there is no teacher.
+    """
     own = {name: state for name, state in model_state.items() if name != TEACHER}
     return own, {name: model_state[name] for name in model_state.keys() - own.keys()}
 

@@ -5,7 +5,7 @@ segment to segment. Every token is scored; the first token of a document is pred
 metric is the sum of all nats divided by an exact count. Documents of memory tasks, which ask for
 facts that they have stated before, have further metrics (see `answers`).
 
-In shapes, B is the number of lanes (rows of the batch), T the number of tokens of a segment, and N
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N
 the number of its blocks.
 """
 
@@ -54,9 +54,9 @@ class DocumentScore(NamedTuple):
     """Counts and total nats of a document."""
 
     name: str
-    tokens: int  # Scored tokens, with the end token if it is scored.
+    tokens: int  # number of scored tokens, with the end token if it is scored
     bytes: int
-    characters: int  # code points
+    characters: int  # number of code points
     words: int
     nats: float
     lost: int = 0  # number of bytes that the tokens do not reproduce
@@ -102,7 +102,7 @@ class SplitScores:
     # Speed without the first segment, which includes compilation; None if there is only one
     # segment.
     tokens_per_second: float | None
-    answered: Sequence[answers.ScoredAnswer] = ()  # of memory tasks
+    answered: Sequence[answers.ScoredAnswer] = ()  # answers of memory tasks that were read
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class SplitScores:
 class DocumentEvaluator:
     """Evaluates whole documents.
 
-    Without `whole`, only Evaluation.tokens_per_document tokens of each document are read. With
+    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read. With
     `request.ablate`, a second pass over the split resets this part of the memory before every
     segment. Raises ConfigError if no layer of the model has such a part.
     """
@@ -164,6 +164,7 @@ class DocumentEvaluator:
 
     @property
     def lengths(self) -> np.ndarray:
+        """Number of tokens of each document, int64 [D]."""
         return self._store.lengths
 
     def sample(
@@ -185,7 +186,7 @@ class DocumentEvaluator:
         """Reads every document once, and returns the scores; None if `control` stopped the reading.
 
         Args:
-          ablate: as in `EvaluationRequest`; None resets nothing.
+          ablate: part of the memory that is reset before every segment, as in `EvaluationRequest`.
           tokens_per_document: number of tokens to read of each document; 0 reads all.
           on_blocks: called after each batch with two arrays [B, N]: the index of each block's
             document, -1 for padding, and the nats of each block.
@@ -252,11 +253,12 @@ class DocumentEvaluator:
         part: str | None,
         by_token: bool,
     ) -> tuple[Float[Array, "B N"], tuple[Array, ...], StackState]:
-        """Returns the nats of each block; the nats [B, T] of each token, and True for tokens that
-        were the most likely ones, or () without `by_token` and memory tasks; and the new carry.
+        """Reads a segment; if `forgets` is True, `part` of the memory is reset before.
 
-        If `forgets`, `part` of the memory is reset before. The flag is an argument of the program,
-        so that the normal and the ablated pass use the same compiled program.
+        The flag is an argument of the program, so that the normal and the ablated pass use the same
+        compiled program. Returns the nats of each block; the nats [B, T] of each token and True for
+        tokens that were the most likely ones, or () if scores of tokens are not needed; and the new
+        carry.
         """
         if part:
             model = self._config.model
@@ -312,6 +314,7 @@ def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def text(report: dict[str, Any]) -> str:
+    """Returns the report as text for people: the protocol, and a table of the metrics."""
     p = report["protocol"]
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "

@@ -50,6 +50,7 @@ def export(source: ExportSource) -> ExportableModel:
 
 
 def _adapter(source: ExportSource, decoder: TrainedDecoder, family: str | None) -> ExportableModel:
+    """Returns the low-rank adapters of a decoder in PEFT's format."""
     if not family:
         raise CheckpointError(
             f"{source.path} has more than its base and adapters, for example a memory, for which "

@@ -1,6 +1,6 @@
 """The forward pass of a language model on a segment, for training, evaluation and probes.
 
-In shapes, B is the number of lanes (rows of the batch), T the number of tokens of a segment, and N
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N
 the number of its blocks.
 """
 
@@ -26,7 +26,7 @@ def predict(
 ) -> DecoderOutput:
     """Returns the hidden vectors of every token of a segment, and the state after the segment.
 
-    None in `dropout`, a random key, disables dropout.
+    `dropout` is a random key; None disables dropout.
     """
     output: Any = Decoder(config.model, dropout is not None, config.kernels).apply(
         {"params": variables.params}, batch.inputs, carry, batch.document_start,
@@ -39,7 +39,7 @@ def predict(
 def segment_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], StackState]:
-    """Returns the nats of every token of a segment, 0 if it is not scored, and the new state."""
+    """Returns the nats of every token, 0 if it is not scored, and the state after the segment."""
     nats, _, carry = segment_guesses(config, variables, carry, batch)
     return nats, carry
 
@@ -47,7 +47,9 @@ def segment_nats(
 def segment_guesses(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-    """Returns what `segment_nats` does, and whether each true token was the most likely one."""
+    """Returns the nats of every token of a segment, 0 if it is not scored; for every token, True if
+    the true token was the most likely one; and the state after the segment.
+    """
     model = config.model
     hidden, carry, *_ = predict(config, variables, carry, batch)
     nats, right = token_scores(
@@ -61,7 +63,7 @@ def segment_guesses(
 def block_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B N"], StackState]:
-    """Returns the nats of every block, summed over its scored tokens, and the new state."""
+    """Returns the nats of every block, summed over its tokens, and the state after the segment."""
     nats, carry = segment_nats(config, variables, carry, batch)
     return by_block(config, nats), carry
 

@@ -15,7 +15,7 @@ from brt.types import Batch, Variables
 
 
 class TextScorer:
-    """Computes the nats of each token of a text, of which the first is predicted from `bos_id`."""
+    """Computes the nats of each token of a text; the first is predicted from BOS (`bos_id`)."""
 
     def __init__(self, config: Config, bos_id: int):
         self._config, self._bos_id = config, bos_id
@@ -27,7 +27,9 @@ class TextScorer:
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
-        """The text is read in segments of Evaluation.segment_length tokens."""
+        """The text is read in segments of Evaluation.segment_length tokens, and caches and
+        recurrent states are carried from segment to segment.
+        """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
         inputs = np.concatenate([[self._bos_id], tokens[:-1]])

@@ -90,7 +90,7 @@ class LanguageModeling(Task):
         distillation.check_distillation(config)
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """With `progress`, also warns if training segments are too short to learn a memory task."""
+        """Also warns if training segments are too short to learn a memory task."""
         if progress:
             warn_of_cut_gradients(config)
         return preparation.prepare(config.data, progress=progress)

@@ -167,6 +167,7 @@ def _with_window(config: Config, window: int, block: int) -> Config:
 
 
 def text(report: Mapping[str, Any]) -> str:
+    """Returns the report as text for people: a row for each window."""
     protocol, rows = report["protocol"], report["windows"]
     per_byte = report["bits_per_byte"] is not None
     lines = [

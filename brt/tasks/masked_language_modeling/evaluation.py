@@ -50,7 +50,7 @@ class Predictions(NamedTuple):
 class MaskedEvaluator:
     """Evaluates predictions of masked tokens.
 
-    Without `whole`, only Evaluation.tokens_per_document tokens of each document are read.
+    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read.
     """
 
     unit = "tok"

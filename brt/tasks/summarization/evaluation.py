@@ -14,7 +14,7 @@ from brt.types import Variables
 class SummaryEvaluator:
     """Evaluates a model on one split: bits of reference summaries, ROUGE of generated summaries.
 
-    Without `whole`, no summaries are generated.
+    If `whole` is False, no summaries are generated.
     """
 
     unit, partial = "row", False

@@ -44,8 +44,8 @@ class Question(NamedTuple):
 def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
     """Yields the questions of all sources in order, and a BadRow for each question with a fault.
 
-    A question without an answer has a fault unless `no_answer`. Raises DataError if a source cannot
-    be read, contains no question, or has another format.
+    A question without an answer has a fault unless `no_answer` is True. Raises DataError if a
+    source cannot be read, contains no question, or has another format.
     """
     for table in (table for name in names for table in tables.tables(name, ENDINGS)):
         empty = True

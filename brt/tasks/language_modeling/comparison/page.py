@@ -41,15 +41,16 @@ class Document(NamedTuple):
 
     name: str
     pieces: Sequence[bytes]  # the bytes of each of the T tokens
-    nats: np.ndarray  # float64 [T], in the first model
+    nats: np.ndarray  # float64 [T], nats in the first model
     other: np.ndarray  # float64 [T], nats in the other model
-    classes: np.ndarray  # int [T]; see `terms`
+    classes: np.ndarray  # int [T], class of each token; see `terms`
 
 
 def html(documents: Sequence[Document], *, other: str, without: str | None) -> str:
     """Returns a page that needs no other file.
 
-    The other run has the name `other`, and was read without the part `without` of its memory.
+    The other run has the name `other`, and was read without the part `without` of its memory; None
+    stands for no part.
     """
     name = formatting.html(other + (f" without {without}" if without else ""))
     parts = [

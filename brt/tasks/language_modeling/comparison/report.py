@@ -16,7 +16,8 @@ def class_rows(
 ) -> list[dict[str, Any]]:
     """Returns a row for each class of tokens, as JSON; classes without tokens are left out.
 
-    Classes and nats are those of each token of each document.
+    The arguments have the class of each token of each document, its nats, and its nats in the other
+    model.
     """
     rows = _rows(classes, len(CLASSES), nats, other)
     return [{"class": name, **row} for name, row in zip(CLASSES, rows, strict=True) if row]
@@ -27,8 +28,9 @@ def position_rows(
 ) -> list[dict[str, Any]]:
     """Returns a row for each range of positions in the document, as JSON.
 
-    The first range has the length of the window, and each further range ends at four times the
-    position of its start. The last range has no end.
+    The first range has the length of the window in tokens, and each further range ends at four
+    times the position of its start. The last range has no end. `nats` and `other` have the nats of
+    each token of each document in the two models.
     """
     longest = max((len(own) for own in nats), default=0)
     starts = [0, window]
@@ -89,6 +91,7 @@ def _interval(value: float | None, half: float | None) -> str:
 
 
 def text(report: Mapping[str, Any]) -> str:
+    """Returns the report as text for people: both models, and a row for each class of tokens."""
     other = report["other"]
     without = other["protocol"]["ablate"]
     name = other["run"] + (f" without {without}" if without else "")
@@ -146,6 +149,7 @@ def _table(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[st
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns a plot (PNG) of the difference of each class of tokens."""
     from brt.drawing import class_plot, png
 
     differences = {row["class"]: (row["difference"], row["difference_95"]) for row in rows}

@@ -130,7 +130,7 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
         segments = [segments[0]] * 2
     first, second = (jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch) for batch in segments)
     start = second.document_start.copy()
-    # Document starts in the first lane are removed, because they would stop the flow of gradients.
+    # Document starts in the first row are removed, because they would stop the flow of gradients.
     start[0], start[1, 0] = False, True
     return first, second._replace(document_start=start)
 

@@ -5,7 +5,7 @@ every segment, and does not change the other parts. The split is read once with 
 and once with the unchanged model. The part is replaced in one of these ways:
 
   zeroed    by its initial value, as at the start of a document (`brt.evaluate --ablate`)
-  shuffled  by the same part of another lane, which has read another document
+  shuffled  by the same part of another row, which has read another document
   frozen    by its value after the first segment of the document
 """
 
@@ -57,26 +57,30 @@ class InterventionResult:
     # row, or the segment begins a document and thus needs no memory. False if there was no other
     # row.
     foreign: np.ndarray
-    nats: dict[Intervention | None, np.ndarray]  # None is the unchanged model
+    nats: dict[Intervention | None, np.ndarray]  # None: the unchanged model
     # Metrics of each layer's recurrent state, averaged over rows and segments.
     states: dict[int, dict[str, float]]
 
     def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
-        """Returns the bits per byte of the blocks that `where` marks."""
+        """Returns the bits per byte of the blocks that `where` marks; None: the unchanged model."""
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
-        """Returns True for the blocks that count when an intervention is scored."""
+        """Returns True for the blocks that count when an intervention is scored: no padding and no
+        other documents and, for "shuffled", only blocks for which `foreign` is True.
+        """
         foreign = self.foreign if intervention.how == "shuffled" else True
         return (self.document >= 0) & foreign
 
     def standard_error(self, intervention: Intervention) -> float:
-        """Returns the standard error of the difference to the unchanged model's bits per byte."""
+        """Returns the standard error of the difference in bits per byte between the model with an
+        intervention and the unchanged model.
+        """
         difference = self.nats[intervention] - self.nats[None]
         return self._error(difference, self.counted(intervention))
 
     def bits_error(self, where: np.ndarray) -> float:
-        """Returns the standard error of the unchanged model's bits per byte."""
+        """Returns the standard error of the unchanged model's bits per byte over some blocks."""
         mean = self.nats[None][where].sum() / self.bytes[where].sum()
         return self._error(self.nats[None] - mean * self.bytes, where)
 
@@ -165,11 +169,11 @@ class _Streams:
     def read(
         self, batch: Batch, document: np.ndarray, active: np.ndarray
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Reads a segment, and returns `InterventionResult.foreign` and the nats [B, N] of each
-        stream.
+        """Reads a segment with the unchanged model and with each intervention.
 
         `document` [B, N] has the index of each block's document, -1 for padding. `active` [B] is
-        False for rows whose segment ends in padding.
+        False for rows whose segment ends in padding. The results are `InterventionResult.foreign`,
+        bool [B, N], and the nats [B, N] for each of `interventions`.
         """
         normal, source = self._carried[None], _other_lanes(self._active)
         replacements = {

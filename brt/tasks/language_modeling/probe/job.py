@@ -32,6 +32,7 @@ EDGES = (0, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
 def inspect(variables: Variables, request: InspectionRequest) -> Inspection:
+    """Runs all probes, and returns the results with a text and plots."""
     from brt.tasks.language_modeling.probe import plots
 
     config, dataset, split, tokens, where = request

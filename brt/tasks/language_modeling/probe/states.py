@@ -1,7 +1,6 @@
 """Metrics of recurrent states and gates, computed from parameters and carried states alone.
 
-In shapes, B is the number of lanes (rows of the batch), S the number of state vectors, and D their
-width.
+In shapes, B is the number of rows of the batch, S the number of state vectors, and D their width.
 """
 
 import math
@@ -21,13 +20,13 @@ from brt.layers.sections import Recurrence
 from brt.layers.state import LayerState
 from brt.tasks.language_modeling.distillation import DistillationCarry, student_state
 
-# Training computes the metrics for at most this number of lanes, because the Gram matrices of all
-# lanes would need much memory.
+# Training computes the metrics for at most this number of rows, because the Gram matrices of all
+# rows would need much memory.
 _LANES = 8
 
 
 class StateMetrics(NamedTuple):
-    """Metrics of the state vectors of a layer, for each row."""
+    """Metrics of the state vectors of a layer, for each row of the batch."""
 
     norm: Float[Array, " B"]  # mean length of a vector
     # Participation ratio (sum of l)^2 / sum of l^2 of the eigenvalues l of the Gram matrix: 1 if
@@ -40,7 +39,7 @@ class StateMetrics(NamedTuple):
 
 
 def state_metrics(states: Sequence[Float[Array, "B ..."]]) -> StateMetrics:
-    """Returns the metrics of a layer's state vectors, for each row.
+    """Returns the metrics of a layer's state vectors, for each row of the batch.
 
     The vectors are the rows of the largest of the arrays; an array [B, D] is one vector. The
     metrics are computed from the Gram matrix, because an eigendecomposition would be slow.
@@ -124,7 +123,9 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
 
 
 def half_life_tokens(decay: Float[Array, " D"], window: int) -> Float[Array, " D"]:
-    """Returns the number of tokens after which half of a channel's value remains."""
+    """Returns the number of tokens after which half of a channel's value remains, given its decay
+    per block of `window` tokens.
+    """
     return math.log(2) / decay * window
 
 

@@ -50,7 +50,7 @@ def prepare(
 class Preparation(TextPreparation):
     """Prepares and opens the sentences that a config section describes.
 
-    With `numbers`, labels are real numbers instead of classes.
+    If `numbers` is True, labels are real numbers instead of classes.
     """
 
     dataset = SentenceDataset

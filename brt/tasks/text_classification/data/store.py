@@ -45,6 +45,7 @@ class SentenceStore(RowStore):
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 1"] | Float[np.ndarray, "rows 1"]:
+        """Target that the model has to predict for each row: the index of a label, or a number."""
         return self.targets[:, None]
 
     def with_labels(self, labels: Sequence[str]) -> "SentenceStore":

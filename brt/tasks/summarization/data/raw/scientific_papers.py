@@ -21,6 +21,7 @@ COLUMNS = Columns("article_text", "abstract_text", "article_id")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
+    """Returns the examples of each split, as `RawDataset.read` does."""
     folders = ("", "arxiv-dataset/", "pubmed-dataset/")
     paths = {
         split: examples.find(directory, *(f"{folder}{name}" for folder in folders))

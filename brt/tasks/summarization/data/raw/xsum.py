@@ -35,6 +35,7 @@ PAGE_ELEMENTS = {
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
+    """Returns the examples of each split, as `RawDataset.read` does."""
     if not (directory / SPLIT_FILE).exists():
         return {split: _table(directory, split) for split in SPLITS}
     folder = examples.find(directory, *EXTRACTS)
