@@ -258,7 +258,7 @@ class TimedFunction:
         self.seconds, self.inputs = 0.0, 0
 
     def __call__(self, params: PyTree[Array], batch: Any, *more: np.ndarray) -> Any:
-        """Returns the outputs as NumPy arrays; raises NonFiniteError if a row's are not finite."""
+        """Returns NumPy arrays; raises NonFiniteError if an output of a row is not finite."""
         arguments = (params, batch, *more)
         shape = tuple(x.shape for x in batch)
         if shape not in self._compiled:

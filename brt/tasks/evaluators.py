@@ -29,7 +29,8 @@ class Evaluator(Protocol):
     ) -> EvaluationResult | None:
         """Returns the metrics of the split, or None if `control` stopped the evaluation.
 
-        False in `whole` may evaluate only a part, as training does before its last step.
+        If `whole` is False, only a part may be evaluated, to save time before the last training
+        step.
         """
 
     def sample(self, variables: Variables, step: int, control: Control = ...) -> str | None:

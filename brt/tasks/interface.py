@@ -113,7 +113,7 @@ class Task(abc.ABC):
         return getattr(config, self.model).vocab_size > 0
 
     def required_vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the number of ids that the model needs: the tokenizer's and, say, the mask's."""
+        """Returns the number of ids that the model needs, such as the tokenizer's and a mask."""
         return tokenizer.vocab_size
 
     def example_row(self, config: Config) -> Any:

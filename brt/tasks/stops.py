@@ -15,9 +15,7 @@ class StopFilter:
         self._stops, self._held, self.found = tuple(stops), "", False
 
     def add(self, piece: str, *, final: bool = False) -> str:
-        """Takes the next piece, and returns the characters that no stop string can contain any
-        more.
-        """
+        """Takes the next piece, and returns the text that no stop string can contain any more."""
         text = self._held + piece
         places = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         if places:

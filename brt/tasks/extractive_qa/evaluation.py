@@ -139,8 +139,9 @@ def best_answer(
 def average_scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the averages of exact match and F1 over questions, in percent, by name.
 
-    If some questions have no answer, there are also averages over the questions with an answer,
-    whose names begin with "answerable_", and over the others ("unanswerable_").
+    Each of `rows` is a question, whose scores are from 0 to 1. If some questions have no answer,
+    there are also averages over the questions with an answer, whose names begin with "answerable_",
+    and over the others ("unanswerable_").
     """
     kinds = {"": rows, "answerable_": [r for r in rows if r["answers"]]}
     if len(kinds["answerable_"]) == len(rows):

@@ -101,7 +101,7 @@ class LanguageModeling(Task):
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Also decides about the ends of documents."""
+        """Also sets Data.score_ends to 'yes' or 'no' instead of 'auto'."""
         config, tokenizer = ends.resolved(config), dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)

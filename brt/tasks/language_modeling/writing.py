@@ -72,8 +72,8 @@ class TextWriter(Writer):
         """Gives the session the memory of `text`, the first part of the `tokens` that it has
         generated.
 
-        The tokens of the part are read again. If it ends within a token, the rest of it is encoded
-        anew.
+        The tokens of the part are read again, after the memory `before`. If the part ends within a
+        token, the rest of it is encoded anew.
         """
         decoder = self._decoder(before)
         count = length = kept = 0

@@ -190,7 +190,7 @@ class Regressor(SentenceEvaluator):
 
     @staticmethod
     def nats(logits: Float[Array, "B 1"], batch: TextBatch) -> Float[Array, " B"]:
-        """The logit is the mean of a normal distribution of variance 1."""
+        """The prediction is a normal distribution of variance 1, whose mean is the logit."""
         nats = jnp.square(logits - batch.targets) / 2 + math.log(2 * math.pi) / 2
         return jnp.where(batch.scored, nats, 0.0)[:, 0]
 

@@ -85,6 +85,7 @@ class TextClassification(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
+        """The loss is smoothed by Training.label_smoothing; the nats of the `Aux` are not."""
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))
         aux = Aux(nats, count_scored(batch.scored))

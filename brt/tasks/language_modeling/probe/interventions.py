@@ -62,12 +62,14 @@ class InterventionResult:
     states: dict[int, dict[str, float]]
 
     def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
-        """Returns the bits per byte of the blocks that `where` marks; None: the unchanged model."""
+        """Returns the bits per byte of the blocks that `where` marks, with an intervention or, for
+        None, of the unchanged model.
+        """
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
-        """Returns True for the blocks that count when an intervention is scored: no padding and no
-        other documents and, for "shuffled", only blocks for which `foreign` is True.
+        """Returns True for the blocks that count when an intervention is scored: not padding, not
+        blocks of other documents, and for "shuffled" only blocks for which `foreign` is True.
         """
         foreign = self.foreign if intervention.how == "shuffled" else True
         return (self.document >= 0) & foreign

@@ -44,9 +44,7 @@ def files(source: str) -> list[Path]:
 
 
 def rows(source: str) -> list[dict[str, str]]:
-    """Returns the rows of a source, PATH.tsv[:SPLIT]; the column `split` of each has the value
-    SPLIT.
-    """
+    """Returns the rows of a source, PATH.tsv[:SPLIT]: those with SPLIT in the column `split`."""
     path, split = parse(source)
     lines = contents.small_text(path).replace("\r\n", "\n").split("\n")
     columns, *values = [line.split("\t") for line in lines if line] or [[]]

@@ -98,7 +98,7 @@ def choose_columns(table: str, header: Collection[str], configured: Columns = AN
 def read_pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
     """Returns the pair in a row, or a BadRow if the row cannot be used.
 
-    The pair gets `number`, that of the row, for an id if the row has none.
+    If the row has no id, `number` becomes the id of the pair.
     """
     try:
         _check(row.problem)

@@ -29,7 +29,7 @@ def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, Aggregate]:
     The intervals are estimated by the bootstrap: percentiles of the means of many samples of the
     documents, drawn with replacement. `Aggregate.mid` is the mean of the documents themselves. The
     BootstrapAggregator of the package rouge-score returns the median of the samples' means instead,
-    which differs randomly in the second decimal of a percentage. Raises DataError without
+    which differs randomly in the second decimal of a percentage. Raises DataError if there are no
     documents.
     """
     if not scores:

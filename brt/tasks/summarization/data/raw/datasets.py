@@ -47,7 +47,7 @@ class RawDataset(NamedTuple):
 
     @property
     def tfds_name(self) -> str:
-        """NAME in `tfds:NAME/SPLIT`, by which a config refers to a split."""
+        """NAME in `tfds:NAME/SPLIT`, by which a config refers to a split of the dataset."""
         return "/".join(filter(None, (self.name, self.config)))
 
 
