@@ -89,7 +89,7 @@ class SelfAttention(Projections):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, inputs: SharedInputs
     ) -> Float[Array, "B T D"]:
-        """Returns the attention output; `key` is for kinds of attention that draw random numbers."""
+        """Returns the attention output; `key` is for kinds that draw random numbers."""
         queries, scale, drop = self.q(x), self.block.scale, self.drop()
         kernels = self.block.kernels
         keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)

@@ -12,11 +12,8 @@ from brt.memories.checks import check_reach
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memorizing(KindSection):
-    """Settings of layers that attend to a few tokens of a long memory, which a search selects for
-    each query.
-
-    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
-    the fields.
+    """Settings of layers that attend to a few tokens of a long memory, found by a search for each
+    query.
     """
 
     kind: ClassVar[str] = "memorizing"
@@ -51,15 +48,11 @@ class Memorizing(KindSection):
         )
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if the window of a memorizing layer is smaller than a block."""
         check_reach("Memorizing.layers", self.layers, model)
 
     def check_segment(self, name: str, length: int) -> None:
-        """Raises ConfigError if a segment is longer than the memory.
-
-        Args:
-          name: the name of the setting that gives the length of a segment, for the message.
-          length: the number of tokens of a segment.
+        """Raises ConfigError if a segment, whose length the setting `name` gives, exceeds the
+        memory.
         """
         check(
             self.size >= length,
