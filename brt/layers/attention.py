@@ -149,8 +149,8 @@ class TransformerBlock(nn.Module):
         return "heads" if x.shape[2] == self.model.heads else "kv_heads"
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
-        """Projects z like tokens, to normalised keys and values; `learns` = False fixes the
-        weights.
+        """Returns keys (normalised) and values of vectors that are not tokens, such as summaries of
+        blocks. `learns` = False treats the weights as constants.
         """
         weights = self.norm, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)

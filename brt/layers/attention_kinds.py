@@ -1,8 +1,7 @@
 """Attention of the kind that the setting `Attention.kind` names; all kinds have the same
 parameters.
 
-In shapes, B is the number of examples, T of queries, X of keys, H of heads; K is the size of a
-head.
+In shapes, B is the number of examples of the batch, T of queries, and X of keys.
 """
 
 import jax

@@ -149,9 +149,7 @@ class ClusteredLayer(WindowLayer):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Computes the centroids' memories of all blocks first; then the tokens of all blocks
-        attend at once.
-        """
+        """Computes the memories of all blocks first; then all tokens attend at once."""
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
@@ -193,9 +191,7 @@ class ClusteredLayer(WindowLayer):
     def end_block(
         self, x: None, *, state: ClusteredState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Makes the block the cache; the block that was the cache enters the memory of the
-        centroids.
-        """
+        """Makes the block the cache; the cached block enters the memory of the centroids."""
         keys = self.tokens.normalized_keys(state.window.keys)
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)

@@ -203,9 +203,7 @@ def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
 
 
 def check_state(name: str, model: Model) -> None:
-    """Raises ConfigError if `parts` or `axes` of the `LayerKind` do not match the state of the
-    kind.
-    """
+    """Raises ConfigError if a kind's `parts` or `axes` do not match the state of its layers."""
     kind = of(name)
     state = jax.eval_shape(lambda: kind.new_state(model, 1, jnp.dtype("float32")))
     for part in kind.parts:
@@ -228,15 +226,13 @@ def check_state(name: str, model: Model) -> None:
 
 
 def is_names(leaf: Any) -> bool:
-    """Returns True for names of an array's axes: a tuple, not a NamedTuple. For `is_leaf` of
-    `jax.tree`.
-    """
+    """Returns True for a tuple of names of axes, not for a NamedTuple (`is_leaf` of `jax.tree`)."""
     return type(leaf) is tuple
 
 
 def replace_parts(
     kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
 ) -> LayerState:
-    """Returns `state` with those of its `parts` that the kind has taken from the state `donor`."""
+    """Returns `state`, in which those of `parts` that the kind has are taken from `donor`."""
     names = {field for part in parts for field in fields_of(kind, part, state)}
     return state._replace(**{name: getattr(donor, name) for name in names})

@@ -53,9 +53,7 @@ class MLP(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], tokens: str | None, taps: TokenTaps = NO_TAPS
     ) -> Float[Array, "B T D"]:
-        """Returns x plus the output of the MLP. `tokens` is the name of the axis of tokens if it is
-        sharded.
-        """
+        """Returns x plus the MLP's output; `tokens` names the axis of tokens if it is sharded."""
         m = self.model
         h, x = residual_normed(m, x, self.mlp_norm)
         y = self._products(h, tokens, taps)

@@ -28,9 +28,7 @@ from brt.ops.window_attention import segment_part
 
 
 def speeds_of(model: Model) -> RotarySpeeds:
-    """Returns the angles, in radians per token, by which rotary positions rotate each pair of
-    channels.
-    """
+    """Returns the angles, in radians per token, by which each pair of channels is rotated."""
     r = model.rotary
     return rotary_speeds(
         model.head_dim, base=r.base, times_pi=r.times_pi, scaling=r.scaling, factor=r.factor,
@@ -82,9 +80,7 @@ def window_part(
 
 
 def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
-    """Returns the place of each token of a segment in its document, 0 for the document's first
-    token.
-    """
+    """Returns the place of each token in its document, 0 for the document's first token."""
     assert past.first is not None  # `with_cache` sets this field in all models with sinks.
     by_token = jnp.repeat(past.first, tokens // past.first.shape[1], axis=1)
     return jnp.arange(tokens, dtype=jnp.int32)[None] - by_token
@@ -115,9 +111,7 @@ def with_sinks(
 
 
 def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B T"]) -> Sinks:
-    """Returns the sinks after T tokens, of which those at the first S `places` of a document are
-    sinks.
-    """
+    """Returns the sinks after T tokens were read; `places` counts from each document's start."""
     # `own` is 1 where a token is a sink, with the axes [B, S, T].
     own = jnp.arange(sinks.keys.shape[1])[None, :, None] == places[:, None]
     found = jnp.any(own, axis=2)[:, :, None, None]

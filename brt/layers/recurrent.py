@@ -52,8 +52,8 @@ from brt.ops.recurrent_attention import (
     tokens_by_head,
 )
 
-# On CPUs, every iteration of the scan over blocks copies the states. If the states of a lane (a row
-# of the batch) have at least this many numbers, one iteration processes BLOCKS_AT_ONCE blocks. The
+# On CPUs, every iteration of the scan over blocks copies the states. If the states of a row
+# of the batch have at least this many numbers, one iteration processes BLOCKS_AT_ONCE blocks. The
 # time that this saves in training is longer than the time that it adds to compilation. With smaller
 # states, an iteration processes one block.
 _LARGE_STATES = 1 << 15
@@ -177,7 +177,7 @@ class StateCell(nn.Module):
         kind, width = section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
-            # `part` is a part of the parameter's name, such as "forget_".
+            # `part` is a part of the name; with `keeps`, the settings of the initial bias apply.
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
@@ -318,9 +318,7 @@ class RecurrentLayer(nn.Module):
     def end_block(
         self, x: None, *, state: RecurrentState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Updates the states by attention to the cache and to `block`, which then becomes the
-        cache.
-        """
+        """Updates the states by attention to the cache and to `block`, which becomes the cache."""
         window = state.window
         if not self.model.sliding.mask_empty_cache:
             window = zero_where_invalid(window)

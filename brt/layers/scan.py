@@ -79,8 +79,7 @@ def scan_layers(
         module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, index: Any,
         shared: Any,
     ) -> tuple[Stream, tuple[Any, LayerAux]]:  # fmt: skip
-        # One layer; `each`, `model_state`, `taps` are its own parts. `index` is for separate
-        # kernels.
+        # Calls one layer. `index` is its index if its kernels are separate arrays, otherwise None.
         inputs = {**each, **shared, "summaries": stream.summaries, "model_state": model_state}
         if whole:
             inputs["taps"] = taps
@@ -136,7 +135,7 @@ def _layers_at_once(model: Model, layers: int) -> int:
 
 
 def _saved_for_backward(run: Run) -> RematPolicy | None:
-    # Besides their inputs; None stores everything.
+    # Returns what layers store besides their inputs; None stores everything.
     if run.model.remat:
         return run.model.remat_keep
     recomputes = dispatch.policy().recomputes_elementwise and not run.layer_kind.loops
@@ -153,7 +152,7 @@ def _call_separate(
     call: Callable[..., LayerOutput], index: Int[Array, ""], module: nn.Module, method: str,
     x: PyTree[Array], inputs: dict[str, Any],
 ) -> LayerOutput:  # fmt: skip
-    # The module has the parameters of all layers.
+    # The module has the parameters of all layers, of which `index` chooses those of one layer.
     def choose(params: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(partial(of_layer, layer=index), params, is_leaf=are_separate)
 
@@ -187,6 +186,7 @@ def _call_by_token(
 def _call_tied(
     module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, Any]
 ) -> LayerOutput:
+    # The weight gradients of the layer are computed before the backward pass of the layers below.
     tied = []
 
     def tie(params: PyTree[Array]) -> PyTree[Array]:

@@ -21,7 +21,7 @@ from brt.layers.runs import ModelState, StackState, check_states, new_model_stat
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 _Tokens: TypeAlias = Int[np.ndarray, "B T"]
-# The check reads this number of lanes and blocks, with tokens from a vocabulary of this size.
+# The check reads this number of rows and blocks, with tokens from a vocabulary of this size.
 _LANES, _BLOCKS, _VOCABULARY = 2, 4, 32
 # Logits of two readings may differ by this number, relative to the largest logit.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}

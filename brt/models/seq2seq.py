@@ -107,9 +107,7 @@ class Seq2Seq(nn.Module):
     def encode(
         self, source: Int[Array, "B S"], mask: Bool[Array, "B S"], key: jax.Array | None = None
     ) -> Float[Array, "B S D"]:
-        """Returns the encoder's outputs. `key` is for kinds of attention that draw random numbers;
-        None is a fixed key.
-        """
+        """Returns the encoder's outputs; `key` is for kinds that draw random numbers."""
         key = jax.random.key(0) if key is None else key
         return self.encoder(self.token_embed(source), mask, key)
 
@@ -131,9 +129,7 @@ class Seq2Seq(nn.Module):
         beams: int,
         max_length: int,
     ) -> DecodeState:
-        """Returns the state before the first of at most `max_length` target tokens, which include
-        the start token.
-        """
+        """Returns the state before the first of `max_length` tokens, including the start token."""
         own = self.decoder.new_cache(encoded.shape[0], beams, max_length)
         return DecodeState(jnp.zeros((), jnp.int32), own, self.decoder.prefill(encoded, mask))
 

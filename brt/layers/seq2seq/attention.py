@@ -1,7 +1,6 @@
 """Causal self-attention of the decoder.
 
-In shapes, B is the number of sources, N of beams of a source, T the largest number of target
-tokens.
+In shapes, B is the number of sources, N of beams of a source, and T of target tokens.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Cross-attention of the decoder to the source, of the kind that `CrossAttention.kind` names.
 
-In shapes, B is the number of sources, S and T of source and target tokens, N of beams of a source.
+In shapes, B is the number of sources, S and T of source and target tokens, N of beams per source.
 """
 
 import dataclasses

@@ -39,9 +39,7 @@ class Ends(nn.Module):
     def enter(
         self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
     ) -> Float[Array, "B T D"]:
-        """Returns the input of the first layer for embedded tokens, of which the first is at
-        `first`.
-        """
+        """Returns the input of the first layer; the first of the embedded tokens is at `first`."""
         if self.model.family == "bart":
             rows = jax.lax.dynamic_slice_in_dim(
                 self.pos_embed, first + POSITION_OFFSET, x.shape[1], axis=0
@@ -50,7 +48,7 @@ class Ends(nn.Module):
         return dropout(self, x, self.model.dropout)
 
     def leave(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns the output of the last layer: normalised and with dropout in T5, unchanged in
+        """Normalises the output of the last layer, with dropout, in T5; returns it as it is in
         BART.
         """
         if self.model.family == "bart":
@@ -65,7 +63,7 @@ def relative_bias(model: Seq2Seq) -> Embedding:
 
 
 def check_length(model: Seq2Seq, length: int, what: str) -> None:
-    """Raises ConfigError if a `what` ("source" or "target") is longer than BART's positions."""
+    """Raises ConfigError if a sequence (`what` names it) is longer than BART's positions."""
     if model.family == "bart" and length > model.max_positions:
         raise ConfigError(
             f"a {what} of {length} tokens is longer than Model.max_positions = "

@@ -81,8 +81,8 @@ def _channels(model: Model) -> tuple[int, int]:
 
 
 def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    # The factor of a state is between the two numbers while the gate is open (Griffin, section
-    # 2.4).
+    # With these rates, the factor of a state is between `_FASTEST` and `_SLOWEST` while the gate is
+    # open (Griffin, section 2.4).
     drawn = jax.random.uniform(key, shape, dtype, _FASTEST**2, _SLOWEST**2)
     return jnp.log(jnp.expm1(-0.5 * jnp.log(drawn) / SHARPNESS))
 

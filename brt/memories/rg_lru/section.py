@@ -29,9 +29,7 @@ class RGLRU(KindSection):
         return self.width or model.model_dim
 
     def check_model(self, model: Model) -> None:
-        """Requires a multiple of the heads as width, and no `Model.feedback`: there is no
-        attention.
-        """
+        """Requires heads that divide the width, and no feedback, to which nothing would attend."""
         if not self.layers:
             return
         width = self.width_of(model)

@@ -122,7 +122,7 @@ class SummaryLayer(nn.Module):
         because each block reads the memory that the previous block has changed.
         """
         m, blocks, shape = self.model, document_start.shape[1], x.shape
-        # The blocks are read one after the other, so every device needs all blocks of its lanes.
+        # The blocks are read one after the other, so every device needs all blocks of its rows.
         x = constrain(x, "lanes", None, None).reshape(len(x), blocks, m.window, m.model_dim)
         z = jnp.concatenate([x, constrain(summaries, "lanes", None, None, None)], axis=2)
         projected = self._projected(z.reshape(len(z), -1, m.model_dim))

@@ -30,7 +30,7 @@ class LongSummaryState(NamedTuple):
 
     short: SummaryState
     vectors: Float[Array, "B M D"]
-    length: Int[Array, " B"]  # The last places, with vectors of the current document.
+    length: Int[Array, " B"]  # The number of vectors of the current document, in the last places.
 
 
 _VECTORS = ("lanes", None, None)

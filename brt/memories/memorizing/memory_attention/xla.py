@@ -23,8 +23,8 @@ from brt.memories.memorizing.memory_attention.retrieval import (
 from brt.ops import dispatch
 from brt.ops.gathering import take
 
-# For a lane (a row of the batch), an array of scores, of retrieved keys or of retrieved values has
-# at most this number of elements, which take 32 MiB in float32.
+# For a row of the batch, an array of scores, of retrieved keys or of retrieved values has at most
+# this number of elements, which take 32 MiB in float32.
 AT_ONCE = 2**23
 
 
@@ -40,7 +40,7 @@ def memory_attention(
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `api.memory_attention` for blocks of `window` tokens; axis T is as in `reference`."""
+    """Computes `api.memory_attention` for blocks of `window` tokens; axis T as in `reference`."""
     by_head = queries.swapaxes(1, 2)
     # The neighbours have no gradient. A layer that is recomputed in the backward pass stores them;
     # otherwise it would store all scores, which are results of a product.
