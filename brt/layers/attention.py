@@ -186,10 +186,7 @@ class TransformerBlock(nn.Module):
     def scaled_queries(
         self, queries: Float[Array, "B T H K"], name: str = "scale"
     ) -> Float[Array, "B T H K"]:
-        """Returns queries ready for attention: normalised if the settings ask for it, then scaled.
-        `name` is the parameter with the learned scale, which only `SelfAttention.normalize_qk`
-        uses.
-        """
+        """Returns the queries, normalised if the settings ask for it, times the scale `name`."""
         m = self.model
         if m.attention.normalize_qk:
             return scaled_unit(queries, self.query_scale(name))

@@ -1,5 +1,4 @@
-"""Attention of the kind that the setting `Attention.kind` names; all kinds have the same
-parameters.
+"""Attention of the kind that `Attention.kind` names; all kinds have the same parameters.
 
 In shapes, B is the number of examples of the batch, T of queries, and X of keys.
 """

@@ -122,8 +122,7 @@ def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
 
 def zero_for_states(init: Initializer) -> Initializer:
     """Returns an initialiser of the output kernel [2, H, K, D] of a layer with two attentions:
-    `init` for attention to tokens, zero for attention to states. The initial layer ignores the
-    states.
+    `init` for attention to tokens, zero for attention to states, which have no effect at first.
     """
     return lambda *arguments: init(*arguments).at[1].set(0)
 

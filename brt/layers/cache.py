@@ -25,17 +25,13 @@ from brt.ops.window_attention import last_block
 class TokenProjections(NamedTuple):
     """Queries, keys and values of tokens as they were projected, before attention normalises,
     scales and rotates queries and keys.
-
-    Attributes:
-      cross_queries: queries for the recurrent states, in layers that attend to them.
-      residual: the inputs of the layer, as its residual connection should read them; see
-        `brt.ops.residual_norm`.
     """
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T G K"]
     values: Float[Array, "B T G K"]
-    cross_queries: Float[Array, "B T H K"] | None
+    cross_queries: Float[Array, "B T H K"] | None  # For recurrent states, if the layer reads them.
+    # The layer's inputs, for its residual connection (`brt.ops.residual_norm`).
     residual: Float[Array, "B T D"]
 
 

@@ -1,8 +1,8 @@
-"""The clustered layer: sliding-window attention, and attention to the whole past by clusters of
-queries.
+"""The clustered layer: sliding-window attention, and attention to the past by clusters of queries.
 
 A centroid is a learned vector that stands for a cluster of similar queries of a head. In shapes, C
-is the number of centroids of a head and R the number of slots for keys of a centroid.
+is the number of centroids of a head and R the number of slots for keys of a centroid. The other
+letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -41,20 +41,17 @@ from brt.ops.recurrent_attention import StateKV
 class ClusteredState(NamedTuple):
     """The cache, and the keys and values that every centroid remembers of all blocks before the
     cached block. The fields after `window` are those of `CentroidMemory`, in the same order.
-
-    Attributes:
-      keys, values: the keys that each centroid keeps, and their values.
-      rest: float32, each centroid's attention output over all other keys.
-      totals: float32, the log-sum-exp of the logits of these other keys.
-      filled: the number of slots, of the R slots of each centroid, that hold a key. All centroids
-        of a row have the same number.
     """
 
     window: WindowState
+    # The keys that each centroid keeps, and their values.
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
+    # Each centroid's float32 attention output over all other keys, and the log-sum-exp of their
+    # logits.
     rest: Float[Array, "B H C K"]
     totals: Float[Array, "B H C"]
+    # The number of slots, of the R slots of each centroid of a row, that hold a key.
     filled: Int[Array, " B"]
 
     @property

@@ -24,9 +24,8 @@ def mlp_flops(model: Model) -> int:
 
 
 def state_attention_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the attention of tokens to recurrent states: a second
-    projection to queries, the products with the states' keys and values, and the projection of the
-    result.
+    """Returns the FLOPs per token of the attention of tokens to recurrent states: two projections,
+    of queries and of the result, and the products with the states' keys and values.
     """
     width = model.heads * model.head_dim
     return 4 * model.model_dim * width + 4 * width * model.of(Recurrence).states

@@ -30,9 +30,7 @@ ModelState = Mapping[str, PyTree[Array]]
 
 
 class Run(NamedTuple):
-    """Neighbouring layers of one kind with the same settings, whose parameters are stacked on axis
-    0.
-    """
+    """Neighbouring layers of one kind with the same settings, with parameters stacked on axis 0."""
 
     name: str  # The kind and the index of the first layer, such as `window_0`; names parameters.
     kind: str

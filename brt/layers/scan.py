@@ -2,7 +2,7 @@
 
 This module chooses how far the scan is unrolled, which results are recomputed in the backward pass
 instead of being stored, and whether a layer's weight gradients must be computed before the backward
-pass of the layers below (`learned_at_once`).
+pass of the layers below (`learned_at_once`). The letters of shapes are those of `brt.layers.state`.
 """
 
 from collections.abc import Callable, Mapping

@@ -164,7 +164,5 @@ def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Arr
 
 
 def has_null_keys(model: Model) -> bool:
-    """Returns True if tokens of the first block of a document attend to keys of zeros in place of
-    the missing cache.
-    """
+    """Returns True if a document's first block attends to zeros in place of the missing cache."""
     return model.sliding.cache and not model.sliding.mask_empty_cache

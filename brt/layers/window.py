@@ -1,5 +1,5 @@
 """The sliding-window layer of Transformer-XL: each block attends to itself and to a cache of the
-previous block.
+previous block. The letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any

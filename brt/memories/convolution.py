@@ -3,7 +3,7 @@
 The output of a token is a weighted sum of the inputs of the token and of the L tokens before it,
 with separate weights for each channel. In shapes, R is the number of channels of a head, C of
 tokens that the convolution reads, and L = C - 1; the last factor of a kernel belongs to the token
-itself.
+itself. The other letters of shapes are those of `brt.layers.state`.
 """
 
 import jax

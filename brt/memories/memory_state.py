@@ -1,4 +1,6 @@
-"""The state of layers with a window and a memory of the last M tokens before a token's block."""
+"""The state of layers with a window and a memory of the last M tokens before a token's block. The
+letters of shapes are those of `brt.layers.state`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -37,9 +39,7 @@ def empty_memory(model: Model, size: int, batch: int, dtype: jnp.dtype) -> Memor
 
 
 class MemoryAndSegment(NamedTuple):
-    """Keys and values of the M tokens of the memory, followed by the T tokens of a segment (Z = M +
-    T).
-    """
+    """Keys and values of Z = M + T tokens: those of the memory, then those of a segment."""
 
     keys: Float[Array, "B G Z K"]
     values: Float[Array, "B G Z K"]

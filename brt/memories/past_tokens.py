@@ -3,7 +3,7 @@
 The base class `PastTokensLayer` stores the keys and values of past tokens; each subclass defines
 how tokens read them. With rotary positions, a token reads all tokens of the memory as if each were
 the nearest token beyond its window. The weights of attention then depend on the content of these
-tokens and not on their distance.
+tokens and not on their distance. The letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -130,6 +130,7 @@ class PastTokensLayer(WindowLayer):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
+        """Lets each block read the M tokens before it; the last M tokens are the next memory."""
         m, size = self.model, self.memory_size()
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)

@@ -126,9 +126,7 @@ class Decoder(nn.Module):
         return self.next_logits(x), block
 
     def next_logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B V"]:
-        """Returns the float32 logits of the token after the last of T tokens, from the vectors that
-        the highest layer returned.
-        """
+        """Returns the float32 logits of the token after T tokens, from the last layer's output."""
         weights = self.embedding if self.model.embedding.tied else self.output
         return logits(self.model, weights, self._hidden(x[:, -1:]))[:, 0]
 
@@ -167,7 +165,5 @@ def logit_scale(model: Model) -> float:
 def logits(
     model: Model, weights: Float[Array, "V D"], hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
-    """Returns the float32 logits of the next tokens, from `output_weights` and
-    `DecoderOutput.hidden`.
-    """
+    """Returns the float32 logits of `DecoderOutput.hidden` for the matrix `output_weights`."""
     return transposed_product(hidden, weights.astype(hidden.dtype)) * logit_scale(model)

@@ -105,7 +105,7 @@ class _Reader:
 
     def read_single_tokens(self, tokens: _Tokens, at_once: int = 1) -> _Reading:
         """Reads whole blocks by one token, or some, per call, from a state that has read nothing.
-        Returns the logits of the last token of each call and the state, which must equal those of
+        Returns the last token's logits of each call and the state, which must equal those of
         `read`.
         """
         variables, found = {"params": self._params}, []

@@ -59,8 +59,7 @@ class Inputs(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Returns the input of the first layer, with zeros for padding.
 
-        `inputs` are int32 tokens, or feature vectors of width F; without `types`, all tokens get
-        type 0.
+        `inputs` are int32 tokens, or feature vectors of width F; without `types`, all types are 0.
         """
         m = self.model
         check_inputs(m, inputs)

@@ -98,9 +98,7 @@ class DecoderLayer(Residual):
 
 
 class Decoder(Ends):
-    """All layers of the decoder, which map embedded target tokens to hidden vectors. Caches have
-    the layers on axis 1.
-    """
+    """All layers of the decoder, from embedded target tokens to hidden vectors."""
 
     cross: CrossAttention = CrossAttention()
 

@@ -1,6 +1,4 @@
-"""The encoder of an encoder-decoder. In shapes, B is the number of sources, and T the padded number
-of source tokens.
-"""
+"""The encoder of an encoder-decoder. B is the number of sources, T of (padded) source tokens."""
 
 import jax
 import numpy as np

@@ -48,9 +48,7 @@ class Ends(nn.Module):
         return dropout(self, x, self.model.dropout)
 
     def leave(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalises the output of the last layer, with dropout, in T5; returns it as it is in
-        BART.
-        """
+        """Returns x, after a norm and dropout in T5, and as it is in BART."""
         if self.model.family == "bart":
             return x
         return dropout(self, self.final_norm(x), self.model.dropout)

@@ -73,8 +73,7 @@ class SelfAttention(Projections):
     """Self-attention of an encoder: a token attends to all valid tokens (`radius` = 0), or to
     `radius` neighbours on each side and, with `has_globals`, to sums of blocks (LongT5).
 
-    All kinds of attention have the same parameters, so that the same weights can be used with any
-    kind.
+    All kinds of attention have the same parameters, so weights can be used with any kind.
     """
 
     attention: Attention = Attention()

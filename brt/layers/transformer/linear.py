@@ -60,9 +60,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table with a row for each id: a token, a type of token, or a bucket of distances. Rows are
-    looked up in `dtype`.
-    """
+    """A table of rows, one for each token, type or bucket; rows are looked up in `dtype`."""
 
     shape: tuple[int, int]
     axes: tuple[str, str]

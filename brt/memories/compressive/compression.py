@@ -2,7 +2,8 @@
 (Compressive Transformers for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
 
 A slot is a vector that stands for R neighbouring tokens of an older block. In shapes, S is the
-number of slots of a block of W tokens, and Q the number of queries of a block.
+number of slots of a block of W tokens, and Q the number of queries of a block. The other letters of
+shapes are those of `brt.layers.state`.
 """
 
 from typing import Literal, NamedTuple

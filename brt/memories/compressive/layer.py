@@ -1,6 +1,7 @@
 """The compressive layer: attention to a window, to the whole previous block, and to C slots.
 
-A slot is a vector into which a few neighbouring tokens of an older block were compressed.
+A slot is a vector into which a few neighbouring tokens of an older block were compressed. The
+letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -138,6 +139,7 @@ class CompressiveLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
+        """All blocks attend at once, each to its own slice of all slots and of all tokens."""
         section = self.model.of(Compressive)
         m, blocks = self.model, document_start.shape[1]
         projections = self.tokens.project(x)

@@ -11,9 +11,7 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compressive(KindSection):
-    """Settings of layers of the Compressive Transformer, which keep older blocks in compressed
-    form.
-    """
+    """Settings of layers of the Compressive Transformer, which compress older blocks."""
 
     kind: ClassVar[str] = "compressive"
 

@@ -1,5 +1,6 @@
 """The gated dense-memory layer: a sliding-window layer whose tokens also attend to all tokens of a
 memory that have left their window. The memory has the last M tokens before the block of a token.
+The letters of shapes are those of `brt.layers.state`.
 """
 
 import jax
@@ -61,6 +62,7 @@ class GatedMemoryLayer(PastTokensLayer):
     def _attend_to_memory(
         self, queries: Float[Array, "B T H K"], past: MemoryAndSegment, readers: Readers
     ) -> AttentionPart:
+        """Attends, block by block, to the keys of the memory that have left a token's window."""
         m, size = self.model, self.memory_size()
         drawn = self.make_rng("dropout") if m.dropout and self.training else None
         blocks, width = readers.counts.shape[1], len(readers.places)

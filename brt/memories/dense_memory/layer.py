@@ -4,7 +4,7 @@ it.
 The authors of MELODI (arXiv 2410.03156) compare their model with models of this layer, which they
 call Memorizing Transformer. Unlike in the original Memorizing Transformer, a token attends to all
 tokens of the memory instead of the results of a search, and there is no gate between memory and
-block.
+block. The letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -84,6 +84,7 @@ class DenseMemoryLayer(nn.Module):
         document_start: Bool[Array, "B N"],
         **_: Any,
     ) -> LayerOutput:
+        """Attends block by block, because a block has many attention weights."""
         section = self.model.of(DenseMemory)
         m, blocks = self.model, document_start.shape[1]
         queries, own = self._projected(x)
@@ -177,6 +178,7 @@ class DenseMemoryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
+        """The key and the value of the token enter the open block; the memory does not change."""
         queries, own = self._projected(x)
         block = StateKV(
             *(

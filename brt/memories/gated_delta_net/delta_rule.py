@@ -3,7 +3,8 @@
 The matrix maps keys to values. Each token multiplies the matrix by a decay, and then changes it so
 that it maps the token's key closer to the token's value (Yang, Kautz and Hatamizadeh 2024, arXiv
 2412.06464, section 3). In shapes, K and V are the numbers of channels of a key and a value, N is
-the number of chunks, and C of tokens of a chunk.
+the number of chunks, and C of tokens of a chunk. The other letters of shapes are those of
+`brt.layers.state`.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,7 @@
 """Layers with the memory of Gated DeltaNet, in place of attention or in addition to attention.
 
-The memory of a head is a matrix, which every token changes and then reads (`memory.py`).
+The memory of a head is a matrix, which every token changes and then reads (`memory.py`). The
+letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -125,6 +126,7 @@ class WindowGatedDeltaNetLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
+        """Adds what the memory reads to the residual, so attention and MLP follow as usual."""
         since_start = tokens_since_start(document_start, x.shape[1])
         memory = DeltaState(state.matrices, state.inputs)
         read, memory = self.memory(self.tokens.normed(x), memory, since_start)

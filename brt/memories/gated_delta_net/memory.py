@@ -1,7 +1,8 @@
 """The memory of a Gated DeltaNet layer: tokens write to a matrix for each head, and read from it.
 
 In shapes, K and V are the numbers of channels of a key and a value, R = 2 K + V of channels of a
-head that are convolved, and L of earlier tokens that the convolution reads.
+head that are convolved, and L of earlier tokens that the convolution reads. The other letters of
+shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple

@@ -46,9 +46,7 @@ class GatedDeltaNet(KindSection):
         return f"GatedDeltaNet.{'window_layers' if kind == _BESIDE else 'layers'}"
 
     def check_model(self, model: Model) -> None:
-        """Refuses `Model.feedback`, because layers without attention cannot attend to recurrent
-        states.
-        """
+        """Refuses `Model.feedback`: layers without attention cannot attend to recurrent states."""
         check(
             not self.layers or not model.feedback,
             "Model.feedback = True lets every layer attend to recurrent states, which "

@@ -1,5 +1,6 @@
 """The memorizing layer: sliding-window attention, and attention to a few tokens of a memory of past
-tokens, which a search selects for each query.
+tokens, which a search selects for each query. The letters of shapes are those of
+`brt.layers.state`.
 """
 
 import jax

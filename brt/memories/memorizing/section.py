@@ -12,9 +12,7 @@ from brt.memories.checks import check_reach
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memorizing(KindSection):
-    """Settings of layers that attend to a few tokens of a long memory, found by a search for each
-    query.
-    """
+    """Settings of layers that attend to the results of a search in a long memory."""
 
     kind: ClassVar[str] = "memorizing"
     any_window: ClassVar[bool] = True
@@ -51,9 +49,7 @@ class Memorizing(KindSection):
         check_reach("Memorizing.layers", self.layers, model)
 
     def check_segment(self, name: str, length: int) -> None:
-        """Raises ConfigError if a segment, whose length the setting `name` gives, exceeds the
-        memory.
-        """
+        """Raises ConfigError if a segment, of the length in setting `name`, exceeds the memory."""
         check(
             self.size >= length,
             f"Memorizing.size = {self.size} must not be below {name} = {length}",

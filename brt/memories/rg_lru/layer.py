@@ -2,7 +2,7 @@
 gated linear recurrence over tokens.
 
 In shapes, R is the number of channels of a head, and L of earlier tokens that the convolution
-reads.
+reads. The other letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -44,9 +44,7 @@ _SLOWEST, _FASTEST = 0.999, 0.9
 
 
 class RGLRUState(NamedTuple):
-    """The float32 hidden state of every channel, and the last L = `CONVOLVED` - 1 convolution
-    inputs.
-    """
+    """The float32 hidden states, and the last L = `CONVOLVED` - 1 inputs of the convolution."""
 
     hidden: Float[Array, "B H R"]
     inputs: Float[Array, "B L H R"]

@@ -3,7 +3,8 @@ attend to the last tokens of the token's cluster.
 
 A routed head divides the tokens into clusters by their queries. A cluster consists of the tokens
 whose queries are nearest to the cluster's centroid. In shapes, G is the number of routed heads, C
-of clusters of a routed head, and R of tokens of a cluster that a token reads.
+of clusters of a routed head, and R of tokens of a cluster that a token reads. The other letters of
+shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -49,9 +50,7 @@ from brt.ops.positions import relative_bias
 
 
 class RoutedState(NamedTuple):
-    """The cache of the heads that are not routed, and the `Rings` of every cluster: its last R
-    tokens.
-    """
+    """The cache of the windowed heads, and the `Rings` (last R tokens) of every cluster."""
 
     window: WindowState
     keys: Float[Array, "B G C R K"]  # Unit vectors.
@@ -177,6 +176,7 @@ class RoutingLayer(nn.Module):
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
+        """Adds the routed heads' outputs to the residual, and the tokens to the model state."""
         m, statistics = self.model, model_state
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)

@@ -5,6 +5,7 @@ the layer below. Each of these P = W + U places attends to the places of the blo
 to the short-term memory: S vectors that the layer computed from the previous block. A layer with a
 long-term memory also attends to M vectors that it computed from many blocks; new vectors replace
 the oldest. All memory vectors are weighted sums of the layer's outputs at the places of a block.
+The letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -299,9 +300,7 @@ class SummaryLayer(nn.Module):
         summaries: Float[Array, "B 1 U D"],
         **_: Any,
     ) -> LayerOutput:
-        """Processes the summaries, which attend to the complete block, here and not in
-        `decode_step`.
-        """
+        """Processes the summaries, which attend to the complete block, after all its tokens."""
         window, u = self.model.window, summaries[:, 0]
         queries, *kv = self._projected(u)
         pairs = zip((block.keys, block.values), kv, strict=True)

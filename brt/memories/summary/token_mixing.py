@@ -2,7 +2,8 @@
 2410.03156).
 
 The inputs are the vectors of the W tokens of a block, and the U vectors with which the layer below
-has summarised the same tokens. In shapes, P = W + U, and O is the number of weighted sums.
+has summarised the same tokens. In shapes, P = W + U, and O is the number of weighted sums. The
+other letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -15,9 +16,7 @@ from brt.ops.products import einsum_float32
 
 
 class MixWeights(NamedTuple):
-    """Weights of O weighted sums over P input positions. Sums without norms have no residual
-    connection.
-    """
+    """Weights of O weighted sums over P input positions; norms imply a residual connection."""
 
     kernel: Float[Array, "P O"]
     bias: Float[Array, " O"]

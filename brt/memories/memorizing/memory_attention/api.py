@@ -6,7 +6,8 @@ memory gets no gradient: gradients reach the queries only.
 
 In shapes, M is the number of tokens of the memory, R of neighbours of a query, and Z of keys of the
 memory and the segment. Heads come before tokens in keys and values, because every head is searched
-separately. Each of G heads of keys serves H / G consecutive heads of queries.
+separately. Each of G heads of keys serves H / G consecutive heads of queries. The other letters of
+shapes are those of `brt.layers.state`.
 """
 
 import jax

@@ -5,7 +5,8 @@ There are two kinds of search:
   bucketed: the tokens are distributed in turn to as many buckets as a query has neighbours. The
     neighbours are the best key of each bucket, as in the approximate search of the original code.
 
-In shapes, M is the number of keys, Q of queries, and R of neighbours of a query.
+In shapes, M is the number of keys, Q of queries, and R of neighbours of a query. The other letters
+of shapes are those of `brt.layers.state`.
 """
 
 from typing import Literal, NamedTuple

@@ -19,6 +19,7 @@ def routed_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
+    """Computes `api.routed_attention` with a logit for every pair of a query and a key."""
     visible = readable_tokens(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]
     total = visible.groups.shape[-1]

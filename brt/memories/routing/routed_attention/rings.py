@@ -2,7 +2,8 @@
 
 The last R tokens of a cluster are called the ring of the cluster. In shapes, C is the number of
 clusters of a head. A segment reads M = C R + T places for tokens: first the places of all rings,
-then one place for each token of the segment.
+then one place for each token of the segment. The other letters of shapes are those of
+`brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -25,9 +26,7 @@ class Rings(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """The tokens of a segment or a block; `clusters` has the index of each token's cluster in each
-    head.
-    """
+    """The tokens of a segment or a block, and the index of each token's cluster in each head."""
 
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]

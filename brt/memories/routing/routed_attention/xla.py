@@ -5,7 +5,7 @@ A group is the tokens of one cluster in one document. The tokens of a group fill
 and no chunk has tokens of two groups. The place of a token in its chunk, and the tokens before it,
 therefore depend on earlier tokens alone, and the token's result is bitwise the same for any later
 tokens. In shapes, M is the number of tokens of the rings and the segment, and P of chunks of Q
-rows.
+rows. The other letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -47,6 +47,7 @@ def routed_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
+    """Computes `api.routed_attention` in chunks of tokens of one cluster and one document."""
     visible = readable_tokens(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
     clusters, bias_length = rings.keys.shape[2], bias.shape[1]
