@@ -25,23 +25,21 @@ from brt.types import Tokens
 
 
 class DecoderOutput(NamedTuple):
-    """The result of reading a segment. `hidden` has the outputs of the last norm in the compute
-    dtype, from which `logits` computes the logits of the next tokens.
+    """The result of reading a segment."""
 
-    Attributes:
-      model_state: the next model state (statistics that layers learn without gradients), which only
-        training uses.
-      losses: auxiliary losses of layers by name, float32. Each is a mean over tokens. A train step,
-        whose loss is a sum over tokens, multiplies them by the number of tokens.
-      metrics: float32 scalars to log, averaged over neighbouring layers of one kind (a run of
-        layers). A name such as "routing_3/largest_cluster" consists of the name of the run (the
-        kind and the index of the first layer) and the name of the metric.
-    """
-
+    # The outputs of the last norm in the compute dtype, from which `logits` computes the logits of
+    # the next tokens.
     hidden: Float[Array, "B T D"]
     state: StackState
+    # The next model state (statistics that layers learn without gradients), which only training
+    # uses.
     model_state: ModelState
+    # Auxiliary losses of layers by name, float32. Each is a mean over tokens. A train step, whose
+    # loss is a sum over tokens, multiplies them by the number of tokens.
     losses: Mapping[str, Float[Array, ""]]
+    # Float32 scalars to log, averaged over neighbouring layers of one kind (a run of layers). A
+    # name such as "routing_3/largest_cluster" consists of the name of the run (the kind and the
+    # index of the first layer) and the name of the metric.
     metrics: Mapping[str, Float[Array, ""]]
 
 
@@ -101,8 +99,8 @@ class Decoder(nn.Module):
     def prepare_block(
         self, block: StackBlock, position: Int[Array, ""], model_state: ModelState | None = None
     ) -> StackBlock:
-        """Prepares open blocks for several calls of `decode_step`, for example by rotating their
-        keys; `position` tokens have been read. `brt.layers.state.without_ready` removes these data.
+        """Prepares open blocks, of which `position` tokens have been read, for several calls of
+        `decode_step`; `brt.layers.state.without_ready` removes the data.
         """
         return self.stack.prepare_block(block, position, model_state or {})
 
@@ -142,9 +140,7 @@ def new_state(model: Model, batch: int) -> StackState:
 
 
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
-    """Returns the states of all layers, in which `parts` ("cache", "state", "memory") are reset as
-    if nothing had been read, so that evaluations can measure what they contribute.
-    """
+    """Resets some of the parts "cache", "state" and "memory" as if nothing had been read."""
     lanes = len(jax.tree.leaves(state)[0])
     return replace_parts(model, state, new_state(model, lanes), parts)
 

@@ -61,14 +61,10 @@ class Encoder(nn.Module):
         key: jax.Array,
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Returns a hidden vector for each input; the vectors at padding have no meaning. The
-        vectors of a row depend only on the row's valid inputs and on the key.
+        """Returns a hidden vector for each input; the vectors at padding have no meaning.
 
-        Args:
-          key: a random key for kinds of attention that draw random numbers. Evaluation should use a
-            fixed key.
-          types: the index of the type of each token, if the model has several token types as in
-            BERT; None stands for the first type.
+        The vectors of a row depend only on the row's valid inputs and on the key, which is for
+        kinds of attention that draw random numbers. Evaluation should use a fixed key.
         """
         x = self.inputs(inputs, valid, types)
         x, _ = self.layers(x, layer_keys(key, self.model.layers), SharedInputs(valid))
@@ -123,8 +119,6 @@ def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
 
 
 def readout(params: Params) -> Readout:
-    """Returns the map from the vectors of the head for masked language modeling to logits (see
-    `brt.models.seq2seq.logits`).
-    """
+    """Returns the map from the masked language modeling head's vectors to logits."""
     embedding = params["encoder"]["inputs"]["token_embed"]["embedding"]
     return Readout(embedding, params["head"]["logits_bias"], 1.0)

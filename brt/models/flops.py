@@ -5,8 +5,7 @@ from brt.layers.runs import runs
 
 
 def forward_flops_per_token(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass; a train step takes about three times as
-    many.
+    """Returns the FLOPs per token; a train step takes about three times as many.
 
     Only matrix products are counted, 2 m n k for the product of an m x k and a k x n matrix. The
     step times in Table 1 of Block-Recurrent Transformers therefore do not follow from these FLOPs:

@@ -41,8 +41,7 @@ def check_layers(model: Model) -> None:
     window of 8 tokens takes about ten seconds; `Model.vocab_size` is not used.
 
     Raises:
-      ConfigError: a `LayerKind` names fields that the state of its layers does not have, or a
-        method returns arrays of another shape or dtype than it got.
+      ConfigError: a `LayerKind` or a method contradicts the state of its layers.
       AssertionError: a rule does not hold. The message names the rule, the methods that may break
         it, and the first token whose logits are wrong or the wrong field of the state.
     """
@@ -73,9 +72,7 @@ class _Reader:
         state: StackState | None = None,
         start: Bool[np.ndarray, "B N"] | None = None,
     ) -> _Reading:
-        """Reads whole blocks at once. Without `state`, nothing was read before; without `start`, no
-        block is the first of a document.
-        """
+        """Reads whole blocks; by default, nothing was read before and no document starts."""
         if start is None:
             start = np.zeros((_LANES, tokens.shape[1] // self.model.block_length), bool)
         state = new_state(self.model, _LANES) if state is None else state
@@ -104,8 +101,8 @@ class _Reader:
         jax.eval_shape(read, self._params)
 
     def read_single_tokens(self, tokens: _Tokens, at_once: int = 1) -> _Reading:
-        """Reads whole blocks by one token, or some, per call, from a state that has read nothing.
-        Returns the last token's logits of each call and the state, which must equal those of
+        """Reads whole blocks by `at_once` tokens per call, from a state that has read nothing.
+        Returns the logits of each call's last token and the state, which must equal those of
         `read`.
         """
         variables, found = {"params": self._params}, []

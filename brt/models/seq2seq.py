@@ -4,9 +4,8 @@ Training calls `encode`, then `decode` over whole targets. Generation calls `enc
 once, and then `step` for each token of all beams. The encoded source and everything computed from
 it exist once for each source, not once for each beam.
 
-In shapes, B is the number of sources, S and T of (padded) tokens of a source and of a target, N of
-beams of a source, V of tokens in the vocabulary. Caches also have L layers, on axis 1. Masks are
-True for tokens, False for padding, which is at the end of a row.
+In shapes, B is the number of sources, S and T of tokens of a source and a target, N of beams of a
+source, and L of layers. Masks are False for padding, which is at the end of a row.
 """
 
 from typing import Any, NamedTuple
@@ -31,35 +30,27 @@ Params = dict[str, Any]
 
 
 class DecodeState(NamedTuple):
-    """The state that generation carries from token to token. `position` counts the target tokens
-    read so far, the same for all beams. All beams of a source share its `source` caches.
-    """
+    """The state that generation carries from token to token."""
 
-    position: Int[Array, ""]
+    position: Int[Array, ""]  # The number of target tokens read so far, the same for all beams.
     own: SelfCache
-    source: CrossCache
+    source: CrossCache  # All beams of a source share it.
 
 
 class Decoded(NamedTuple):
-    """The result of reading whole targets.
+    """The result of reading whole targets."""
 
-    Attributes:
-      hidden: the vector of each token, from which `logits` computes the logits of the next token.
-      metrics: scalars to log, means over the layers: `firing_rate`, `leak` and `threshold` if the
-        cross-attention has accumulate-and-fire neurons; otherwise empty.
-    """
-
-    hidden: Float[Array, "B T D"]
+    hidden: Float[Array, "B T D"]  # `logits` maps them to the logits of the next tokens.
+    # Scalars to log, means over the layers: `firing_rate`, `leak` and `threshold` if the
+    # cross-attention has accumulate-and-fire neurons; otherwise empty.
     metrics: Metrics
 
 
 class Readout(NamedTuple):
-    """The map from hidden vectors to logits: scale * hidden @ embedding.T + bias. The bias is a
-    constant, because BART does not train it.
-    """
+    """The map from hidden vectors to logits: scale * hidden @ embedding.T + bias."""
 
     embedding: Float[Array, "V D"]
-    bias: Float[Array, " V"] | None
+    bias: Float[Array, " V"] | None  # A constant, because BART does not train it.
     scale: float
 
 
@@ -117,9 +108,7 @@ class Seq2Seq(nn.Module):
         mask: Bool[Array, "B S"],
         targets_in: Int[Array, "B T"],
     ) -> Decoded:
-        """Reads whole targets. Every token attends to the source, to itself and to earlier tokens.
-        `targets_in` is the start token, then the target without its last token.
-        """
+        """Reads whole targets: the start token, then the target without its last token."""
         return Decoded(*self.decoder(self.token_embed(targets_in), encoded, mask))
 
     def prefill(
@@ -192,9 +181,7 @@ def step(
 
 
 def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
-    """Returns the state in which beam n of source b is the earlier beam `beams[b, n]` of the
-    source, after a beam search has selected the beams that it continues.
-    """
+    """Returns the state in which beam n of source b continues the earlier beam `beams[b, n]`."""
 
     def select_beams(cache: Float[Array, "B L N T H K"]) -> Float[Array, "B L N T H K"]:
         return jnp.take_along_axis(cache, beams[:, None, :, None, None, None], axis=2)
@@ -239,9 +226,7 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
 def extended_position_table(
     table: Float[Array | np.ndarray, "P D"], length: int, method: str
 ) -> Float[Array, "R D"]:
-    """Returns a table of `length` positions by a method of `extend_positions`. The first two rows
-    belong to no position and are copied, so the result has R = `length` + 2 rows.
-    """
+    """Returns a table of `length` positions, after the first two rows, which no position uses."""
     if method not in ("copy", "interpolate"):
         raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")
     table = np.asarray(table)

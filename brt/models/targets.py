@@ -9,9 +9,8 @@ IGNORED = -100  # The loss ignores tokens with this label, as in Hugging Face da
 
 
 class SpecialTokens(NamedTuple):
-    """Token ids with a special meaning.
-
-    In T5, pad and start are 0, and eos is 1. In BART, bos is 0, pad is 1, and start and eos are 2.
+    """Token ids. In T5, pad and start are 0, and eos is 1. In BART, bos is 0, pad is 1, and start
+    and eos are 2.
     """
 
     pad: int
@@ -30,10 +29,8 @@ class SpecialTokens(NamedTuple):
 def shift_right(
     labels: Int[Array | np.ndarray, "B T"], special: SpecialTokens
 ) -> Int[np.ndarray, "B T"]:
-    """Returns the decoder's inputs: the start token, followed by all labels except the last.
-
-    Labels are the ids that the decoder has to predict: `... </s>` for T5, and `<s> ... </s>` for
-    BART. Labels that the loss ignores (`IGNORED`) become padding.
+    """Returns the start token, followed by all labels (which the decoder has to predict: `... </s>`
+    for T5, `<s> ... </s>` for BART) except the last. Ignored labels become padding.
     """
     labels = np.asarray(labels)
     start = np.full_like(labels[:, :1], special.start)
