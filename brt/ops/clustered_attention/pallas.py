@@ -72,22 +72,8 @@ def refusal(
     if keys.shape[3] != values.shape[3]:
         return f"has keys and values of one size, not of {keys.shape[3]} and {values.shape[3]}"
     if backend == "tpu":
-        return _tpu_refusal(queries, keys, config)
+        return head_refusal(keys.shape[3], queries.dtype)
     return heads_refusal(queries, pallas_gpu.HEAD_DIMS, pallas_gpu.DTYPES) or triton_refusal()
-
-
-def _tpu_refusal(queries: Array, keys: Array, config: ClusteredConfig) -> str | None:
-    if reason := head_refusal(queries.shape[3], queries.dtype):
-        return reason
-    clusters, size = (n + -n % _TILE for n in (config.clusters, keys.shape[2]))
-    rows, width = len(keys) * keys.shape[1], queries.shape[3] + -queries.shape[3] % LANES
-
-    def struct(*shape: int, dtype: Any = queries.dtype) -> Any:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype)
-
-    seen = struct(1 if config.kind == "clustered" else clusters, size, dtype=jnp.bool)
-    k = struct(size, 1, width)
-    return pallas_tpu.refusal(struct(clusters, 1, width), k, k, None, seen)
 
 
 def _by_head(
