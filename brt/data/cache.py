@@ -53,9 +53,7 @@ def prepared(
     **more: Any,
 ) -> Path:
     """Returns the directory of the prepared data of a config section; prepares them if necessary.
-
     Args:
-      section: the section of the config that names sources and settings.
       hashes: hashes of the files of each split. They are a part of the directory's name, so that
         data are prepared again if a file has changed.
       build: function that writes prepared data. Its arguments are the directory to fill and the
@@ -106,23 +104,15 @@ def prepared_split(
     **more: Any,
 ) -> Path:
     """Returns the directory that contains one prepared split; prepares the split if necessary.
-
     Sources of other splits are not read, unless the split is a part of the training documents.
 
     Args:
-      section: the section of the config that names sources and settings.
-      split: the split to prepare.
       part: True if the split is held out of the documents of Data.train, so that these sources have
         to be read.
-      known: a directory in which a run has prepared this split before; None if there is none. The
-        directory is used again if `part` is True, or if the sources are unchanged or cannot be
-        read any more.
+      known: a directory in which a run has prepared this split before. It is used again if `part`
+        is True, or if the sources are unchanged or cannot be read any more.
       hashes: function from the names of sources to the hashes of their files.
-      build: function that writes prepared data; see `prepared`.
-      more: further values, as JSON, that determine the content.
-
-    Raises:
-      DataError: a source cannot be read, and `known` does not contain the split.
+      build: as in `prepared`; so is `more`.
     """
     reusable = (
         known if known and (known / MANIFEST).is_file() and (known / split).is_dir() else None
@@ -147,14 +137,9 @@ def prepared_split(
 def print_unread_files(
     section: Section, splits: Sequence[str], left_out: Callable[[str], str], show: bool
 ) -> None:
-    """Prints to stderr which files in the directories of sources are not read.
-
-    Args:
-      section: the section of the config that names the sources.
-      splits: the splits whose sources are examined.
-      left_out: function from the name of a source to a sentence about files that are not read; the
-        sentence is "" if all files are read.
-      show: if False, the function does nothing.
+    """Prints to stderr which files in the directories of sources are not read, if `show` is True.
+    `left_out` is a function from the name of a source to a sentence about files that are not read,
+    "" if all of them are read.
     """
     for source in dict.fromkeys(name for split in splits for name in getattr(section, split)):
         if line := left_out(source):
@@ -165,16 +150,10 @@ def describe_splits(
     directory: Path, splits: Mapping[str, Any], unit: str
 ) -> dict[str, dict[str, Any]]:
     """Returns a JSON description of each split, by the name of the split.
-
-    A description contains the number of rows or documents, the size in bytes, the first few names,
-    the hash of the content, a phrase about the way in which the split was held out of the training
-    data ("" if it has sources of its own), and the source files. The list of source files is empty
-    if the directory has no manifest.
-
-    Args:
-      directory: the directory of prepared data.
-      splits: the opened store of each split.
-      unit: the key of the number of rows or documents, for example "documents".
+    A description contains the number of rows or documents (under the key `unit`), the size in
+    bytes, the first few names, the hash of the content, a phrase about the way in which the split
+    was held out of the training data ("" if it has sources of its own), and the source files. The
+    list of source files is empty if the directory has no manifest.
     """
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
     descriptions = {}
@@ -193,24 +172,15 @@ def describe_splits(
 
 
 def cache_directory(section: Section) -> Path:
-    """Returns the directory in which prepared data are cached.
-
-    It is the section's setting `cache_dir` or, if that is empty, brt's directory in the user's
-    cache.
-    """
+    """Returns the setting `cache_dir` or, if that is empty, brt's directory in the user's cache."""
     if section.cache_dir:
         return Path(section.cache_dir)
     return user_cache.writable()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns the content of the manifest of prepared data: sources, settings, and the tokenizer.
-
-    Args:
-      directory: the directory of prepared data, which contains corpus.json.
-
-    Raises:
-      DataError: the manifest is missing or damaged, or names files outside the directory.
+    """Returns the manifest of a directory of prepared data: sources, settings, and the tokenizer.
+    A manifest that is missing, is damaged, or names files outside the directory raises DataError.
     """
     manifest = manifests.read(directory / MANIFEST, _KIND)
     with manifests.explaining_damage(directory, "corpus"):
@@ -239,11 +209,7 @@ def _existing_key(directory: Path) -> str | None:
 
 
 def refuse_shared(hashes: Hashes) -> None:
-    """Raises DataError if two splits have a file in common, which would make evaluation invalid.
-
-    Args:
-      hashes: the hashes of the files of each split.
-    """
+    """Raises DataError if two splits have a file in common, which would make evaluation invalid."""
     seen: dict[str, tuple[str, str]] = {}
     for split, files in hashes.items():
         for file in files:
@@ -256,18 +222,11 @@ def refuse_shared(hashes: Hashes) -> None:
 
 
 def bar(split: str, progress: bool, **unit: Any) -> tqdm:
-    """Returns a progress bar for the preparation of a split.
-
-    Args:
-      split: name of the split, which the bar shows.
-      progress: False hides the bar. The bar is also hidden if stderr is not a terminal.
-      unit: arguments of tqdm that describe the unit of progress.
-    """
+    """Returns a progress bar, which is hidden if stderr is not a terminal; `unit` goes to tqdm."""
     hidden = not (progress and sys.stderr.isatty())
     return tqdm(desc=f"preparing {split}", disable=hidden, **unit)
 
 
 def say(text: str, progress: bool) -> None:
-    """Prints a line of text to stderr if `progress` is True."""
     if progress:
         output.say(text)

@@ -26,13 +26,7 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LaneReader(Reader):
-    """Reader of documents in lanes: `reader[step]` is the batch of a training step.
-
-    Attributes:
-      store: the tokenized documents.
-      segment_length: number of tokens that a lane reads in a step, a multiple of `window`.
-      window: number of tokens of a block.
-    """
+    """Reader of documents in lanes, each of which reads `segment_length` tokens in a step."""
 
     store: TokenStore
     segment_length: int
@@ -50,11 +44,9 @@ class LaneReader(Reader):
         self, step: int, lanes: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the blocks that a step reads.
-
-        Returns:
-          A tuple: int [B, N], the index of each block's document, -1 for padding; int [B, N], the
-          index of each block in its document; and bool [N], True for a block at which all lanes
-          begin.
+        These are int [B, N], the index of each block's document, -1 for padding; int [B, N], the
+        index of each block in its document; and bool [N], True for a block at which all lanes
+        begin.
         """
         epoch, segment = divmod(step, self.steps_per_epoch)
         order, begins = self._layout(epoch)
@@ -71,7 +63,6 @@ class LaneReader(Reader):
 
     def described(self, step: int) -> list[dict[str, Any]]:
         """Returns a JSON description of the origin of a step's tokens.
-
         Each entry names a lane, a document, and the range of the document's tokens that the lane
         reads: `{"lane": 0, "document": "a.txt", "tokens": [512, 1024]}`.
         """
@@ -99,12 +90,10 @@ class LaneReader(Reader):
 
     @staticmethod
     def positions(batch: Batch) -> int:
-        """Returns the number of tokens in a batch, including padding."""
         return batch.inputs.size
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON of everything that determines the content of each batch."""
         sizes = {"segment_length": self.segment_length, "window": self.window}
         # No other setting changes batches and may differ from the checkpoint of a resumed run.
         ends = None if self.store.end_id < 0 else self.store.end_id
@@ -117,15 +106,9 @@ class LaneReader(Reader):
 
 
 class BatchIterator(Iterator[Any]):
-    """Iterator over the batches of a reader, which a thread builds in advance.
-
+    """Iterator over the batches of a reader, which a thread builds `prefetch` batches in advance.
     The state of the iterator, which checkpoints contain, is a small JSON object: the next step and
     the `identity` of the reader, which consists of all values that determine the batches.
-
-    Args:
-      reader: the reader of the batches.
-      start_step: index of the first batch that the iterator yields.
-      prefetch: the number of batches that the thread builds in advance.
     """
 
     def __init__(self, reader: Reader, start_step: int, prefetch: int):
@@ -141,17 +124,11 @@ class BatchIterator(Iterator[Any]):
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state as JSON: the next step and the identity of the reader."""
         return {"step": self._batches.get_state()["next_index"], **self._reader.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves the iterator to the step of a state.
-
-        Args:
-          state: result of `get_state`.
-
-        Raises:
-          ConfigError: the state belongs to a reader with other data or settings.
+        """Moves to the step of a state; raises ConfigError if the reader has other data or
+        settings.
         """
         different = [
             f"{name} was {state.get(name)} and is {value}"
@@ -166,18 +143,10 @@ class BatchIterator(Iterator[Any]):
         self._batches.set_state({"next_index": state["step"]})
 
     def close(self) -> None:
-        """Stops the thread that builds batches."""
         self._batches.close()
 
 
 def iterate(reader: Reader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
-    """Returns an iterator over the batches of a reader from step `start_step` on.
-
-    Args:
-      reader: the reader of the batches.
-      start_step: index of the first batch that the iterator yields.
-      prefetch: the number of batches that a thread builds in advance.
-    """
     return BatchIterator(reader, start_step, prefetch)
 
 
@@ -190,18 +159,9 @@ def evaluation_batches(
     tokens_per_document: int = 0,
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Yields batches that read every document once from its start to its end, in parallel lanes.
-
-    Args:
-      store: the documents.
-      batch_size: the number of lanes.
-      segment_length: the number of tokens of a lane in a batch, a multiple of `window`.
-      window: the number of tokens of a block.
-      tokens_per_document: the number of tokens at the beginning of each document that are read; 0
-        reads all tokens.
-
-    Yields:
-      A tuple: a batch; and, for each of the B lanes and the N blocks of a segment, the index of the
-      block's document, int32 [B, N], which is -1 for padding.
+    With each batch comes int32 [B, N], the index of the document of each of the N blocks that the B
+    lanes read; -1 is padding. If `tokens_per_document` is not 0, only this number of tokens at the
+    beginning of each document is read.
     """
     count = blocks.blocks_per_segment(segment_length, window)
     limit = tokens_per_document or np.iinfo(np.int64).max
@@ -220,9 +180,8 @@ def evaluation_batches(
 
 
 def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
-    """Assigns documents to lanes, the longest document first, so that lanes are about equally long.
-
-    Each document is assigned to the lane that has the fewest blocks so far.
+    """Assigns documents to lanes, so that lanes are about equally long.
+    The longest document comes first, and each goes to the lane that has the fewest blocks so far.
     """
     lanes: list[list[int]] = [[] for _ in range(batch_size)]
     loads = [(0, lane) for lane in range(batch_size)]
@@ -234,7 +193,7 @@ def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
 
 
 def _row(documents: list[int], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the document, and the index in the document, of each block of a lane."""
+    """Returns the document of each block of a lane, and the block's index in the document."""
     sizes = counts[documents] if documents else np.zeros(0, np.int64)
     first = np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(np.array(documents, np.int32), sizes), np.arange(sizes.sum()) - first

@@ -36,13 +36,8 @@ _KEPT = KEPT_DAYS * 86400  # seconds
 
 def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the content of a manifest after checking its format and entries.
-
-    Args:
-      path: the file.
-      kind: the expected type of each entry, in the notation of `untrusted.check`.
-
-    Raises:
-      DataError: the manifest is missing, damaged, or has another format.
+    `kind` is the expected type of each entry, in the notation of `untrusted.check`. A manifest that
+    is missing, damaged, or of another format raises DataError with a remedy.
     """
     try:
         manifest = untrusted.read_json(path, {})
@@ -69,15 +64,12 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes a manifest to the file `path` as JSON, together with the version of the format."""
     path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1), encoding="utf-8")
 
 
 def corpus_directory(store: Path) -> Path:
     """Returns the directory that has to be prepared again if a store is damaged.
-
-    If the store is one split of a corpus, the result is the directory of the corpus. Otherwise the
-    result is the directory of the store.
+    This is the directory of the corpus if the store is one split of it, else that of the store.
     """
     corpus = store.parent
     return corpus if (corpus / CORPUS).is_file() else store
@@ -86,13 +78,8 @@ def corpus_directory(store: Path) -> Path:
 @contextlib.contextmanager
 def explaining_damage(directory: Path, what: str) -> Iterator[None]:
     """Context that turns the errors of reading a damaged directory into a DataError with a remedy.
-
-    Args:
-      directory: the directory that is read within the context.
-      what: the noun for the directory in the error message, such as "corpus".
-
-    Raises:
-      DataError: an OSError, ValueError or KeyError was raised within the context.
+    The errors are OSError, ValueError and KeyError. `what` is the noun for the directory, such as
+    "corpus".
     """
     try:
         yield
@@ -114,7 +101,6 @@ def atomic_directory(
     key: str = "",
 ) -> Iterator[Path]:
     """Context that yields a temporary directory, and renames it to `directory` at the end.
-
     The temporary directory is deleted instead if an error is raised within the context. Temporary
     directories that killed processes left at the same place are deleted first.
 
@@ -192,9 +178,7 @@ def _explained(
 
 def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path | None:
     """Locks a temporary directory that an interrupted process with the same key has left.
-
-    Returns:
-      The directory, which the exit stack deletes; None if there is none.
+    The exit stack deletes the directory. The result is None if there is no such directory.
     """
     for path in directory.parent.glob(f"{glob.escape(_prefix(directory))}*/{_HELD}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as attempt:
@@ -220,9 +204,7 @@ def _is_partial(place: Path) -> bool:
 
 
 def _leave(place: Path, kind: type[BaseException] | None, *_: Any) -> None:
-    """Deletes a temporary directory at the end of a context, unless the user interrupted the
-    process and the next one can continue with the content.
-    """
+    """Deletes a temporary directory, unless the user interrupted the process and it is partial."""
     if not (kind is KeyboardInterrupt and _is_partial(place)):
         _remove_or_warn(place)
 
@@ -248,13 +230,9 @@ def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> P
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Deletes temporary directories next to `directory` that no process uses and that are not kept
-    for another process.
-
-    Errors are ignored, so some of the directories may remain.
-
-    Args:
-      directory: a directory that `atomic_directory` created or will create.
+    """Deletes temporary directories next to `directory` that nobody uses or will continue.
+    `directory` is one that `atomic_directory` created or will create. Errors are ignored, so some
+    of the temporary directories may remain.
     """
     directory = Path(os.path.realpath(directory))
     parent = directory.parent

@@ -19,11 +19,6 @@ BYTES = "bytes.txt"
 
 
 def read(path: Path) -> bytes:
-    """Returns the content of the tokenizer's file at `path`.
-
-    Raises:
-      DataError: the file is missing or too large.
-    """
     try:
         return untrusted.read_file(path, MAX_BYTES)
     except OSError as error:
@@ -32,17 +27,10 @@ def read(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def guarded(path: Path | str, what: str = "cannot read a text") -> Iterator[None]:
-    """Context in which a foreign tokenizer opens, encodes or decodes.
-
+    """Context in which a foreign tokenizer opens, encodes or decodes; its failure raises DataError.
     The tokenizers library raises Exception itself, so no subclass could be caught. If it panics,
-    the class of the error does not even derive from Exception.
-
-    Args:
-      path: the path of the tokenizer's file.
-      what: says in an error message what failed.
-
-    Raises:
-      DataError: the library of the tokenizer failed.
+    the class of the error does not even derive from Exception. `what` says in an error message what
+    failed.
     """
     try:
         yield
@@ -66,15 +54,8 @@ def _try(path: Path, content: bytes) -> None:
 def sentencepiece_model(
     path: Path, content: bytes, *, exact: bool = False
 ) -> sentencepiece.SentencePieceProcessor:
-    """Opens a sentencepiece model.
-
-    Args:
-      path: the path of the file, for error messages.
-      content: the content of the file.
-      exact: True disables the model's dummy prefix and removal of whitespace, which change texts.
-
-    Raises:
-      DataError: the file is not a sentencepiece model.
+    """Opens a sentencepiece model with this `content`; `path` is for error messages.
+    `exact` disables the model's dummy prefix and removal of whitespace, which change texts.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -95,14 +76,7 @@ def sentencepiece_model(
 
 def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
     """Returns the content of a sentencepiece model with further pieces after its own.
-
-    Args:
-      path: the path of the file, for error messages.
-      content: the content of the file.
-      added: the tokens to add. Special tokens stand for no text.
-
-    Raises:
-      DataError: the file is not a sentencepiece model.
+    Special tokens become control pieces, which stand for no text.
     """
     from sentencepiece import sentencepiece_model_pb2
 
@@ -117,15 +91,7 @@ def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
 
 
 def json_model(path: Path, content: bytes) -> Any:
-    """Opens a tokenizer.json of Hugging Face's tokenizers, without truncation and padding.
-
-    Args:
-      path: the path of the file, for error messages.
-      content: the content of the file.
-
-    Returns:
-      A `tokenizers.Tokenizer`.
-
+    """Opens a tokenizer.json as a `tokenizers.Tokenizer`, without truncation and padding.
     Raises:
       DataError: the file is damaged, its ids are not 0 to vocab_size - 1, or the tokenizer cannot
         encode a text.

@@ -27,36 +27,23 @@ RESERVED = "\u2585"
 
 
 class Coverage(NamedTuple):
-    """The amount of text that the training of a tokenizer used.
-
-    Attributes:
-      seen: number of UTF-8 bytes that the training used.
-      total: number of UTF-8 bytes of all texts.
-    """
+    """How many UTF-8 bytes the training of a tokenizer used (`seen`), of all bytes (`total`)."""
 
     seen: int
     total: int
 
     @property
     def fraction(self) -> float:
-        """Share of the text that the training used."""
         return self.seen / self.total
 
 
 class Special(NamedTuple):
-    """Ids of the special pieces of a sentencepiece model; -1 if the model lacks the piece.
+    """Ids of the special pieces of a sentencepiece model; -1 if the model lacks the piece."""
 
-    Attributes:
-      unk_id: id of the unknown token.
-      bos_id: id of the beginning of a sequence.
-      eos_id: id of the end of a sequence.
-      pad_id: id of padding.
-    """
-
-    unk_id: int
-    bos_id: int
-    eos_id: int
-    pad_id: int
+    unk_id: int  # the unknown token
+    bos_id: int  # the beginning of a sequence
+    eos_id: int  # the end of a sequence
+    pad_id: int  # padding
 
 
 LANGUAGE_MODEL = Special(unk_id=0, bos_id=1, eos_id=-1, pad_id=-1)
@@ -65,13 +52,7 @@ T5 = Special(unk_id=2, bos_id=-1, eos_id=1, pad_id=0)
 
 def vocabulary_size(tokenizer: str, setting: str = "Data.tokenizer") -> int | None:
     """Returns the vocabulary size N if a setting has the value "train:N", and None otherwise.
-
-    Args:
-      tokenizer: the value of the setting.
-      setting: the name of the setting, for error messages.
-
-    Raises:
-      ConfigError: the value begins with "train:", but N is not a number.
+    `tokenizer` is the value of the setting. If N is not a number, ConfigError is raised.
     """
     if not tokenizer.startswith("train:"):
         return None
@@ -92,23 +73,15 @@ def train_sentencepiece(
     setting: str = "Data.tokenizer",
 ) -> Coverage:
     """Trains a byte-fallback BPE model that reproduces text exactly, and writes it to `output`.
-
     Compared with a unigram model of 32000 pieces, training a BPE model took an eighth of the time
     and a quarter of the memory, and BPE compressed a held-out novel 1% better. Encoding with BPE is
     about four times slower.
 
     Args:
       texts: the chunks of each document. If all chunks together have more than `max_bytes` bytes,
-        the training uses a random sample of parts of up to 1024 characters.
-      vocab_size: the number of pieces of the vocabulary.
-      output: the file to write.
-      seed: determines the sample.
-      max_bytes: the largest size of the sample, in bytes.
-      special: ids of the special pieces.
+        the training uses a random sample, which `seed` determines, of parts of up to 1024
+        characters.
       setting: the setting that contains "train:VOCAB_SIZE", for error messages.
-
-    Returns:
-      The amount of text that the training used, and the amount of all text.
 
     Raises:
       DataError: there is no text, or too little text for `vocab_size` pieces.

@@ -25,13 +25,8 @@ TEXTS = (
 
 def check(path: str, content: bytes) -> None:
     """Tries a tokenizer in a child process, unless the same file was tried before.
-
-    Args:
-      path: the name of the file, whose ending is that of its format.
-      content: the content of the file.
-
-    Raises:
-      bounded.Refused: the tokenizer takes too much memory or time, or must not be used.
+    The ending of `path` tells the format of the file. A tokenizer that takes too much memory or
+    time, or must not be used, raises bounded.Refused.
     """
     kind = b"json" if path.endswith(".json") else b"sentencepiece"
     bounded.check(__name__, kind + b"\n" + content, bounded.key(kind, content))
@@ -69,8 +64,8 @@ def _try_json(content: bytes) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Returns a factor by which a normalizer or decoder of the tokenizers library lengthens texts
-    at most, if it is made of rules that can be limited to some characters.
+    """Returns the largest factor by which a normalizer or decoder lengthens texts.
+    Only rules of the tokenizers library that can be limited to some characters count.
     """
     from brt import untrusted
 

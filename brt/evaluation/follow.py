@@ -31,17 +31,9 @@ Say = Callable[[str], object]
 
 class Waiter:
     """Sleeps while the caller waits for an event, such as a new checkpoint, until a timeout.
-
     The caller checks again and again whether the event has happened, and calls `wait` after each
-    check.
-
-    Args:
-      poll_seconds: time between two checks.
-      timeout_minutes: maximum time of waiting for the same event; 0 for no limit.
-      say: called with a line that names the event when the waiting begins.
-
-    Raises:
-      ConfigError: a time is out of range.
+    check. A `timeout_minutes` of 0 is no limit. `say` is called with a line that names the event
+    when the waiting begins.
     """
 
     def __init__(self, poll_seconds: float, timeout_minutes: float, say: Say):
@@ -54,11 +46,7 @@ class Waiter:
         self._since: float | None = None
 
     def wait(self, what: str) -> None:
-        """Sleeps until the next check; raises CheckpointError after the timeout.
-
-        Args:
-          what: the event that is waited for, such as "the next checkpoint", for messages.
-        """
+        """Sleeps until the next check for the event `what`; after the timeout, CheckpointError."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -71,19 +59,14 @@ class Waiter:
         time.sleep(self._poll)
 
     def reset(self) -> None:
-        """Resets the timeout. The caller calls this method after the event has happened."""
+        """Resets the timeout, after the event has happened."""
         self._since = None
 
 
 def wait_for_config(path: Path, waiter: Waiter) -> Config:
-    """Waits until a trainer has written its config, and returns the config.
-
+    """Waits until a trainer has written its config to the run directory, and returns the config.
     Settings that name files or directories to write have their defaults in the result. Somebody
     else may have started the run, and evaluations must not write to places of that person's choice.
-
-    Args:
-      path: the run directory.
-      waiter: waits between two checks.
     """
     while (config := workdirs.saved_config(path)) is None:
         missing = "" if path.is_dir() else ", which does not exist yet"
@@ -94,14 +77,8 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
 
 class Follower:
     """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
-
-    Args:
-      workdir: the run directory.
-      config: config of the run, in which the user may have changed some settings.
-      split: the split to evaluate.
-      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
-        evaluation resets before every segment; None for no second evaluation.
-      say: called with a line about every checkpoint that is skipped.
+    `config` is that of the run, in which the user may have changed some settings. `ablate` is as in
+    `job.SplitEvaluator`. `say` is called with a line about every checkpoint that is skipped.
     """
 
     def __init__(self, workdir: Workdir, config: Config, split: str, ablate: str | None, say: Say):
@@ -114,12 +91,8 @@ class Follower:
 
     def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
         """Evaluates every checkpoint that has no report, oldest first, and yields the reports.
-
         The iteration waits for further checkpoints, and stops after the checkpoint of the last
         training step.
-
-        Args:
-          waiter: waits between two checks for a new checkpoint.
         """
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
@@ -140,8 +113,9 @@ class Follower:
 
     @contextlib.contextmanager
     def _tensorboard(self, step: int) -> Iterator[Callable[[int, dict[str, float]], object]]:
-        """Context that yields a function which shows results of a step in TensorBoard, or nothing
-        if the run directory is read-only. `step` is the last step that was evaluated before.
+        """Context that yields a function which shows results of a step in TensorBoard.
+        The function shows nothing if the run directory is read-only. `step` is the last step that
+        was evaluated before.
         """
         if not job.can_store(self._workdir):
             yield lambda step, metrics: None
@@ -160,7 +134,6 @@ class Follower:
 
     def _next(self) -> int | None:
         """Returns the step of the oldest checkpoint without a report; None if all have reports.
-
         The oldest checkpoint comes first, because the trainer will remove it first.
         """
         existing = set(reader.steps(self._workdir.checkpoints))

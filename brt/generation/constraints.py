@@ -21,17 +21,10 @@ def constrain(
     ids: SpecialTokens,
 ) -> Float[Array, "B N V"]:
     """Returns log probabilities in which banned tokens are -inf.
-
     The log probabilities of other tokens are not renormalised. If a token is forced, its log
     probability is 0 and the log probability of every other token is -inf, even if the forced token
-    is banned.
-
-    Args:
-      log_probs: log probabilities of the next token.
-      sequences: tokens so far, including the start token; only the first `length` tokens count.
-      length: number of tokens so far, at least 1.
-      decoding: settings that ban or force tokens.
-      ids: special ids of the model's vocabulary.
+    is banned. `sequences` are the tokens so far, including the start token, of which only the first
+    `length` count; `length` is at least 1.
     """
     vocabulary = jnp.arange(log_probs.shape[-1])[None, None]
     if decoding.no_repeat_ngram:
@@ -50,14 +43,8 @@ def constrain(
 def repeating(
     sequences: Int[Array, "B N L"], length: Int[Array, ""], size: int, vocabulary: int
 ) -> Bool[Array, "B N V"]:
-    """Returns a mask of the next token: True for tokens that would repeat an n-gram of the
-    sequence.
-
-    Args:
-      sequences: token ids, including the start token; only the first `length` tokens count.
-      length: number of tokens so far.
-      size: n, the length of the n-grams, at least 1; with 1, every token of the sequence is True.
-      vocabulary: number of tokens of the vocabulary, V.
+    """Returns a mask of the tokens that would repeat an n-gram of n = `size` tokens.
+    Only the first `length` tokens of `sequences` count. If `size` is 1, all of them are masked.
     """
     batch, beams, total = sequences.shape
     if size > total:

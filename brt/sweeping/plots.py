@@ -29,9 +29,7 @@ _MOST_PANELS = 4  # A plot with several panels has at most this many side by sid
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
-    """Returns the metric to plot: the first metric in the report's table, or bits per byte if the
-    table has none.
-    """
+    """Returns the metric to plot: the first in the report's table, or bits per byte without any."""
     metrics = table_metrics([row for g in groups for row in g.rows])
     return metrics[0] if metrics else BITS_PER_BYTE
 
@@ -42,14 +40,7 @@ def _seeds(metric: Metric, group: Group) -> list[float]:
 
 def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[str]:
     """Draws all plots for which there are results, and returns the names of the PNG files.
-
-    Args:
-      groups: the groups of points that differ only in their seed.
-      directory: the directory of the files.
-      baseline: the name of the group that others are compared with; "" selects the first.
-
-    Raises:
-      ConfigError, CheckpointError: the directory cannot be written.
+    `baseline` is the name of the group that others are compared with; "" selects the first.
     """
     groups = [g._replace(name=plot_label(g.name)) for g in groups]
     baseline = plot_label(baseline)
@@ -78,7 +69,6 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
 
 def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
     """Returns a plot of a metric against the time of a training step, with a marker for each group.
-
     If `groups` read different numbers of tokens per step, the time per 1,000 tokens is shown.
     """
     figure, (axes,) = new_figure(1, height=5.5)
@@ -108,9 +98,7 @@ def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure
 
 
 def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
-    """Returns a plot with a bar for the mean of a metric over the runs of each group, and a dot for
-    the value of each run.
-    """
+    """Returns a plot with a bar for the mean of each group's metric, and a dot for each run."""
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
     axes.barh(places, [g.metrics[metric.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
@@ -132,7 +120,6 @@ def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
 
 def training_curves(groups: Sequence[Group]) -> Figure:
     """Returns a plot of the smoothed bits per token against the number of training tokens.
-
     Every run has a line, and all lines of a group have the same color.
     """
     figure, (axes,) = new_figure(1, height=5.5)
@@ -160,9 +147,7 @@ def training_curves(groups: Sequence[Group]) -> Figure:
 
 def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
     """Returns a plot of a metric on the validation split against the training time in minutes.
-
-    The time does not include compilation. Every run has a line, and all lines of a group have the
-    same color.
+    The time does not include compilation. Every run has a line, in the color of its group.
     """
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -182,7 +167,6 @@ def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
 
 def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     """Returns a plot of the share of exact answers during training.
-
     The documents of synthetic memory tasks contain answers, which can only be predicted from what
     the document said before. An answer is exact if the model predicted each of its tokens as the
     most likely one. The plot shows the percentage of exact answers on the validation split against
