@@ -34,6 +34,7 @@ def gather(
     lengths: np.ndarray | None = None,
 ) -> Batch:
     """Returns a batch of B rows, each of which consists of N given blocks of documents.
+
     The targets are the tokens of the documents. The inputs are the same tokens, shifted by one: BOS
     comes first, and is the input from which the first token of a document is predicted. If the
     store has an end token, it is the last target of each document, and never an input. The batch

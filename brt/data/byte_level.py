@@ -36,6 +36,7 @@ NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 class ByteLevelTokenizer(ChunkTokenizer):
     """A byte-level BPE tokenizer, which adds no special ids to a text; see `tokenizers.Tokenizer`.
+
     If the last id of the file is the mask token, `vocab_size` does not include this id: no text is
     encoded with the id, and a masked language model uses it to mask tokens. A tokenizer.json that
     is damaged, has no piece for BOS, or does not keep every byte of a text raises DataError.
@@ -191,10 +192,8 @@ def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Returns the byte that each character of GPT-2's notation stands for.
-
-    Printable bytes are written as themselves; the other bytes are numbered from U+0100 on.
-    """
+    """Returns the byte that each character of GPT-2's notation stands for."""
+    # Printable bytes are written as themselves; the other bytes are numbered from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]

@@ -53,17 +53,16 @@ def prepared(
     **more: Any,
 ) -> Path:
     """Returns the directory of the prepared data of a config section; prepares them if necessary.
+
     Args:
       hashes: hashes of the files of each split. They are a part of the directory's name, so that
         data are prepared again if a file has changed.
       build: function that writes prepared data. Its arguments are the directory to fill and the
         settings and sources that the manifest will have; it returns further entries of the
         manifest.
-      output: the directory to write; None selects a directory in the cache, named by a hash.
+      output: the directory to write; None selects a directory in the cache, named by a hash. If it
+        contains something other than these data, DataError is raised.
       more: further values, as JSON, that determine the content.
-
-    Raises:
-      DataError: a source cannot be read, or `output` contains something other than these data.
     """
     facts = {
         "settings": cached_settings(section),
@@ -104,15 +103,15 @@ def prepared_split(
     **more: Any,
 ) -> Path:
     """Returns the directory that contains one prepared split; prepares the split if necessary.
+
     Sources of other splits are not read, unless the split is a part of the training documents.
+    `hashes` returns the hashes of the files of sources; `build` and `more` are as in `prepared`.
 
     Args:
       part: True if the split is held out of the documents of Data.train, so that these sources have
         to be read.
       known: a directory in which a run has prepared this split before. It is used again if `part`
         is True, or if the sources are unchanged or cannot be read any more.
-      hashes: function from the names of sources to the hashes of their files.
-      build: as in `prepared`; so is `more`.
     """
     reusable = (
         known if known and (known / MANIFEST).is_file() and (known / split).is_dir() else None
@@ -138,8 +137,8 @@ def print_unread_files(
     section: Section, splits: Sequence[str], left_out: Callable[[str], str], show: bool
 ) -> None:
     """Prints to stderr which files in the directories of sources are not read, if `show` is True.
-    `left_out` is a function from the name of a source to a sentence about files that are not read,
-    "" if all of them are read.
+
+    `left_out` returns a sentence about the files of a source that are not read, "" for none.
     """
     for source in dict.fromkeys(name for split in splits for name in getattr(section, split)):
         if line := left_out(source):
@@ -150,10 +149,11 @@ def describe_splits(
     directory: Path, splits: Mapping[str, Any], unit: str
 ) -> dict[str, dict[str, Any]]:
     """Returns a JSON description of each split, by the name of the split.
-    A description contains the number of rows or documents (under the key `unit`), the size in
-    bytes, the first few names, the hash of the content, a phrase about the way in which the split
-    was held out of the training data ("" if it has sources of its own), and the source files. The
-    list of source files is empty if the directory has no manifest.
+
+    It contains the number of rows or documents (under the key `unit`), the size in bytes, a few
+    names, the hash of the content, a phrase about the way in which the split was held out of the
+    training data ("" if it has sources of its own), and the source files, if the directory has a
+    manifest.
     """
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
     descriptions = {}
@@ -179,9 +179,7 @@ def cache_directory(section: Section) -> Path:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns the manifest of a directory of prepared data: sources, settings, and the tokenizer.
-    A manifest that is missing, is damaged, or names files outside the directory raises DataError.
-    """
+    """Returns the manifest of a directory of prepared data, or raises DataError about damage."""
     manifest = manifests.read(directory / MANIFEST, _KIND)
     with manifests.explaining_damage(directory, "corpus"):
         if coverage := manifest.get("tokenizer", {}).get("coverage"):

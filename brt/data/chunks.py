@@ -19,6 +19,7 @@ Ids = Sequence[int | np.integer] | np.ndarray
 
 def end_of_line(text: str, start: int, stop: int) -> int:
     """Returns where the chunk that begins at index `start` ends, which is at most `stop`.
+
     The chunk ends after the last newline before `stop`. Without a newline, it ends before the last
     space; if several spaces stand there in a row, it ends before the first of them. Without a
     space, it ends at `stop`.
@@ -34,6 +35,7 @@ def end_of_line(text: str, start: int, stop: int) -> int:
 
 def end_of_word(text: str, start: int, stop: int) -> int:
     """Returns where a chunk ends, like `end_of_line`, but at a space between letters if possible.
+
     The pre-tokenizers of all byte-level tokenizers cut a text at a space between two ASCII letters,
     whatever text precedes and follows, so the end of the chunk does not change the ids. The chunk
     ends before the last such space before `stop`, or without one where `end_of_line` says. `text`
@@ -66,6 +68,7 @@ def cut(
 
 class ChunkTokenizer(abc.ABC):
     """Base class of tokenizers that encode long texts chunk by chunk.
+
     A subclass defines `encode_chunks` and sets `_bytes`, the bytes that each id stands for. It may
     also set `_chunk_end`, the function that determines where chunks end (see `cut`).
     """

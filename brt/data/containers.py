@@ -1,4 +1,5 @@
 """Detects files that are not text, such as PDFs, archives or databases, by their first bytes.
+
 The error names the kind of file, and says how the user can obtain text: with a program that
 extracts the text, or by giving the file the right name.
 """

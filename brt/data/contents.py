@@ -21,9 +21,8 @@ ZSTD_CHUNK = 1 << 10
 
 def text(file: File) -> Iterator[bytes]:
     """Yields the decompressed bytes of a text file in parts.
-    Raises:
-      BadRecord: the file is damaged, or is of a kind that `brt.data.containers` detects.
-      DataError: the file cannot be read.
+
+    It raises BadRecord about damage and about files that are not text, such as PDFs.
     """
     if endings.kind(file.path.name) == "html":
         raise containers.markup(file.name)
@@ -32,8 +31,9 @@ def text(file: File) -> Iterator[bytes]:
 
 def small_text(path: Path) -> str:
     """Returns the whole text of a small file, decompressed if its suffix says so.
-    It raises BadRecord about damage and bytes that are not UTF-8, and DataError if the file is
-    missing, too large or not regular.
+
+    It raises BadRecord about damage and about bytes that are not UTF-8, and DataError if the file
+    is missing, too large or not regular.
     """
     try:
         untrusted.open_file(path).close()
@@ -57,11 +57,7 @@ def refuse_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def content(file: File) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a file of any kind in parts.
-    Raises:
-      BadRecord: the file is compressed and damaged.
-      DataError: the file cannot be read.
-    """
+    """Yields the decompressed bytes of a file of any kind in parts; BadRecord about damage."""
     try:
         with open(file.path, "rb") as raw:
             yield from _decompressed(file, raw)
@@ -75,9 +71,8 @@ def content(file: File) -> Iterator[bytes]:
 
 
 def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields bytes unchanged; raises DataError if they are more than `max_bytes`.
-    The limit protects against compressed files that expand to a huge size.
-    """
+    """Yields bytes unchanged; raises DataError if they are more than `max_bytes`."""
+    # The limit protects against compressed files that expand to a huge size.
     size = 0
     for chunk in data:
         size += len(chunk)
@@ -87,9 +82,7 @@ def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[b
 
 
 def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) -> Iterator[bytes]:
-    """Yields the lines of data without newlines, the last of which is empty after a final newline.
-    A line of more than `max_bytes` raises DataError, which calls the data `name`.
-    """
+    """Yields the lines of data without newlines; after a final newline, an empty line is last."""
     parts: list[bytes] = []  # The list has the parts of the present line that were read so far.
     size = number = 0
     for chunk in data:

@@ -13,6 +13,7 @@ from brt.types import Batch
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StagedReader(LaneReader):
     """Reader of training documents in lanes, for which more and more documents become available.
+
     Each stage of the curriculum reads the documents of the stage before and further documents, in
     the order of the token store. At the beginning of a stage, each lane (row of the batch) starts
     without state, as at the beginning of a run.
@@ -40,27 +41,22 @@ class StagedReader(LaneReader):
 
 
 def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
-    """Returns the reader of the training documents, with stages if `data` has a curriculum.
-    Stage i (from 0) reads the documents of the first i + 1 sources in `data.train`, and
-    `data.curriculum` has the first step of each later stage. `sizes` are further arguments of
-    `LaneReader`.
-    """
+    """Returns the reader of the training documents, with stages if `data` has a curriculum."""
     common: dict[str, Any] = {"store": store, **sizes}
     if not data.curriculum:
         return LaneReader(**common)
     steps = (0, *data.curriculum)
+    # Stage n (from 0) reads the documents of the first n + 1 sources in `data.train`.
     counts = [_of_first(data.train[: n + 1], store) for n in range(len(steps))]
     return StagedReader(**common, stages=tuple(zip(steps, counts, strict=True)))
 
 
 def _of_first(names: tuple[str, ...], store: TokenStore) -> int:
-    """Returns how many documents of the store come from the sources `names`."""
     prefixes = tuple(f"{name}#" for name in names)
     return sum(name.startswith(prefixes) for name in store.names)
 
 
 def _first(store: TokenStore, documents: int) -> TokenStore:
-    """Returns a store that contains only the first documents."""
     names = ["bytes", "characters", "words"] + ["lost"] * (store.lost is not None)
     cut = {name: getattr(store, name)[:documents] for name in names}
     return dataclasses.replace(

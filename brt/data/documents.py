@@ -15,9 +15,7 @@ CHUNK = contents.CHUNK  # The text of a record is cut into chunks of this number
 
 
 class Document(NamedTuple):
-    """A document's name and its text, whose chunks must be read before the next document is
-    requested.
-    """
+    """A document's name and text. Its chunks must be read before the next document is requested."""
 
     name: str
     chunks: Iterator[str]
@@ -32,6 +30,7 @@ def read(
     bad: Quarantine | None = None,
 ) -> Iterator[Document]:
     """Yields the documents of sources in order; `brt.data.sources` describes the names of sources.
+
     Text is not changed, except that a byte order mark at the start is removed. The suffix of a file
     determines how the file is read: every record of a JSON file and every row of a table is a
     document; a file of another kind is a single document.

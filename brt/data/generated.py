@@ -36,9 +36,7 @@ def read(
     generate: Callable[[str], Iterable[Any]],
     files: Callable[[list[str]], Iterable[Any]],
 ) -> Iterator[Any]:
-    """Yields the items (rows or documents) of generated sources and of files, in order.
-    `generate` returns the items of one generated source, and `files` those of several files.
-    """
+    """Yields the items (rows or documents) of generated sources and of files, in order."""
     for is_generated, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
         if is_generated:
             yield from itertools.chain.from_iterable(map(generate, names))
@@ -47,10 +45,9 @@ def read(
 
 
 def draw(purpose: str) -> np.random.RandomState:
-    """Returns a random number generator whose seed is a hash of the text `purpose`.
-    NumPy guarantees that the numbers of a RandomState, unlike those of newer generators, are the
-    same in all versions.
-    """
+    """Returns a random number generator whose seed is a hash of the text `purpose`."""
+    # NumPy guarantees that the numbers of a RandomState, unlike those of newer generators, are the
+    # same in all versions.
     seed = hashlib.sha256(purpose.encode()).digest()[:4]
     return np.random.RandomState(int.from_bytes(seed, "little"))
 

@@ -30,15 +30,11 @@ def read(
     file: File, *, errors: str = "strict", max_bytes: int = untrusted.LARGEST
 ) -> Iterator[Record]:
     """Yields the records of a file; empty lines are skipped.
-    Args:
-      errors: "replace" reads bytes that are not UTF-8, and surrogates without a partner, as U+FFFD.
-        With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates stay in
-        the value; `plain_text.problem` detects them.
-      max_bytes: the largest size of a line, or of a file that is parsed at once.
 
-    Raises:
-      BadRecord: a file that is parsed at once is not JSON.
-      DataError: a line or a file is too large or cannot be read.
+    "replace" in `errors` reads bytes that are not UTF-8, and surrogates without a partner, as
+    U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates stay
+    in the value; `plain_text.problem` detects them. A .json file that is parsed at once and is not
+    JSON raises BadRecord, and a line or file of more than `max_bytes` DataError.
     """
     numbered = _numbered(file, max_bytes)
     if endings.kind(file.path.name) == "json" and (first := next(numbered, None)):
@@ -76,10 +72,7 @@ def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Returns a phrase about a decoding error, such as "is not UTF-8 at byte 7 (0xff)".
-    If most characters are unreadable, the phrase says that the bytes are no text
-    (`plain_text.binary`).
-    """
+    """Returns a phrase such as "is not UTF-8 at byte 7 (0xff)", or that the bytes are no text."""
     text = error.object.decode("utf-8", "replace")
     if fault := plain_text.binary(plain_text.unreadable(text), len(text)):
         return fault
@@ -87,10 +80,9 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def holds_records(file: File, part: bytes | None = None) -> bool:
-    """Returns whether a .json file contains records, and not a single object as package.json does.
-    A damaged file counts as a file of records, so that reading the file reports the damage. A
-    single object counts as records if its beginning contains the bytes `part`.
-    """
+    """Returns whether a .json file contains records, or a single object with the bytes `part`."""
+    # Files such as package.json contain a single object. A damaged file counts as a file of
+    # records, so that reading the file reports the damage.
     try:
         head = next(contents.content(file), b"")[:PEEK].removeprefix(b"\xef\xbb\xbf").lstrip()
     except BadRecord:
@@ -102,7 +94,6 @@ def holds_records(file: File, part: bytes | None = None) -> bool:
 
 
 def _is_line(line: bytes) -> bool:
-    """Returns True if a line is a complete JSON object."""
     return line.lstrip(b"\xef\xbb\xbf \t\r").startswith(b"{") and not parse("", 1, line).problem
 
 

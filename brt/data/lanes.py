@@ -1,12 +1,10 @@
 """Builds batches of documents in lanes: rows of the batch that continue from step to step.
 
-A document of n tokens takes ceil(n / window) blocks; the rest of the last block is padding. The
-inputs of a document are BOS and all tokens but the last, and the targets are all tokens, so every
-token is scored once. If the store has an end token, it is the last token of each document. Each
+A document of n tokens takes ceil(n / window) blocks; the rest of the last block is padding. Each
 epoch shuffles the documents, concatenates their blocks, and cuts this sequence into equal parts,
 one for each lane. A lane may therefore begin inside of a document. The model reads the first block
 of such a lane without the state and cache of the preceding tokens, but the first input is the
-preceding token.
+preceding token. `blocks.gather` says what inputs and targets are.
 """
 
 import dataclasses
@@ -44,6 +42,7 @@ class LaneReader(Reader):
         self, step: int, lanes: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the blocks that a step reads.
+
         These are int [B, N], the index of each block's document, -1 for padding; int [B, N], the
         index of each block in its document; and bool [N], True for a block at which all lanes
         begin.
@@ -63,6 +62,7 @@ class LaneReader(Reader):
 
     def described(self, step: int) -> list[dict[str, Any]]:
         """Returns a JSON description of the origin of a step's tokens.
+
         Each entry names a lane, a document, and the range of the document's tokens that the lane
         reads: `{"lane": 0, "document": "a.txt", "tokens": [512, 1024]}`.
         """
@@ -107,8 +107,9 @@ class LaneReader(Reader):
 
 class BatchIterator(Iterator[Any]):
     """Iterator over the batches of a reader, which a thread builds `prefetch` batches in advance.
-    The state of the iterator, which checkpoints contain, is a small JSON object: the next step and
-    the `identity` of the reader, which consists of all values that determine the batches.
+
+    Its state, which checkpoints contain, is a small JSON object: the next step and
+    `Reader.identity`.
     """
 
     def __init__(self, reader: Reader, start_step: int, prefetch: int):
@@ -127,9 +128,7 @@ class BatchIterator(Iterator[Any]):
         return {"step": self._batches.get_state()["next_index"], **self._reader.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to the step of a state; raises ConfigError if the reader has other data or
-        settings.
-        """
+        """Moves to the step of a state; raises ConfigError about other data or settings."""
         different = [
             f"{name} was {state.get(name)} and is {value}"
             for name, value in self._reader.identity.items()
@@ -159,6 +158,7 @@ def evaluation_batches(
     tokens_per_document: int = 0,
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Yields batches that read every document once from its start to its end, in parallel lanes.
+
     With each batch comes int32 [B, N], the index of the document of each of the N blocks that the B
     lanes read; -1 is padding. If `tokens_per_document` is not 0, only this number of tokens at the
     beginning of each document is read.
@@ -180,9 +180,8 @@ def evaluation_batches(
 
 
 def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
-    """Assigns documents to lanes, so that lanes are about equally long.
-    The longest document comes first, and each goes to the lane that has the fewest blocks so far.
-    """
+    """Assigns documents to lanes, so that lanes are about equally long."""
+    # The longest document comes first, and each goes to the lane that has the fewest blocks so far.
     lanes: list[list[int]] = [[] for _ in range(batch_size)]
     loads = [(0, lane) for lane in range(batch_size)]
     for document in np.argsort(-counts, kind="stable").tolist():

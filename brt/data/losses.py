@@ -13,9 +13,7 @@ REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 
 
 class Losses:
-    """Compares the bytes of a document with the bytes to which the document's tokens decode.
-    `unknown` is the number of unknown tokens so far.
-    """
+    """Compares the bytes of a document with the bytes to which the document's tokens decode."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._unknown = tokenizer, unknown_id(tokenizer)
@@ -23,7 +21,7 @@ class Losses:
         # For each byte, this array counts how often it occurs in the text, less how often it occurs
         # in the decoded tokens. Chunks that are decoded exactly contribute nothing.
         self._counts = np.zeros(256, np.int64)
-        self.unknown = 0
+        self.unknown = 0  # the number of unknown tokens so far
 
     def add(self, data: bytes, ids: np.ndarray) -> None:
         """Takes the next chunk in UTF-8, and its tokens; unknown tokens decode to no bytes."""
@@ -38,9 +36,9 @@ class Losses:
 
     @property
     def lost(self) -> int:
-        """Number of UTF-8 bytes of the text that the tokens do not reproduce.
-        Bytes that a normalizer replaced count as lost. Any difference counts as at least one byte.
-        """
+        """Number of UTF-8 bytes of the text that the tokens do not reproduce."""
+        # Bytes that a normalizer replaced count as lost. Any difference counts as at least one
+        # byte.
         if not self._differs:
             return int(self.unknown > 0)
         too_few, too_many = self._counts.clip(min=0).sum(), (-self._counts).clip(min=0).sum()
@@ -64,9 +62,7 @@ def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
 
 
 def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
-    """Estimates how many bytes of a text its tokens lose, of which only the `size` in bytes is
-    known.
-    """
+    """Estimates how many bytes of a text its tokens lose, given only their number (`size`)."""
     known = ids[ids != unknown_id(tokenizer)]
     lost = abs(size - len(tokenizer.decode_bytes(known)))
     return max(lost, int(len(known) < len(ids)))

@@ -36,8 +36,9 @@ _KEPT = KEPT_DAYS * 86400  # seconds
 
 def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the content of a manifest after checking its format and entries.
-    `kind` is the expected type of each entry, in the notation of `untrusted.check`. A manifest that
-    is missing, damaged, or of another format raises DataError with a remedy.
+
+    `kind` has the type of each entry, in the notation of `untrusted.check`. A manifest that is
+    missing, damaged or of another format raises DataError.
     """
     try:
         manifest = untrusted.read_json(path, {})
@@ -68,19 +69,14 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def corpus_directory(store: Path) -> Path:
-    """Returns the directory that has to be prepared again if a store is damaged.
-    This is the directory of the corpus if the store is one split of it, else that of the store.
-    """
+    """Returns the directory to prepare again if a store is damaged: its corpus, if it has one."""
     corpus = store.parent
     return corpus if (corpus / CORPUS).is_file() else store
 
 
 @contextlib.contextmanager
 def explaining_damage(directory: Path, what: str) -> Iterator[None]:
-    """Context that turns the errors of reading a damaged directory into a DataError with a remedy.
-    The errors are OSError, ValueError and KeyError. `what` is the noun for the directory, such as
-    "corpus".
-    """
+    """Context that turns an OSError, ValueError or KeyError about a directory into a DataError."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -101,22 +97,21 @@ def atomic_directory(
     key: str = "",
 ) -> Iterator[Path]:
     """Context that yields a temporary directory, and renames it to `directory` at the end.
+
     The temporary directory is deleted instead if an error is raised within the context. Temporary
     directories that killed processes left at the same place are deleted first.
 
-    With a `key`, the temporary directory stays if the process is killed or interrupted after a part
-    of the content was committed (see `PARTIAL`). The next call with the same directory and key
-    continues with this content, if it comes within `KEPT_DAYS` days.
+    With a `key`, a hash of everything that determines the content, the temporary directory stays if
+    the process is killed or interrupted after a part of the content was committed (see `PARTIAL`).
+    The next call with the same directory and key continues with this content within `KEPT_DAYS`
+    days.
 
     Args:
-      directory: the final directory; symbolic links are followed.
       shared: the treatment of a directory that another process has created in the meantime: True
         uses the other directory, and False raises an error.
-      setting: the setting that names the directory, for error messages; "" if the user named the
-        directory directly.
+      setting: the setting that names the directory, for error messages; "" if the user did.
       explained: function from the directory to a context that converts OSErrors to errors with a
         helpful message; None converts them to DataErrors.
-      key: a hash of everything that determines the content; "" never continues.
 
     Raises:
       DataError: the directory cannot be created.
@@ -177,9 +172,8 @@ def _explained(
 
 
 def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path | None:
-    """Locks a temporary directory that an interrupted process with the same key has left.
-    The exit stack deletes the directory. The result is None if there is no such directory.
-    """
+    """Locks the temporary directory that an interrupted process with the same key has left."""
+    # The exit stack deletes the directory.
     for path in directory.parent.glob(f"{glob.escape(_prefix(directory))}*/{_HELD}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as attempt:
             held = attempt.enter_context(durable.open_file(path, "r+b", below=directory.parent))
@@ -230,10 +224,8 @@ def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> P
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Deletes temporary directories next to `directory` that nobody uses or will continue.
-    `directory` is one that `atomic_directory` created or will create. Errors are ignored, so some
-    of the temporary directories may remain.
-    """
+    """Deletes temporary directories next to `directory` that nobody uses or will continue."""
+    # Errors are ignored, so some of the temporary directories may remain.
     directory = Path(os.path.realpath(directory))
     parent = directory.parent
     for place in parent.glob(f"{glob.escape(_prefix(directory))}????????"):

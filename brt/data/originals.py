@@ -53,9 +53,6 @@ def names(directory: Path) -> list[str]:
 
 
 def stored(file: tuple[str, bytes], beside: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files in which brt stores a tokenizer, by their paths in a directory.
-    `file` is the name and content of the file of the tokenizer, and `beside` is the result of
-    `read`.
-    """
+    """Returns the files in which brt stores a tokenizer, by their paths in a directory."""
     name, content = file
     return {name: content, **{f"{DIRECTORY}/{other}": data for other, data in beside.items()}}

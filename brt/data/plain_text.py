@@ -33,9 +33,7 @@ def problem(text: str) -> str:
 
 
 def unreadable(text: str) -> int:
-    """Returns the number of characters that are U+FFFD or controls, as texts of binary data have
-    many.
-    """
+    """Returns how many characters are U+FFFD or controls, of which binary data have many."""
     pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))  # This saves memory.
     encoded = (piece.encode("utf-8", "surrogatepass") for piece in pieces)
     controls = sum(len(data) - len(data.translate(None, _CONTROLS)) for data in encoded)
@@ -43,9 +41,9 @@ def unreadable(text: str) -> int:
 
 
 def binary(count: int, size: int) -> str:
-    """Returns the phrase "is not text: ..." if `count` of `size` characters are unreadable, else
-    "".
-    Some unreadable characters are tolerated: see `FEW` and `MOST`.
+    """Returns the phrase "is not text: ..." if `count` of `size` characters are unreadable.
+
+    The result is "" if these are at most `FEW` characters or the share `MOST`.
     """
     if count <= max(FEW, MOST * size):
         return ""
@@ -72,6 +70,7 @@ def read(
     name: str, data: Iterable[bytes], errors: str = "strict", remedy: str = ""
 ) -> Iterator[str]:
     """Decodes UTF-8 that comes in parts, which may end inside of a character, and yields the text.
+
     Args:
       name: the name of the data, for error messages.
       errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; "strict" raises an error.
@@ -100,11 +99,10 @@ def read(
         raise BadRecord(f"{name} {fault}")
 
 
+# `before` is the number of the document's characters before `text`, for the error message.
 def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str = "") -> str:
-    """Returns a text in which every NUL is replaced, or raises BadRecord about a NUL; see `read`.
-    Files that were not written completely are often filled with NULs. `before` is the number of the
-    document's characters before `text`, for the error message.
-    """
+    """Returns a text in which every NUL is replaced, or raises BadRecord about a NUL."""
+    # Files that were not written completely are often filled with NULs.
     if "\0" not in text:
         return text
     if errors == "replace":

@@ -49,7 +49,6 @@ class Dataset(NamedTuple):
     splits: dict[str, TokenStore]
 
     def split(self, name: str) -> TokenStore:
-        """Returns the token store of a split; raises DataError if the data have no such split."""
         if name not in self.splits:
             raise DataError(
                 f"{self.directory} has no {name} documents, only {', '.join(self.splits)}; "
@@ -64,12 +63,10 @@ class Dataset(NamedTuple):
 
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Dataset:
     """Opens the documents that a config section describes; first tokenizes them if necessary.
-    If `data.store` names a directory of prepared data, this directory is opened. `output` is the
-    directory to write; None writes to the cache. `progress` shows a progress bar on a terminal, and
-    otherwise prints a line for each split.
 
-    Raises:
-      DataError: a source cannot be read, or `output` contains something other than these data.
+    If `data.store` names a directory of prepared data, this directory is opened. `output` is the
+    directory to write; None writes to the cache. A source that cannot be read, or an `output` with
+    other content, raises DataError.
     """
     if data.store:
         return open_corpus(Path(data.store))
@@ -100,16 +97,9 @@ def prepare_split(
     progress: bool = True,
 ) -> Dataset:
     """Opens a single split of documents; first tokenizes the split if necessary.
-    If `data.store` names prepared data, the result has all their splits.
 
-    Args:
-      tokenizer: the tokenizer that encodes the split, such as the tokenizer of a trained model.
-      known: a directory in which a run has prepared this split before. It is used again if the
-        split is held out of the training documents, or if the sources are unchanged or cannot be
-        read any more.
-
-    Raises:
-      DataError: there is no such split, or its sources cannot be read.
+    If `data.store` names prepared data, the result has all their splits. `tokenizer` encodes the
+    split; it may be that of a trained model. `known` is as in `cache.prepared_split`.
     """
     if data.store:
         return open_corpus(Path(data.store))
@@ -225,9 +215,8 @@ def _say_quarantined(directory: Path, progress: bool) -> None:
 def _make_tokenizer(
     data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Returns the tokenizer, and its description for the manifest, and stores it in the directory.
-    It is trained if `loaded` is None. If an interrupted process has stored it, it is only loaded.
-    """
+    """Returns the tokenizer and its description, and stores it; trains it if `loaded` is None."""
+    # If an interrupted process has stored the tokenizer, it is only loaded.
     known = directory / "partial" / "tokenizer.json"
     if known.exists():
         described = untrusted.read_json(known, {"file": str, "name": str})
@@ -244,7 +233,7 @@ def _make_tokenizer(
 def _new_tokenizer(
     data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Trains the tokenizer if there is none, stores it and describes it; see `_make_tokenizer`."""
+    """Does what `_make_tokenizer` describes, without a process before."""
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):

@@ -17,8 +17,9 @@ class BadRecord(DataError):
 
 class Quarantine:
     """Collects the errors of bad records, which are documents that cannot be read, up to a limit.
-    A record counts once, even if its file is read again. The limit `most` is Data.max_bad_records;
-    with 0, the error of the first bad record is raised.
+
+    A record counts once, even if its file is read again. With the limit `most` = 0, no error is
+    collected: the first is raised.
     """
 
     def __init__(self, most: int = 0):
@@ -33,8 +34,9 @@ class Quarantine:
 
     def collect(self, error: BadRecord, file: str, **place: int) -> None:
         """Collects the error of a bad record; raises DataError if the limit is exceeded.
-        `place` is the number of the bad line or record, as `line=` or `record=`; it is left out if
-        the error concerns the whole rest of the file.
+
+        `place` is the number of the bad line or record, as `line=` or `record=`; without it, the
+        error concerns the whole rest of the file.
         """
         if not self.most:
             raise error
@@ -47,9 +49,7 @@ class Quarantine:
             )
 
     def call_and_collect(self, read: Callable[[], T], file: str, **place: int) -> T | None:
-        """Returns the result of `read`, which reads one record; None if it raised a BadRecord.
-        The error is collected under `file` and `place`; see `collect`.
-        """
+        """Returns the result of `read`, which reads a record; None if it has raised BadRecord."""
         try:
             return read()
         except BadRecord as error:

@@ -16,6 +16,7 @@ import numpy as np
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Reader(abc.ABC):
     """Base class of readers: `reader[step]` is the batch of a step, counted from 0.
+
     A batch is a NamedTuple of NumPy arrays whose first axis is the rows of the batch (lanes). It
     depends only on the step and on the values in `identity`.
     """
@@ -45,9 +46,7 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns a JSON description of the origin of each row in the batch of a step.
-        The origin is, for example, a document and a position. Rows of padding are left out.
-        """
+        """Returns the origin of each row of a step, such as a document and a position, as JSON."""
 
     @staticmethod
     @abc.abstractmethod
@@ -56,9 +55,9 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Assigns the data of an epoch to its steps; `__getitem__` uses the two arrays as it likes.
-        `order` is int [items], indices of the store's items in the order in which the epoch reads
-        them.
+        """Assigns the items of an epoch, whose `order` is int [items], to its steps.
+
+        The subclass defines the two arrays, and uses them in `__getitem__`.
         """
 
     def epoch(self, step: int) -> float:

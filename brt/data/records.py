@@ -1,4 +1,5 @@
 """Reads documents that are records of JSON files, ArrayRecord files, TensorFlow datasets or tables.
+
 Every record is a document. A record is held in memory, where it takes up to four times its size.
 Each reader yields the name and the text of every record, which is in the field (or column) `field`.
 `errors` is Data.errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict",

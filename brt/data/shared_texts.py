@@ -12,9 +12,9 @@ from brt.errors import DataError
 
 def refuse(partial: Path, stores: Mapping[str, Path]) -> None:
     """Raises DataError if a document of one split has the same text as a document of another.
-    `stores` are the directories of two token stores, by the name of the split, in the order in
-    which they were written; `partial` has their files of digests (see `brt.data.store_writer`).
-    Published datasets (tfds) are not checked.
+
+    `stores` are two token stores by the name of the split, the first of which was written first;
+    `partial` has their digests (see `brt.data.store_writer`).
     """
     (first, first_store), (second, second_store) = stores.items()
     earlier, later = (_digests(partial / split) for split in (first, second))

@@ -39,10 +39,10 @@ class FileHash(NamedTuple):
 
 
 def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
-    """Returns the files of a source in reading order.
+    """Returns the files of a source in reading order; DataError if there are none.
+
     The files of generated documents are the novels from which the documents take text. From a
-    directory, files with the suffixes `endings` are read; hidden and empty files are skipped. A
-    source that does not exist or has no files raises DataError.
+    directory, files with the suffixes `endings` are read, but neither hidden nor empty ones.
     """
     if source.startswith("corpus:"):
         return _corpus_files(source, endings)
@@ -73,9 +73,8 @@ def _once(candidates: list[File]) -> list[File]:
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """Expands a pattern like `glob.glob`, but `**` enters every directory only once.
-    Links between directories may therefore form cycles.
-    """
+    """Expands a pattern like `glob.glob`, but `**` enters every directory only once."""
+    # Links between directories may therefore form cycles.
     if os.path.basename(pattern) == "**":
         pattern = f"{pattern}/*"
     head, stars, tail = pattern.partition("**/")
@@ -118,9 +117,9 @@ def hashed(file: File) -> FileHash:
 
 
 def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Path] = ()) -> str:
-    """Returns a sentence that states how many files of a directory are not read, for each suffix.
-    The result is "" if all files are read, or if the source is not a directory. The files that are
-    read are those with the suffixes `endings`, and `read`.
+    """Returns a sentence that counts the files of a directory that are not read, or "".
+
+    The files that are read are those with the suffixes `endings`, and `read`.
     """
     path = Path(source)
     if not path.is_dir():
@@ -211,9 +210,7 @@ def _nothing(path: Path, endings: Sequence[str]) -> DataError:
 
 
 def _remedy(path: Path, files: Sequence[Path], any_text: bool) -> str:
-    """Returns what a user may do about a directory whose files have suffixes that are not read.
-    `any_text` is True if files of text may have any suffix where they are named.
-    """
+    """Returns what a user may do about a directory whose files have suffixes that are not read."""
     examples = {_unread(file): file for file in files if file.stat().st_size}
     for file in examples.values():
         try:
@@ -227,10 +224,9 @@ def _remedy(path: Path, files: Sequence[Path], any_text: bool) -> str:
 
 
 def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
-    """Returns the files that are not empty and have one of the suffixes, sorted.
-    A .json file that contains a single object, such as a package.json, has no records and is left
-    out, unless it contains questions in the format of SQuAD and these are wanted.
-    """
+    """Returns the files that are not empty and have one of the suffixes, sorted."""
+    # A .json file that contains a single object, such as a package.json, has no records and is left
+    # out, unless it contains questions in the format of SQuAD and these are wanted.
     every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
     matching = (p for p in paths if p.name.lower().endswith(every) and p.is_file())
     matching = (p for p in matching if p.stat().st_size)

@@ -1,4 +1,5 @@
 """What the files of a directory of Hugging Face say of special tokens.
+
 They say with which token a document begins, which tokens end a text, and which tokens were added to
 the file of the tokenizer.
 """
@@ -56,8 +57,8 @@ def read(
     place: Path, files: Mapping[str, bytes], described: Mapping[str, Any] | None = None
 ) -> Statements:
     """Returns what the `files` beside a tokenizer, by name, say of special tokens.
-    `described` is the content of the tokenizer's own tokenizer.json; None if it has another file. A
-    file that is not a JSON object, or a damaged list of added tokens, raises DataError.
+
+    `described` is the content of the tokenizer's own tokenizer.json; None if it has another file.
     """
     try:
         contents: dict[str, Mapping[str, Any]]
@@ -81,6 +82,7 @@ def beginning(
     said: Statements, id_of: Callable[[int | str], int | None], default: int
 ) -> Beginning:
     """Chooses the id that documents begin with; `default` is the id if no file names a token.
+
     `id_of` returns the id of an id or a piece; None if it is no special token of the tokenizer.
     """
     known = [(claim, id_of(claim.token)) for claim in said.begin]
@@ -103,8 +105,9 @@ def missing(
     place: Path, said: Statements, size: int, id_of: Callable[[str], int | None]
 ) -> list[Added]:
     """Returns those added tokens that the file of a tokenizer lacks, in the order of their ids.
-    The file has `size` ids, and `id_of` returns the id of a piece in it, None for others. Ids that
-    contradict the file, or do not follow those of the file without a gap, raise DataError.
+
+    The file has `size` ids, and `id_of` returns the id of a piece in it. The ids must follow those
+    of the file without a gap, or DataError is raised.
     """
     found = []
     for added in said.added:
@@ -123,11 +126,8 @@ def missing(
 
 def identity(content: bytes, token: int, default: int, added: list[Added]) -> bytes:
     """Returns bytes that determine the ids of texts; `content` alone where no file changes them.
-    Args:
-      content: the content of the file of the tokenizer.
-      default: the id that documents would begin with, instead of `token`, if there was no other
-        file.
-      added: the tokens that the file lacks.
+
+    Documents would begin with `default`, and not with `token`, if there were no files beside it.
     """
     if token == default and not added:
         return content

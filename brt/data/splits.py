@@ -32,6 +32,7 @@ Parts = dict[str, tuple[int, int | None]]
 
 class Plan:
     """Assignment of documents to the splits of the section `Data`.
+
     A split without a source gets a part of the documents of Data.train. Documents with the same
     content are in the same split. If there are too few documents for all splits, the end of each
     document is held out instead of whole documents; a document that is too short raises DataError.
@@ -89,18 +90,16 @@ class Plan:
 
 
 def fractions_of(data: config.Data) -> dict[str, float]:
-    """Returns the fraction of training documents that is held out for each split without a source.
-    Splits with sources of their own, and splits whose fraction is 0, are left out.
-    """
+    """Returns the fraction of Data.train that is held out for each split without a source."""
     fractions = {split: getattr(data, f"{split}_fraction") for split in SPLITS[1:]}
     return {s: fraction for s, fraction in fractions.items() if fraction and not getattr(data, s)}
 
 
 def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
     """Returns the split of each document: "train", or one of those with `fractions`.
+
     The assignment depends on the hashes of the file names (without directories), so the result is
-    the same on every machine. Every split gets at least one document; there must be more documents
-    than fractions.
+    the same on every machine. Every split gets at least one document.
     """
     splits = ["train"] * len(names)
     order = _by_hash(names)
@@ -129,9 +128,9 @@ def _by_hash(names: Sequence[str]) -> list[int]:
 
 def held_out_ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
     """Returns the range of a document's characters that belongs to each split.
-    The beginning of the document is for training, and the end is divided among the held-out splits.
-    The chunks of the document, of `length` characters in all, are consumed. A document that is too
-    short raises DataError.
+
+    The beginning of the document, which has `length` characters, is for training, and the end is
+    divided among the held-out splits. A document that is too short raises DataError.
     """
     sizes = {split: int(length * fraction) for split, fraction in fractions.items()}
     if min(sizes.values()) < SHORTEST or length - sum(sizes.values()) < SHORTEST:
@@ -156,13 +155,10 @@ def held_out_ends(document: Document, length: int, fractions: Mapping[str, float
 
 class Shares:
     """Function from the content of a row to the row's split.
-    Rows with the same content belong to the same split. A hash of the content determines the split.
 
-    Args:
-      contents: the content of each row, as a text.
-      shares: for each held-out split, the fraction of the distinct contents that it gets; every
-        split gets at least one, and too few distinct contents raise DataError.
-      source: the setting that names the source of the rows, for error messages: "Data.train".
+    A hash of the content determines the split. `shares` is the fraction of the distinct contents
+    that each held-out split gets. Every split gets at least one; too few distinct contents raise
+    DataError.
     """
 
     def __init__(self, contents: Iterable[str], shares: Mapping[str, float], source: str):
@@ -181,10 +177,9 @@ class Shares:
 
 
 def _described(found: Iterable[Document]) -> tuple[list[str], np.ndarray, array]:
-    """Returns the name, the hash of the text, and the length in characters of every document.
-    The hashes are an array of 32 bytes per document (dtype S32), because millions of Python objects
-    would need much memory.
-    """
+    """Returns the name, the hash of the text, and the length in characters of every document."""
+    # The hashes are an array of 32 bytes per document (dtype S32), because millions of Python
+    # objects would need much memory.
     names, digests, lengths = [], bytearray(), array("q")
     for document in found:
         digest, length = hashlib.sha256(), 0

@@ -65,9 +65,9 @@ def committed(directory: Path) -> Commit | None:
 
 
 class Writer:
-    """Appends documents to the files of an unfinished token store.
-    If the directory contains a commit, the writer continues there. `documents`, `bytes` and
-    `unknown` are the numbers of documents that are written, of their bytes, and of their unknown
+    """Appends documents to the files of an unfinished token store, after those of its last commit.
+
+    `documents`, `bytes` and `unknown` are the numbers of documents, and of their bytes and unknown
     tokens.
     """
 
@@ -90,9 +90,7 @@ class Writer:
         self._files[TOKENS].write(np.asarray(ids, self._dtype).data)
 
     def end_document(self, name: str, row: Row, digest: bytes, unknown: int) -> None:
-        """Completes a document; commits the files if enough text was written since the last commit.
-        `digest` is the SHA-256 of its text, and `unknown` the number of its unknown tokens.
-        """
+        """Completes a document; commits the files after every `COMMIT` bytes of text."""
         self._files[COUNTS].write(np.array(row, "<i8").data)
         self._files[NAMES].write(json.dumps(name).encode() + b"\n")
         self._files[DIGESTS].write(digest)
@@ -117,9 +115,10 @@ class Writer:
         self._stack.close()
 
     def finish(self, tokens: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Closes the writer, moves the tokens to the file `tokens`, and returns the other columns.
-        These are the counts, int64 [documents, 5], with a column for each field of `Row`; and the
-        JSON list of the names, uint8 [bytes].
+        """Closes the writer, moves the tokens to the file `tokens`, and returns counts and names.
+
+        These are int64 [documents, 5], with a column for each field of `Row`; and uint8 [bytes], a
+        list as JSON.
         """
         self.close()
         counts = np.fromfile(self._directory / COUNTS, "<i8").reshape(-1, len(Row._fields))

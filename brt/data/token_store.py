@@ -47,9 +47,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, directory: Path | str, *, verify: bool = True) -> "TokenStore":
-        """Opens the store in a directory; `verify` compares the files with their hashes.
-        A store that is missing, incomplete, damaged, or has another format raises DataError.
-        """
+        """Opens the store in a directory; `verify` compares the files with their hashes."""
         with store.opened(
             directory, ["names"], facts=_FACTS, npz="documents.npz", what="token store",
             verify=verify,
@@ -119,18 +117,15 @@ def write(
     partial: Path | None = None,
 ) -> TokenStore:
     """Tokenizes documents, chunk by chunk, writes them to a new token store, and opens it.
+
     If writing is interrupted, the directory has no manifest and cannot be opened. Callers write to
     a temporary directory of `manifests.atomic_directory`.
 
     Args:
       settings: further entries of the manifest, such as the sources.
       progress: called with the number of UTF-8 bytes of each chunk.
-      partial: a directory for the files of the unfinished store (see `brt.data.store_writer`). If
-        an interrupted call has written documents to it, these documents are not tokenized again.
-        None uses a directory in `directory`, which is removed at the end.
-
-    Raises:
-      DataError: there is no document, a document cannot be read, or `directory` is not empty.
+      partial: a directory for the files of the unfinished store (see `brt.data.store_writer`),
+        whose documents are not tokenized again. None uses a directory in `directory`.
     """
     directory = Path(directory)
     manifests.make_empty(directory)

@@ -27,11 +27,9 @@ def read(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def guarded(path: Path | str, what: str = "cannot read a text") -> Iterator[None]:
-    """Context in which a foreign tokenizer opens, encodes or decodes; its failure raises DataError.
-    The tokenizers library raises Exception itself, so no subclass could be caught. If it panics,
-    the class of the error does not even derive from Exception. `what` says in an error message what
-    failed.
-    """
+    """Context in which a foreign tokenizer opens, encodes or decodes; raises DataError about it."""
+    # The tokenizers library raises Exception itself, so no subclass could be caught. If it panics,
+    # the class of the error does not even derive from Exception.
     try:
         yield
     except BaseException as error:
@@ -54,7 +52,8 @@ def _try(path: Path, content: bytes) -> None:
 def sentencepiece_model(
     path: Path, content: bytes, *, exact: bool = False
 ) -> sentencepiece.SentencePieceProcessor:
-    """Opens a sentencepiece model with this `content`; `path` is for error messages.
+    """Opens a sentencepiece model with this `content`.
+
     `exact` disables the model's dummy prefix and removal of whitespace, which change texts.
     """
     from google.protobuf.message import DecodeError
@@ -75,9 +74,7 @@ def sentencepiece_model(
 
 
 def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
-    """Returns the content of a sentencepiece model with further pieces after its own.
-    Special tokens become control pieces, which stand for no text.
-    """
+    """Returns the content of a sentencepiece model with further pieces after its own."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
@@ -91,11 +88,7 @@ def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
 
 
 def json_model(path: Path, content: bytes) -> Any:
-    """Opens a tokenizer.json as a `tokenizers.Tokenizer`, without truncation and padding.
-    Raises:
-      DataError: the file is damaged, its ids are not 0 to vocab_size - 1, or the tokenizer cannot
-        encode a text.
-    """
+    """Opens a tokenizer.json as a `tokenizers.Tokenizer`, without truncation and padding."""
     from tokenizers import Tokenizer
 
     _try(path, content)

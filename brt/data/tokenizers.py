@@ -46,6 +46,7 @@ class Tokenizer(Protocol):
 
     def cut(self, parts: Iterable[str]) -> Iterator[str]:
         """Divides a text, which is read in `parts` of any length, into chunks for `encode_chunks`.
+
         No token crosses the end of a chunk, so the ids may differ from those of the whole text.
         """
 
@@ -58,9 +59,9 @@ class Tokenizer(Protocol):
 
 def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: bool = False) -> np.ndarray:
     """Returns the ids of a text that somebody gives a model to continue, int32 [T].
+
     `special_tokens` encodes the names of special tokens, such as <|im_start|>, as these tokens;
-    False encodes them as other text, as in documents. A tokenizer without special tokens then
-    raises ConfigError.
+    False encodes them as other text, as in documents.
     """
     if not special_tokens:
         return tokenizer.encode(text)
@@ -83,6 +84,7 @@ def decode(tokenizer: Tokenizer, ids: Ids) -> str:
 
 class StreamDecoder:
     """Decodes a text token by token; a character is returned when its last byte is known.
+
     `unfinished` are the first bytes of a character that the text before has not completed.
     """
 
@@ -98,6 +100,7 @@ class StreamDecoder:
 
     def decode(self, ids: Ids, *, final: bool = False) -> str:
         """Takes the next ids, and returns the characters that have become complete.
+
         If no ids follow (`final`), bytes of an incomplete character become U+FFFD.
         """
         return self._decoder.decode(self._tokenizer.decode_bytes(ids), final)
@@ -131,10 +134,10 @@ class ByteTokenizer:
 
 class SentencePieceTokenizer(ChunkTokenizer):
     """A sentencepiece model, without its dummy prefix and whitespace removal; see `Tokenizer`.
-    The dummy prefix and the whitespace removal would change every chunk of a text. Without them, a
-    model with byte fallback and identity normalisation, such as `train_sentencepiece` makes,
-    reproduces every text exactly. A piece never crosses the end of a chunk. A file that is missing
-    or damaged, or has no piece that can be BOS, raises DataError.
+
+    These would change every chunk of a text. Without them, a model with byte fallback and identity
+    normalisation, such as `train_sentencepiece` makes, reproduces every text exactly. A piece never
+    crosses the end of a chunk.
     """
 
     def __init__(self, path: Path | str):
@@ -198,9 +201,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
 
 
 def load(name: str) -> Tokenizer:
-    """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json.
-    A missing or damaged file raises DataError, and a `name` of another form ConfigError.
-    """
+    """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json."""
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return ByteTokenizer()
     if name.endswith(".model"):

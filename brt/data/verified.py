@@ -21,9 +21,9 @@ SETTLED = 1.0
 
 
 def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) -> None:
-    """Compares the SHA-256 of files in a directory with `hashes`, by the files' names.
-    `whole` reads all files, also those that are known to be unchanged. A file with another hash
-    raises ValueError, and a file that cannot be read OSError.
+    """Raises ValueError if files in a directory have other SHA-256 than `hashes`, by file name.
+
+    `whole` reads all files, also those that are known to be unchanged.
     """
     for name, expected in hashes.items():
         path = directory / name

@@ -29,6 +29,7 @@ class Walk(NamedTuple):
 
 def walk(top: Path) -> Walk:
     """Returns all files below the directory `top`, and the entries that cannot be read.
+
     Directories are visited before links to directories, so that the path of a file contains links
     only if the file cannot be reached without links.
     """

@@ -31,9 +31,9 @@ Say = Callable[[str], object]
 
 class Waiter:
     """Sleeps while the caller waits for an event, such as a new checkpoint, until a timeout.
+
     The caller checks again and again whether the event has happened, and calls `wait` after each
-    check. A `timeout_minutes` of 0 is no limit. `say` is called with a line that names the event
-    when the waiting begins.
+    check. A `timeout_minutes` of 0 is no limit.
     """
 
     def __init__(self, poll_seconds: float, timeout_minutes: float, say: Say):
@@ -46,7 +46,7 @@ class Waiter:
         self._since: float | None = None
 
     def wait(self, what: str) -> None:
-        """Sleeps until the next check for the event `what`; after the timeout, CheckpointError."""
+        """Sleeps until the next check for the event `what`; CheckpointError at the timeout."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -64,10 +64,10 @@ class Waiter:
 
 
 def wait_for_config(path: Path, waiter: Waiter) -> Config:
-    """Waits until a trainer has written its config to the run directory, and returns the config.
-    Settings that name files or directories to write have their defaults in the result. Somebody
-    else may have started the run, and evaluations must not write to places of that person's choice.
-    """
+    """Waits until a trainer has written its config to the run directory, and returns the config."""
+    # Settings that name files or directories to write have their defaults in the result. Somebody
+    # else may have started the run, and evaluations must not write to places of that person's
+    # choice.
     while (config := workdirs.saved_config(path)) is None:
         missing = "" if path.is_dir() else ", which does not exist yet"
         waiter.wait(f"a trainer to start in {path}{missing}")
@@ -77,8 +77,8 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
 
 class Follower:
     """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
-    `config` is that of the run, in which the user may have changed some settings. `ablate` is as in
-    `job.SplitEvaluator`. `say` is called with a line about every checkpoint that is skipped.
+
+    The user may have changed some settings of the `config`. `ablate` is as in `job.SplitEvaluator`.
     """
 
     def __init__(self, workdir: Workdir, config: Config, split: str, ablate: str | None, say: Say):
@@ -90,9 +90,9 @@ class Follower:
         self._due: set[int] = set()
 
     def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
-        """Evaluates every checkpoint that has no report, oldest first, and yields the reports.
-        The iteration waits for further checkpoints, and stops after the checkpoint of the last
-        training step.
+        """Evaluates every checkpoint without a report, oldest first, and yields the reports.
+
+        The iteration waits for further checkpoints, and stops after that of the last training step.
         """
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
@@ -113,12 +113,9 @@ class Follower:
 
     @contextlib.contextmanager
     def _tensorboard(self, step: int) -> Iterator[Callable[[int, dict[str, float]], object]]:
-        """Context that yields a function which shows results of a step in TensorBoard.
-        The function shows nothing if the run directory is read-only. `step` is the last step that
-        was evaluated before.
-        """
+        """Context that yields a function which shows the results of a step in TensorBoard."""
         if not job.can_store(self._workdir):
-            yield lambda step, metrics: None
+            yield lambda step, metrics: None  # The run directory is read-only.
             return
         workdirs.check_writable(self._workdir.tensorboard, below=self._workdir.path)
         # The results get a directory of their own, which TensorBoard shows as a separate run.
@@ -133,9 +130,8 @@ class Follower:
         return bool(steps) and steps[-1] >= config.training.steps
 
     def _next(self) -> int | None:
-        """Returns the step of the oldest checkpoint without a report; None if all have reports.
-        The oldest checkpoint comes first, because the trainer will remove it first.
-        """
+        """Returns the step of the oldest checkpoint without a report; None if all have reports."""
+        # The oldest checkpoint comes first, because the trainer will remove it first.
         existing = set(reader.steps(self._workdir.checkpoints))
         for step in sorted(self._due - existing):
             self._skip(step, f"checkpoint {step} was removed before it could be evaluated")

@@ -35,6 +35,7 @@ def _ignore(evaluated: Evaluated) -> None: ...
 
 class SplitEvaluator:
     """Evaluates checkpoints of one run on one split.
+
     The data are prepared, and the evaluation is compiled, only once.
 
     Args:
@@ -42,13 +43,10 @@ class SplitEvaluator:
       ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
         evaluation resets before every segment; None for no second evaluation.
       on_result: called with each result before it is written.
-      windows: window sizes in tokens. A language model is evaluated once with each of them, and
-        Model.window is not used. An empty tuple evaluates once, with Model.window.
-      other: a model to compare with on the same documents; None for no comparison. Then `ablate`
-        names a part of the memory of this model.
-
-    Raises:
-      ConfigError: the task does not compare windows or models, and they are given.
+      windows: window sizes in tokens. A language model is evaluated once with each of them instead
+        of Model.window; () evaluates once with Model.window.
+      other: a model to compare with on the same documents. Then `ablate` names a part of its
+        memory.
     """
 
     def __init__(
@@ -71,7 +69,8 @@ class SplitEvaluator:
         self.evaluator: Evaluator | None = None  # until the first checkpoint is evaluated
 
     def __call__(self, model: SavedModel) -> Evaluated:
-        """Evaluates the split, and writes the report (`evaluations.write`) if the run is writable.
+        """Evaluates the split, and writes the report if the run directory can be written.
+
         Raises:
           CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
             tokenizer, or the storage fails.
@@ -124,8 +123,8 @@ def evaluate(
     *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
 ) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint of a run on one split, and writes and returns the report.
-    Arguments and errors are those of `SplitEvaluator`. A model without a run directory raises
-    ConfigError.
+
+    Arguments and errors are those of `SplitEvaluator`.
     """
     if model.own_tokenizer is not None:
         raise ConfigError(
@@ -140,6 +139,7 @@ def inspect(
     model: SavedModel, split: str, tokens: int | None, on_text: Callable[[str], object]
 ) -> dict[str, Any]:
     """Measures how a model uses its memory; writes the metrics to the run directory.
+
     The files are evaluations/<step>/<split>_probe.json, and pictures in the directory plots. The
     metrics are also returned, with the entries "workdir" and "step". A model without memory raises
     ConfigError; other errors are those of `SplitEvaluator.__call__`.
@@ -172,9 +172,9 @@ def inspect(
 
 def can_store(workdir: Workdir) -> bool:
     """Returns True if results can be stored in a run directory; called before they are computed.
+
     If the run directory is read-only, a message says so once. Only the first process of several
-    stores results. A path that is a link raises ConfigError, and a failure of the storage
-    CheckpointError.
+    stores results. A path that is a link raises ConfigError.
     """
     if not processes.is_first():
         return False

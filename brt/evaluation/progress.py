@@ -14,6 +14,7 @@ LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes be
 @contextlib.contextmanager
 def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
     """Context that yields a function to call with the amount of work done since the last call.
+
     A terminal shows a bar on stderr. Otherwise at most one line per minute is printed, the first
     after a minute. `text` is the name of the work, such as "reading test", and `unit` the unit of
     `total`; large numbers of "tok" (tokens) are abbreviated on terminals.

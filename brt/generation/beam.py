@@ -87,9 +87,8 @@ def beam_search(
 
 
 def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialTokens) -> _Search:
-    """Returns the search before the first step.
-    Each source has one running hypothesis, the start token; the other N - 1 count as missing.
-    """
+    """Returns the search before the first step."""
+    # Each source has one running hypothesis, the start token; the other N - 1 count as missing.
     shape = (batch, decoding.beams)
     sequences = jnp.full((*shape, decoding.max_length), ids.pad, jnp.int32)
     sequences = sequences.at[..., 0].set(ids.start)
@@ -124,9 +123,8 @@ def _update_finished(
     penalty: Float[Array, ""],
     broken: Bool[Array, " B"],
 ) -> Hypotheses:
-    """Merges candidates that ended into the finished hypotheses of sources that are not done.
-    `broken` is True for sources whose logits are NaN; their scores become NaN.
-    """
+    """Merges candidates that ended into the finished hypotheses of sources that are not done."""
+    # `broken` is True for sources whose logits are NaN; their scores become NaN.
     old, beams = search.finished, search.log_probs.shape[1]
     counts = candidates.ended & (jnp.arange(candidates.ended.shape[1]) < beams)[None]
     new = Hypotheses(
@@ -156,10 +154,10 @@ def _is_final(
     penalties: Float[np.ndarray, " L"],
 ) -> Bool[Array, " B"]:
     """Returns True for sources whose finished hypotheses cannot be improved by running ones.
-    Args:
-      scores: scores of the finished hypotheses, -inf for missing ones.
-      best_running: largest summed log probability of a running hypothesis.
-      written: number of tokens of the running hypotheses without the start token.
+
+    `scores` are those of the finished hypotheses, -inf for missing ones; `best_running` is the
+    largest summed log probability of a running one, which has `written` tokens after the start
+    token.
     """
     full = jnp.all(scores > -jnp.inf, axis=-1)
     none_running = best_running == -jnp.inf

@@ -20,11 +20,10 @@ def constrain(
     decoding: Decoding,
     ids: SpecialTokens,
 ) -> Float[Array, "B N V"]:
-    """Returns log probabilities in which banned tokens are -inf.
-    The log probabilities of other tokens are not renormalised. If a token is forced, its log
-    probability is 0 and the log probability of every other token is -inf, even if the forced token
-    is banned. `sequences` are the tokens so far, including the start token, of which only the first
-    `length` count; `length` is at least 1.
+    """Returns log probabilities in which banned tokens are -inf; the others are not renormalised.
+
+    If a token is forced, its log probability is 0 and the log probability of every other token is
+    -inf, even if the forced token is banned. Only the first `length` tokens of `sequences` count.
     """
     vocabulary = jnp.arange(log_probs.shape[-1])[None, None]
     if decoding.no_repeat_ngram:
@@ -43,9 +42,7 @@ def constrain(
 def repeating(
     sequences: Int[Array, "B N L"], length: Int[Array, ""], size: int, vocabulary: int
 ) -> Bool[Array, "B N V"]:
-    """Returns a mask of the tokens that would repeat an n-gram of n = `size` tokens.
-    Only the first `length` tokens of `sequences` count. If `size` is 1, all of them are masked.
-    """
+    """Returns a mask of the tokens that would repeat an n-gram of `size` tokens of the sequence."""
     batch, beams, total = sequences.shape
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)

@@ -1,4 +1,5 @@
 """CTC decoding: finds token sequences, given log probabilities of tokens at each frame of an input.
+
 CTC assigns a token or a blank to each frame, which is called an alignment. The text of an alignment
 is obtained by merging repeated tokens and removing blanks. In shapes, X is the number of frames and
 C the number of tokens, of which the last is the blank.
@@ -42,6 +43,7 @@ class _Beam(NamedTuple):
 
 def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
     """Returns the most likely token sequences, best first.
+
     The probability of a sequence is the sum of the probabilities of all its alignments to the
     frames. The algorithm is the prefix search by Graves (2012) and Hannun (2014), computed in
     float64, which keeps `beams` prefixes from frame to frame. The result is exact if `beams` is at

@@ -13,6 +13,7 @@ Reorder = Callable[[Any, Array], Any]
 
 class TextDecoder(NamedTuple):
     """Interface of a model that generates text: pure functions of a decoding state.
+
     The decoding state is any tree of arrays, in which the model keeps what it needs to know about
     the tokens so far. B is the number of sources (inputs of the model, such as documents to
     summarise), N the number of beams (texts in progress) of each source, and V the size of the

@@ -48,9 +48,7 @@ def greedy_search(
 def generate_texts(
     decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates one text for each of `batch` sources, token by token, which `choose` selects.
-    `state` is the decoding state of the model before the start token, any tree of arrays.
-    """
+    """Generates one text for each source, whose next tokens `choose` selects; see `search`."""
     step, _, ids = decoder
 
     def unfinished(text: _Text) -> Bool[Array, ""]:

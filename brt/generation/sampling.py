@@ -15,6 +15,7 @@ from brt.generation.hypotheses import Hypotheses
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Returns logits after temperature, top-k and top-p; excluded tokens have -inf.
+
     The logits are first shifted so that the largest is 0, and divided by the temperature. Without
     the shift, likely tokens could overflow float32 at low temperatures. Then only the `top_k` most
     likely tokens remain. Of these, only the most likely ones whose probabilities sum to `top_p`

@@ -13,6 +13,7 @@ def search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
     """Generates the best `decoding.beams` texts of each of `batch` sources, with their scores.
+
     With one beam the search is greedy. `state` is the decoding state of the model before the start
     token, any tree of arrays. The function is pure, and the caller compiles it. Shapes depend on
     `batch` and `decoding` only.

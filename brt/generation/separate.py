@@ -36,6 +36,7 @@ _FEWEST_TEXTS, _MOST_COPIED = 8, 1 << 30
 
 def transposed_kernels(model: Model, variables: Variables, lanes: int) -> Kernels:
     """Returns transposed copies of all large kernels for `with_separate_kernels`.
+
     The result is empty if the copies do not pay: for fewer than eight texts (`lanes`), for models
     with small kernels, and on other backends than CPUs. It is also empty if the copies would take
     more than 1 GiB. `variables` has stacks of layers of a decoder.
@@ -51,6 +52,7 @@ def transposed_kernels(model: Model, variables: Variables, lanes: int) -> Kernel
 
 def with_separate_kernels(model: Model, variables: Variables, copies: Kernels) -> Variables:
     """Returns variables with `SeparateKernels` in place of every large stack of kernels.
+
     This is so only where the programs that read and write token by token (`decode_step` and
     `prepare_block` of a decoder) are faster with them. `copies` is the result of
     `transposed_kernels`; where there are no copies, the arrays are views of the stacks. While views
@@ -66,9 +68,7 @@ def with_separate_kernels(model: Model, variables: Variables, copies: Kernels) -
 
 
 def _large_stacks(model: Model, variables: Variables) -> dict[str, dict[str, Array]]:
-    """Returns the stacks of large kernels by the names of the run of layers and of the parameter.
-    Nothing is returned if stacks cost nothing, as on accelerators.
-    """
+    """Returns the large stacks of kernels by run and parameter; none where stacks cost nothing."""
     leaves = jax.tree.leaves(variables.params)
     whole = all(isinstance(leaf, jax.Array) and len(leaf.devices()) == 1 for leaf in leaves)
     if not dispatch.policy().copies_layers or not whole:
@@ -100,10 +100,7 @@ def _views(stack: Array) -> SeparateKernels:
 
 
 def _transposed(stack: Array, inputs: int) -> SeparateKernels:
-    """Returns transposed copies of the layers of a stack, as matrices [outputs, inputs].
-    The stack [L, *inputs, *outputs] has the kernels of L layers, whose first `inputs` axes are
-    inputs.
-    """
+    """Returns transposed copies of the L layers of a stack [L, *inputs, *outputs], as matrices."""
     rows = math.prod(stack.shape[1 : 1 + inputs])
     matrices = np.asarray(stack).reshape(len(stack), rows, -1)
     copies = tuple(jax.device_put(np.ascontiguousarray(matrix.T)) for matrix in matrices)

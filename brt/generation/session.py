@@ -40,6 +40,7 @@ _NO_KEY = partial(jax.random.key, 0)
 
 class Session:
     """Reads and generates text with a language model, and keeps the memory of the text in between.
+
     Args:
       config: config of the run, in which the size of the vocabulary is set.
       bos_id: id of BOS, which is read before the first text.
@@ -84,9 +85,9 @@ class Session:
         self.forget()
 
     def forget(self) -> None:
-        """Clears the memory, as if no text had been read.
-        Until the session writes, all lanes have the same memory, which therefore has a single lane.
-        """
+        """Clears the memory, as if no text had been read."""
+        # Until the session writes, all lanes have the same memory, which therefore has a single
+        # lane.
         self.memory = self._new_memory(self._variables)
 
     @property
@@ -100,9 +101,9 @@ class Session:
         self._memory, self._is_prepared = memory, False
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
-        """Reads the same text in all lanes, in whole segments, blocks or chunks if possible.
-        BOS is read before the first text that does not begin with it.
-        """
+        """Reads the same text in all lanes, after BOS if the session has read nothing."""
+        # Whole segments, blocks or chunks of a block are read at once if possible, other tokens one
+        # by one.
         window, length = self._config.model.block_length, self._config.evaluation_segment_length
         tokens = np.asarray(tokens, np.int32)
         if len(tokens):
@@ -133,10 +134,9 @@ class Session:
 
     @property
     def _separate(self) -> Variables:
-        """The learned arrays in the form that programs for single tokens read.
-        Only copies of kernels are stored. If their views were, a train step could not reuse the
-        memory of the parameters.
-        """
+        """The learned arrays in the form that programs for single tokens read."""
+        # Only copies of kernels are stored. If their views were, a train step could not reuse the
+        # memory of the parameters.
         model, variables = self._config.model, self._variables
         if self._copies is None:
             self._copies = transposed_kernels(model, variables, self._lanes)
@@ -152,15 +152,14 @@ class Session:
             self.memory = self._repeat(self.memory)
 
     def _reads_chunk(self, position: int, left: int) -> bool:
-        """Returns True if the next tokens are read as a chunk, and not one by one.
-        `position` is the number of tokens in the open block, and `left` of those that are still to
-        be read.
-        """
+        """Returns True if the next tokens are read as a chunk, and not one by one."""
+        # `position` tokens are in the open block, and `left` tokens have not been read.
         starts = self._chunk > 1 and position % self._chunk == 0
         return starts and left >= self._chunk * (1 if self._chunk_is_compiled else _MIN_CHUNKS)
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
         """Generates at most `count` tokens in all lanes, and yields them in pieces.
+
         The random number of a token depends only on `key` and on the token's position in the text.
         Two calls for 10 tokens with the same key therefore generate the same text as one call for
         20 tokens. A text ends early after a token of Model.end_ids, also for later calls, until
@@ -183,9 +182,8 @@ class Session:
         return bool(np.asarray(self._memory.ended).all())
 
     def _keep_unfinished(self, tokens: Int[np.ndarray, "B T"]) -> None:
-        """Updates the bytes of unfinished characters for the next tokens of each lane.
-        A character that is unfinished where a text ends stays so, and is not kept.
-        """
+        """Updates the bytes of unfinished characters for the next tokens of each lane."""
+        # A character that is unfinished where a text ends stays so, and is not kept.
         if self._decode_bytes is None:
             return
         kept = np.zeros((self._memory_lanes, 3), np.uint8)
@@ -201,9 +199,8 @@ class Session:
         self, separate: Variables, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling,
         key: Array,
     ) -> Int[np.ndarray, "B C"]:  # fmt: skip
-        """Reads a prompt in all lanes, and samples until there are `count` tokens or the text ends.
-        The tokens must fit into the open block. `separate` is the property of this name.
-        """
+        """Reads a prompt in all lanes, and samples until there are `count` tokens or all end."""
+        # The tokens must fit into the open block.
         tokens = np.zeros((self._memory_lanes, CHUNK), np.int32)
         tokens[:, : len(prompt)] = prompt
         counts = np.int32(len(prompt)), np.int32(count)
@@ -224,9 +221,10 @@ class Session:
         return 0
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
-        """Continues the text by beam search, and reads and returns the new tokens.
-        These are at most `decoding.max_length` - 1. The session must have a single lane. Nothing
-        follows a text that has ended; see `write`.
+        """Continues the text of a single lane by beam search, and reads and returns the new tokens.
+
+        These are at most `decoding.max_length` - 1. Nothing follows a text that has ended; see
+        `write`.
         """
         if self.has_ended:
             return np.zeros(0, np.int32)

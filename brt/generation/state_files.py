@@ -23,9 +23,7 @@ def _swap_lanes_and_layers(memory: Any) -> Any:
 
 
 def save(memory: Any, path: Path, identity: Mapping[str, object]) -> None:
-    """Writes a `brt.generation.memory.Memory` to an .npz file.
-    `identity` is a description of the model that the memory belongs to, as JSON.
-    """
+    """Writes a `brt.generation.memory.Memory` to an .npz file, with a description of its model."""
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
         for i, leaf in enumerate(jax.tree.leaves(_swap_lanes_and_layers(memory)))
@@ -40,9 +38,9 @@ def load(
     block_length: int,
     identity: Mapping[str, object],
 ) -> Any:
-    """Returns the memory in a file that `save` wrote.
-    `old` is a memory of the present model, whose arrays have the shapes and dtypes of the result. A
-    file that is missing or damaged, or whose `identity` differs, raises DataError.
+    """Returns the memory in a file that `save` wrote, with the shapes and dtypes of `old`.
+
+    A file that is missing or damaged, or whose `identity` differs, raises DataError.
     """
     leaves, structure = jax.tree.flatten(_swap_lanes_and_layers(old))
     try:
@@ -74,9 +72,8 @@ def load(
 
 
 def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
-    """Returns the arrays of the memory, none of which is read.
-    It raises ValueError if the file has other arrays, or a long description of the model.
-    """
+    """Returns the arrays of the memory, none of which is read."""
+    # The file must not have other arrays, or a long description of the model.
     names = [f"leaf{i}" for i in range(leaves)]
     if {*arrays} - {*names, "identity"}:
         raise ValueError("it has other arrays")

@@ -26,9 +26,8 @@ NO_TOKEN = -1
 
 
 def chunk_size(model: Model) -> int:
-    """Returns the number of tokens that are read at once if a text does not fill a block.
-    This is the largest number that divides `CHUNK`, the length of a block and every window.
-    """
+    """Returns how many tokens are read at once where a text does not fill a block."""
+    # This is the largest number that divides `CHUNK`, the length of a block and every window.
     windows = (model.for_layer(layer).window for layer in range(model.layers))
     return math.gcd(CHUNK, model.block_length, *windows)
 
@@ -39,7 +38,8 @@ def advance(
     memory: Memory,
     tokens: Int[Array, " B"] | Int[Array, "B T"],
 ) -> Memory:
-    """Reads one token of every lane, or T (`chunk_size`); a block that is then full is not ended."""
+    """Reads one token of every lane, or T tokens (`chunk_size`)."""
+    # The open block may be full afterwards, but it is not ended.
     next_logits, block = decoder.apply(
         {"params": variables.params}, tokens, memory.state, memory.block, memory.position,
         variables.model_state, method="decode_step",
@@ -60,9 +60,8 @@ def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
 
 
 def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
-    """Returns the memory with the open block also in a form for attention to single tokens.
-    `read_and_write` needs this form of the keys and values, and keeps it up to date.
-    """
+    """Returns the memory with the open block also in a form for attention to single tokens."""
+    # `read_and_write` needs this form of the keys and values, and keeps it up to date.
     block = decoder.apply(
         {"params": variables.params}, memory.block, memory.position, variables.model_state,
         method="prepare_block",
@@ -96,6 +95,7 @@ def read_and_write(
     sampling: Sampling,
 ) -> tuple[Memory, Int[Array, "B C"], Int[Array, ""]]:  # fmt: skip
     """Reads a prompt, and continues it with sampled tokens, without going beyond the open block.
+
     One compiled program reads prompts of any length and samples any number of tokens, because
     `prompt_length` and `count` are arrays.
 

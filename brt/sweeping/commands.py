@@ -36,8 +36,8 @@ def start(
     arguments: list[str], directory: PointDirectory, slot: int, jobs: int, lock: IO[bytes]
 ) -> Command:
     """Starts `python -m` with `arguments`, and appends the output to the point's output.txt.
-    `slot` is the number of the parallel job, from 0 to `jobs` - 1. `lock` is an open file that
-    locks the point; the subprocess inherits the file.
+
+    `slot` is the number of the parallel job, from 0 to `jobs` - 1. The subprocess inherits `lock`.
     """
     arguments = [*arguments, *user_files.import_flags()]
     with (
@@ -74,6 +74,7 @@ def cores() -> int:
 
 def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]:
     """Returns the environment variables of a job, with its share of the cores and GPUs.
+
     Settings of the user for XLA are kept. GPUs are only distributed if CUDA_VISIBLE_DEVICES lists
     them. Jobs that may share a GPU allocate its memory when they need it: by default, the first of
     them would reserve three quarters of the memory, and the others would find too little.
@@ -90,9 +91,8 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
 
 
 def preempted(command: Command) -> bool:
-    """Returns True if a command has ended because of a signal to stop, and not because of an error.
-    Training saves a checkpoint before it ends with the exit code of `Preempted`.
-    """
+    """Returns True if a command has ended because of a signal to stop, and not of an error."""
+    # Training saves a checkpoint before it ends with the exit code of `Preempted`.
     return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
 
 
@@ -106,9 +106,7 @@ def failure_reason(command: Command) -> str:
 
 
 def explain(code: int, text: str) -> str:
-    """Returns the reason of a failure in one line, such as "out of memory" or the last error.
-    `code` is the exit code, or -N if signal N ended the command; `text` is the end of the output.
-    """
+    """Returns the reason of a failure in one line; `code` is -N if signal N ended the command."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [
         line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")

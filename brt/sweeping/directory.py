@@ -74,10 +74,9 @@ class PointDirectory:
         return Workdir(self.path)
 
     def evaluation(self, split: str) -> Path | None:
-        """Returns the path of brt.evaluate's report about the last checkpoint; None without one.
-        The step is taken from the checkpoints, because the config does not contain the last step if
-        the length of training is given in epochs.
-        """
+        """Returns the path of brt.evaluate's report about the last checkpoint; None without one."""
+        # The step is taken from the checkpoints, because the config does not contain the last step
+        # if the length of training is given in epochs.
         steps = reader.steps(self.run.checkpoints)
         file = self.run.evaluations / str(steps[-1]) / f"{split}.json" if steps else None
         return file if file and file.exists() else None
@@ -110,6 +109,7 @@ class PointDirectory:
 
     def lock(self) -> IO[bytes] | None:
         """Locks the point for this process and for subprocesses that inherit the file.
+
         The result is an open file that holds the lock until all processes have closed it; None if
         another process of this sweep holds the lock.
         """
@@ -138,9 +138,7 @@ class PointDirectory:
 
 
 def check_unchanged(workdir: Path, points: Sequence[Point]) -> None:
-    """Raises ConfigError if the directory of a point was created for another config than its own.
-    `workdir` is the directory of the sweep, which contains the directories of the points.
-    """
+    """Raises ConfigError if the directory of a point was created for a config that has changed."""
     for point in points:
         directory = PointDirectory(workdir / point.directory)
         saved = directory.config()

@@ -25,6 +25,7 @@ def run(
     workdir: Path, points: Sequence[Point], chosen: Sequence[Point], sweep: Sweep, *, jobs: int
 ) -> str:
     """Runs the chosen points that are not finished, and writes the report about all points.
+
     The result is a text for the user with the table of results and the path of the report.
 
     Raises:
@@ -69,10 +70,9 @@ def _check_jobs(jobs: int) -> None:
 
 
 def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
-    """Prepares each dataset once, so that parallel points do not do the same work.
-    A point that has started has prepared its data already, and the weights that it started from may
-    be gone.
-    """
+    """Prepares each dataset once, so that parallel points do not do the same work."""
+    # A point that has started has prepared its data already, and the weights that it started from
+    # may be gone.
     datasets = {}
     for point in points:
         if reader.present(Workdir(workdir / point.directory).checkpoints):

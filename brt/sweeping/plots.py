@@ -39,9 +39,7 @@ def _seeds(metric: Metric, group: Group) -> list[float]:
 
 
 def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[str]:
-    """Draws all plots for which there are results, and returns the names of the PNG files.
-    `baseline` is the name of the group that others are compared with; "" selects the first.
-    """
+    """Draws all plots for which there are results, and returns the names of the PNG files."""
     groups = [g._replace(name=plot_label(g.name)) for g in groups]
     baseline = plot_label(baseline)
     metric = primary_metric(groups)
@@ -69,6 +67,7 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
 
 def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
     """Returns a plot of a metric against the time of a training step, with a marker for each group.
+
     If `groups` read different numbers of tokens per step, the time per 1,000 tokens is shown.
     """
     figure, (axes,) = new_figure(1, height=5.5)
@@ -119,9 +118,8 @@ def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
 
 
 def training_curves(groups: Sequence[Group]) -> Figure:
-    """Returns a plot of the smoothed bits per token against the number of training tokens.
-    Every run has a line, and all lines of a group have the same color.
-    """
+    """Returns a plot of the smoothed bits per token against the number of training tokens."""
+    # Every run has a line, and all lines of a group have the same color.
     figure, (axes,) = new_figure(1, height=5.5)
     tails = []
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -146,9 +144,7 @@ def training_curves(groups: Sequence[Group]) -> Figure:
 
 
 def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
-    """Returns a plot of a metric on the validation split against the training time in minutes.
-    The time does not include compilation. Every run has a line, in the color of its group.
-    """
+    """Returns a plot of a validation metric against the minutes of training without compilation."""
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
         label: str | None = g.name
@@ -167,6 +163,7 @@ def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
 
 def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     """Returns a plot of the share of exact answers during training.
+
     The documents of synthetic memory tasks contain answers, which can only be predicted from what
     the document said before. An answer is exact if the model predicted each of its tokens as the
     most likely one. The plot shows the percentage of exact answers on the validation split against

@@ -50,6 +50,7 @@ class Point(NamedTuple):
 
 def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     """Returns every point of a sweep.
+
     In the order of the points, the values from the grid change first, then the random sample, then
     the named point. `resolve` returns the config of a run; its arguments are bindings, which
     override all others, and the paths of .gin files to include.
@@ -125,10 +126,9 @@ def listing(points: Iterable[Point]) -> str:
 
 
 def _with_bindings(points: Sequence[Point]) -> list[Point]:
-    """Adds to each point the settings that are not the same in all points.
-    Settings of kinds of layers that a point does not have are left out, except the settings that
-    place the layers.
-    """
+    """Adds to each point the settings that are not the same in all points."""
+    # Settings of kinds of layers that a point does not have are left out, except the settings that
+    # place the layers.
     values = [
         {name: v for name, v in config_values(p.config).items() if _counts(p.config, name)}
         for p in points

@@ -23,7 +23,7 @@ _NONE = "-"
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report into the directory of the sweep; returns its table of groups in Markdown."""
+    """Writes the report to the directory of the sweep; returns the table of groups in Markdown."""
     rows = results.read(workdir, points, sweep.split)
     groups = results.group(rows, sweep.baseline)
     pictures = plots.draw(groups, workdir / "plots", sweep.baseline)
@@ -111,7 +111,7 @@ def _distances(groups: Sequence[Group]) -> list[str]:
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
-    """Returns CSV with a line for each point: all metrics, and all settings that the sweep binds."""
+    """Returns a line of CSV for each point: all metrics, and all settings that the sweep binds."""
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     metrics = [metric.name for metric in results.table_metrics(rows)]
@@ -140,9 +140,7 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
 def _metric_columns(
     entries: Sequence[Row] | Sequence[Group], rows: Sequence[Row]
 ) -> dict[str, list[str]]:
-    """Returns the columns of the metrics by which the tasks of `rows` compare runs.
-    `entries` are the rows or groups that become lines of the table.
-    """
+    """Returns the columns of the metrics by which the tasks of `rows` compare runs."""
     cells = {}
     for metric in results.table_metrics(rows):
         values = [entry.metrics.get(metric.name) for entry in entries]

@@ -71,9 +71,7 @@ def read(workdir: Path, points: Sequence[Point], split: str) -> list[Row]:
 
 
 def group(rows: Sequence[Row], baseline: str) -> list[Group]:
-    """Returns groups of rows that differ only in their seed, in the order of their first points.
-    Their step times are compared with that of the group `reference(groups, baseline)`.
-    """
+    """Returns groups of rows that differ only in their seed, in the order of their first points."""
     members: dict[str, list[Row]] = {}
     for row in rows:
         members.setdefault(row.point.group, []).append(row)
@@ -88,19 +86,18 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
 
 
 def same_step(groups: Sequence[Group]) -> bool:
-    """Returns True if the steps of all groups read about the same number of tokens.
-    Only then can the step times of the groups be compared. The largest number of tokens per step
-    may exceed the smallest by 2 %, because batches of padded rows differ from step to step.
-    """
+    """Returns True if the steps of all groups read about the same number of tokens."""
+    # Only then can the step times of the groups be compared. The largest number of tokens per step
+    # may exceed the smallest by 2 %, because batches of padded rows differ from step to step.
     sizes = [g.tokens_per_step or 0.0 for g in groups]
     return not sizes or max(sizes) <= 1.02 * min(sizes)
 
 
 def reference(groups: Sequence[Group], baseline: str) -> Group:
-    """Returns the group with which the other groups are compared.
-    `baseline` is the name of a group, the beginning of such a name up to a comma, or the name of a
-    point. The result is the first group that has this name or point, or the first of all groups if
-    none has it.
+    """Returns the group with which the other groups are compared: the first one without a match.
+
+    `baseline` is the name of a group, the beginning of such a name up to a comma, or a point's
+    name.
     """
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}
@@ -158,10 +155,7 @@ def report(path: Path, task: Task) -> dict[str, Any]:
 
 
 def table_metrics(rows: Sequence[Row]) -> list[Metric]:
-    """Returns the metrics that become columns of a table.
-    A metric is included if the task of a row compares runs by the metric, and if at least one row
-    has a value.
-    """
+    """Returns the metrics by which tasks compare runs and of which some row has a value."""
     known = {
         metric.name: metric
         for row in rows
@@ -171,9 +165,10 @@ def table_metrics(rows: Sequence[Row]) -> list[Metric]:
 
 
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
-    """Returns the median of a metric, or of the product of several, over the records of training.
-    Records that lack one of the tags are left out. The result is None if no records are left.
-    `tags` are names of logged values, such as "perf/step_seconds".
+    """Returns the median of a logged value, such as "perf/step_seconds", in records of training.
+
+    With several tags, it is that of the product of their values. Records that lack a tag are left
+    out; the result is None if no records are left.
     """
     factors = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(row) for row in factors if None not in row]

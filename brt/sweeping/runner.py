@@ -34,10 +34,10 @@ class _Job:
 
 
 class Runner:
-    """Runs unfinished points (runs of a sweep), each in its own subprocesses.
-    `split` is the split on which trained points are evaluated, and `jobs` the number of points that
-    run in parallel. `say` is called with a line of text about every event, such as the end of a
-    point.
+    """Runs unfinished points (runs of a sweep), `jobs` of them in parallel, each in subprocesses.
+
+    `split` is the split on which trained points are evaluated. `say` is called with a line of text
+    about every event, such as the end of a point.
     """
 
     def __init__(self, workdir: Path, split: str, jobs: int, say: Callable[[str], None]):

@@ -90,9 +90,8 @@ class Sweep:
                     )
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Returns the random values of the sample number `index`, by setting.
-        A value depends only on Sweep.seed, the setting, its distribution and the index.
-        """
+        """Returns the random values of the sample number `index`, by setting."""
+        # A value depends only on Sweep.seed, the setting, its distribution and the index.
         return {
             name: checked_value(name, _draw(rule, random.Random(f"{self.seed}/{name}/{index}")))
             for name, rule in self.random.items()
@@ -100,10 +99,7 @@ class Sweep:
 
 
 def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
-    """Returns the sweep that the bindings of the section `Sweep`, by field, describe.
-    An invalid field, name or value raises ConfigError, whose message begins with the file and line
-    if it is about a single binding.
-    """
+    """Returns the sweep that the bindings of the section `Sweep`, by field, describe."""
     values = {}
     for field, binding in bound.items():
         try:

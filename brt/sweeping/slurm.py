@@ -38,9 +38,9 @@ def script(
     points: int, workdir: Path, files: Sequence[str], bindings: Sequence[str], options: str
 ) -> str:
     """Returns a script for sbatch that runs every point of a sweep as a task of a job array.
-    `files` and `bindings` are the values of --gin_file and --gin_bindings of brt.sweep. `options`
-    are further options of sbatch, as on its command line; if they cannot be parsed, or one contains
-    a control character, ConfigError is raised.
+
+    `files` and `bindings` are the values of --gin_file and --gin_bindings of brt.sweep; `options`
+    are further options of sbatch, as on its command line. Wrong options raise ConfigError.
     """
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
@@ -84,9 +84,7 @@ def script(
 
 
 def submit(text: str, workdir: Path) -> str:
-    """Submits a script to SLURM with sbatch, and returns the output of sbatch.
-    A missing sbatch, or one that refuses the job, raises ConfigError.
-    """
+    """Submits a script to SLURM with sbatch, and returns the output of sbatch."""
     # The directory of the logs is created here, because sbatch does not create it.
     check_writable(workdir)
     check_writable(workdir / "slurm", below=workdir)

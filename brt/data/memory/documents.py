@@ -56,10 +56,8 @@ class Answer(NamedTuple):
 
 
 def documents(source: str) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of every document of a source; see `brt.data.memory.names`.
-    The name of the source, and the novels that the filler is taken from, determine every byte. A
-    source that asks for more text than the novels have raises DataError.
-    """
+    """Yields the name and the text of every document of a source; see `brt.data.memory.names`."""
+    # The name of the source, and the novels that the filler is taken from, determine every byte.
     memory = parse(source)
     novels = "\n".join(file.path.read_text("utf-8") for file in sources.files(source))
     novels = _NOT_FILLER.sub("", novels)
@@ -79,6 +77,7 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
 
 def answers(name: str, text: bytes) -> Iterator[Answer]:
     """Yields the correct answers to the questions in a document, in the order of the text.
+
     `name` is the name that `documents` gave the document, and `text` its text in UTF-8.
     """
     memory = parse(name)
@@ -156,10 +155,9 @@ def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
 
 
 def _sentence(number: int, symbols: int, random: RandomState) -> str:
-    """Returns the sentence with the index `number`, about a person that goes or takes a thing.
-    In the first sentences every person goes to some place, and in the next sentences every thing is
-    taken, so that every thing has a place. Further sentences are random.
-    """
+    """Returns the sentence with the index `number`, about a person that goes or takes a thing."""
+    # In the first sentences every person goes to some place, and in the next sentences every thing
+    # is taken, so that every thing has a place. Further sentences are random.
     who, thing, place, goes = (int(i) for i in random.randint((symbols,) * 3 + (2,)))
     if number < symbols:
         who, goes = number, 1

@@ -73,9 +73,9 @@ class Memory(NamedTuple):
 
 
 def parse(source: str) -> Memory:
-    """Returns the settings in the name of a source, or in the name of one of its documents.
-    Settings that the name leaves out have the defaults of the task. The name of a document is the
-    name of the source followed by `#NUMBER`.
+    """Returns the settings in the name of a source; the others have the defaults of the task.
+
+    The name of a document, which is that of its source followed by `#NUMBER`, may also be given.
     """
     name = source.partition("#")[0]
     match = re.fullmatch(rf"{MEMORY}(\w+)/(\w+)/([1-9]\d*)(?:\?(.*))?", name)

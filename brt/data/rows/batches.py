@@ -20,7 +20,8 @@ from brt.data.readers import Reader
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowReader(Reader):
-    """Base class of the readers of rows; a subclass defines the content of a batch.
+    """Base class of the readers of rows, which a subclass gathers to padded batches.
+
     The attribute `lengths` of the store is int [rows].
     """
 
@@ -46,9 +47,10 @@ class RowReader(Reader):
         return self.gather(rows[place, local], int(lengths[place]))
 
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns a JSON description of each row in the batch of a step.
-        The description has the keys "lane" (index in the batch), "row" (index in the store) and, if
-        the store has ids, "id". Empty rows are left out.
+        """Returns a JSON description of each row in the batch of a step, without empty rows.
+
+        Its keys are "lane" (index in the batch), "row" (index in the store) and, if the store has
+        ids, "id".
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         rows, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
@@ -64,6 +66,7 @@ class RowReader(Reader):
 
     def one_epoch(self, limit: int = 0) -> Iterator[Any]:
         """Yields the batches of the first epoch, which together contain every row once.
+
         If `limit` is above 0, only one batch is yielded, with the first `limit` rows of the store.
         """
         if limit:
@@ -75,7 +78,8 @@ class RowReader(Reader):
     def evaluation(
         cls, store: Any, *, batch_size: int, limit: int = 0, **settings: Any
     ) -> Iterator[Any]:
-        """Yields batches as `one_epoch` of a reader with these `settings`, without shuffling.
+        """Yields the batches of `one_epoch` of a reader that does not shuffle.
+
         The rows of a batch have similar lengths, and only the last batch may have empty rows.
         """
         reader = cls(store=store, batch_size=batch_size, shuffle=False, **settings)
@@ -133,6 +137,7 @@ def padded(
     fill: int = 0,
 ) -> tuple[Shaped[np.ndarray, "B T ..."], Bool[np.ndarray, "B T"]]:
     """Returns rows as a padded array [B, T, *width], and a mask [B, T] that is False for padding.
+
     Args:
       rows: int [B], indices of rows; -1 is an empty row.
       read: function from the index of a row to the row, an array [length of the row, *width].

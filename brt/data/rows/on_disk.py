@@ -16,10 +16,7 @@ from brt.errors import DataError
 
 
 class OnDisk:
-    """A one-dimensional array in a file, which stays open; indexing reads a copy.
-    The file has `size` values of the little-endian `dtype`. If it was truncated or cannot be read,
-    reading raises DataError.
-    """
+    """A one-dimensional array of `size` little-endian values in a file; indexing reads a copy."""
 
     def __init__(self, path: Path, dtype: np.dtype, size: int):
         self.dtype, self.size = np.dtype(dtype), size
@@ -39,10 +36,9 @@ class OnDisk:
         return values
 
     def gather(self, places: np.ndarray) -> np.ndarray:
-        """Reads the values at the given indices, and returns an array of the shape of the indices.
-        `places` is int64 [..., K]. For each row of K indices, all values between the smallest and
-        the largest index are read, so the indices of a row should be close to each other.
-        """
+        """Returns the values at the given indices, int64 [..., K]."""
+        # For each row of K indices, all values between the smallest and the largest index are read,
+        # so the indices of a row should be close to each other.
         rows = places.reshape(-1, places.shape[-1])
         first = rows.min(axis=1)
         widths = rows.max(axis=1) - first + 1

@@ -39,7 +39,6 @@ class RowCorpus(Generic[Encoder, Store]):
     splits: dict[str, Store]
 
     def split(self, name: str) -> Store:
-        """Returns the store of a split; raises DataError if there is no such split."""
         if name not in self.splits:
             raise DataError(
                 f"there are no {name} {self.rows}, only {', '.join(self.splits)}; name some with "
@@ -54,8 +53,8 @@ class RowCorpus(Generic[Encoder, Store]):
 
 class Preparation(abc.ABC):
     """Base class that prepares and opens the rows that a config section describes.
+
     Each kind of rows has a subclass, which defines how rows are read, encoded and stored.
-    `progress` shows a progress bar on a terminal, and messages for the user.
     """
 
     dataset: type[RowCorpus]  # `open` returns an instance of this class
@@ -71,10 +70,7 @@ class Preparation(abc.ABC):
         self.shares = {split: share for split, share in shares.items() if share}
 
     def open(self) -> Any:
-        """Opens all splits; prepares the data first if necessary.
-        The result is of the class `dataset`. A source that cannot be read, or belongs to two
-        splits, raises DataError.
-        """
+        """Opens all splits as a `dataset`; prepares the data first if necessary."""
         hashes = {
             split: [] if split in self.shares else self.hashes(getattr(self.section, split))
             for split in SPLITS
@@ -88,15 +84,9 @@ class Preparation(abc.ABC):
         return self._opened(directory, encoder, manifest["splits"])
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
-        """Opens a single split; prepares the split first if necessary.
-        The result is of the class `dataset`. If there is no such split, or its sources cannot be
-        read, DataError is raised.
+        """Opens a single split as a `dataset`; prepares the split first if necessary.
 
-        Args:
-          encoder: the object that encodes rows, such as the tokenizer of a trained model.
-          known: a directory in which a run has prepared this split before. It is used again if the
-            split is held out of the training rows, or if the sources are unchanged or cannot be
-            read any more.
+        `encoder` may be the tokenizer of a trained model; `known` is as in `cache.prepared_split`.
         """
         if not getattr(self.section, split):
             raise DataError(
@@ -121,10 +111,9 @@ class Preparation(abc.ABC):
         return self.dataset(directory, encoder, stores)
 
     def read(self, split: str) -> Iterator[Any]:
-        """Yields the rows of a split, and a BadRow (name and problem) for each unusable row.
-        If the split is held out of Data.train, its rows are selected from the training sources. The
-        rows of "train" are the training rows that are not held out.
-        """
+        """Yields the rows of a split, and a BadRow (name and problem) for each unusable row."""
+        # If the split is held out of Data.train, its rows are selected from the training sources.
+        # The rows of "train" are the training rows that are not held out.
         if not self.shares or split not in ("train", *self.shares):
             return self.rows(split, getattr(self.section, split))
         return (row for row in self._train() if self._split_of(row) == split)
@@ -142,26 +131,25 @@ class Preparation(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Any]:
-        """Yields all rows of the sources `names`, and a BadRow for each unusable row.
-        `split` is the name of the split, for error messages.
-        """
+        """Yields all rows of the sources `names`, and a BadRow for each unusable row."""
 
     @abc.abstractmethod
     def content(self, row: Any) -> str:
         """Returns a text that represents a row; rows of the same text belong to the same split."""
 
     def values_from_train(self) -> dict[str, Any]:
-        """Returns values, as JSON, that follow from the training rows and determine other splits.
-        Such values are, for example, the names of classes. They are a part of the key under which a
-        single split is cached. The encoder is not included, because it is always a part of the key.
+        """Returns values, such as names of classes, that follow from the training rows, as JSON.
+
+        They determine other splits, and are a part of the key under which a single split is cached.
+        The encoder is always a part of the key.
         """
         return {}
 
     @abc.abstractmethod
     def load(self, name: str) -> Any:
-        """Returns the object that encodes rows. Its `fingerprint` is a hash that identifies it.
+        """Returns the object that encodes rows; its `fingerprint` is a hash that identifies it.
+
         `name` is the path of a file that contains the object, or the value of the config's setting.
-        A missing or damaged file raises DataError, and an invalid setting ConfigError.
         """
 
     @abc.abstractmethod
@@ -185,17 +173,17 @@ class Preparation(abc.ABC):
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Creates the object that encodes rows, saves it in `directory`, and describes it.
-        The description is entries of the manifest. The method is called before the first row is
-        written. The default creates nothing.
+        """Creates the object that encodes rows, before the first row is written, and saves it.
+
+        The result is entries of the manifest that describe the object. The default creates nothing.
         """
         return {}
 
     @abc.abstractmethod
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written.
-        The method is called for "train" first. `tally` counts the rows, and removes rows that
-        cannot be used.
+        """Writes the store of a split ("train" comes first), and returns a line for the user.
+
+        `tally` counts the rows, and removes rows that cannot be used.
         """
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +235,6 @@ class TokenizedPreparation(Preparation):
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Trains or loads the tokenizer."""
         if size := self._size:
             cache.say(f"training a tokenizer of {size} pieces", self.progress)
             path = directory / "tokenizer.model"

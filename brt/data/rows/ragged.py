@@ -81,9 +81,7 @@ class Writer:
 
 
 def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
-    """Returns the ragged array in a file that `Writer` wrote; a row is read when it is indexed.
-    If the number of values in the file differs from the last offset, ValueError is raised.
-    """
+    """Returns the ragged array in a file of a `Writer`; a row is read when it is indexed."""
     count, rest = divmod(path.stat().st_size, dtype.itemsize)
     if rest or (offsets.size and count != int(offsets.flat[-1])):
         raise ValueError(f"{path.name} has another size than its rows")

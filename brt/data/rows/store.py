@@ -55,16 +55,17 @@ class Files(NamedTuple):
     columns: Mapping[str, Any]  # by name: arrays, and tuples of texts (or of lists of texts)
 
     def ragged(self, name: str, offsets: str = "") -> Ragged:
-        """Returns rows of different lengths, whose values and offsets are two columns of the store.
-        If `offsets` is "", the column of offsets has the name of the other one followed by
-        "_offsets".
+        """Returns rows of different lengths, whose values and offsets are columns of the store.
+
+        The default of `offsets` is `name` followed by "_offsets".
         """
         return ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
         """Returns rows of different lengths, whose values are in a file of their own.
+
         `offsets` is int64 [rows + 1], the index of each row's first value, and the number of
-        values; `count` is as in `check`.
+        values.
         """
         rows = ragged.read(self.directory / file, dtype, offsets)
         self.check(count, rows)
@@ -87,6 +88,7 @@ def opened(
     verify: bool = True,
 ) -> Iterator[Files]:
     """Context that opens a store which `finish` completed, and yields the store's content.
+
     Args:
       lists: names of the columns that are JSON lists of texts; None takes the names from the
         manifest.
@@ -118,9 +120,7 @@ def opened(
 
 
 def verify(directory: Path) -> None:
-    """Compares all files of a store with their hashes, even if they were compared before.
-    A store that is missing, incomplete or damaged raises DataError.
-    """
+    """Compares all files of a store with their hashes, even if they were compared before."""
     manifest = manifests.read(directory / "manifest.json", {"sha256": {str: str}})
     with manifests.explaining_damage(directory, "store"):
         verified.check(directory, manifest["sha256"], whole=True)
@@ -136,8 +136,8 @@ def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
 
 def check_indices(name: str, places: np.ndarray, counts: int | np.ndarray) -> None:
     """Raises ValueError unless all integers in `places` are at least 0 and below `counts`.
-    `counts` is the length of the array that the indices point to; or, if they point to several
-    arrays, their lengths, in a shape that can be broadcast to the shape of `places`.
+
+    `counts` is a length, or lengths in a shape that can be broadcast to the shape of `places`.
     """
     if places.dtype.kind != "i" or ((places < 0) | (places >= counts)).any():
         raise ValueError(f"{name} points where nothing is")
@@ -153,6 +153,7 @@ def finish(
     npz: str = "rows.npz",
 ) -> None:
     """Completes a store: writes the columns, and then the manifest with the hashes of all files.
+
     Args:
       columns: arrays, and lists that can be written as JSON, by name.
       facts: further entries of the manifest, such as counts and settings.

@@ -41,10 +41,10 @@ def tables(
     source: str, formats: tuple[str, ...] = FORMATS, header: tuple[str, ...] = ()
 ) -> Iterator[Table]:
     """Yields the tables that belong to a source, which is named as `brt.data.sources` describes.
-    Args:
-      formats: suffixes of the files to read, `FORMATS` or more; others raise DataError.
-      header: names of the columns of .tsv files, where "" leaves out a column; () reads the names
-        from the first line of each file.
+
+    `header` has the names of the columns of .tsv files, where "" leaves out a column; () reads the
+    names from the first line of each file. A file with another suffix than `formats` raises
+    DataError.
     """
     if source.startswith("tfds:"):
         yield Table(source, _tfds(source))
@@ -65,6 +65,7 @@ def read(
     item: Callable[[Row, Any, int], Any],
 ) -> Iterator[Any]:
     """Yields an item for each row of some tables, in order, or a BadRow if the row has a problem.
+
     A table without a row, or that lacks a column, raises DataError.
 
     Args:
@@ -125,9 +126,7 @@ def flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_of(values: Mapping[str, Any], column: str) -> str:
-    """Returns the text in a column; a list of texts, such as paragraphs, is joined by line feeds.
-    If the column is missing or contains no usable text, ValueError is raised; see `text_value`.
-    """
+    """Returns the text in a column (`text_value`); a list of texts is joined by line feeds."""
     if column not in values:
         raise ValueError(f"has no column '{column}'")
     value = values[column]
@@ -138,9 +137,9 @@ def text_of(values: Mapping[str, Any], column: str) -> str:
 
 def text_value(value: Any, column: str = "") -> str:
     """Returns the value of a column as a text, without a byte order mark at its start.
-    A value that is not a text, is not UTF-8, or contains a NUL or one half of a surrogate pair
-    raises ValueError, whose message is a phrase such as "has nothing in 'document'". The phrase
-    names the column unless `column` is "".
+
+    ValueError says what is wrong with a value that is no usable text, in a phrase such as "has
+    nothing in 'document'", which names the column unless it is "".
     """
     of, inside = (f" of '{column}'", f" in '{column}'") if column else ("", "")
     if isinstance(value, bytes):
@@ -159,9 +158,7 @@ def text_value(value: Any, column: str = "") -> str:
 
 
 def row_id(value: Any, number: int) -> str:
-    """Returns the id of a row as a text, or the row's number if the id is missing (None or NaN).
-    A text that `text_value` refuses raises ValueError.
-    """
+    """Returns the id of a row as a text, or the row's number if the id is missing (None or NaN)."""
     if value is None or value != value:  # A column of floats represents a missing id by NaN.
         return str(number)
     # pandas writes integer ids as floats if some are missing.
@@ -299,6 +296,7 @@ def _unpacked(file: File) -> Any:
 
 def _column(column: Any) -> list[Any]:
     """Converts a column to Python as JSON would have it, but a text to bytes.
+
     Lists and structs become lists and dicts; other types than texts and numbers become `Unread`.
     """
     import pyarrow as pa

@@ -18,10 +18,9 @@ class BadRow(NamedTuple):
 
 class Tally:
     """Counts the rows of a split (`rows`), and separates those that cannot be used (`bad`).
-    The method `usable` only counts bad rows. The method `refuse_or_skip` may also raise an error
-    about them, after all rows were read. `skip` is the text "Data.errors = 'skip'", which error
-    messages recommend to a user who wants to train without the bad rows. `progress` is called for
-    each row.
+
+    `skip` is the text "Data.errors = 'skip'", which error messages recommend to a user who wants to
+    train without the bad rows. `progress` is called for each row.
     """
 
     def __init__(self, split: str, skip: str, progress: Callable[[], Any] = lambda: None):
@@ -43,8 +42,9 @@ class Tally:
 
     def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
         """Yields the items that are not of the class BadRow, and may raise DataError at the end.
-        It does if all rows are bad; or if a row is bad and `errors`, the setting Data.errors, is
-        "refuse" and not "skip".
+
+        It does if all rows are bad, or if a row is bad and `errors` (Data.errors) is "refuse", not
+        "skip".
         """
         yield from self.usable(items)
         if self.bad == self.rows:

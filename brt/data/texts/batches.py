@@ -11,6 +11,7 @@ from brt.types import TextBatch
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextReader(RowReader):
     """Reader of rows of tokens, with targets for each row.
+
     The store's method `read` returns the ids of a row, int32 [T], and its attribute `row_targets`
     is int or float [rows, targets].
     """

@@ -48,10 +48,7 @@ class TextTokenizer:
     beside: ClassVar[dict[str, bytes]] = {}
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
-        """Returns the encoding of each text, without special ids.
-        If the tokenizer turns a part of a text, such as "<s>", into a special id, the id is left
-        out.
-        """
+        """Returns the encoding of each text, without special ids, even if a text contains "<s>"."""
         special = [*self.begin, *self.between, *self.end, self.pad_id]
         encodings = []
         with tokenizer_files.guarded(self.name):
@@ -80,10 +77,7 @@ class TextTokenizer:
 
 
 def load(name: str, setting: str) -> TextTokenizer:
-    """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json.
-    A missing or damaged file raises DataError; a `name` of another form raises ConfigError, which
-    names the setting.
-    """
+    """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json."""
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return _bytes()
     if name.endswith(".model"):
@@ -153,9 +147,8 @@ def _json(path: Path) -> TextTokenizer:
 
 
 def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
-    """Returns the special ids that the template in a tokenizer.json puts around a pair of texts.
-    The keys are "begin", "between" and "end". The result is None if the file has no such template.
-    """
+    """Returns the special ids "begin", "between" and "end" of the template for a pair of texts."""
+    # The result is None if the file has no such template.
     encoding = tokenizer.encode("a", "b")
     special, kinds = np.array(encoding.special_tokens_mask, bool), np.array(encoding.ids)
     if not special.any():
