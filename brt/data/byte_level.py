@@ -153,7 +153,7 @@ def _opened(path: Path, content: bytes, settings: dict[str, Any]) -> Any:
 
 
 def _keeps_bytes(steps: Any) -> bool:
-    """Returns whether the steps of a pre-tokenizer only cut the text, before the byte level."""
+    """Returns True if a pre-tokenizer only cuts the text, and its last step is the byte level."""
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         return False
     *splits, last = steps

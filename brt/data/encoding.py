@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A chunk and its tokens `ids`, int32 [T]."""
+    """A chunk, as in `Chunk`, and its tokens `ids`, int32 [T]."""
 
     name: str | None
     text: str

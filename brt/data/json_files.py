@@ -31,10 +31,10 @@ def read(
 ) -> Iterator[Record]:
     """Yields the records of a file; empty lines are skipped.
 
-    "replace" in `errors` reads bytes that are not UTF-8, and surrogates without a partner, as
-    U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates stay
-    in the value; `plain_text.problem` detects them. A .json file that is parsed at once and is not
-    JSON raises BadRecord, and a line or file of more than `max_bytes` DataError.
+    With `errors` = "replace", bytes that are not UTF-8, and surrogates without a partner, are read
+    as U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates
+    stay in the value; `plain_text.problem` detects them. A .json file that is parsed at once and is
+    not JSON raises BadRecord, and a line or such a file of more than `max_bytes` DataError.
     """
     numbered = _numbered(file, max_bytes)
     if endings.kind(file.path.name) == "json" and (first := next(numbered, None)):
@@ -80,7 +80,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def holds_records(file: File, part: bytes | None = None) -> bool:
-    """Returns whether a .json file contains records, or a single object with the bytes `part`."""
+    """Returns False if a .json file is a single object, unless its beginning contains `part`."""
     # Files such as package.json contain a single object. A damaged file counts as a file of
     # records, so that reading the file reports the damage.
     try:

@@ -24,11 +24,11 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LaneReader(Reader):
-    """Reader of documents in lanes, each of which reads `segment_length` tokens in a step."""
+    """Reader of documents in lanes; see the module docstring."""
 
     store: TokenStore
-    segment_length: int
-    window: int
+    segment_length: int  # number of tokens that a lane reads in a step, a multiple of `window`
+    window: int  # number of tokens of a block
 
     def __post_init__(self) -> None:
         blocks.blocks_per_segment(self.segment_length, self.window)

@@ -62,7 +62,7 @@ def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
 
 
 def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
-    """Estimates how many bytes of a text its tokens lose, given only their number (`size`)."""
+    """Estimates how many of the `size` bytes of a text, which is not known, its tokens lose."""
     known = ids[ids != unknown_id(tokenizer)]
     lost = abs(size - len(tokenizer.decode_bytes(known)))
     return max(lost, int(len(known) < len(ids)))

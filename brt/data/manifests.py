@@ -199,6 +199,7 @@ def _is_partial(place: Path) -> bool:
 
 def _leave(place: Path, kind: type[BaseException] | None, *_: Any) -> None:
     """Deletes a temporary directory, unless the user interrupted the process and it is partial."""
+    # The next process can continue with a partial directory.
     if not (kind is KeyboardInterrupt and _is_partial(place)):
         _remove_or_warn(place)
 

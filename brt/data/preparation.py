@@ -233,7 +233,7 @@ def _make_tokenizer(
 def _new_tokenizer(
     data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Does what `_make_tokenizer` describes, without a process before."""
+    """Trains or loads the tokenizer, stores it in the directory, and describes it."""
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):

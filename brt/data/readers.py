@@ -55,9 +55,10 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Assigns the items of an epoch, whose `order` is int [items], to its steps.
+        """Assigns the data of an epoch to its steps; `order` has indices of the store's items.
 
-        The subclass defines the two arrays, and uses them in `__getitem__`.
+        They are in the order in which the epoch reads the items. A subclass defines the content of
+        the two returned arrays, and uses them in `__getitem__`.
         """
 
     def epoch(self, step: int) -> float:

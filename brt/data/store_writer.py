@@ -117,8 +117,8 @@ class Writer:
     def finish(self, tokens: Path) -> tuple[np.ndarray, np.ndarray]:
         """Closes the writer, moves the tokens to the file `tokens`, and returns counts and names.
 
-        These are int64 [documents, 5], with a column for each field of `Row`; and uint8 [bytes], a
-        list as JSON.
+        The counts are int64 [documents, 5], with a column for each field of `Row`; the names are a
+        list in JSON, uint8 [bytes].
         """
         self.close()
         counts = np.fromfile(self._directory / COUNTS, "<i8").reshape(-1, len(Row._fields))

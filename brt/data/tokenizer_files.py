@@ -27,7 +27,7 @@ def read(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def guarded(path: Path | str, what: str = "cannot read a text") -> Iterator[None]:
-    """Context in which a foreign tokenizer opens, encodes or decodes; raises DataError about it."""
+    """Context in which a foreign tokenizer opens, encodes or decodes; a failure is a DataError."""
     # The tokenizers library raises Exception itself, so no subclass could be caught. If it panics,
     # the class of the error does not even derive from Exception.
     try:

@@ -21,7 +21,7 @@ SETTLED = 1.0
 
 
 def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) -> None:
-    """Raises ValueError if files in a directory have other SHA-256 than `hashes`, by file name.
+    """Raises ValueError if a file of a directory has another SHA-256 than `hashes` says.
 
     `whole` reads all files, also those that are known to be unchanged.
     """

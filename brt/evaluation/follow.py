@@ -113,7 +113,10 @@ class Follower:
 
     @contextlib.contextmanager
     def _tensorboard(self, step: int) -> Iterator[Callable[[int, dict[str, float]], object]]:
-        """Context that yields a function which shows the results of a step in TensorBoard."""
+        """Context that yields a function which shows the results of a step in TensorBoard.
+
+        `step` is the last step that was evaluated before.
+        """
         if not job.can_store(self._workdir):
             yield lambda step, metrics: None  # The run directory is read-only.
             return

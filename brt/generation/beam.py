@@ -50,7 +50,10 @@ class _Candidates(NamedTuple):
 def beam_search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Returns the best N texts of each source, where N is `decoding.beams`; see `search`."""
+    """Returns the best N texts of each source, where N is `decoding.beams`.
+
+    The arguments are those of `brt.generation.search.search`.
+    """
     penalties = length_penalties(decoding)
     step, reorder, ids = decoder
 

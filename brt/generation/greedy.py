@@ -48,7 +48,10 @@ def greedy_search(
 def generate_texts(
     decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates one text for each source, whose next tokens `choose` selects; see `search`."""
+    """Generates one text for each source, token by token, where `choose` selects the tokens.
+
+    The other arguments are those of `brt.generation.search.search`.
+    """
     step, _, ids = decoder
 
     def unfinished(text: _Text) -> Bool[Array, ""]:

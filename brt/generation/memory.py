@@ -62,7 +62,7 @@ def unprepared(memory: Memory) -> Memory:
 
 
 def map_lanes(memory: Memory, function: Callable[..., Array]) -> Memory:
-    """Applies `function` to all arrays that have an axis of lanes, its argument `axis`."""
+    """Applies `function` to every array that has an axis of lanes, which it gets as `axis`."""
     own = memory._replace(block=(), position=(), count=())
     return jax.tree.map(partial(function, axis=0), own)._replace(
         block=jax.tree.map(partial(function, axis=1), memory.block),

@@ -37,7 +37,8 @@ def start(
 ) -> Command:
     """Starts `python -m` with `arguments`, and appends the output to the point's output.txt.
 
-    `slot` is the number of the parallel job, from 0 to `jobs` - 1. The subprocess inherits `lock`.
+    `slot` is the number of the parallel job, from 0 to `jobs` - 1. `lock` is an open file that
+    locks the point; the subprocess inherits the file.
     """
     arguments = [*arguments, *user_files.import_flags()]
     with (

@@ -49,7 +49,7 @@ _POINT = {
 
 @dataclasses.dataclass(frozen=True)
 class PointDirectory:
-    """The paths of the files of a point (one run of a sweep). It creates no file by itself."""
+    """The files of a point (one run of a sweep). Creating the object creates no file."""
 
     path: Path
 

@@ -33,7 +33,7 @@ class Row(NamedTuple):
     # For documents with questions about facts (memory tasks), the percentage of exactly predicted
     # answers by the distance from fact to answer in windows; otherwise empty.
     answers: dict[int, float]
-    # Medians over the logging intervals of training.
+    # The next three fields are medians over the logging intervals of training.
     step_seconds: float | None
     tokens_per_second: float | None
     tokens_per_step: float | None
@@ -94,10 +94,11 @@ def same_step(groups: Sequence[Group]) -> bool:
 
 
 def reference(groups: Sequence[Group], baseline: str) -> Group:
-    """Returns the group with which the other groups are compared: the first one without a match.
+    """Returns the group with which the other groups are compared.
 
-    `baseline` is the name of a group, the beginning of such a name up to a comma, or a point's
-    name.
+    `baseline` is the name of a group, the beginning of such a name up to a comma, or the name of a
+    point. The result is the first group that has this name or point, or the first of all groups if
+    none has it.
     """
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}

@@ -73,7 +73,7 @@ class Memory(NamedTuple):
 
 
 def parse(source: str) -> Memory:
-    """Returns the settings in the name of a source; the others have the defaults of the task.
+    """Returns the settings in the name of a source; those left out have the task's defaults.
 
     The name of a document, which is that of its source followed by `#NUMBER`, may also be given.
     """

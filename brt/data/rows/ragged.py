@@ -35,7 +35,7 @@ class Ragged:
 
 
 def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
-    """Returns a ragged array; raises ValueError if the offsets do not ascend from 0 to its end."""
+    """Returns a ragged array; ValueError if the offsets do not ascend from 0 to len(values)."""
     if (
         offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets) or offsets[0] != 0
         or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any()

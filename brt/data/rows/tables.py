@@ -138,8 +138,8 @@ def text_of(values: Mapping[str, Any], column: str) -> str:
 def text_value(value: Any, column: str = "") -> str:
     """Returns the value of a column as a text, without a byte order mark at its start.
 
-    ValueError says what is wrong with a value that is no usable text, in a phrase such as "has
-    nothing in 'document'", which names the column unless it is "".
+    A value that is no usable text raises ValueError, whose message is a phrase such as "has nothing
+    in 'document'"; it names the column unless `column` is "".
     """
     of, inside = (f" of '{column}'", f" in '{column}'") if column else ("", "")
     if isinstance(value, bytes):
