@@ -12,25 +12,12 @@ from brt.types import Batch
 
 
 def block_counts(lengths: np.ndarray, window: int) -> np.ndarray:
-    """Returns the number of blocks of each document, int [documents].
-
-    Args:
-      lengths: int [documents], the documents' lengths in tokens.
-      window: tokens per block.
-    """
+    """Returns the number of blocks, int [documents], of documents with `lengths` in tokens."""
     return -(-lengths // window)
 
 
 def blocks_per_segment(segment_length: int, window: int) -> int:
-    """Returns the number of blocks in a segment.
-
-    Args:
-      segment_length: tokens per segment; a segment consists of the tokens of one row of a batch.
-      window: tokens per block.
-
-    Raises:
-      ConfigError: the length of the segment is not a multiple of the window.
-    """
+    """Returns the number of blocks in a segment, which is the tokens of one row of a batch."""
     if segment_length <= 0 or segment_length % window:
         raise ConfigError(
             f"the segment length {segment_length} must be a multiple of the window {window}"
@@ -50,19 +37,14 @@ def gather(
 
     The targets are the tokens of the documents. The inputs are the same tokens, shifted by one: BOS
     comes first, and is the input from which the first token of a document is predicted. If the
-    store has an end token, it is the last target of each document, and never an input.
+    store has an end token, it is the last target of each document, and never an input. The batch
+    has B rows of N * window tokens. Its array `document_start` [B, N] is True for the first block
+    of a document and for blocks of padding.
 
     Args:
-      store: the tokens of all documents.
-      document: int [B, N], the index in the store of each block's document; -1 is a block of
-        padding.
+      document: int [B, N], the index in the store of each block's document; -1 is padding.
       block: int [B, N], the index of each block in its document.
-      window: tokens per block.
       lengths: int64 [documents], the number of tokens to read from each document; None reads all.
-
-    Returns:
-      A batch with B rows of N * window tokens. Its array `document_start` [B, N] is True for the
-      first block of a document and for blocks of padding.
     """
     real = document >= 0
     lengths = store.lengths if lengths is None else lengths

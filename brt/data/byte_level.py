@@ -35,18 +35,11 @@ NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
 class ByteLevelTokenizer(ChunkTokenizer):
-    """A byte-level BPE tokenizer, which adds no special ids to a text.
+    """A byte-level BPE tokenizer, which adds no special ids to a text; see `tokenizers.Tokenizer`.
 
-    `brt.data.tokenizers.Tokenizer` describes its methods and attributes. If the last id of the file
-    is the mask token, `vocab_size` does not include this id: no text is encoded with the id, and a
-    masked language model uses it to mask tokens.
-
-    Args:
-      path: path of a tokenizer.json.
-
-    Raises:
-      DataError: the file is damaged, has no piece that can be BOS (the beginning of a document), or
-        does not keep every byte of a text.
+    If the last id of the file is the mask token, `vocab_size` does not include this id: no text is
+    encoded with the id, and a masked language model uses it to mask tokens. A tokenizer.json that
+    is damaged, has no piece for BOS, or does not keep every byte of a text raises DataError.
     """
 
     _chunk_end = staticmethod(end_of_word)
@@ -92,11 +85,6 @@ class ByteLevelTokenizer(ChunkTokenizer):
             raise _loses(path, f": {PROBE[:9]!r}... is decoded to another text")
 
     def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
-        """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel.
-
-        Raises:
-          DataError: the tokenizer cannot encode a chunk.
-        """
         if self._missing:
             self._check_bytes(chunks)
         with tokenizer_files.guarded(self.path):
@@ -165,9 +153,7 @@ def _opened(path: Path, content: bytes, settings: dict[str, Any]) -> Any:
 
 
 def _keeps_bytes(steps: Any) -> bool:
-    """Returns True if the steps of a pre-tokenizer cut the text, drop nothing of it, and end with
-    the byte level.
-    """
+    """Returns True if a pre-tokenizer only cuts the text, and its last step is the byte level."""
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         return False
     *splits, last = steps
@@ -206,10 +192,8 @@ def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Returns the byte that each character of GPT-2's notation stands for.
-
-    Printable bytes are written as themselves; the other bytes are numbered from U+0100 on.
-    """
+    """Returns the byte that each character of GPT-2's notation stands for."""
+    # Printable bytes are written as themselves; the other bytes are numbered from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]

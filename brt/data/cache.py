@@ -55,17 +55,14 @@ def prepared(
     """Returns the directory of the prepared data of a config section; prepares them if necessary.
 
     Args:
-      section: the section of the config that names sources and settings.
       hashes: hashes of the files of each split. They are a part of the directory's name, so that
         data are prepared again if a file has changed.
       build: function that writes prepared data. Its arguments are the directory to fill and the
         settings and sources that the manifest will have; it returns further entries of the
         manifest.
-      output: the directory to write; None selects a directory in the cache, named by a hash.
+      output: the directory to write; None selects a directory in the cache, named by a hash. If it
+        contains something other than these data, DataError is raised.
       more: further values, as JSON, that determine the content.
-
-    Raises:
-      DataError: a source cannot be read, or `output` contains something other than these data.
     """
     facts = {
         "settings": cached_settings(section),
@@ -108,21 +105,13 @@ def prepared_split(
     """Returns the directory that contains one prepared split; prepares the split if necessary.
 
     Sources of other splits are not read, unless the split is a part of the training documents.
+    `hashes` returns the hashes of the files of sources; `build` and `more` are as in `prepared`.
 
     Args:
-      section: the section of the config that names sources and settings.
-      split: the split to prepare.
       part: True if the split is held out of the documents of Data.train, so that these sources have
         to be read.
-      known: a directory in which a run has prepared this split before; None if there is none. The
-        directory is used again if `part` is True, or if the sources are unchanged or cannot be
-        read any more.
-      hashes: function from the names of sources to the hashes of their files.
-      build: function that writes prepared data; see `prepared`.
-      more: further values, as JSON, that determine the content.
-
-    Raises:
-      DataError: a source cannot be read, and `known` does not contain the split.
+      known: a directory in which a run has prepared this split before. It is used again if `part`
+        is True, or if the sources are unchanged or cannot be read any more.
     """
     reusable = (
         known if known and (known / MANIFEST).is_file() and (known / split).is_dir() else None
@@ -147,14 +136,9 @@ def prepared_split(
 def print_unread_files(
     section: Section, splits: Sequence[str], left_out: Callable[[str], str], show: bool
 ) -> None:
-    """Prints to stderr which files in the directories of sources are not read.
+    """Prints to stderr which files in the directories of sources are not read, if `show` is True.
 
-    Args:
-      section: the section of the config that names the sources.
-      splits: the splits whose sources are examined.
-      left_out: function from the name of a source to a sentence about files that are not read; the
-        sentence is "" if all files are read.
-      show: if False, the function does nothing.
+    `left_out` returns a sentence about the files of a source that are not read, "" for none.
     """
     for source in dict.fromkeys(name for split in splits for name in getattr(section, split)):
         if line := left_out(source):
@@ -166,15 +150,10 @@ def describe_splits(
 ) -> dict[str, dict[str, Any]]:
     """Returns a JSON description of each split, by the name of the split.
 
-    A description contains the number of rows or documents, the size in bytes, the first few names,
-    the hash of the content, a phrase about the way in which the split was held out of the training
-    data ("" if it has sources of its own), and the source files. The list of source files is empty
-    if the directory has no manifest.
-
-    Args:
-      directory: the directory of prepared data.
-      splits: the opened store of each split.
-      unit: the key of the number of rows or documents, for example "documents".
+    It contains the number of rows or documents (under the key `unit`), the size in bytes, a few
+    names, the hash of the content, a phrase about the way in which the split was held out of the
+    training data ("" if it has sources of its own), and the source files, if the directory has a
+    manifest.
     """
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
     descriptions = {}
@@ -193,25 +172,14 @@ def describe_splits(
 
 
 def cache_directory(section: Section) -> Path:
-    """Returns the directory in which prepared data are cached.
-
-    It is the section's setting `cache_dir` or, if that is empty, brt's directory in the user's
-    cache.
-    """
+    """Returns the setting `cache_dir` or, if that is empty, brt's directory in the user's cache."""
     if section.cache_dir:
         return Path(section.cache_dir)
     return user_cache.writable()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns the content of the manifest of prepared data: sources, settings, and the tokenizer.
-
-    Args:
-      directory: the directory of prepared data, which contains corpus.json.
-
-    Raises:
-      DataError: the manifest is missing or damaged, or names files outside the directory.
-    """
+    """Returns the manifest of a directory of prepared data, or raises DataError about damage."""
     manifest = manifests.read(directory / MANIFEST, _KIND)
     with manifests.explaining_damage(directory, "corpus"):
         if coverage := manifest.get("tokenizer", {}).get("coverage"):
@@ -239,11 +207,7 @@ def _existing_key(directory: Path) -> str | None:
 
 
 def refuse_shared(hashes: Hashes) -> None:
-    """Raises DataError if two splits have a file in common, which would make evaluation invalid.
-
-    Args:
-      hashes: the hashes of the files of each split.
-    """
+    """Raises DataError if two splits have a file in common, which would make evaluation invalid."""
     seen: dict[str, tuple[str, str]] = {}
     for split, files in hashes.items():
         for file in files:
@@ -256,18 +220,11 @@ def refuse_shared(hashes: Hashes) -> None:
 
 
 def bar(split: str, progress: bool, **unit: Any) -> tqdm:
-    """Returns a progress bar for the preparation of a split.
-
-    Args:
-      split: name of the split, which the bar shows.
-      progress: False hides the bar. The bar is also hidden if stderr is not a terminal.
-      unit: arguments of tqdm that describe the unit of progress.
-    """
+    """Returns a progress bar, which is hidden if stderr is not a terminal; `unit` goes to tqdm."""
     hidden = not (progress and sys.stderr.isatty())
     return tqdm(desc=f"preparing {split}", disable=hidden, **unit)
 
 
 def say(text: str, progress: bool) -> None:
-    """Prints a line of text to stderr if `progress` is True."""
     if progress:
         output.say(text)

@@ -18,8 +18,7 @@ Ids = Sequence[int | np.integer] | np.ndarray
 
 
 def end_of_line(text: str, start: int, stop: int) -> int:
-    """Returns the end of the chunk that begins at index `start` of a text: an index of at most
-    `stop`, at which the next chunk begins.
+    """Returns where the chunk that begins at index `start` ends, which is at most `stop`.
 
     The chunk ends after the last newline before `stop`. Without a newline, it ends before the last
     space; if several spaces stand there in a row, it ends before the first of them. Without a
@@ -35,13 +34,12 @@ def end_of_line(text: str, start: int, stop: int) -> int:
 
 
 def end_of_word(text: str, start: int, stop: int) -> int:
-    """Returns the end of the chunk that begins at index `start` of a text: an index of at most
-    `stop`, at which the next chunk begins.
+    """Returns where a chunk ends, like `end_of_line`, but at a space between letters if possible.
 
-    The chunk ends before the last space between two ASCII letters. The pre-tokenizers of all
-    byte-level tokenizers cut a text at such a space, whatever text precedes and follows, so the end
-    of the chunk does not change the ids. Without such a space, the chunk ends where `end_of_line`
-    says. `text` must have a character at `stop`.
+    The pre-tokenizers of all byte-level tokenizers cut a text at a space between two ASCII letters,
+    whatever text precedes and follows, so the end of the chunk does not change the ids. The chunk
+    ends before the last such space before `stop`, or without one where `end_of_line` says. `text`
+    must have a character at `stop`.
     """
     space = stop
     while (space := text.rfind(" ", start + 1, space)) >= 0:
@@ -54,13 +52,7 @@ def end_of_word(text: str, start: int, stop: int) -> int:
 def cut(
     chunks: Iterable[str], size: int, end: Callable[[str, int, int], int] = end_of_line
 ) -> Iterator[str]:
-    """Divides a text into chunks of at most `size` characters, and yields the chunks.
-
-    Args:
-      chunks: the text, in parts of any length.
-      size: the largest number of characters in a chunk.
-      end: the function that determines where a chunk ends, `end_of_line` or `end_of_word`.
-    """
+    """Divides a text, given in parts of any length, into chunks of at most `size` characters."""
     text = ""
     for chunk in chunks:
         text += chunk
@@ -89,21 +81,14 @@ class ChunkTokenizer(abc.ABC):
         """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
 
     def cut(self, parts: Iterable[str]) -> Iterator[str]:
-        """Divides a text into chunks that can be encoded separately, and yields the chunks.
-
-        Args:
-          parts: consecutive parts of the text, of any length, as they were read. The chunks do not
-            depend on where the parts end.
-        """
+        """Yields chunks of a text that can be encoded separately, wherever its `parts` end."""
         return cut(parts, CHUNK, self._chunk_end)
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of a text, int32 [T]."""
         chunks = [*self.cut([text])]
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks(chunks)])
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the concatenated UTF-8 bytes that the ids stand for."""
         pool, starts, lengths = self._pool
         ids = np.asarray(ids, np.int64)
         sizes = lengths[ids]

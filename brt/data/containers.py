@@ -1,8 +1,7 @@
-"""Detects files that are not text, by their first bytes.
+"""Detects files that are not text, such as PDFs, archives or databases, by their first bytes.
 
-Users may name PDFs, archives or databases by mistake. The error names the kind of file, and says
-how the user can obtain text: with a program that extracts the text, or by giving the file the right
-name.
+The error names the kind of file, and says how the user can obtain text: with a program that
+extracts the text, or by giving the file the right name.
 """
 
 import shlex
@@ -16,20 +15,14 @@ BEGIN = 64  # Binary files have several control characters among this number of 
 
 
 class FileSignature(NamedTuple):
-    """The bytes by which a kind of file is recognised, and the error message about such a file.
-
-    Attributes:
-      start: the bytes.
-      what: the kind of file, for the error message.
-      remedy: what the user should do. {file} stands for the file's name, {whole} for the name
-        without a compression suffix, and {stem} for the name without any suffix.
-      offset: the position of the bytes in the file.
-    """
+    """The bytes by which a kind of file is recognised, and the error message about such a file."""
 
     start: bytes
-    what: str
+    what: str  # the kind of file, for the error message
+    # What the user should do. {file} stands for the file's name, {whole} for the name without a
+    # compression suffix, and {stem} for the name without any suffix.
     remedy: str
-    offset: int = 0
+    offset: int = 0  # the position of the bytes in the file
 
 
 _TOKENS = "name the texts from which its tokens were made"
@@ -95,12 +88,7 @@ _WIDE = (
 
 
 def refuse(name: str, head: bytes) -> None:
-    """Raises BadRecord if the first bytes of a file show that the file is not UTF-8 text.
-
-    Args:
-      name: the file's name, for the error message.
-      head: the first `HEAD` bytes of the file, or all bytes of a shorter file.
-    """
+    """Raises BadRecord if the first `HEAD` bytes of a file show that it is not UTF-8 text."""
     whole = name[: len(name) - len(endings.compression_suffix(name))]
     if (detected := _known_signature(head) or _wide(head) or _binary(whole, head)) is None:
         return
@@ -111,7 +99,6 @@ def refuse(name: str, head: bytes) -> None:
 
 
 def markup(name: str) -> BadRecord:
-    """Returns an error which says that the file `name` is HTML, and how to obtain its text."""
     return BadRecord(
         f"{name} is HTML; extract its text, for example with `pandoc {shlex.quote(name)} -t plain "
         "-o NAME.txt`, or rename it to .txt to train on the markup"

@@ -22,10 +22,7 @@ ZSTD_CHUNK = 1 << 10
 def text(file: File) -> Iterator[bytes]:
     """Yields the decompressed bytes of a text file in parts.
 
-    Raises:
-      BadRecord: the file is damaged, or is not text but of a kind that `brt.data.containers`
-        detects, such as a PDF.
-      DataError: the file cannot be read.
+    It raises BadRecord about damage and about files that are not text, such as PDFs.
     """
     if endings.kind(file.path.name) == "html":
         raise containers.markup(file.name)
@@ -33,11 +30,10 @@ def text(file: File) -> Iterator[bytes]:
 
 
 def small_text(path: Path) -> str:
-    """Returns the whole text of the small file at `path`, decompressed if its suffix says so.
+    """Returns the whole text of a small file, decompressed if its suffix says so.
 
-    Raises:
-      BadRecord: the file is damaged or is not UTF-8 text.
-      DataError: the file is missing, too large, or not a regular file.
+    It raises BadRecord about damage and about bytes that are not UTF-8, and DataError if the file
+    is missing, too large or not regular.
     """
     try:
         untrusted.open_file(path).close()
@@ -49,15 +45,7 @@ def small_text(path: Path) -> str:
 
 
 def refuse_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields bytes unchanged; raises BadRecord if they begin like a file that is not text.
-
-    Args:
-      name: the name of the data, for the error message.
-      data: the bytes, in parts.
-
-    Raises:
-      BadRecord: the data begin like another kind of file (see `brt.data.containers`).
-    """
+    """Yields bytes unchanged; raises BadRecord if they begin like a file that is not text."""
     head, left = b"", iter(data)
     for chunk in left:
         head += chunk
@@ -69,12 +57,7 @@ def refuse_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def content(file: File) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a file of any kind in parts.
-
-    Raises:
-      BadRecord: the file is compressed and damaged.
-      DataError: the file cannot be read.
-    """
+    """Yields the decompressed bytes of a file of any kind in parts; BadRecord about damage."""
     try:
         with open(file.path, "rb") as raw:
             yield from _decompressed(file, raw)
@@ -88,15 +71,8 @@ def content(file: File) -> Iterator[bytes]:
 
 
 def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields bytes unchanged; raises DataError if they are more than `max_bytes`.
-
-    The limit protects against compressed files that expand to a huge size.
-
-    Args:
-      max_bytes: the largest number of bytes.
-      name: the name of the data, for the error message.
-      data: the bytes, in parts.
-    """
+    """Yields bytes unchanged; raises DataError if they are more than `max_bytes`."""
+    # The limit protects against compressed files that expand to a huge size.
     size = 0
     for chunk in data:
         size += len(chunk)
@@ -106,18 +82,7 @@ def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[b
 
 
 def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) -> Iterator[bytes]:
-    """Yields the lines of data, each without its newline.
-
-    If the data end with a newline, an empty line is yielded last.
-
-    Args:
-      name: the name of the data, for the error message.
-      data: the bytes, in parts.
-      max_bytes: the largest size of a line.
-
-    Raises:
-      DataError: a line is longer than `max_bytes`.
-    """
+    """Yields the lines of data without newlines; after a final newline, an empty line is last."""
     parts: list[bytes] = []  # The list has the parts of the present line that were read so far.
     size = number = 0
     for chunk in data:
@@ -134,12 +99,6 @@ def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) 
 
 
 def too_large(name: str, max_bytes: int) -> DataError:
-    """Returns an error which says that data are larger than `max_bytes`.
-
-    Args:
-      name: the name of the data.
-      max_bytes: the limit, above which data may not fit into memory.
-    """
     return DataError(
         f"{name} is larger than {max_bytes:,} bytes; split it, or raise Data.max_document_bytes if "
         "it is a document"

@@ -17,12 +17,9 @@ class StagedReader(LaneReader):
     Each stage of the curriculum reads the documents of the stage before and further documents, in
     the order of the token store. At the beginning of a stage, each lane (row of the batch) starts
     without state, as at the beginning of a run.
-
-    Attributes:
-      stages: for each stage, its first step and the number of documents that it reads. The first
-        stage begins at step 0, and the steps ascend.
     """
 
+    # For each stage its first step, which ascend from 0, and the number of documents that it reads.
     stages: tuple[tuple[int, int], ...]
 
     def __getitem__(self, step: int) -> Batch:
@@ -40,35 +37,26 @@ class StagedReader(LaneReader):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON of everything that determines the content of each batch, including the stages."""
         return {**super().identity, "stages": [list(stage) for stage in self.stages]}
 
 
 def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
-    """Returns the reader of the training documents, with stages if `data` has a curriculum.
-
-    Args:
-      data: the section Data of the config. Stage i (from 0) reads the documents of the first i + 1
-        sources in `data.train`, and `data.curriculum` has the first step of each later stage.
-      store: the tokenized training documents.
-      sizes: further arguments of `LaneReader`: `batch_size`, `segment_length`, `window` and others.
-    """
+    """Returns the reader of the training documents, with stages if `data` has a curriculum."""
     common: dict[str, Any] = {"store": store, **sizes}
     if not data.curriculum:
         return LaneReader(**common)
     steps = (0, *data.curriculum)
+    # Stage n (from 0) reads the documents of the first n + 1 sources in `data.train`.
     counts = [_of_first(data.train[: n + 1], store) for n in range(len(steps))]
     return StagedReader(**common, stages=tuple(zip(steps, counts, strict=True)))
 
 
 def _of_first(names: tuple[str, ...], store: TokenStore) -> int:
-    """Returns the number of documents in the store that come from the sources `names`."""
     prefixes = tuple(f"{name}#" for name in names)
     return sum(name.startswith(prefixes) for name in store.names)
 
 
 def _first(store: TokenStore, documents: int) -> TokenStore:
-    """Returns a store that contains only the first documents."""
     names = ["bytes", "characters", "words"] + ["lost"] * (store.lost is not None)
     cut = {name: getattr(store, name)[:documents] for name in names}
     return dataclasses.replace(

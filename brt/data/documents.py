@@ -15,10 +15,7 @@ CHUNK = contents.CHUNK  # The text of a record is cut into chunks of this number
 
 
 class Document(NamedTuple):
-    """A document: its name, and an iterator over its text in chunks.
-
-    The chunks have to be read before the next document is requested.
-    """
+    """A document's name and text. Its chunks must be read before the next document is requested."""
 
     name: str
     chunks: Iterator[str]
@@ -32,22 +29,20 @@ def read(
     max_bytes: int = untrusted.LARGEST,
     bad: Quarantine | None = None,
 ) -> Iterator[Document]:
-    """Yields the documents of sources in order.
+    """Yields the documents of sources in order; `brt.data.sources` describes the names of sources.
 
     Text is not changed, except that a byte order mark at the start is removed. The suffix of a file
     determines how the file is read: every record of a JSON file and every row of a table is a
     document; a file of another kind is a single document.
 
     Args:
-      names: names of the sources, such as files, directories and patterns; `brt.data.sources`
-        describes all forms.
       text_field: the field of a JSON record or TFDS example, or the column of a table, that
         contains the text.
       errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", a document
         that contains them counts as damaged.
       max_bytes: the largest size of a record, and of the text of a compressed file.
-      bad: collects damaged documents; None raises an error for the first one. If the limit of
-        `bad` is above zero, text files are read twice, first to find out whether they are damaged.
+      bad: collects damaged documents; None raises an error for the first one. If the limit of `bad`
+        is above zero, text files are read twice, first to find out whether they are damaged.
 
     Raises:
       DataError: a file is damaged or cannot be read. The error may also occur while the chunks of a
@@ -83,13 +78,9 @@ def _read_file(
         case _:
 
             def text() -> Iterator[str]:
-                """Returns an iterator over the text of the file, in chunks, from its start."""
                 return _text(file, errors, max_bytes)
 
             def is_readable() -> bool:
-                """Reads the whole text and discards it. Returns True, or raises BadRecord if the
-                text is damaged.
-                """
                 deque(text(), maxlen=0)
                 return True
 
@@ -98,7 +89,6 @@ def _read_file(
 
 
 def _text(file: File, errors: str, max_bytes: int) -> Iterator[str]:
-    """Yields the text of a file that is a single document."""
     data = contents.text(file)
     if endings.compression_suffix(file.path.name):
         data = contents.no_more_than(max_bytes, file.name, data)

@@ -26,25 +26,14 @@ _WIDE_SPACE = re.compile(
 
 
 class Chunk(NamedTuple):
-    """A part of a document.
+    """A part of a document. Only a document without text has a chunk without text."""
 
-    Attributes:
-      name: the name of the document if this is its first chunk; otherwise None.
-      text: the text of the chunk. Only a document without text has a chunk without text.
-    """
-
-    name: str | None
+    name: str | None  # the name of the document if this is its first chunk
     text: str
 
 
 class Encoded(NamedTuple):
-    """A chunk and its tokens.
-
-    Attributes:
-      name: the name of the document if this is its first chunk; otherwise None.
-      text: the text of the chunk.
-      ids: the tokens of the chunk, int32 [T].
-    """
+    """A chunk, as in `Chunk`, and its tokens `ids`, int32 [T]."""
 
     name: str | None
     text: str
@@ -52,11 +41,7 @@ class Encoded(NamedTuple):
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yields the chunks of documents with their tokens, in order.
-
-    Raises:
-      DataError: a document cannot be read or encoded.
-    """
+    """Yields the chunks of documents with their tokens, in order."""
     running: deque[tuple[list[Chunk], Future]] = deque()
     with ThreadPoolExecutor(1, "tokenizer") as pool:
         for batch in _batches(documents, tokenizer):
@@ -97,13 +82,7 @@ def _chunks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chu
 
 
 class Counter:
-    """Counts the bytes, characters and words of a document, which is passed in chunks.
-
-    Attributes:
-      bytes: the number of UTF-8 bytes so far.
-      characters: the number of Unicode code points so far.
-      words: the number of words so far, separated by whitespace as by `str.split`.
-    """
+    """Counts the UTF-8 bytes, code points and words (as by `str.split`) of a document in chunks."""
 
     def __init__(self) -> None:
         self.bytes = self.characters = self.words = 0
@@ -121,12 +100,7 @@ class Counter:
 
 
 def count_words(text: str, data: bytes) -> int:
-    """Returns `len(text.split())`, which is faster to compute from UTF-8 bytes.
-
-    Args:
-      text: the text.
-      data: the text in UTF-8.
-    """
+    """Returns `len(text.split())`; computing it from the text's UTF-8 bytes `data` is faster."""
     if len(text) < len(data) and _WIDE_SPACE.search(text):
         return len(text.split())
     marked = data.translate(_WORD_TABLE)

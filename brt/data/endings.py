@@ -39,7 +39,6 @@ def compression_suffix(name: str) -> str:
 
 
 def without_compression(name: str) -> str:
-    """Returns the file name in lower case without its compression suffix."""
     return name.lower().removesuffix(compression_suffix(name))
 
 

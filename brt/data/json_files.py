@@ -18,19 +18,12 @@ PEEK = 1 << 16  # At most this number of bytes is examined to find out what a .j
 
 
 class Record(NamedTuple):
-    """A JSON value in a file, or the reason why the value cannot be read.
+    """A JSON value in a file, or the reason why the value cannot be read."""
 
-    Attributes:
-      name: FILE:LINE, or FILE[INDEX] for a member of an array.
-      number: the line, counted from one, or the index, counted from zero.
-      value: the parsed value; None if the value cannot be read.
-      problem: the reason why the value cannot be read, such as "is not JSON"; otherwise "".
-    """
-
-    name: str
-    number: int
-    value: Any
-    problem: str = ""
+    name: str  # FILE:LINE, or FILE[INDEX] for a member of an array
+    number: int  # the line, counted from one, or the index, counted from zero
+    value: Any  # None if the value cannot be read
+    problem: str = ""  # why the value cannot be read, such as "is not JSON"
 
 
 def read(
@@ -38,16 +31,10 @@ def read(
 ) -> Iterator[Record]:
     """Yields the records of a file; empty lines are skipped.
 
-    Args:
-      file: the file to read.
-      errors: "replace" reads bytes that are not UTF-8, and surrogates without a partner, as
-        U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates
-        stay in the value; `plain_text.problem` detects them.
-      max_bytes: the largest size of a line, or of a file that is parsed at once.
-
-    Raises:
-      BadRecord: a file that is parsed at once is not JSON.
-      DataError: a line or a file is too large or cannot be read.
+    With `errors` = "replace", bytes that are not UTF-8, and surrogates without a partner, are read
+    as U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates
+    stay in the value; `plain_text.problem` detects them. A .json file that is parsed at once and is
+    not JSON raises BadRecord, and a line or such a file of more than `max_bytes` DataError.
     """
     numbered = _numbered(file, max_bytes)
     if endings.kind(file.path.name) == "json" and (first := next(numbered, None)):
@@ -60,11 +47,7 @@ def read(
 
 
 def json_lines(file: File) -> Iterator[Record]:
-    """Yields the records of a file of JSON lines, whatever the suffix of the file is.
-
-    Raises:
-      DataError: a line is too large, or the file cannot be read.
-    """
+    """Yields the records of a file of JSON lines, whatever the suffix of the file is."""
     for number, line in _numbered(file, untrusted.LARGEST):
         yield parse(f"{file.name}:{number}", number, line)
 
@@ -76,14 +59,7 @@ def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
-    """Returns a record with the parsed JSON. If `data` is not JSON, the record has a `problem`.
-
-    Args:
-      name: the name of the record, as in `Record`.
-      number: the line or index of the record, as in `Record`.
-      data: the bytes of the record.
-      errors: treatment of bytes that are not UTF-8, "strict" or "replace"; see `read`.
-    """
+    """Returns a record with the JSON in `data`, or with a `problem`; `errors` is that of `read`."""
     halves = "replace" if errors == "replace" else "keep"
     try:
         text = data.decode("utf-8", errors).removeprefix(plain_text.MARK)
@@ -96,9 +72,7 @@ def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Returns a phrase that describes a decoding error, such as "is not UTF-8 at byte 7 (0xff)", or
-    which says that the bytes are no text in any case; see `plain_text.binary`.
-    """
+    """Returns a phrase such as "is not UTF-8 at byte 7 (0xff)", or that the bytes are no text."""
     text = error.object.decode("utf-8", "replace")
     if fault := plain_text.binary(plain_text.unreadable(text), len(text)):
         return fault
@@ -106,15 +80,9 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def holds_records(file: File, part: bytes | None = None) -> bool:
-    """Returns True if a .json file contains records, and False if it contains a single object.
-
-    Files such as package.json contain a single object. A damaged file counts as a file of records,
-    so that reading the file reports the damage.
-
-    Args:
-      file: the file.
-      part: a single object counts as records if its beginning contains these bytes.
-    """
+    """Returns False if a .json file is a single object, unless its beginning contains `part`."""
+    # Files such as package.json contain a single object. A damaged file counts as a file of
+    # records, so that reading the file reports the damage.
     try:
         head = next(contents.content(file), b"")[:PEEK].removeprefix(b"\xef\xbb\xbf").lstrip()
     except BadRecord:
@@ -126,7 +94,6 @@ def holds_records(file: File, part: bytes | None = None) -> bool:
 
 
 def _is_line(line: bytes) -> bool:
-    """Returns True if a line is a complete JSON object."""
     return line.lstrip(b"\xef\xbb\xbf \t\r").startswith(b"{") and not parse("", 1, line).problem
 
 

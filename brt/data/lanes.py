@@ -1,12 +1,10 @@
 """Builds batches of documents in lanes: rows of the batch that continue from step to step.
 
-A document of n tokens takes ceil(n / window) blocks; the rest of the last block is padding. The
-inputs of a document are BOS and all tokens but the last, and the targets are all tokens, so every
-token is scored once. If the store has an end token, it is the last token of each document. Each
+A document of n tokens takes ceil(n / window) blocks; the rest of the last block is padding. Each
 epoch shuffles the documents, concatenates their blocks, and cuts this sequence into equal parts,
 one for each lane. A lane may therefore begin inside of a document. The model reads the first block
 of such a lane without the state and cache of the preceding tokens, but the first input is the
-preceding token.
+preceding token. `blocks.gather` says what inputs and targets are.
 """
 
 import dataclasses
@@ -26,17 +24,11 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LaneReader(Reader):
-    """Reader of documents in lanes: `reader[step]` is the batch of a training step.
-
-    Attributes:
-      store: the tokenized documents.
-      segment_length: number of tokens that a lane reads in a step, a multiple of `window`.
-      window: number of tokens of a block.
-    """
+    """Reader of documents in lanes; see the module docstring."""
 
     store: TokenStore
-    segment_length: int
-    window: int
+    segment_length: int  # number of tokens that a lane reads in a step, a multiple of `window`
+    window: int  # number of tokens of a block
 
     def __post_init__(self) -> None:
         blocks.blocks_per_segment(self.segment_length, self.window)
@@ -51,10 +43,9 @@ class LaneReader(Reader):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the blocks that a step reads.
 
-        Returns:
-          A tuple: int [B, N], the index of each block's document, -1 for padding; int [B, N], the
-          index of each block in its document; and bool [N], True for a block at which all lanes
-          begin.
+        These are int [B, N], the index of each block's document, -1 for padding; int [B, N], the
+        index of each block in its document; and bool [N], True for a block at which all lanes
+        begin.
         """
         epoch, segment = divmod(step, self.steps_per_epoch)
         order, begins = self._layout(epoch)
@@ -99,12 +90,10 @@ class LaneReader(Reader):
 
     @staticmethod
     def positions(batch: Batch) -> int:
-        """Returns the number of tokens in a batch, including padding."""
         return batch.inputs.size
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON of everything that determines the content of each batch."""
         sizes = {"segment_length": self.segment_length, "window": self.window}
         # No other setting changes batches and may differ from the checkpoint of a resumed run.
         ends = None if self.store.end_id < 0 else self.store.end_id
@@ -117,15 +106,10 @@ class LaneReader(Reader):
 
 
 class BatchIterator(Iterator[Any]):
-    """Iterator over the batches of a reader, which a thread builds in advance.
+    """Iterator over the batches of a reader, which a thread builds `prefetch` batches in advance.
 
-    The state of the iterator, which checkpoints contain, is a small JSON object: the next step and
-    the `identity` of the reader, which consists of all values that determine the batches.
-
-    Args:
-      reader: the reader of the batches.
-      start_step: index of the first batch that the iterator yields.
-      prefetch: the number of batches that the thread builds in advance.
+    Its state, which checkpoints contain, is a small JSON object: the next step and
+    `Reader.identity`.
     """
 
     def __init__(self, reader: Reader, start_step: int, prefetch: int):
@@ -141,18 +125,10 @@ class BatchIterator(Iterator[Any]):
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state as JSON: the next step and the identity of the reader."""
         return {"step": self._batches.get_state()["next_index"], **self._reader.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves the iterator to the step of a state.
-
-        Args:
-          state: result of `get_state`.
-
-        Raises:
-          ConfigError: the state belongs to a reader with other data or settings.
-        """
+        """Moves to the step of a state; raises ConfigError about other data or settings."""
         different = [
             f"{name} was {state.get(name)} and is {value}"
             for name, value in self._reader.identity.items()
@@ -166,18 +142,10 @@ class BatchIterator(Iterator[Any]):
         self._batches.set_state({"next_index": state["step"]})
 
     def close(self) -> None:
-        """Stops the thread that builds batches."""
         self._batches.close()
 
 
 def iterate(reader: Reader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
-    """Returns an iterator over the batches of a reader from step `start_step` on.
-
-    Args:
-      reader: the reader of the batches.
-      start_step: index of the first batch that the iterator yields.
-      prefetch: the number of batches that a thread builds in advance.
-    """
     return BatchIterator(reader, start_step, prefetch)
 
 
@@ -191,17 +159,9 @@ def evaluation_batches(
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Yields batches that read every document once from its start to its end, in parallel lanes.
 
-    Args:
-      store: the documents.
-      batch_size: the number of lanes.
-      segment_length: the number of tokens of a lane in a batch, a multiple of `window`.
-      window: the number of tokens of a block.
-      tokens_per_document: the number of tokens at the beginning of each document that are read; 0
-        reads all tokens.
-
-    Yields:
-      A tuple: a batch; and, for each of the B lanes and the N blocks of a segment, the index of the
-      block's document, int32 [B, N], which is -1 for padding.
+    With each batch comes int32 [B, N], the index of the document of each of the N blocks that the B
+    lanes read; -1 is padding. If `tokens_per_document` is not 0, only this number of tokens at the
+    beginning of each document is read.
     """
     count = blocks.blocks_per_segment(segment_length, window)
     limit = tokens_per_document or np.iinfo(np.int64).max
@@ -220,10 +180,8 @@ def evaluation_batches(
 
 
 def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
-    """Assigns documents to lanes, the longest document first, so that lanes are about equally long.
-
-    Each document is assigned to the lane that has the fewest blocks so far.
-    """
+    """Assigns documents to lanes, so that lanes are about equally long."""
+    # The longest document comes first, and each goes to the lane that has the fewest blocks so far.
     lanes: list[list[int]] = [[] for _ in range(batch_size)]
     loads = [(0, lane) for lane in range(batch_size)]
     for document in np.argsort(-counts, kind="stable").tolist():
@@ -234,7 +192,7 @@ def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
 
 
 def _row(documents: list[int], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the document, and the index in the document, of each block of a lane."""
+    """Returns the document of each block of a lane, and the block's index in the document."""
     sizes = counts[documents] if documents else np.zeros(0, np.int64)
     first = np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(np.array(documents, np.int32), sizes), np.arange(sizes.sum()) - first

@@ -13,14 +13,7 @@ REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 
 
 class Losses:
-    """Compares the bytes of a document with the bytes to which the document's tokens decode.
-
-    Args:
-      tokenizer: the tokenizer of the document.
-
-    Attributes:
-      unknown: number of unknown tokens so far.
-    """
+    """Compares the bytes of a document with the bytes to which the document's tokens decode."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._unknown = tokenizer, unknown_id(tokenizer)
@@ -28,15 +21,10 @@ class Losses:
         # For each byte, this array counts how often it occurs in the text, less how often it occurs
         # in the decoded tokens. Chunks that are decoded exactly contribute nothing.
         self._counts = np.zeros(256, np.int64)
-        self.unknown = 0
+        self.unknown = 0  # the number of unknown tokens so far
 
     def add(self, data: bytes, ids: np.ndarray) -> None:
-        """Takes the next chunk of the document.
-
-        Args:
-          data: the chunk as UTF-8 bytes.
-          ids: int [T], the tokens of the chunk; unknown tokens decode to no bytes.
-        """
+        """Takes the next chunk in UTF-8, and its tokens; unknown tokens decode to no bytes."""
         known = ids
         if self._unknown >= 0:
             known = ids[ids != self._unknown]
@@ -48,10 +36,9 @@ class Losses:
 
     @property
     def lost(self) -> int:
-        """Number of UTF-8 bytes of the text that the tokens do not reproduce.
-
-        Bytes that a normalizer replaced count as lost. Any difference counts as at least one byte.
-        """
+        """Number of UTF-8 bytes of the text that the tokens do not reproduce."""
+        # Bytes that a normalizer replaced count as lost. Any difference counts as at least one
+        # byte.
         if not self._differs:
             return int(self.unknown > 0)
         too_few, too_many = self._counts.clip(min=0).sum(), (-self._counts).clip(min=0).sum()
@@ -59,7 +46,6 @@ class Losses:
 
 
 def _counts(data: bytes) -> np.ndarray:
-    """Returns how often each byte occurs, int64 [256]."""
     return np.bincount(np.frombuffer(data, np.uint8), minlength=256)
 
 
@@ -76,28 +62,14 @@ def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
 
 
 def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
-    """Estimates the number of bytes of a text that the text's tokens do not reproduce.
-
-    The estimate is used if only the tokens and the size of the text are known.
-
-    Args:
-      tokenizer: the tokenizer that made the tokens.
-      ids: the text's tokens.
-      size: the text's size in bytes.
-    """
+    """Estimates how many of the `size` bytes of a text, which is not known, its tokens lose."""
     known = ids[ids != unknown_id(tokenizer)]
     lost = abs(size - len(tokenizer.decode_bytes(known)))
     return max(lost, int(len(known) < len(ids)))
 
 
 def loss_message(lost: int, size: int, unknown: int) -> str:
-    """Returns a clause of a message about the number of bytes that a tokenizer loses; "" for none.
-
-    Args:
-      lost: the number of lost bytes.
-      size: the number of bytes of the text.
-      unknown: the number of unknown tokens.
-    """
+    """Returns a clause of a message about the bytes that a tokenizer loses; "" if `lost` is 0."""
     if not lost:
         return ""
     pieces = f" ({unknown:,} unknown tokens)" if unknown else ""

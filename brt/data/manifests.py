@@ -37,12 +37,8 @@ _KEPT = KEPT_DAYS * 86400  # seconds
 def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the content of a manifest after checking its format and entries.
 
-    Args:
-      path: the file.
-      kind: the expected type of each entry, in the notation of `untrusted.check`.
-
-    Raises:
-      DataError: the manifest is missing, damaged, or has another format.
+    `kind` has the type of each entry, in the notation of `untrusted.check`. A manifest that is
+    missing, damaged or of another format raises DataError.
     """
     try:
         manifest = untrusted.read_json(path, {})
@@ -69,31 +65,18 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes a manifest to the file `path` as JSON, together with the version of the format."""
     path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1), encoding="utf-8")
 
 
 def corpus_directory(store: Path) -> Path:
-    """Returns the directory that has to be prepared again if a store is damaged.
-
-    If the store is one split of a corpus, the result is the directory of the corpus. Otherwise the
-    result is the directory of the store.
-    """
+    """Returns the directory to prepare again if a store is damaged: its corpus, if it has one."""
     corpus = store.parent
     return corpus if (corpus / CORPUS).is_file() else store
 
 
 @contextlib.contextmanager
 def explaining_damage(directory: Path, what: str) -> Iterator[None]:
-    """Context that turns the errors of reading a damaged directory into a DataError with a remedy.
-
-    Args:
-      directory: the directory that is read within the context.
-      what: the noun for the directory in the error message, such as "corpus".
-
-    Raises:
-      DataError: an OSError, ValueError or KeyError was raised within the context.
-    """
+    """Context that turns an OSError, ValueError or KeyError about a directory into a DataError."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -118,19 +101,17 @@ def atomic_directory(
     The temporary directory is deleted instead if an error is raised within the context. Temporary
     directories that killed processes left at the same place are deleted first.
 
-    With a `key`, the temporary directory stays if the process is killed or interrupted after a part
-    of the content was committed (see `PARTIAL`). The next call with the same directory and key
-    continues with this content, if it comes within `KEPT_DAYS` days.
+    With a `key`, a hash of everything that determines the content, the temporary directory stays if
+    the process is killed or interrupted after a part of the content was committed (see `PARTIAL`).
+    The next call with the same directory and key continues with this content within `KEPT_DAYS`
+    days.
 
     Args:
-      directory: the final directory; symbolic links are followed.
       shared: the treatment of a directory that another process has created in the meantime: True
         uses the other directory, and False raises an error.
-      setting: the setting that names the directory, for error messages; "" if the user named the
-        directory directly.
+      setting: the setting that names the directory, for error messages; "" if the user did.
       explained: function from the directory to a context that converts OSErrors to errors with a
         helpful message; None converts them to DataErrors.
-      key: a hash of everything that determines the content; "" never continues.
 
     Raises:
       DataError: the directory cannot be created.
@@ -191,11 +172,8 @@ def _explained(
 
 
 def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path | None:
-    """Locks a temporary directory that an interrupted process with the same key has left.
-
-    Returns:
-      The directory, which the exit stack deletes; None if there is none.
-    """
+    """Locks the temporary directory that an interrupted process with the same key has left."""
+    # The exit stack deletes the directory.
     for path in directory.parent.glob(f"{glob.escape(_prefix(directory))}*/{_HELD}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as attempt:
             held = attempt.enter_context(durable.open_file(path, "r+b", below=directory.parent))
@@ -220,9 +198,8 @@ def _is_partial(place: Path) -> bool:
 
 
 def _leave(place: Path, kind: type[BaseException] | None, *_: Any) -> None:
-    """Deletes a temporary directory at the end of a context, unless the user interrupted the
-    process and the next one can continue with the content.
-    """
+    """Deletes a temporary directory, unless the user interrupted the process and it is partial."""
+    # The next process can continue with a partial directory.
     if not (kind is KeyboardInterrupt and _is_partial(place)):
         _remove_or_warn(place)
 
@@ -248,14 +225,8 @@ def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> P
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Deletes temporary directories next to `directory` that no process uses and that are not kept
-    for another process.
-
-    Errors are ignored, so some of the directories may remain.
-
-    Args:
-      directory: a directory that `atomic_directory` created or will create.
-    """
+    """Deletes temporary directories next to `directory` that nobody uses or will continue."""
+    # Errors are ignored, so some of the temporary directories may remain.
     directory = Path(os.path.realpath(directory))
     parent = directory.parent
     for place in parent.glob(f"{glob.escape(_prefix(directory))}????????"):

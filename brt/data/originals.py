@@ -25,11 +25,7 @@ MAX_BYTES = 128 << 20
 
 
 def read(tokenizer: Path) -> dict[str, bytes]:
-    """Returns the content of the files beside the file of a tokenizer, by name.
-
-    Raises:
-      DataError: a file cannot be read, or the files are larger than `MAX_BYTES`.
-    """
+    """Returns the content of the files beside the file of a tokenizer, by name."""
     stored = tokenizer.parent / DIRECTORY
     place = stored if stored.is_dir() else tokenizer.parent
     found: dict[str, bytes] = {}
@@ -57,11 +53,6 @@ def names(directory: Path) -> list[str]:
 
 
 def stored(file: tuple[str, bytes], beside: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files in which brt stores a tokenizer, by their paths in a directory.
-
-    Args:
-      file: name and content of the file of the tokenizer.
-      beside: the files beside it, as `read` returns them.
-    """
+    """Returns the files in which brt stores a tokenizer, by their paths in a directory."""
     name, content = file
     return {name: content, **{f"{DIRECTORY}/{other}": data for other, data in beside.items()}}

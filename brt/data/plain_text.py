@@ -23,10 +23,7 @@ _CONTROLS = bytes({*range(32), 127} - {*b"\1\b\t\n\v\f\r\x1b\x1c\x1d\x1e\x1f"})
 
 
 def problem(text: str) -> str:
-    """Returns a phrase about a fault of a text, such as "has a NUL at character 3".
-
-    Characters are counted from zero. The result is "" if the text has no fault.
-    """
+    """Returns a phrase about a fault of a text, such as "has a NUL at character 3"; "" for none."""
     if "\0" in text:
         return f"has a NUL at character {text.index(chr(0))}"
     if text.isascii():
@@ -36,9 +33,7 @@ def problem(text: str) -> str:
 
 
 def unreadable(text: str) -> int:
-    """Returns the number of characters that are U+FFFD or control characters, as binary data have
-    many when they are read as text.
-    """
+    """Returns how many characters are U+FFFD or controls, of which binary data have many."""
     pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))  # This saves memory.
     encoded = (piece.encode("utf-8", "surrogatepass") for piece in pieces)
     controls = sum(len(data) - len(data.translate(None, _CONTROLS)) for data in encoded)
@@ -46,11 +41,9 @@ def unreadable(text: str) -> int:
 
 
 def binary(count: int, size: int) -> str:
-    """Returns the phrase "is not text: ..." if a text has too many unreadable characters, else "".
+    """Returns the phrase "is not text: ..." if `count` of `size` characters are unreadable.
 
-    Args:
-      count: the number of its unreadable characters.
-      size: the number of all its characters.
+    The result is "" if these are at most `FEW` characters or the share `MOST`.
     """
     if count <= max(FEW, MOST * size):
         return ""
@@ -62,43 +55,24 @@ def binary(count: int, size: int) -> str:
 
 
 def checked(name: str, text: str) -> str:
-    """Returns a text without its byte order mark.
-
-    Args:
-      name: the name of the text, for the error message.
-      text: the text.
-
-    Raises:
-      BadRecord: the text contains a NUL or a surrogate without its partner.
-    """
+    """Returns a text without its byte order mark; raises BadRecord if the text has a `problem`."""
     if reason := problem(text):
         raise BadRecord(f"{name} {reason}, which no text has; remove it")
     return text.removeprefix(MARK)
 
 
 def decoded(name: str, data: bytes, errors: str = "strict", remedy: str = "") -> str:
-    """Decodes bytes as UTF-8, and returns the text.
-
-    Args:
-      name: the name of the data, for error messages.
-      data: the bytes.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; "strict" raises an error.
-      remedy: the setting that enables "replace", for error messages; "" if there is no setting.
-
-    Raises:
-      BadRecord: the bytes are not UTF-8 or contain a NUL; the message says where.
-    """
+    """Returns the text of UTF-8 bytes; see `read`."""
     return "".join(read(name, [data], errors, remedy))
 
 
 def read(
     name: str, data: Iterable[bytes], errors: str = "strict", remedy: str = ""
 ) -> Iterator[str]:
-    """Decodes parts of bytes as UTF-8, and yields the text in parts.
+    """Decodes UTF-8 that comes in parts, which may end inside of a character, and yields the text.
 
     Args:
       name: the name of the data, for error messages.
-      data: the bytes, in parts; a part may end inside of a character.
       errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; "strict" raises an error.
       remedy: the setting that enables "replace", for error messages; "" if there is no setting.
 
@@ -125,21 +99,10 @@ def read(
         raise BadRecord(f"{name} {fault}")
 
 
+# `before` is the number of the document's characters before `text`, for the error message.
 def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str = "") -> str:
-    """Returns a text in which every NUL is replaced, or raises an error about a NUL.
-
-    Files that were not written completely are often filled with NULs.
-
-    Args:
-      name: the name of the data, for error messages.
-      text: a part of the document.
-      errors: "replace" replaces NULs by U+FFFD; "strict" raises an error.
-      before: the number of the document's characters before `text`, for the error message.
-      remedy: the setting that enables "replace", for error messages; "" if there is no setting.
-
-    Raises:
-      BadRecord: the text contains a NUL, and `errors` is not "replace".
-    """
+    """Returns a text in which every NUL is replaced, or raises BadRecord about a NUL."""
+    # Files that were not written completely are often filled with NULs.
     if "\0" not in text:
         return text
     if errors == "replace":
@@ -154,7 +117,6 @@ def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str 
 
 
 def no_text(name: str) -> BadRecord:
-    """Returns an error which says that the document `name` contains nothing but whitespace."""
     return BadRecord(f"{name} has no text; leave it out")
 
 

@@ -42,24 +42,13 @@ from brt.formatting import counted
 
 
 class Dataset(NamedTuple):
-    """Prepared documents that are opened for reading.
-
-    Attributes:
-      directory: the directory of the prepared data.
-      tokenizer: the tokenizer that encoded the documents.
-      splits: the token store of each split, by the name of the split.
-    """
+    """Prepared documents that are opened for reading; `tokenizer` encoded them."""
 
     directory: Path
     tokenizer: Tokenizer
     splits: dict[str, TokenStore]
 
     def split(self, name: str) -> TokenStore:
-        """Returns the token store of the split `name`.
-
-        Raises:
-          DataError: the data have no such split.
-        """
         if name not in self.splits:
             raise DataError(
                 f"{self.directory} has no {name} documents, only {', '.join(self.splits)}; "
@@ -68,24 +57,16 @@ class Dataset(NamedTuple):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split, by name: the number of documents, the size in
-        bytes, the names of some documents, the hash of the content, and the source files.
-        """
+        """Returns a JSON description of each split, by name; see `cache.describe_splits`."""
         return cache.describe_splits(self.directory, self.splits, "documents")
 
 
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Dataset:
     """Opens the documents that a config section describes; first tokenizes them if necessary.
 
-    If `data.store` names a directory of prepared data, this directory is opened.
-
-    Args:
-      data: the section Data of the config.
-      output: the directory to write; None writes to the cache.
-      progress: True shows a progress bar on a terminal, and otherwise prints a line for each split.
-
-    Raises:
-      DataError: a source cannot be read, or `output` contains something other than these data.
+    If `data.store` names a directory of prepared data, this directory is opened. `output` is the
+    directory to write; None writes to the cache. A source that cannot be read, or an `output` with
+    other content, raises DataError.
     """
     if data.store:
         return open_corpus(Path(data.store))
@@ -97,12 +78,6 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
         more["tokenizer"] = loaded.fingerprint
 
     def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes all splits into the directory `place`, and returns entries of its manifest.
-
-        Args:
-          place: an empty directory.
-          facts: the settings and sources that the manifest will have.
-        """
         plan = Plan(data)
         cache.print_unread_files(data, SPLITS, sources.left_out, progress)
         tokenizer, described = _make_tokenizer(data, plan, place, progress, loaded)
@@ -123,20 +98,8 @@ def prepare_split(
 ) -> Dataset:
     """Opens a single split of documents; first tokenizes the split if necessary.
 
-    Args:
-      data: the section Data of the config.
-      split: the name of the split.
-      tokenizer: the tokenizer that encodes the split, such as the tokenizer of a trained model.
-      known: a directory in which a run has prepared this split before; None if there is none. The
-        directory is used again if the split is held out of the training documents, or if the
-        sources are unchanged or cannot be read any more.
-      progress: True shows a progress bar on a terminal, and otherwise prints a line.
-
-    Returns:
-      A dataset with this split; if `data.store` names prepared data, with all their splits.
-
-    Raises:
-      DataError: there is no such split, or its sources cannot be read.
+    If `data.store` names prepared data, the result has all their splits. `tokenizer` encodes the
+    split; it may be that of a trained model. `known` is as in `cache.prepared_split`.
     """
     if data.store:
         return open_corpus(Path(data.store))
@@ -145,12 +108,6 @@ def prepare_split(
         raise DataError(f"there are no {split} documents; name some with Data.{split}")
 
     def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the split into the directory `place`, and returns entries of its manifest.
-
-        Args:
-          place: an empty directory.
-          facts: the settings and sources that the manifest will have.
-        """
         return _write(Plan(data, (split,)), (split,), tokenizer, place, facts, progress)
 
     directory = cache.prepared_split(
@@ -161,11 +118,7 @@ def prepare_split(
 
 
 def open_corpus(directory: Path) -> Dataset:
-    """Opens all splits in a directory that `prepare` wrote.
-
-    Raises:
-      DataError: the directory is missing, unfinished or damaged.
-    """
+    """Opens all splits in a directory that `prepare` wrote; damage raises DataError."""
     manifest = read_manifest(directory)
     with manifests.explaining_damage(directory, "corpus"):
         tokenizer = _load_tokenizer(directory, manifest["tokenizer"])
@@ -174,7 +127,6 @@ def open_corpus(directory: Path) -> Dataset:
 
 
 def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer:
-    """Loads the tokenizer that is stored in a directory and described in the manifest."""
     name = "bytes" if described["name"] == "bytes" else str(directory / described["file"])
     return tokenizers.load(name)
 
@@ -263,13 +215,8 @@ def _say_quarantined(directory: Path, progress: bool) -> None:
 def _make_tokenizer(
     data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Trains the tokenizer if there is none (`loaded` is None), and stores it in the directory.
-
-    If an interrupted process has stored it there already, it is only loaded.
-
-    Returns:
-      The tokenizer, and its description for the manifest.
-    """
+    """Returns the tokenizer and its description, and stores it; trains it if `loaded` is None."""
+    # If an interrupted process has stored the tokenizer, it is only loaded.
     known = directory / "partial" / "tokenizer.json"
     if known.exists():
         described = untrusted.read_json(known, {"file": str, "name": str})
@@ -286,7 +233,7 @@ def _make_tokenizer(
 def _new_tokenizer(
     data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Trains the tokenizer if there is none, stores it and describes it; see `_make_tokenizer`."""
+    """Trains or loads the tokenizer, stores it in the directory, and describes it."""
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):
@@ -315,9 +262,7 @@ def _new_tokenizer(
 
 
 def summary(dataset: Dataset) -> str:
-    """Returns a text about a dataset: a table with the sizes of its splits, a line about its
-    tokenizer, and a line for each split of which the tokenizer loses bytes.
-    """
+    """Returns a table of the splits, and lines about the tokenizer and the bytes that it loses."""
     lines = [
         f"{'split':10} {'documents':>10} {'tokens':>14} {'bytes':>14} {'words':>12} bytes/token"
     ]

@@ -12,20 +12,14 @@ T = TypeVar("T")
 
 
 class BadRecord(DataError):
-    """An error which says that a document is damaged or has no text.
-
-    Reading may continue with the other documents.
-    """
+    """An error about a document that is damaged or has no text; the other documents can be read."""
 
 
 class Quarantine:
     """Collects the errors of bad records, which are documents that cannot be read, up to a limit.
 
-    A record counts once, even if its file is read again.
-
-    Args:
-      most: the largest number of bad records, Data.max_bad_records. With 0, the error of the first
-        bad record is raised.
+    A record counts once, even if its file is read again. With the limit `most` = 0, no error is
+    collected: the first is raised.
     """
 
     def __init__(self, most: int = 0):
@@ -36,20 +30,13 @@ class Quarantine:
         return len(self._found)
 
     def knows(self, file: str) -> bool:
-        """Returns True if an error of this file was collected before."""
         return any(entry["file"] == file for entry in self._found.values())
 
     def collect(self, error: BadRecord, file: str, **place: int) -> None:
-        """Collects the error of a bad record, or raises an error if the limit is exceeded.
+        """Collects the error of a bad record; raises DataError if the limit is exceeded.
 
-        Args:
-          error: the error of the record.
-          file: the name of the file.
-          place: the number of the bad line or record, as `line=` or `record=`; nothing if the error
-            concerns the whole rest of the file.
-
-        Raises:
-          DataError: there are more bad records than the limit.
+        `place` is the number of the bad line or record, as `line=` or `record=`; without it, the
+        error concerns the whole rest of the file.
         """
         if not self.most:
             raise error
@@ -62,19 +49,7 @@ class Quarantine:
             )
 
     def call_and_collect(self, read: Callable[[], T], file: str, **place: int) -> T | None:
-        """Calls a function, and collects its error if it raises BadRecord.
-
-        Args:
-          read: function that reads a record.
-          file: the name of the file.
-          place: the number of the line or record; see `collect`.
-
-        Returns:
-          The result of `read`; None if an error was collected.
-
-        Raises:
-          DataError: there are more bad records than the limit.
-        """
+        """Returns the result of `read`, which reads a record; None if it has raised BadRecord."""
         try:
             return read()
         except BadRecord as error:
@@ -82,13 +57,7 @@ class Quarantine:
             return None
 
     def write(self, directory: Path) -> None:
-        """Writes quarantine.jsonl, which has a line of JSON for each collected error.
-
-        If no error was collected, no file is written.
-
-        Args:
-          directory: the directory that receives the file.
-        """
+        """Writes quarantine.jsonl, a line of JSON for each collected error, if there are any."""
         if self._found:
             lines = (json.dumps(entry) + "\n" for entry in self._found.values())
             (directory / NAME).write_text("".join(lines), encoding="utf-8")

@@ -19,19 +19,13 @@ class Reader(abc.ABC):
 
     A batch is a NamedTuple of NumPy arrays whose first axis is the rows of the batch (lanes). It
     depends only on the step and on the values in `identity`.
-
-    Attributes:
-      store: the data, an object with a length and with a `fingerprint`, a hash of its content.
-      batch_size: the number of rows of a batch, over all processes.
-      seed: determines the order of the data in each epoch.
-      shuffle: False reads every epoch in the order of the store, as evaluation does.
-      lanes: indices of the rows that the batches of this process contain; None for all rows.
     """
 
-    store: Any
-    batch_size: int
-    seed: int = 0
-    shuffle: bool = True
+    store: Any  # the data: an object with a length and a `fingerprint`, a hash of its content
+    batch_size: int  # the number of rows of a batch, over all processes
+    seed: int = 0  # determines the order of the data in each epoch
+    shuffle: bool = True  # False reads every epoch in the order of the store, as evaluation does
+    # Indices of the rows that the batches of this process contain; None for all rows.
     lanes: Sequence[int] | None = None
 
     def __len__(self) -> int:
@@ -48,16 +42,11 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def largest(self) -> Any:
-        """Returns a batch that has the largest shape of all batches. From its shape, callers know
-        how much memory a step takes at most.
-        """
+        """Returns a batch of the largest shape, which tells how much memory a step needs."""
 
     @abc.abstractmethod
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns a JSON description of the origin of each row in the batch of a step.
-
-        The origin is, for example, a document and a position. Rows of padding are left out.
-        """
+        """Returns the origin of each row of a step, such as a document and a position, as JSON."""
 
     @staticmethod
     @abc.abstractmethod
@@ -66,12 +55,10 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Assigns the data of an epoch to its steps, given the order of the store's items.
+        """Assigns the data of an epoch to its steps; `order` has indices of the store's items.
 
-        A subclass defines the content of the two returned arrays, and uses them in `__getitem__`.
-
-        Args:
-          order: int [items], indices of the items in the order in which the epoch reads them.
+        They are in the order in which the epoch reads the items. A subclass defines the content of
+        the two returned arrays, and uses them in `__getitem__`.
         """
 
     def epoch(self, step: int) -> float:

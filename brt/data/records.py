@@ -1,6 +1,9 @@
 """Reads documents that are records of JSON files, ArrayRecord files, TensorFlow datasets or tables.
 
 Every record is a document. A record is held in memory, where it takes up to four times its size.
+Each reader yields the name and the text of every record, which is in the field (or column) `field`.
+`errors` is Data.errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict",
+a text that contains them is a bad record. `bad` collects records that cannot be read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,16 +27,7 @@ _SHOWN = 20  # An error message lists at most this number of fields.
 def json_texts(
     file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields the name and the text of every record of a JSON file; see `brt.data.json_files`.
-
-    Args:
-      file: the file.
-      field: the field of a record that contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", text that
-        contains them cannot be read.
-      max_bytes: the largest size of a record.
-      bad: collects records that cannot be read.
-    """
+    """Reads a JSON file (see `brt.data.json_files`); its records have at most `max_bytes` bytes."""
     for record in json_files.read(file, errors=errors, max_bytes=max_bytes):
         read = partial(_json_text, record, field, errors)
         if (text := bad.call_and_collect(read, file.name, line=record.number)) is not None:
@@ -41,15 +35,7 @@ def json_texts(
 
 
 def table_texts(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
-    """Yields the name and the text of every row of a table; see `brt.data.rows.tables`.
-
-    Args:
-      file: the file.
-      field: the column that contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", text that
-        contains them cannot be read.
-      bad: collects rows that cannot be read.
-    """
+    """Reads the rows of a table; see `brt.data.rows.tables`."""
     for number, row in enumerate(tables.rows(file)):
         read = partial(_row_text, row, field, errors)
         if (text := bad.call_and_collect(read, file.name, record=number)) is not None:
@@ -59,16 +45,7 @@ def table_texts(file: File, *, field: str, errors: str, bad: Quarantine) -> Iter
 def array_record_texts(
     file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields the name and the text of every record of an ArrayRecord file.
-
-    Args:
-      file: the file, whose records are UTF-8 texts or JSON objects.
-      field: the field of a JSON object that contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", text that
-        contains them cannot be read.
-      max_bytes: the largest size of a record.
-      bad: collects records that cannot be read.
-    """
+    """Reads an ArrayRecord file, whose records are UTF-8 texts or JSON objects."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     try:
@@ -92,15 +69,7 @@ def array_record_texts(
 
 
 def tfds_texts(source: str, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
-    """Yields the name and the text of every example of a TensorFlow dataset.
-
-    Args:
-      source: the name of the dataset and of its split, `tfds:NAME/SPLIT`.
-      field: the feature that contains the text.
-      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD; with "strict", text that
-        contains them cannot be read.
-      bad: collects examples that cannot be read.
-    """
+    """Reads the examples of a TensorFlow dataset, which is named `tfds:NAME/SPLIT`."""
     for i, example in enumerate(sources.tfds_data(source).examples):
         name = f"{source}:{i}"
         read = partial(_example_text, name, example, field, errors)

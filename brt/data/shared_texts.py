@@ -13,13 +13,8 @@ from brt.errors import DataError
 def refuse(partial: Path, stores: Mapping[str, Path]) -> None:
     """Raises DataError if a document of one split has the same text as a document of another.
 
-    Published datasets (tfds) are not checked.
-
-    Args:
-      partial: the directory in which the file of digests of each split is (see
-        `brt.data.store_writer`).
-      stores: the directories of two token stores, by the name of the split, in the order in which
-        they were written.
+    `stores` are two token stores by the name of the split, the first of which was written first;
+    `partial` has their digests (see `brt.data.store_writer`).
     """
     (first, first_store), (second, second_store) = stores.items()
     earlier, later = (_digests(partial / split) for split in (first, second))

@@ -39,17 +39,10 @@ class FileHash(NamedTuple):
 
 
 def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
-    """Returns the files of a source in reading order.
+    """Returns the files of a source in reading order; DataError if there are none.
 
-    The files of generated documents are the novels from which the documents take text.
-
-    Args:
-      source: the name of the source.
-      endings: suffixes of the files that are read from a directory; hidden and empty files are
-        skipped.
-
-    Raises:
-      DataError: the source does not exist, or has no files.
+    The files of generated documents are the novels from which the documents take text. From a
+    directory, files with the suffixes `endings` are read, but neither hidden nor empty ones.
     """
     if source.startswith("corpus:"):
         return _corpus_files(source, endings)
@@ -80,10 +73,8 @@ def _once(candidates: list[File]) -> list[File]:
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """Expands a pattern like `glob.glob`, but `**` enters every directory only once.
-
-    Links between directories may therefore form cycles.
-    """
+    """Expands a pattern like `glob.glob`, but `**` enters every directory only once."""
+    # Links between directories may therefore form cycles.
     if os.path.basename(pattern) == "**":
         pattern = f"{pattern}/*"
     head, stars, tail = pattern.partition("**/")
@@ -109,23 +100,15 @@ def _closed(error: OSError) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Returns the hexadecimal SHA-256 of the file at `path`."""
     with untrusted.open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hashes(sources: Sequence[str], endings: Sequence[str] = DOCUMENTS) -> list[FileHash]:
-    """Returns the name, size and hash of every file of some sources, in reading order.
-
-    Args:
-      sources: names of sources.
-      endings: suffixes of the files that are read from directories.
-    """
     return [hashed(file) for source in sources for file in files(source, endings)]
 
 
 def hashed(file: File) -> FileHash:
-    """Returns the name, size and hash of a file; raises DataError if the file cannot be read."""
     try:
         digest = sha256(file.path)
         return FileHash(file.name, file.path.stat().st_size, digest)
@@ -134,15 +117,9 @@ def hashed(file: File) -> FileHash:
 
 
 def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Path] = ()) -> str:
-    """Returns a sentence that states how many files of a directory are not read.
+    """Returns a sentence that counts the files of a directory that are not read, or "".
 
-    The files are counted for each suffix. The result is "" if all files are read, or if the source
-    is not a directory.
-
-    Args:
-      source: the name of the source.
-      endings: suffixes of the files that are read.
-      read: further files that are read, whatever their suffix is.
+    The files that are read are those with the suffixes `endings`, and `read`.
     """
     path = Path(source)
     if not path.is_dir():
@@ -167,26 +144,14 @@ def _unread(file: Path) -> str:
 
 
 class TfdsData(NamedTuple):
-    """A split of a TensorFlow dataset.
-
-    Attributes:
-      examples: the examples; each is a dict from features to values.
-      filepaths: paths of the files that contain the split.
-    """
+    """A split of a TensorFlow dataset: dicts from features to values, and paths of the files."""
 
     examples: Sequence[dict[str, Any]]
     filepaths: list[str]
 
 
 def tfds_data(source: str) -> TfdsData:
-    """Opens a split of a TensorFlow dataset without TensorFlow and without downloading anything.
-
-    Args:
-      source: name of the dataset and split, `tfds:NAME[/CONFIG][:VERSION]/SPLIT`.
-
-    Raises:
-      DataError: the name has no split, or the dataset cannot be read.
-    """
+    """Opens `tfds:NAME[/CONFIG][:VERSION]/SPLIT` without TensorFlow, and downloads nothing."""
     name, slash, split = source.removeprefix("tfds:").rpartition("/")
     if not slash:
         raise DataError(f"{source} names no split; write {source}/train")
@@ -245,13 +210,7 @@ def _nothing(path: Path, endings: Sequence[str]) -> DataError:
 
 
 def _remedy(path: Path, files: Sequence[Path], any_text: bool) -> str:
-    """Returns what a user may do about a directory whose files have suffixes that are not read.
-
-    Args:
-      path: the directory.
-      files: its files.
-      any_text: True if files of text may have any suffix where they are named.
-    """
+    """Returns what a user may do about a directory whose files have suffixes that are not read."""
     examples = {_unread(file): file for file in files if file.stat().st_size}
     for file in examples.values():
         try:
@@ -265,11 +224,9 @@ def _remedy(path: Path, files: Sequence[Path], any_text: bool) -> str:
 
 
 def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
-    """Returns the files that are not empty and have one of the suffixes, sorted.
-
-    A .json file that contains a single object, such as a package.json, has no records and is left
-    out, unless it contains questions in the format of SQuAD and these are wanted.
-    """
+    """Returns the files that are not empty and have one of the suffixes, sorted."""
+    # A .json file that contains a single object, such as a package.json, has no records and is left
+    # out, unless it contains questions in the format of SQuAD and these are wanted.
     every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
     matching = (p for p in paths if p.name.lower().endswith(every) and p.is_file())
     matching = (p for p in matching if p.stat().st_size)

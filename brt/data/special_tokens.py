@@ -1,5 +1,7 @@
-"""What the files of a directory of Hugging Face say of special tokens: with which token a document
-begins, which tokens end a text, and which tokens were added to the file of the tokenizer.
+"""What the files of a directory of Hugging Face say of special tokens.
+
+They say with which token a document begins, which tokens end a text, and which tokens were added to
+the file of the tokenizer.
 """
 
 import json
@@ -37,17 +39,11 @@ class Added(NamedTuple):
 
 
 class Statements(NamedTuple):
-    """What the files say.
+    """What the files say of special tokens; earlier claims have more authority."""
 
-    Attributes:
-      begin: the tokens that begin a document; earlier entries have more authority.
-      end: the tokens that end a text.
-      added: the added tokens, by id.
-    """
-
-    begin: tuple[Claim, ...] = ()
-    end: tuple[Claim, ...] = ()
-    added: tuple[Added, ...] = ()
+    begin: tuple[Claim, ...] = ()  # the tokens that begin a document
+    end: tuple[Claim, ...] = ()  # the tokens that end a text
+    added: tuple[Added, ...] = ()  # by id
 
 
 class Beginning(NamedTuple):
@@ -60,15 +56,9 @@ class Beginning(NamedTuple):
 def read(
     place: Path, files: Mapping[str, bytes], described: Mapping[str, Any] | None = None
 ) -> Statements:
-    """Returns what files say of special tokens.
+    """Returns what the `files` beside a tokenizer, by name, say of special tokens.
 
-    Args:
-      place: the path of the tokenizer, for error messages.
-      files: the contents of the files beside the tokenizer, by name.
-      described: the content of the tokenizer's own tokenizer.json; None if it has another file.
-
-    Raises:
-      DataError: a file is not a JSON object, or the list of added tokens is damaged.
+    `described` is the content of the tokenizer's own tokenizer.json; None if it has another file.
     """
     try:
         contents: dict[str, Mapping[str, Any]]
@@ -91,13 +81,9 @@ def read(
 def beginning(
     said: Statements, id_of: Callable[[int | str], int | None], default: int
 ) -> Beginning:
-    """Chooses the id that documents begin with.
+    """Chooses the id that documents begin with; `default` is the id if no file names a token.
 
-    Args:
-      said: what the files say.
-      id_of: a function that returns the id of an id or a piece; None if it is no special token of
-        the tokenizer.
-      default: the id if no file names a token; -1 for none.
+    `id_of` returns the id of an id or a piece; None if it is no special token of the tokenizer.
     """
     known = [(claim, id_of(claim.token)) for claim in said.begin]
     notes = [f"{claim} is no special token of the tokenizer" for claim, i in known if i is None]
@@ -120,14 +106,8 @@ def missing(
 ) -> list[Added]:
     """Returns those added tokens that the file of a tokenizer lacks, in the order of their ids.
 
-    Args:
-      place: the path of the tokenizer, for error messages.
-      said: what the files say.
-      size: the number of ids of the file.
-      id_of: a function that returns the id of a piece in the file; None if the file lacks it.
-
-    Raises:
-      DataError: the ids contradict the file, or do not follow those of the file without a gap.
+    The file has `size` ids, and `id_of` returns the id of a piece in it. The ids must follow those
+    of the file without a gap, or DataError is raised.
     """
     found = []
     for added in said.added:
@@ -147,11 +127,7 @@ def missing(
 def identity(content: bytes, token: int, default: int, added: list[Added]) -> bytes:
     """Returns bytes that determine the ids of texts; `content` alone where no file changes them.
 
-    Args:
-      content: the content of the file of the tokenizer.
-      token: the id that documents begin with.
-      default: the id that they would begin with if there was no other file.
-      added: the tokens that the file lacks.
+    Documents would begin with `default`, and not with `token`, if there were no files beside it.
     """
     if token == default and not added:
         return content

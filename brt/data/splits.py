@@ -35,19 +35,13 @@ class Plan:
 
     A split without a source gets a part of the documents of Data.train. Documents with the same
     content are in the same split. If there are too few documents for all splits, the end of each
-    document is held out instead of whole documents.
-
-    Args:
-      data: the section of the config.
-      wanted: the splits whose documents the caller will read.
+    document is held out instead of whole documents; a document that is too short raises DataError.
+    `wanted` are the splits whose documents the caller will read.
 
     Attributes:
       splits: the splits that have documents.
       held_out: for each split without a source, a phrase that says which part of Data.train it is.
       bad: the errors of documents that could not be read.
-
-    Raises:
-      DataError: a document is too short to hold out its end.
     """
 
     def __init__(self, data: config.Data, wanted: Sequence[str] = SPLITS):
@@ -74,7 +68,6 @@ class Plan:
         self.held_out = {split: what.format(f) for split, f in self._fractions.items()}
 
     def documents(self, split: str) -> Iterator[Document]:
-        """Yields the documents of a split in reading order."""
         divided = len(self._split_of) or self._parts
         if not divided or (split != "train" and split not in self._fractions):
             yield from self._read(split)
@@ -97,24 +90,16 @@ class Plan:
 
 
 def fractions_of(data: config.Data) -> dict[str, float]:
-    """Returns the fraction of training documents that is held out for each split without a source.
-
-    Splits with sources of their own, and splits whose fraction is 0, are left out. `data` is the
-    section Data of the config.
-    """
+    """Returns the fraction of Data.train that is held out for each split without a source."""
     fractions = {split: getattr(data, f"{split}_fraction") for split in SPLITS[1:]}
     return {s: fraction for s, fraction in fractions.items() if fraction and not getattr(data, s)}
 
 
 def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
-    """Returns the split of each document: "train", or one of `fractions`.
+    """Returns the split of each document: "train", or one of those with `fractions`.
 
     The assignment depends on the hashes of the file names (without directories), so the result is
     the same on every machine. Every split gets at least one document.
-
-    Args:
-      names: the names of the documents; there are more documents than fractions.
-      fractions: the fraction of the documents that each held-out split gets.
     """
     splits = ["train"] * len(names)
     order = _by_hash(names)
@@ -129,10 +114,7 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
 
 
 def _by_hash(names: Sequence[str]) -> list[int]:
-    """Returns the indices of names in the order of the hashes of their file names.
-
-    Names with the same hash are in alphabetical order.
-    """
+    """Returns the indices of names in the order of their files' hashes, and then of the names."""
     # Eight bytes of a hash are compared first, because many names would need much memory as keys.
     starts = np.fromiter((_hash_of_text(Path(name).name) for name in names), np.uint64, len(names))
     order = np.argsort(starts, kind="stable")
@@ -147,15 +129,8 @@ def _by_hash(names: Sequence[str]) -> list[int]:
 def held_out_ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
     """Returns the range of a document's characters that belongs to each split.
 
-    The beginning of the document is for training, and the end is divided among the held-out splits.
-
-    Args:
-      document: the document, whose chunks the function consumes.
-      length: the number of characters of the document.
-      fractions: the fraction of the document for each held-out split.
-
-    Raises:
-      DataError: the document is too short.
+    The beginning of the document, which has `length` characters, is for training, and the end is
+    divided among the held-out splits. A document that is too short raises DataError.
     """
     sizes = {split: int(length * fraction) for split, fraction in fractions.items()}
     if min(sizes.values()) < SHORTEST or length - sum(sizes.values()) < SHORTEST:
@@ -181,16 +156,9 @@ def held_out_ends(document: Document, length: int, fractions: Mapping[str, float
 class Shares:
     """Function from the content of a row to the row's split.
 
-    Rows with the same content belong to the same split. A hash of the content determines the split.
-
-    Args:
-      contents: the content of each row, as a text.
-      shares: for each held-out split, the fraction of the distinct contents that it gets; every
-        split gets at least one.
-      source: the setting that names the source of the rows, for error messages: "Data.train".
-
-    Raises:
-      DataError: there are too few distinct rows.
+    A hash of the content determines the split. `shares` is the fraction of the distinct contents
+    that each held-out split gets. Every split gets at least one; too few distinct contents raise
+    DataError.
     """
 
     def __init__(self, contents: Iterable[str], shares: Mapping[str, float], source: str):
@@ -205,16 +173,13 @@ class Shares:
         self._firsts = [hashes[sum(counts[: i + 1])] for i in range(len(counts))]
 
     def __call__(self, content: str) -> str:
-        """Returns the name of the split to which a row with this content belongs."""
         return self._splits[bisect.bisect_right(self._firsts, _hash_of_text(content))]
 
 
 def _described(found: Iterable[Document]) -> tuple[list[str], np.ndarray, array]:
-    """Returns the name, the hash of the text, and the length in characters of every document.
-
-    The hashes are an array of 32 bytes per document (dtype S32), because millions of Python objects
-    would need much memory.
-    """
+    """Returns the name, the hash of the text, and the length in characters of every document."""
+    # The hashes are an array of 32 bytes per document (dtype S32), because millions of Python
+    # objects would need much memory.
     names, digests, lengths = [], bytearray(), array("q")
     for document in found:
         digest, length = hashlib.sha256(), 0
@@ -235,9 +200,7 @@ def _cut(document: Document, start: int, stop: int | None) -> Document:
 
 
 def are_beginnings(names: Sequence[str]) -> bool:
-    """Returns True if the names of a split say that each of its documents ends where the held-out
-    part of the same text begins.
-    """
+    """Returns True if each document of a split ends where the held-out part of its text begins."""
     return all(re.search(r"\[\d*:\d+\]$", name) for name in names)
 
 

@@ -32,45 +32,26 @@ _KIND = {"documents": int, "bytes": int, "unknown": int, "sizes": dict.fromkeys(
 
 
 class Row(NamedTuple):
-    """The counts of a document.
-
-    Attributes:
-      tokens: the number of tokens.
-      bytes: the number of UTF-8 bytes.
-      characters: the number of Unicode code points.
-      words: the number of words separated by whitespace.
-      lost: the number of bytes that the tokens do not reproduce.
-    """
+    """The counts of a document."""
 
     tokens: int
-    bytes: int
-    characters: int
-    words: int
-    lost: int
+    bytes: int  # in UTF-8
+    characters: int  # Unicode code points
+    words: int  # separated by whitespace
+    lost: int  # bytes that the tokens do not reproduce
 
 
 class Commit(NamedTuple):
-    """What is certain to be on the disk.
-
-    Attributes:
-      documents: the number of documents.
-      bytes: the number of UTF-8 bytes of these documents.
-      unknown: the number of unknown tokens in these documents.
-      sizes: the size of each file in bytes, by its name.
-    """
+    """What is certain to be on the disk: numbers of documents, of bytes and of unknown tokens."""
 
     documents: int = 0
     bytes: int = 0
     unknown: int = 0
-    sizes: Mapping[str, int] = {}
+    sizes: Mapping[str, int] = {}  # of each file in bytes, by its name
 
 
 def committed(directory: Path) -> Commit | None:
-    """Returns the last commit of an unfinished store; None if there is none, or if it is damaged.
-
-    Args:
-      directory: the directory of the files of the unfinished store.
-    """
+    """Returns the last commit of an unfinished store; None if there is none or it is damaged."""
     try:
         found = Commit(**untrusted.read_json(directory / PROGRESS, _KIND))
         there = {name: (directory / name).stat().st_size for name in _FILES}
@@ -84,17 +65,10 @@ def committed(directory: Path) -> Commit | None:
 
 
 class Writer:
-    """Appends documents to the files of an unfinished token store.
+    """Appends documents to the files of an unfinished token store, after those of its last commit.
 
-    Args:
-      directory: the directory of these files, which is created if it is missing. If it contains a
-        commit, the writer continues there.
-      dtype: the dtype of the tokens on disk.
-
-    Attributes:
-      documents: the number of documents that are written.
-      bytes: the number of UTF-8 bytes of these documents.
-      unknown: the number of unknown tokens in these documents.
+    `documents`, `bytes` and `unknown` are the numbers of documents, and of their bytes and unknown
+    tokens.
     """
 
     def __init__(self, directory: Path, dtype: np.dtype):
@@ -116,14 +90,7 @@ class Writer:
         self._files[TOKENS].write(np.asarray(ids, self._dtype).data)
 
     def end_document(self, name: str, row: Row, digest: bytes, unknown: int) -> None:
-        """Completes a document; commits the files if enough text was written since the last commit.
-
-        Args:
-          name: the name of the document.
-          row: its counts.
-          digest: the SHA-256 of its text.
-          unknown: the number of its unknown tokens.
-        """
+        """Completes a document; commits the files after every `COMMIT` bytes of text."""
         self._files[COUNTS].write(np.array(row, "<i8").data)
         self._files[NAMES].write(json.dumps(name).encode() + b"\n")
         self._files[DIGESTS].write(digest)
@@ -148,11 +115,10 @@ class Writer:
         self._stack.close()
 
     def finish(self, tokens: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Closes the writer, moves the tokens to the file `tokens`, and returns the other columns.
+        """Closes the writer, moves the tokens to the file `tokens`, and returns counts and names.
 
-        Returns:
-          The counts, int64 [documents, 5], with a column for each field of `Row`; and the JSON list
-          of the names, uint8 [bytes].
+        The counts are int64 [documents, 5], with a column for each field of `Row`; the names are a
+        list in JSON, uint8 [bytes].
         """
         self.close()
         counts = np.fromfile(self._directory / COUNTS, "<i8").reshape(-1, len(Row._fields))

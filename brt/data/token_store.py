@@ -32,43 +32,22 @@ from brt.errors import DataError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStore:
-    """Tokenized documents on disk.
-
-    Attributes:
-      directory: the directory of the store.
-      manifest: counts, settings and hashes.
-      tokens: uint [tokens], the tokens of all documents, which are read when they are indexed.
-      offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
-      bytes: int64 [documents], the number of bytes of the UTF-8 text.
-      characters: int64 [documents], the number of Unicode code points.
-      words: int64 [documents], the number of words separated by whitespace, as PG-19 counts them.
-      names: the name of each document.
-      lost: int64 [documents], number of bytes that the tokens do not reproduce; None if not known.
-      end_id: the id that readers add to every document as its last token; -1 for none.
-    """
+    """Tokenized documents on disk."""
 
     directory: Path
-    manifest: Mapping[str, Any]
-    tokens: OnDisk | InMemory
-    offsets: np.ndarray
-    bytes: np.ndarray
-    characters: np.ndarray
-    words: np.ndarray
+    manifest: Mapping[str, Any]  # counts, settings and hashes
+    tokens: OnDisk | InMemory  # uint [tokens] of all documents, which are read when indexed
+    offsets: np.ndarray  # int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]]
+    bytes: np.ndarray  # int64 [documents], of the UTF-8 text
+    characters: np.ndarray  # int64 [documents], Unicode code points
+    words: np.ndarray  # int64 [documents], separated by whitespace, as PG-19 counts them
     names: tuple[str, ...]
-    lost: np.ndarray | None = None
-    end_id: int = -1
+    lost: np.ndarray | None = None  # int64 [documents], bytes that the tokens do not reproduce
+    end_id: int = -1  # the id that readers add to every document as its last token; -1 for none
 
     @classmethod
     def open(cls, directory: Path | str, *, verify: bool = True) -> "TokenStore":
-        """Opens the store in a directory.
-
-        Args:
-          directory: the directory.
-          verify: False does not compare the files with their hashes.
-
-        Raises:
-          DataError: the store is missing, incomplete, damaged, or has another format.
-        """
+        """Opens the store in a directory; `verify` compares the files with their hashes."""
         with store.opened(
             directory, ["names"], facts=_FACTS, npz="documents.npz", what="token store",
             verify=verify,
@@ -100,7 +79,6 @@ class TokenStore:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of the tokenizer."""
         return self.manifest["vocab_size"]
 
     @property
@@ -114,11 +92,7 @@ class TokenStore:
         return 0 if self.lost is None else int(self.lost.sum())
 
     def counted(self, tokenizer: Tokenizer) -> "TokenStore":
-        """Returns the store, in which `lost` is estimated if it is None.
-
-        Args:
-          tokenizer: the tokenizer that wrote the store.
-        """
+        """Returns the store, in which `lost` is estimated if it is None."""
         if self.lost is not None:
             return self
         sizes = enumerate(self.bytes)
@@ -126,11 +100,10 @@ class TokenStore:
         return dataclasses.replace(self, lost=np.array(lost, np.int64))
 
     def __len__(self) -> int:
-        """Returns the number of documents."""
         return len(self.names)
 
     def document(self, index: int) -> np.ndarray:
-        """Returns the tokens of the text of the document number `index`, uint [tokens]."""
+        """Returns the tokens of the text of a document, uint [tokens], without an end token."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -143,26 +116,16 @@ def write(
     progress: Callable[[int], Any] = lambda size: None,
     partial: Path | None = None,
 ) -> TokenStore:
-    """Tokenizes documents, chunk by chunk, and writes them to a new token store.
+    """Tokenizes documents, chunk by chunk, writes them to a new token store, and opens it.
 
     If writing is interrupted, the directory has no manifest and cannot be opened. Callers write to
     a temporary directory of `manifests.atomic_directory`.
 
     Args:
-      directory: the directory of the new store.
-      documents: the documents.
-      tokenizer: the tokenizer.
       settings: further entries of the manifest, such as the sources.
       progress: called with the number of UTF-8 bytes of each chunk.
-      partial: a directory for the files of the unfinished store (see `brt.data.store_writer`). If
-        an interrupted call has written documents to it, these documents are not tokenized again.
-        None uses a directory in `directory`, which is removed at the end.
-
-    Returns:
-      The opened store.
-
-    Raises:
-      DataError: there is no document, a document cannot be read, or `directory` is not empty.
+      partial: a directory for the files of the unfinished store (see `brt.data.store_writer`),
+        whose documents are not tokenized again. None uses a directory in `directory`.
     """
     directory = Path(directory)
     manifests.make_empty(directory)
@@ -207,7 +170,6 @@ def _write_documents(
     writer: Writer,
     progress: Callable[[int], Any],
 ) -> None:
-    """Encodes documents and passes them to the writer, as `write` describes."""
     document: _Document | None = None
     for chunk in encoding.encode(documents, tokenizer):
         if chunk.name is not None:
@@ -223,12 +185,7 @@ def _write_documents(
 
 
 class _Document:
-    """Counts and hashes a document while its chunks are written.
-
-    Args:
-      name: the name of the document.
-      tokenizer: the tokenizer that encodes the document.
-    """
+    """Counts and hashes a document while its chunks are written."""
 
     def __init__(self, name: str, tokenizer: Tokenizer):
         self._name, self._tokens = name, 0
@@ -245,7 +202,6 @@ class _Document:
         return len(data)
 
     def end(self, writer: Writer) -> None:
-        """Passes the counts and the hash of the whole document to the writer."""
         count, lost = self._counter, self._losses
         row = Row(self._tokens, count.bytes, count.characters, count.words, lost.lost)
         writer.end_document(self._name, row, self._digest.digest(), lost.unknown)
@@ -266,11 +222,7 @@ def ids_dtype(vocab_size: int) -> np.dtype:
 
 
 def stored_dtype(manifest: Mapping[str, Any]) -> np.dtype:
-    """Returns the dtype of a store's tokens, which the store's manifest names.
-
-    Raises:
-      ValueError: the dtype is not one that stores use.
-    """
+    """Returns the dtype of a store's tokens, which its manifest names; ValueError for others."""
     if manifest["dtype"] not in _DTYPES:
         raise ValueError(f"dtype is {manifest['dtype']!r}, none of {', '.join(_DTYPES)}")
     return np.dtype(manifest["dtype"])

@@ -19,11 +19,6 @@ BYTES = "bytes.txt"
 
 
 def read(path: Path) -> bytes:
-    """Returns the content of the tokenizer's file at `path`.
-
-    Raises:
-      DataError: the file is missing or too large.
-    """
     try:
         return untrusted.read_file(path, MAX_BYTES)
     except OSError as error:
@@ -32,18 +27,9 @@ def read(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def guarded(path: Path | str, what: str = "cannot read a text") -> Iterator[None]:
-    """Context in which a foreign tokenizer opens, encodes or decodes.
-
-    The tokenizers library raises Exception itself, so no subclass could be caught. If it panics,
-    the class of the error does not even derive from Exception.
-
-    Args:
-      path: the path of the tokenizer's file.
-      what: says in an error message what failed.
-
-    Raises:
-      DataError: the library of the tokenizer failed.
-    """
+    """Context in which a foreign tokenizer opens, encodes or decodes; a failure is a DataError."""
+    # The tokenizers library raises Exception itself, so no subclass could be caught. If it panics,
+    # the class of the error does not even derive from Exception.
     try:
         yield
     except BaseException as error:
@@ -66,15 +52,9 @@ def _try(path: Path, content: bytes) -> None:
 def sentencepiece_model(
     path: Path, content: bytes, *, exact: bool = False
 ) -> sentencepiece.SentencePieceProcessor:
-    """Opens a sentencepiece model.
+    """Opens a sentencepiece model with this `content`.
 
-    Args:
-      path: the path of the file, for error messages.
-      content: the content of the file.
-      exact: True disables the model's dummy prefix and removal of whitespace, which change texts.
-
-    Raises:
-      DataError: the file is not a sentencepiece model.
+    `exact` disables the model's dummy prefix and removal of whitespace, which change texts.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -94,16 +74,7 @@ def sentencepiece_model(
 
 
 def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
-    """Returns the content of a sentencepiece model with further pieces after its own.
-
-    Args:
-      path: the path of the file, for error messages.
-      content: the content of the file.
-      added: the tokens to add. Special tokens stand for no text.
-
-    Raises:
-      DataError: the file is not a sentencepiece model.
-    """
+    """Returns the content of a sentencepiece model with further pieces after its own."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
@@ -117,19 +88,7 @@ def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
 
 
 def json_model(path: Path, content: bytes) -> Any:
-    """Opens a tokenizer.json of Hugging Face's tokenizers, without truncation and padding.
-
-    Args:
-      path: the path of the file, for error messages.
-      content: the content of the file.
-
-    Returns:
-      A `tokenizers.Tokenizer`.
-
-    Raises:
-      DataError: the file is damaged, its ids are not 0 to vocab_size - 1, or the tokenizer cannot
-        encode a text.
-    """
+    """Opens a tokenizer.json as a `tokenizers.Tokenizer`, without truncation and padding."""
     from tokenizers import Tokenizer
 
     _try(path, content)

@@ -27,36 +27,23 @@ RESERVED = "\u2585"
 
 
 class Coverage(NamedTuple):
-    """The amount of text that the training of a tokenizer used.
-
-    Attributes:
-      seen: number of UTF-8 bytes that the training used.
-      total: number of UTF-8 bytes of all texts.
-    """
+    """How many UTF-8 bytes the training of a tokenizer used (`seen`), of all bytes (`total`)."""
 
     seen: int
     total: int
 
     @property
     def fraction(self) -> float:
-        """Share of the text that the training used."""
         return self.seen / self.total
 
 
 class Special(NamedTuple):
-    """Ids of the special pieces of a sentencepiece model; -1 if the model lacks the piece.
+    """Ids of the special pieces of a sentencepiece model; -1 if the model lacks the piece."""
 
-    Attributes:
-      unk_id: id of the unknown token.
-      bos_id: id of the beginning of a sequence.
-      eos_id: id of the end of a sequence.
-      pad_id: id of padding.
-    """
-
-    unk_id: int
-    bos_id: int
-    eos_id: int
-    pad_id: int
+    unk_id: int  # the unknown token
+    bos_id: int  # the beginning of a sequence
+    eos_id: int  # the end of a sequence
+    pad_id: int  # padding
 
 
 LANGUAGE_MODEL = Special(unk_id=0, bos_id=1, eos_id=-1, pad_id=-1)
@@ -64,15 +51,7 @@ T5 = Special(unk_id=2, bos_id=-1, eos_id=1, pad_id=0)
 
 
 def vocabulary_size(tokenizer: str, setting: str = "Data.tokenizer") -> int | None:
-    """Returns the vocabulary size N if a setting has the value "train:N", and None otherwise.
-
-    Args:
-      tokenizer: the value of the setting.
-      setting: the name of the setting, for error messages.
-
-    Raises:
-      ConfigError: the value begins with "train:", but N is not a number.
-    """
+    """Returns the vocabulary size N if a setting has the value "train:N", and None otherwise."""
     if not tokenizer.startswith("train:"):
         return None
     size = tokenizer.removeprefix("train:")
@@ -95,23 +74,9 @@ def train_sentencepiece(
 
     Compared with a unigram model of 32000 pieces, training a BPE model took an eighth of the time
     and a quarter of the memory, and BPE compressed a held-out novel 1% better. Encoding with BPE is
-    about four times slower.
-
-    Args:
-      texts: the chunks of each document. If all chunks together have more than `max_bytes` bytes,
-        the training uses a random sample of parts of up to 1024 characters.
-      vocab_size: the number of pieces of the vocabulary.
-      output: the file to write.
-      seed: determines the sample.
-      max_bytes: the largest size of the sample, in bytes.
-      special: ids of the special pieces.
-      setting: the setting that contains "train:VOCAB_SIZE", for error messages.
-
-    Returns:
-      The amount of text that the training used, and the amount of all text.
-
-    Raises:
-      DataError: there is no text, or too little text for `vocab_size` pieces.
+    about four times slower. If the texts, each of which comes in chunks, have more than `max_bytes`
+    bytes, the training uses a random sample of parts of up to 1024 characters. Too little text for
+    `vocab_size` pieces raises DataError, which names the `setting`.
     """
     pieces = (piece.encode() for text in texts for piece in chunks.cut(text, PIECE))
     sample, coverage = _sample(pieces, max_bytes, random.Random(seed))

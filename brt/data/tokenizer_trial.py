@@ -26,12 +26,7 @@ TEXTS = (
 def check(path: str, content: bytes) -> None:
     """Tries a tokenizer in a child process, unless the same file was tried before.
 
-    Args:
-      path: the name of the file, whose ending is that of its format.
-      content: the content of the file.
-
-    Raises:
-      bounded.Refused: the tokenizer takes too much memory or time, or must not be used.
+    One that takes too much memory or time, or must not be used, raises bounded.Refused.
     """
     kind = b"json" if path.endswith(".json") else b"sentencepiece"
     bounded.check(__name__, kind + b"\n" + content, bounded.key(kind, content))
@@ -69,9 +64,8 @@ def _try_json(content: bytes) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Returns a factor by which a normalizer or decoder of the tokenizers library lengthens texts
-    at most, if it is made of rules that can be limited to some characters.
-    """
+    """Returns the largest factor by which a normalizer or decoder lengthens texts."""
+    # Only rules of the tokenizers library that can be limited to some characters count.
     from brt import untrusted
 
     return _factor(untrusted.parse_json(part.__getstate__())) if part else 1.0
@@ -94,10 +88,8 @@ def _factor(rule: dict[str, Any]) -> float:
 
 
 def _longest_replacement(charsmap: bytes) -> int:
-    """Returns the length of the longest text in the table of characters of sentencepiece.
-
-    The table is the size of a trie (4 bytes), the trie, and the texts, which end with NUL.
-    """
+    """Returns the length of the longest text in the table of characters of sentencepiece."""
+    # The table is the size of a trie (4 bytes), the trie, and the texts, which end with NUL.
     start = 4 + int.from_bytes(charsmap[:4], "little")
     return max(1, *map(len, charsmap[start:].split(b"\0")))
 

@@ -21,28 +21,17 @@ SPACE = "\u2581"  # This character represents a space in the pieces of sentencep
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The interface of the tokenizers of language models.
+    """The interface of the tokenizers of language models."""
 
-    Attributes:
-      name: the value of Data.tokenizer, without directories.
-      vocab_size: all ids are below this number.
-      bos_id: the id of BOS, the input from which the first token of a document is predicted; no
-        text contains BOS.
-      unk_id: the id of text that the tokenizer cannot represent; -1 if it represents every text.
-      special_ids: the ids of special tokens, which no text contains, by their names.
-      fingerprint: SHA-256 of everything that determines the ids.
-      file: the name and content of a file from which `load` can read the tokenizer.
-      beside: the content of the files beside `file`, by name, which are kept with it.
-      notes: what the user should know about the special tokens.
-    """
-
-    name: str
-    vocab_size: int
+    name: str  # the value of Data.tokenizer, without directories
+    vocab_size: int  # all ids are below this number
+    # The id of BOS, the input from which the first token of a document is predicted; no text
+    # contains BOS.
     bos_id: int
-    unk_id: int
-    special_ids: Mapping[str, int]
-    fingerprint: str
-    notes: tuple[str, ...]
+    unk_id: int  # the id of text that the tokenizer cannot represent; -1 if it represents all
+    special_ids: Mapping[str, int]  # the ids of special tokens, which no text contains, by name
+    fingerprint: str  # SHA-256 of everything that determines the ids
+    notes: tuple[str, ...]  # what the user should know about the special tokens
 
     @property
     def beside(self) -> Mapping[str, bytes]:
@@ -65,23 +54,14 @@ class Tokenizer(Protocol):
         """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes that ids stand for.
-
-        A text may be decoded in parts: the bytes of consecutive parts can be concatenated.
-        """
+        """Returns the UTF-8 bytes of ids; those of consecutive parts can be concatenated."""
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: bool = False) -> np.ndarray:
     """Returns the ids of a text that somebody gives a model to continue, int32 [T].
 
-    Args:
-      tokenizer: the tokenizer.
-      text: the text.
-      special_tokens: True encodes the names of special tokens, such as <|im_start|>, as these
-        tokens; False as other text, as in documents.
-
-    Raises:
-      ConfigError: `special_tokens` is True and the tokenizer has no special tokens.
+    `special_tokens` encodes the names of special tokens, such as <|im_start|>, as these tokens;
+    False encodes them as other text, as in documents.
     """
     if not special_tokens:
         return tokenizer.encode(text)
@@ -98,16 +78,14 @@ def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: bool = False)
 
 
 def decode(tokenizer: Tokenizer, ids: Ids) -> str:
-    """Decodes the ids of a tokenizer to a text; bytes that are not UTF-8 become U+FFFD."""
+    # Bytes that are not UTF-8 become U+FFFD.
     return tokenizer.decode_bytes(ids).decode("utf-8", "replace")
 
 
 class StreamDecoder:
     """Decodes a text token by token; a character is returned when its last byte is known.
 
-    Args:
-      tokenizer: the tokenizer of the text.
-      unfinished: the first bytes of a character that the text before has not completed.
+    `unfinished` are the first bytes of a character that the text before has not completed.
     """
 
     def __init__(self, tokenizer: Tokenizer, unfinished: bytes = b""):
@@ -123,9 +101,7 @@ class StreamDecoder:
     def decode(self, ids: Ids, *, final: bool = False) -> str:
         """Takes the next ids, and returns the characters that have become complete.
 
-        Args:
-          ids: the next ids.
-          final: True if no ids follow; then bytes of an incomplete character become U+FFFD.
+        If no ids follow (`final`), bytes of an incomplete character become U+FFFD.
         """
         return self._decoder.decode(self._tokenizer.decode_bytes(ids), final)
 
@@ -144,34 +120,24 @@ class ByteTokenizer:
     notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the UTF-8 bytes of a text as ids, int32 [T]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def cut(self, parts: Iterable[str]) -> Iterator[str]:
-        """Yields the parts of a text unchanged."""
         return iter(parts)
 
     def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
-        """Returns the ids of each chunk, an int32 array [T]."""
         return [*map(self.encode, chunks)]
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the bytes whose values are the ids."""
         return np.asarray(ids, np.uint8).tobytes()
 
 
 class SentencePieceTokenizer(ChunkTokenizer):
-    """A sentencepiece model, without its dummy prefix and whitespace removal.
+    """A sentencepiece model, without its dummy prefix and whitespace removal; see `Tokenizer`.
 
-    The dummy prefix and the whitespace removal would change every chunk of a text. Without them, a
-    model with byte fallback and identity normalisation, such as `train_sentencepiece` makes,
-    reproduces every text exactly. A piece never crosses the end of a chunk.
-
-    Args:
-      path: path of a .model file.
-
-    Raises:
-      DataError: the file is missing or damaged, or has no piece that can be BOS.
+    These would change every chunk of a text. Without them, a model with byte fallback and identity
+    normalisation, such as `train_sentencepiece` makes, reproduces every text exactly. A piece never
+    crosses the end of a chunk.
     """
 
     def __init__(self, path: Path | str):
@@ -220,16 +186,13 @@ class SentencePieceTokenizer(ChunkTokenizer):
         return token if known and self._processor.is_control(token) else None
 
     def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
-        """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
         with tokenizer_files.guarded(self.path):
             if any(SPACE in chunk for chunk in chunks):
                 return [*map(self._with_spaces, chunks)]
             return self._processor.encode(chunks, return_type="numpy")
 
     def _with_spaces(self, chunk: str) -> np.ndarray:
-        """Returns the ids of a chunk with the character ▁, which is encoded as bytes, because the
-        piece ▁ is decoded to a space.
-        """
+        """Returns the ids of a chunk with ▁, which becomes bytes: its piece stands for a space."""
         first, *others = chunk.split(SPACE)
         found = [self._processor.encode(first, return_type="numpy")]
         for part in others:
@@ -238,15 +201,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
 
 
 def load(name: str) -> Tokenizer:
-    """Loads a tokenizer.
-
-    Args:
-      name: "bytes", or the path of a sentencepiece .model or a tokenizer.json.
-
-    Raises:
-      DataError: the file is missing or damaged.
-      ConfigError: `name` has another form.
-    """
+    """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json."""
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return ByteTokenizer()
     if name.endswith(".model"):

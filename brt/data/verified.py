@@ -21,16 +21,9 @@ SETTLED = 1.0
 
 
 def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) -> None:
-    """Compares the SHA-256 of files with expected hashes.
+    """Raises ValueError if a file of a directory has another SHA-256 than `hashes` says.
 
-    Args:
-      directory: the directory of the files.
-      hashes: the expected hash of each file, by the file's name.
-      whole: True reads all files, also files that are known to be unchanged.
-
-    Raises:
-      ValueError: a file has another hash; the message names the file.
-      OSError: a file cannot be read.
+    `whole` reads all files, also those that are known to be unchanged.
     """
     for name, expected in hashes.items():
         path = directory / name
@@ -51,12 +44,7 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
 
 
 def _seal(expected: str, stat: os.stat_result) -> Path | None:
-    """Returns the path of a file's seal; None without a cache.
-
-    Args:
-      expected: the expected hash of the file.
-      stat: the file's size, times and inode.
-    """
+    """Returns the path of a file's seal; None without a cache."""
     if not (place := user_cache.directory()):
         return None
     state = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

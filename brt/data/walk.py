@@ -21,16 +21,10 @@ class File(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The content of a directory and its subdirectories.
+    """The content of a directory and its subdirectories."""
 
-    Attributes:
-      files: regular files, sorted by path.
-      missed: paths that cannot be read, each with the phrase `DEAD`, `CLOSED` or `ODD` of this
-        module, which says why.
-    """
-
-    files: list[Path]
-    missed: list[tuple[Path, str]]
+    files: list[Path]  # regular files, sorted by path
+    missed: list[tuple[Path, str]]  # paths that cannot be read, with `DEAD`, `CLOSED` or `ODD`
 
 
 def walk(top: Path) -> Walk:

@@ -33,15 +33,7 @@ class Waiter:
     """Sleeps while the caller waits for an event, such as a new checkpoint, until a timeout.
 
     The caller checks again and again whether the event has happened, and calls `wait` after each
-    check.
-
-    Args:
-      poll_seconds: time between two checks.
-      timeout_minutes: maximum time of waiting for the same event; 0 for no limit.
-      say: called with a line that names the event when the waiting begins.
-
-    Raises:
-      ConfigError: a time is out of range.
+    check. A `timeout_minutes` of 0 is no limit.
     """
 
     def __init__(self, poll_seconds: float, timeout_minutes: float, say: Say):
@@ -54,11 +46,7 @@ class Waiter:
         self._since: float | None = None
 
     def wait(self, what: str) -> None:
-        """Sleeps until the next check; raises CheckpointError after the timeout.
-
-        Args:
-          what: the event that is waited for, such as "the next checkpoint", for messages.
-        """
+        """Sleeps until the next check for the event `what`; CheckpointError at the timeout."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -71,20 +59,15 @@ class Waiter:
         time.sleep(self._poll)
 
     def reset(self) -> None:
-        """Resets the timeout. The caller calls this method after the event has happened."""
+        """Resets the timeout, after the event has happened."""
         self._since = None
 
 
 def wait_for_config(path: Path, waiter: Waiter) -> Config:
-    """Waits until a trainer has written its config, and returns the config.
-
-    Settings that name files or directories to write have their defaults in the result. Somebody
-    else may have started the run, and evaluations must not write to places of that person's choice.
-
-    Args:
-      path: the run directory.
-      waiter: waits between two checks.
-    """
+    """Waits until a trainer has written its config to the run directory, and returns the config."""
+    # Settings that name files or directories to write have their defaults in the result. Somebody
+    # else may have started the run, and evaluations must not write to places of that person's
+    # choice.
     while (config := workdirs.saved_config(path)) is None:
         missing = "" if path.is_dir() else ", which does not exist yet"
         waiter.wait(f"a trainer to start in {path}{missing}")
@@ -95,13 +78,7 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
 class Follower:
     """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
 
-    Args:
-      workdir: the run directory.
-      config: config of the run, in which the user may have changed some settings.
-      split: the split to evaluate.
-      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
-        evaluation resets before every segment; None for no second evaluation.
-      say: called with a line about every checkpoint that is skipped.
+    The user may have changed some settings of the `config`. `ablate` is as in `job.SplitEvaluator`.
     """
 
     def __init__(self, workdir: Workdir, config: Config, split: str, ablate: str | None, say: Say):
@@ -113,13 +90,9 @@ class Follower:
         self._due: set[int] = set()
 
     def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
-        """Evaluates every checkpoint that has no report, oldest first, and yields the reports.
+        """Evaluates every checkpoint without a report, oldest first, and yields the reports.
 
-        The iteration waits for further checkpoints, and stops after the checkpoint of the last
-        training step.
-
-        Args:
-          waiter: waits between two checks for a new checkpoint.
+        The iteration waits for further checkpoints, and stops after that of the last training step.
         """
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
@@ -140,11 +113,12 @@ class Follower:
 
     @contextlib.contextmanager
     def _tensorboard(self, step: int) -> Iterator[Callable[[int, dict[str, float]], object]]:
-        """Context that yields a function which shows results of a step in TensorBoard, or nothing
-        if the run directory is read-only. `step` is the last step that was evaluated before.
+        """Context that yields a function which shows the results of a step in TensorBoard.
+
+        `step` is the last step that was evaluated before.
         """
         if not job.can_store(self._workdir):
-            yield lambda step, metrics: None
+            yield lambda step, metrics: None  # The run directory is read-only.
             return
         workdirs.check_writable(self._workdir.tensorboard, below=self._workdir.path)
         # The results get a directory of their own, which TensorBoard shows as a separate run.
@@ -159,10 +133,8 @@ class Follower:
         return bool(steps) and steps[-1] >= config.training.steps
 
     def _next(self) -> int | None:
-        """Returns the step of the oldest checkpoint without a report; None if all have reports.
-
-        The oldest checkpoint comes first, because the trainer will remove it first.
-        """
+        """Returns the step of the oldest checkpoint without a report; None if all have reports."""
+        # The oldest checkpoint comes first, because the trainer will remove it first.
         existing = set(reader.steps(self._workdir.checkpoints))
         for step in sorted(self._due - existing):
             self._skip(step, f"checkpoint {step} was removed before it could be evaluated")

@@ -30,8 +30,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 OnResult = Callable[[Evaluated], object]
 
 
-def _ignore(evaluated: Evaluated) -> None:
-    """Does nothing with a result."""
+def _ignore(evaluated: Evaluated) -> None: ...
 
 
 class SplitEvaluator:
@@ -41,21 +40,13 @@ class SplitEvaluator:
 
     Args:
       config: config of the run with all sizes filled in; the user may have changed some settings.
-      split: the name of the split.
       ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
         evaluation resets before every segment; None for no second evaluation.
       on_result: called with each result before it is written.
-      windows: window sizes in tokens. A language model is evaluated once with each of them, and
-        Model.window is not used. An empty tuple evaluates once, with Model.window.
-      other: a model to compare with on the same documents; None for no comparison. Then `ablate`
-        names a part of the memory of this model.
-
-    Raises:
-      ConfigError: there are `windows` or there is an `other` model, but the task does not compare
-        windows or models.
-
-    Attributes:
-      evaluator: the function that evaluates a model on the split; None before the first checkpoint.
+      windows: window sizes in tokens. A language model is evaluated once with each of them instead
+        of Model.window; () evaluates once with Model.window.
+      other: a model to compare with on the same documents. Then `ablate` names a part of its
+        memory.
     """
 
     def __init__(
@@ -75,11 +66,10 @@ class SplitEvaluator:
             all(task.compares_models for task in compared),
             f"--compare is for two language models, and these runs are of {names}",
         )
-        self.evaluator: Evaluator | None = None
+        self.evaluator: Evaluator | None = None  # until the first checkpoint is evaluated
 
     def __call__(self, model: SavedModel) -> Evaluated:
-        """Evaluates the split, and writes the report if the run directory can be written; see
-        `brt.training.evaluations.write`.
+        """Evaluates the split, and writes the report if the run directory can be written.
 
         Raises:
           CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
@@ -112,7 +102,6 @@ class SplitEvaluator:
         )
 
     def _opened_other(self) -> OtherModel | None:
-        """Returns the other model with the data of the split."""
         other = self._other
         if other is None:
             return None
@@ -135,24 +124,7 @@ def evaluate(
 ) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint of a run on one split, and writes and returns the report.
 
-    Args:
-      model: the model of the checkpoint.
-      split: the name of the split.
-      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
-        evaluation resets before every segment; None for no second evaluation.
-      on_result: called with the result before it is written.
-      windows: window sizes in tokens. A language model is evaluated once with each of them, and
-        Model.window is not used. An empty tuple evaluates once, with Model.window.
-      other: a model to compare with on the same documents; None for no comparison. Then `ablate`
-        names a part of the memory of this model.
-
-    Raises:
-      CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
-        tokenizer, or the storage fails.
-      ConfigError: the model does not have the part `ablate` or has no run directory, the config
-        names another tokenizer than the run's, or the run directory cannot be written.
-      DataError: the data have no such split, or the split cannot be read.
-      NonFiniteError: the primary metric is not finite.
+    Arguments and errors are those of `SplitEvaluator`.
     """
     if model.own_tokenizer is not None:
         raise ConfigError(
@@ -166,26 +138,15 @@ def evaluate(
 def inspect(
     model: SavedModel, split: str, tokens: int | None, on_text: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Measures how a model uses its memory, and writes the results to the run directory.
+    """Measures how a model uses its memory; writes the metrics to the run directory.
 
-    The results are evaluations/<step>/<split>_probe.json, and pictures in the directory plots.
+    The files are evaluations/<step>/<split>_probe.json, and pictures in the directory plots. The
+    metrics are also returned, with the entries "workdir" and "step". A model without memory raises
+    ConfigError; other errors are those of `SplitEvaluator.__call__`.
 
     Args:
-      model: the trained model.
-      split: the name of the split to read.
       tokens: approximate number of tokens to read; None selects the default, 0 reads all.
       on_text: called with the report as text for people, before the files are written.
-
-    Returns:
-      The metrics by name. The entry "workdir" has the run directory, and "step" the step of the
-      checkpoint.
-
-    Raises:
-      ConfigError: the model has no memory, the config names another tokenizer than the run's, or
-        the run directory cannot be written.
-      DataError: the data have no such split, or the split cannot be read.
-      CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
-        tokenizer, or the storage fails.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
     stored = can_store(model.workdir)
@@ -213,11 +174,7 @@ def can_store(workdir: Workdir) -> bool:
     """Returns True if results can be stored in a run directory; called before they are computed.
 
     If the run directory is read-only, a message says so once. Only the first process of several
-    stores results.
-
-    Raises:
-      ConfigError: a path is a link.
-      CheckpointError: the storage fails.
+    stores results. A path that is a link raises ConfigError.
     """
     if not processes.is_first():
         return False

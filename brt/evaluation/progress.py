@@ -13,18 +13,11 @@ LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes be
 
 @contextlib.contextmanager
 def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """Context that shows on stderr how much of some work is done, as a bar or as lines.
+    """Context that yields a function to call with the amount of work done since the last call.
 
-    A terminal shows a bar. Otherwise at most one line per minute is printed, the first after a
-    minute.
-
-    Args:
-      total: the total amount of work.
-      text: the name of the work, such as "reading test".
-      unit: the unit of `total`. Large numbers of "tok" (tokens) are abbreviated on terminals.
-
-    Yields:
-      A function that the caller calls with the amount of work done since the last call.
+    A terminal shows a bar on stderr. Otherwise at most one line per minute is printed, the first
+    after a minute. `text` is the name of the work, such as "reading test", and `unit` the unit of
+    `total`; large numbers of "tok" (tokens) are abbreviated on terminals.
     """
     with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
         yield bar.update if not bar.disable else _lines(total, text, unit)
@@ -36,7 +29,6 @@ def _lines(total: int, text: str, unit: str) -> Callable[[int], None]:
     name = {"tok": "tokens"}.get(unit, unit)
 
     def update(amount: int) -> None:
-        """Adds an amount of work that has been done."""
         nonlocal done, last
         done += amount
         if time.monotonic() - last >= LINE_SECONDS:

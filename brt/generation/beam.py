@@ -27,40 +27,24 @@ from brt.ops.top_k import top_k
 
 
 class _Search(NamedTuple):
-    """Running and finished hypotheses of every source.
+    """Running and finished hypotheses of every source."""
 
-    Attributes:
-      length: int32, number of tokens of the running hypotheses.
-      state: state of the model after `length - 1` tokens.
-      running: int32 [B, N, L], best first.
-      log_probs: float32 [B, N], summed log probabilities; -inf if there are fewer than N running
-        hypotheses.
-      finished: the best finished hypotheses so far.
-      done: bool [B], True if the search for the source has ended.
-    """
-
-    length: Int[Array, ""]
-    state: PyTree[Array]
-    running: Int[Array, "B N L"]
+    length: Int[Array, ""]  # number of tokens of the running hypotheses
+    state: PyTree[Array]  # state of the model after `length - 1` tokens
+    running: Int[Array, "B N L"]  # best first
+    # Summed log probabilities; -inf if there are fewer than N running hypotheses.
     log_probs: Float[Array, "B N"]
-    finished: Hypotheses
-    done: Bool[Array, " B"]
+    finished: Hypotheses  # the best finished hypotheses so far
+    done: Bool[Array, " B"]  # True if the search for the source has ended
 
 
 class _Candidates(NamedTuple):
-    """Continuations of running hypotheses by one token, most likely first.
+    """Continuations of running hypotheses by one token, most likely first."""
 
-    Attributes:
-      beams: int32 [B, C], index of the hypothesis that is continued.
-      sequences: int32 [B, C, L].
-      log_probs: float32 [B, C], summed log probabilities.
-      ended: bool [B, C], True after the end token or at the maximum length.
-    """
-
-    beams: Int[Array, "B C"]
+    beams: Int[Array, "B C"]  # index of the hypothesis that is continued
     sequences: Int[Array, "B C L"]
-    log_probs: Float[Array, "B C"]
-    ended: Bool[Array, "B C"]
+    log_probs: Float[Array, "B C"]  # summed log probabilities
+    ended: Bool[Array, "B C"]  # True after the end token or at the maximum length
 
 
 def beam_search(
@@ -68,21 +52,15 @@ def beam_search(
 ) -> Hypotheses:
     """Returns the best N texts of each source, where N is `decoding.beams`.
 
-    Args:
-      decoder: functions of the model; see `TextDecoder`.
-      state: decoding state of the model before the start token, any tree of arrays.
-      batch: number of sources, B.
-      decoding: settings of the search.
+    The arguments are those of `brt.generation.search.search`.
     """
     penalties = length_penalties(decoding)
     step, reorder, ids = decoder
 
     def unfinished(search: _Search) -> Bool[Array, ""]:
-        """Returns True while the search has not ended for at least one source."""
         return (search.length < decoding.max_length) & ~jnp.all(search.done)
 
     def extend(search: _Search) -> _Search:
-        """Returns the search after every running hypothesis has been continued by one token."""
         last = jax.lax.dynamic_index_in_dim(search.running, search.length - 1, -1, keepdims=False)
         logits, state = step(last, search.state)
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
@@ -112,10 +90,8 @@ def beam_search(
 
 
 def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialTokens) -> _Search:
-    """Returns the search before the first step.
-
-    Each source has one running hypothesis, the start token; the other N - 1 count as missing.
-    """
+    """Returns the search before the first step."""
+    # Each source has one running hypothesis, the start token; the other N - 1 count as missing.
     shape = (batch, decoding.beams)
     sequences = jnp.full((*shape, decoding.max_length), ids.pad, jnp.int32)
     sequences = sequences.at[..., 0].set(ids.start)
@@ -150,12 +126,8 @@ def _update_finished(
     penalty: Float[Array, ""],
     broken: Bool[Array, " B"],
 ) -> Hypotheses:
-    """Merges candidates that ended into the finished hypotheses of sources that are not done.
-
-    Args:
-      penalty: length penalty of the candidates.
-      broken: True for sources whose logits are NaN; their scores become NaN.
-    """
+    """Merges candidates that ended into the finished hypotheses of sources that are not done."""
+    # `broken` is True for sources whose logits are NaN; their scores become NaN.
     old, beams = search.finished, search.log_probs.shape[1]
     counts = candidates.ended & (jnp.arange(candidates.ended.shape[1]) < beams)[None]
     new = Hypotheses(
@@ -186,10 +158,9 @@ def _is_final(
 ) -> Bool[Array, " B"]:
     """Returns True for sources whose finished hypotheses cannot be improved by running ones.
 
-    Args:
-      scores: scores of the finished hypotheses, -inf for missing ones.
-      best_running: largest summed log probability of a running hypothesis.
-      written: number of tokens of the running hypotheses without the start token.
+    `scores` are those of the finished hypotheses, -inf for missing ones; `best_running` is the
+    largest summed log probability of a running one, which has `written` tokens after the start
+    token.
     """
     full = jnp.all(scores > -jnp.inf, axis=-1)
     none_running = best_running == -jnp.inf

@@ -22,15 +22,11 @@ _NEVER = -1
 
 
 class _Beams(NamedTuple):
-    """Beams that continue one memory.
-
-    Attributes:
-      memory: the memory of all beams, whose axis of lanes has an entry for each beam.
-      begun: bool, False before the first step. The logits of the first token are already in the
-        memory, so the first step reads no token.
-    """
+    """Beams that continue one memory, whose axis of lanes has an entry for each beam."""
 
     memory: Memory
+    # False before the first step, which reads no token: the logits of the first token are already
+    # in the memory.
     begun: Bool[Array, ""]
 
 
@@ -40,20 +36,13 @@ def search_memory(
     """Runs a beam search in a single lane. Texts end at a token of Model.end_ids."""
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
-        """Reads one token of each of N beams; returns the logits of the next tokens and the beams.
-
-        The first step reads no token, because the logits of the first token are already known.
-        """
-
         def read_tokens() -> Memory:
-            """Returns the memory of the beams after reading `tokens`, one token for each beam."""
             return _advance_beams(decoder, variables, beams.memory, tokens[0])
 
         memory = jax.lax.cond(beams.begun, read_tokens, lambda: beams.memory)
         return memory.logits[None, :, :known_ids], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
-        """Returns N beams, where beam n continues beam `chosen[0, n]` of the given `beams`."""
         memory = map_lanes(beams.memory, lambda x, axis: jnp.take(x, chosen[0], axis=axis))
         return beams._replace(memory=memory)
 

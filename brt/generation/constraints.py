@@ -20,18 +20,10 @@ def constrain(
     decoding: Decoding,
     ids: SpecialTokens,
 ) -> Float[Array, "B N V"]:
-    """Returns log probabilities in which banned tokens are -inf.
+    """Returns log probabilities in which banned tokens are -inf; the others are not renormalised.
 
-    The log probabilities of other tokens are not renormalised. If a token is forced, its log
-    probability is 0 and the log probability of every other token is -inf, even if the forced token
-    is banned.
-
-    Args:
-      log_probs: log probabilities of the next token.
-      sequences: tokens so far, including the start token; only the first `length` tokens count.
-      length: number of tokens so far, at least 1.
-      decoding: settings that ban or force tokens.
-      ids: special ids of the model's vocabulary.
+    If a token is forced, its log probability is 0 and the log probability of every other token is
+    -inf, even if the forced token is banned. Only the first `length` tokens of `sequences` count.
     """
     vocabulary = jnp.arange(log_probs.shape[-1])[None, None]
     if decoding.no_repeat_ngram:
@@ -50,15 +42,7 @@ def constrain(
 def repeating(
     sequences: Int[Array, "B N L"], length: Int[Array, ""], size: int, vocabulary: int
 ) -> Bool[Array, "B N V"]:
-    """Returns a mask of the next token: True for tokens that would repeat an n-gram of the
-    sequence.
-
-    Args:
-      sequences: token ids, including the start token; only the first `length` tokens count.
-      length: number of tokens so far.
-      size: n, the length of the n-grams, at least 1; with 1, every token of the sequence is True.
-      vocabulary: number of tokens of the vocabulary, V.
-    """
+    """Returns a mask of the tokens that would repeat an n-gram of `size` tokens of the sequence."""
     batch, beams, total = sequences.shape
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)

@@ -1,7 +1,8 @@
 """CTC decoding: finds token sequences, given log probabilities of tokens at each frame of an input.
 
 CTC assigns a token or a blank to each frame, which is called an alignment. The text of an alignment
-is obtained by merging repeated tokens and removing blanks. The last id is the blank.
+is obtained by merging repeated tokens and removing blanks. In shapes, X is the number of frames and
+C the number of tokens, of which the last is the blank.
 """
 
 from typing import NamedTuple
@@ -21,38 +22,23 @@ class Hypothesis(NamedTuple):
 
 
 def greedy(log_probs: LogProbs) -> Hypothesis:
-    """Returns the tokens of the most likely alignment, and the log probability of this alignment.
-
-    Args:
-      log_probs: log probabilities of the C tokens at each of X frames; the last token is the blank.
-    """
+    """Returns the tokens of the most likely alignment, and the alignment's log probability."""
     best = log_probs.argmax(axis=1)
     return Hypothesis(collapse(best, log_probs.shape[1] - 1), float(log_probs.max(axis=1).sum()))
 
 
 def collapse(alignment: Int[np.ndarray, " X"], blank: int) -> Tokens:
-    """Returns the tokens of an alignment: repeated tokens are merged, then blanks are removed.
-
-    Args:
-      alignment: the token id of each frame.
-      blank: the id of the blank.
-    """
+    """Returns the tokens of an alignment: repeated tokens are merged, then blanks are removed."""
     changes = np.flatnonzero(np.diff(alignment, prepend=-1))
     return tuple(int(i) for i in alignment[changes] if i != blank)
 
 
 class _Beam(NamedTuple):
-    """Prefixes with the probabilities of their alignments to the frames so far.
+    """Prefixes with the log probabilities of their alignments to the frames so far."""
 
-    Attributes:
-      prefixes: the token sequences.
-      blank: float64 [N], log probability of the alignments that end with a blank.
-      token: float64 [N], log probability of the alignments that end with the prefix's last token.
-    """
-
-    prefixes: list[Tokens]
-    blank: Float[np.ndarray, " N"]
-    token: Float[np.ndarray, " N"]
+    prefixes: list[Tokens]  # the token sequences
+    blank: Float[np.ndarray, " N"]  # of the alignments that end with a blank, float64
+    token: Float[np.ndarray, " N"]  # of those that end with the prefix's last token, float64
 
 
 def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
@@ -60,11 +46,8 @@ def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
 
     The probability of a sequence is the sum of the probabilities of all its alignments to the
     frames. The algorithm is the prefix search by Graves (2012) and Hannun (2014), computed in
-    float64. The result is exact if `beams` is at least the number of possible sequences.
-
-    Args:
-      log_probs: log probabilities of the C tokens at each of X frames; the last token is the blank.
-      beams: number of token sequences (prefixes) that are kept from frame to frame.
+    float64, which keeps `beams` prefixes from frame to frame. The result is exact if `beams` is at
+    least the number of possible sequences.
     """
     beam = _Beam([()], np.zeros(1), np.full(1, -np.inf))
     for frame in log_probs.astype(np.float64):

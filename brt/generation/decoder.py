@@ -18,16 +18,13 @@ class TextDecoder(NamedTuple):
     the tokens so far. B is the number of sources (inputs of the model, such as documents to
     summarise), N the number of beams (texts in progress) of each source, and V the size of the
     vocabulary.
-
-    Attributes:
-      step: function (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state).
-        Arrays of the state that are the same for all beams of a source, such as the encoded source,
-        are in the state only once for each source.
-      reorder: function (state, beams int32 [B, N]) -> state, in which beam n of source b continues
-        beam beams[b, n]. The function is not called if there is one beam.
-      ids: special ids of the model's vocabulary.
     """
 
+    # Function (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state). Arrays
+    # of the state that are the same for all beams of a source, such as the encoded source, are in
+    # the state only once for each source.
     step: Step
+    # Function (state, beams int32 [B, N]) -> state, in which beam n of source b continues beam
+    # beams[b, n]. The function is not called if there is one beam.
     reorder: Reorder
-    ids: SpecialTokens
+    ids: SpecialTokens  # of the model's vocabulary

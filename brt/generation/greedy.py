@@ -19,22 +19,13 @@ from brt.generation.hypotheses import Hypotheses, length_penalties
 
 
 class _Text(NamedTuple):
-    """One text for each source.
+    """One text for each source."""
 
-    Attributes:
-      length: int32, number of tokens of the texts that are not done.
-      state: state of the model after `length - 1` tokens.
-      sequences: int32 [B, 1, L].
-      lengths: int32 [B, 1].
-      log_probs: float32 [B, 1], summed log probabilities.
-      done: bool [B, 1].
-    """
-
-    length: Int[Array, ""]
-    state: PyTree[Array]
+    length: Int[Array, ""]  # number of tokens of the texts that are not done
+    state: PyTree[Array]  # state of the model after `length - 1` tokens
     sequences: Int[Array, "B 1 L"]
     lengths: Int[Array, "B 1"]
-    log_probs: Float[Array, "B 1"]
+    log_probs: Float[Array, "B 1"]  # summed log probabilities
     done: Bool[Array, "B 1"]
 
 
@@ -46,17 +37,9 @@ Choose = Callable[[Array, Array], Array]
 def greedy_search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates one text for each source, with the most likely token at every step.
-
-    Args:
-      decoder: functions of the model; see `TextDecoder`.
-      state: decoding state of the model before the start token, any tree of arrays.
-      batch: number of sources, B.
-      decoding: settings such as the maximum length and banned tokens.
-    """
+    """Generates one text for each source, with the most likely token at every step."""
 
     def likeliest(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
-        """Returns the most likely next token of each source; `length` is not used."""
         return jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
 
     return generate_texts(decoder, state, likeliest, batch=batch, decoding=decoding)
@@ -65,24 +48,16 @@ def greedy_search(
 def generate_texts(
     decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates one text for each source, token by token.
+    """Generates one text for each source, token by token, where `choose` selects the tokens.
 
-    Args:
-      decoder: functions of the model; see `TextDecoder`.
-      state: decoding state of the model before the start token, any tree of arrays.
-      choose: function that selects the next tokens [B, 1]; its arguments are the log probabilities
-        [B, 1, V] and the number of tokens so far.
-      batch: number of sources, B.
-      decoding: settings such as the maximum length and banned tokens.
+    The other arguments are those of `brt.generation.search.search`.
     """
     step, _, ids = decoder
 
     def unfinished(text: _Text) -> Bool[Array, ""]:
-        """Returns True while at least one source has a text that has not ended."""
         return (text.length < decoding.max_length) & ~jnp.all(text.done)
 
     def extend(text: _Text) -> _Text:
-        """Returns the texts after one more token has been chosen for each source."""
         last = jax.lax.dynamic_index_in_dim(text.sequences, text.length - 1, -1, keepdims=False)
         logits, state = step(last, text.state)
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))

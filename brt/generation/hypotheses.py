@@ -14,17 +14,12 @@ from brt.config import Decoding
 
 
 class Hypotheses(NamedTuple):
-    """N texts for each of B sources, best first. A text is missing if a search found fewer than N.
+    """N texts of each of B sources, best first. Texts are missing if a search found fewer."""
 
-    Attributes:
-      sequences: int32 [B, N, L], from the start token to the end, then padding.
-      lengths: int32 [B, N], number of tokens before the padding; 1 for missing texts.
-      scores: float32 [B, N], summed log probabilities divided by the length penalty; -inf for
-          missing texts, NaN for all texts of a source whose logits were NaN.
-    """
-
-    sequences: Int[Array, "B N L"]
-    lengths: Int[Array, "B N"]
+    sequences: Int[Array, "B N L"]  # from the start token to the end, then padding
+    lengths: Int[Array, "B N"]  # number of tokens before the padding; 1 for missing texts
+    # Summed log probabilities divided by the length penalty; -inf for missing texts, NaN for all
+    # texts of a source whose logits were NaN.
     scores: Float[Array, "B N"]
 
 

@@ -21,26 +21,20 @@ from brt.types import Variables
 
 
 class Memory(NamedTuple):
-    """The complete state of a session. Its size does not depend on the length of the text.
+    """The complete state of a session. Its size does not depend on the length of the text."""
 
-    Attributes:
-      state: caches and recurrent states of the layers after the last full block, as in training.
-      block: what layers remember of the tokens in the open block, such as keys and values.
-      position: int32, number of tokens in the open block, less than the length of a block.
-      logits: float32 [B, V], logits of the next token.
-      count: int32, number of tokens read and written including BOS; folded into random keys, so
-        that each token has a random number of its own.
-      ended: bool [B], True for texts that end with a generated token of Model.end_ids.
-      unfinished: uint8 [B, 3], the bytes that the text has of an unfinished character, which the
-        next tokens continue; zeros follow them.
-    """
-
+    # Caches and recurrent states of the layers after the last full block, as in training.
     state: StackState
+    # What layers remember of the tokens in the open block, such as keys and values.
     block: StackBlock
-    position: Int[Array, ""]
-    logits: Float[Array, "B V"]
+    position: Int[Array, ""]  # number of tokens in the open block, less than its length
+    logits: Float[Array, "B V"]  # of the next token
+    # Number of tokens read and written including BOS; folded into random keys, so that each token
+    # has a random number of its own.
     count: Int[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
-    ended: Bool[Array, " B"]
+    ended: Bool[Array, " B"]  # True for texts that end with a generated token of Model.end_ids
+    # The bytes that the text has of an unfinished character, which the next tokens continue; zeros
+    # follow them.
     unfinished: UInt8[Array, "B 3"]
 
     def unfinished_bytes(self) -> list[bytes]:
@@ -68,9 +62,7 @@ def unprepared(memory: Memory) -> Memory:
 
 
 def map_lanes(memory: Memory, function: Callable[..., Array]) -> Memory:
-    """Returns the memory with `function` applied to all arrays that have an axis of lanes, which is
-    passed as the argument `axis`.
-    """
+    """Applies `function` to every array that has an axis of lanes, which it gets as `axis`."""
     own = memory._replace(block=(), position=(), count=())
     return jax.tree.map(partial(function, axis=0), own)._replace(
         block=jax.tree.map(partial(function, axis=1), memory.block),

@@ -20,10 +20,6 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
     the shift, likely tokens could overflow float32 at low temperatures. Then only the `top_k` most
     likely tokens remain. Of these, only the most likely ones whose probabilities sum to `top_p`
     remain. Tokens that are exactly as likely as the last remaining token remain, too.
-
-    Args:
-      logits: logits of the next token.
-      sampling: temperature, top-k and top-p.
     """
     inverse = min(1 / sampling.temperature, float(jnp.finfo(jnp.float32).max))
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) * inverse
@@ -43,13 +39,7 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
 
 
 def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
-    """Returns the next token of each of B texts, sampled from the logits.
-
-    Args:
-      logits: logits of the next token.
-      key: random key.
-      sampling: temperature, top-k and top-p; temperature 0 selects the most likely token.
-    """
+    """Returns the next token of each text, sampled; temperature 0 selects the most likely token."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return jax.random.categorical(key, restrict(logits, sampling), axis=-1).astype(jnp.int32)
@@ -64,21 +54,10 @@ def sample(
     sampling: Sampling,
     key: Array,
 ) -> Hypotheses:
-    """Samples one text for each source, which is an input of the model.
-
-    Args:
-      decoder: functions of the model; see `TextDecoder`.
-      state: decoding state of the model before the start token, any tree of arrays.
-      batch: number of sources, B.
-      decoding: settings such as the maximum length and banned tokens.
-      sampling: temperature, top-k and top-p.
-      key: random key.
-    """
+    """Samples one text for each of `batch` sources, which are inputs of the model."""
 
     def draw(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
-        """Returns the next token of each source, sampled from the log probabilities. `length`, the
-        number of tokens so far, selects the random numbers.
-        """
+        # The number of tokens so far selects the random numbers.
         return choose(log_probs[:, 0], jax.random.fold_in(key, length), sampling)[:, None]
 
     return generate_texts(decoder, state, draw, batch=batch, decoding=decoding)

@@ -12,18 +12,11 @@ from brt.generation.hypotheses import Hypotheses
 def search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Generates texts for each source (input of the model) by greedy search or beam search.
+    """Generates the best `decoding.beams` texts of each of `batch` sources, with their scores.
 
-    The function is pure, and the caller compiles it. Shapes depend on `batch` and `decoding` only.
-
-    Args:
-      decoder: functions of the model; see `TextDecoder`.
-      state: decoding state of the model before the start token, any tree of arrays.
-      batch: number of sources.
-      decoding: settings; with one beam the search is greedy.
-
-    Returns:
-      The best `decoding.beams` texts of each source, with their scores.
+    With one beam the search is greedy. `state` is the decoding state of the model before the start
+    token, any tree of arrays. The function is pure, and the caller compiles it. Shapes depend on
+    `batch` and `decoding` only.
     """
     if decoding.beams == 1:
         return greedy_search(decoder, state, batch=batch, decoding=decoding)

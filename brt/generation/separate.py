@@ -37,14 +37,9 @@ _FEWEST_TEXTS, _MOST_COPIED = 8, 1 << 30
 def transposed_kernels(model: Model, variables: Variables, lanes: int) -> Kernels:
     """Returns transposed copies of all large kernels for `with_separate_kernels`.
 
-    The result is empty if the copies do not pay: for fewer than eight texts, for models with small
-    kernels, and on other backends than CPUs. It is also empty if the copies would take more than
-    1 GiB.
-
-    Args:
-      model: the settings of the model, a decoder.
-      variables: the learned arrays of the model, with stacks of layers.
-      lanes: the number of texts.
+    The result is empty if the copies do not pay: for fewer than eight texts (`lanes`), for models
+    with small kernels, and on other backends than CPUs. It is also empty if the copies would take
+    more than 1 GiB. `variables` has stacks of layers of a decoder.
     """
     large = _large_stacks(model, variables)
     if lanes < _FEWEST_TEXTS or sum(map(_bytes, large.values())) > _MOST_COPIED:
@@ -56,17 +51,12 @@ def transposed_kernels(model: Model, variables: Variables, lanes: int) -> Kernel
 
 
 def with_separate_kernels(model: Model, variables: Variables, copies: Kernels) -> Variables:
-    """Returns variables with `SeparateKernels` in place of every large stack of kernels, if the
-    programs that read and write token by token are faster with them.
+    """Returns variables with `SeparateKernels` in place of every large stack of kernels.
 
-    The result is for `decode_step` and `prepare_block` of a decoder. Where there are no copies, the
-    arrays are views of the stacks. While views exist, a program cannot reuse the memory of the
-    stacks, as a train step would do.
-
-    Args:
-      model: the settings of the model.
-      variables: the learned arrays of the model, with stacks of layers.
-      copies: the result of `transposed_kernels` for the same variables.
+    This is so only where the programs that read and write token by token (`decode_step` and
+    `prepare_block` of a decoder) are faster with them. `copies` is the result of
+    `transposed_kernels`; where there are no copies, the arrays are views of the stacks. While views
+    exist, a program cannot reuse the memory of the stacks, as a train step would do.
     """
     params = dict(variables.params)
     for run, stacks in _large_stacks(model, variables).items():
@@ -78,9 +68,7 @@ def with_separate_kernels(model: Model, variables: Variables, copies: Kernels) -
 
 
 def _large_stacks(model: Model, variables: Variables) -> dict[str, dict[str, Array]]:
-    """Returns the stacks of kernels, by the names of the run and of the parameter, of all runs of
-    layers whose kernels are large; nothing if stacks cost nothing, as on accelerators.
-    """
+    """Returns the large stacks of kernels by run and parameter; none where stacks cost nothing."""
     leaves = jax.tree.leaves(variables.params)
     whole = all(isinstance(leaf, jax.Array) and len(leaf.devices()) == 1 for leaf in leaves)
     if not dispatch.policy().copies_layers or not whole:
@@ -112,12 +100,7 @@ def _views(stack: Array) -> SeparateKernels:
 
 
 def _transposed(stack: Array, inputs: int) -> SeparateKernels:
-    """Returns transposed copies of the layers of a stack, as matrices [outputs, inputs].
-
-    Args:
-      stack: [L, *inputs, *outputs], the kernels of L layers.
-      inputs: the number of axes in *inputs.
-    """
+    """Returns transposed copies of the L layers of a stack [L, *inputs, *outputs], as matrices."""
     rows = math.prod(stack.shape[1 : 1 + inputs])
     matrices = np.asarray(stack).reshape(len(stack), rows, -1)
     copies = tuple(jax.device_put(np.ascontiguousarray(matrix.T)) for matrix in matrices)

@@ -43,7 +43,6 @@ class Session:
 
     Args:
       config: config of the run, in which the size of the vocabulary is set.
-      variables: the learned arrays of the model.
       bos_id: id of BOS, which is read before the first text.
       lanes: number of texts that are generated in parallel after the same prompt. With eight and
         more, a session on a CPU has transposed copies of large kernels, of at most 1 GiB.
@@ -80,18 +79,15 @@ class Session:
         self.restart(variables)
 
     def restart(self, variables: Variables) -> None:
-        """Clears the memory, and uses `variables` as the learned arrays of the model from
-        now on.
-        """
+        """Clears the memory, and uses `variables` as the model's learned arrays from now on."""
         self._variables = variables
         self._copies: Kernels | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Clears the memory, as if no text had been read.
-
-        Until the session writes, all lanes have the same memory, which therefore has a single lane.
-        """
+        """Clears the memory, as if no text had been read."""
+        # Until the session writes, all lanes have the same memory, which therefore has a single
+        # lane.
         self.memory = self._new_memory(self._variables)
 
     @property
@@ -105,14 +101,9 @@ class Session:
         self._memory, self._is_prepared = memory, False
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
-        """Reads the same text in all lanes.
-
-        Whole segments, blocks or chunks of a block are read at once if possible, other tokens one
-        by one.
-
-        Args:
-          tokens: ids of the text. BOS is read before the first text that does not begin with it.
-        """
+        """Reads the same text in all lanes, after BOS if the session has read nothing."""
+        # Whole segments, blocks or chunks of a block are read at once if possible, other tokens one
+        # by one.
         window, length = self._config.model.block_length, self._config.evaluation_segment_length
         tokens = np.asarray(tokens, np.int32)
         if len(tokens):
@@ -143,10 +134,9 @@ class Session:
 
     @property
     def _separate(self) -> Variables:
-        """The learned arrays in the form that programs for single tokens read. Only copies of
-        kernels are stored. If their views were, a train step could not reuse the memory of the
-        parameters.
-        """
+        """The learned arrays in the form that programs for single tokens read."""
+        # Only copies of kernels are stored. If their views were, a train step could not reuse the
+        # memory of the parameters.
         model, variables = self._config.model, self._variables
         if self._copies is None:
             self._copies = transposed_kernels(model, variables, self._lanes)
@@ -154,7 +144,6 @@ class Session:
 
     @property
     def _memory_lanes(self) -> int:
-        """The number of lanes of the memory."""
         return len(self.memory.logits)
 
     def _spread(self) -> None:
@@ -163,27 +152,18 @@ class Session:
             self.memory = self._repeat(self.memory)
 
     def _reads_chunk(self, position: int, left: int) -> bool:
-        """Returns True if the next tokens are read as a chunk, and not one by one.
-
-        Args:
-          position: the number of tokens in the open block.
-          left: the number of tokens that have not been read.
-        """
+        """Returns True if the next tokens are read as a chunk, and not one by one."""
+        # `position` tokens are in the open block, and `left` tokens have not been read.
         starts = self._chunk > 1 and position % self._chunk == 0
         return starts and left >= self._chunk * (1 if self._chunk_is_compiled else _MIN_CHUNKS)
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
-        """Generates tokens in all lanes, and yields them in pieces of T tokens, each int32 [B, T].
+        """Generates at most `count` tokens in all lanes, and yields them in pieces.
 
         The random number of a token depends only on `key` and on the token's position in the text.
         Two calls for 10 tokens with the same key therefore generate the same text as one call for
         20 tokens. A text ends early after a token of Model.end_ids, also for later calls, until
         `read` continues it. While texts of other lanes go on, `NO_TOKEN` stands after its end.
-
-        Args:
-          count: largest number of tokens.
-          sampling: temperature, top-k and top-p.
-          key: random key.
         """
         if self.memory.count == 0:
             self.read([])
@@ -202,9 +182,8 @@ class Session:
         return bool(np.asarray(self._memory.ended).all())
 
     def _keep_unfinished(self, tokens: Int[np.ndarray, "B T"]) -> None:
-        """Updates the bytes of unfinished characters for the next tokens of each lane. A character
-        that is unfinished where a text ends stays so, and is not kept.
-        """
+        """Updates the bytes of unfinished characters for the next tokens of each lane."""
+        # A character that is unfinished where a text ends stays so, and is not kept.
         if self._decode_bytes is None:
             return
         kept = np.zeros((self._memory_lanes, 3), np.uint8)
@@ -220,9 +199,8 @@ class Session:
         self, separate: Variables, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling,
         key: Array,
     ) -> Int[np.ndarray, "B C"]:  # fmt: skip
-        """Reads a prompt in all lanes, and samples tokens until there are `count` tokens, which
-        must fit into the open block, or the text ends. `separate` is the property of this name.
-        """
+        """Reads a prompt in all lanes, and samples until there are `count` tokens or all end."""
+        # The tokens must fit into the open block.
         tokens = np.zeros((self._memory_lanes, CHUNK), np.int32)
         tokens[:, : len(prompt)] = prompt
         counts = np.int32(len(prompt)), np.int32(count)
@@ -236,26 +214,17 @@ class Session:
         return np.asarray(read)[:, : int(length)]
 
     def _end_if_full(self, position: int) -> int:
-        """Ends the open block if it is full; returns the new position.
-
-        Args:
-          position: the number of tokens in the open block.
-        """
+        """Ends the open block if it is full; returns the new number of tokens in it."""
         if position < self._config.model.block_length:
             return position
         self.memory = self._end_block(self._variables, self.memory)
         return 0
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
-        """Continues the text by beam search, and reads the new tokens.
+        """Continues the text of a single lane by beam search, and reads and returns the new tokens.
 
-        The session must have a single lane. Nothing follows a text that has ended; see `write`.
-
-        Args:
-          decoding: settings of the search, such as the number of beams and the maximum length.
-
-        Returns:
-          The new tokens, int32 [T], at most `decoding.max_length` - 1.
+        These are at most `decoding.max_length` - 1. Nothing follows a text that has ended; see
+        `write`.
         """
         if self.has_ended:
             return np.zeros(0, np.int32)
@@ -279,26 +248,12 @@ class Session:
         self.memory = jax.tree.map(jnp.array, memory)
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Writes the memory to a file, which `load` reads.
-
-        Args:
-          path: the file.
-          identity: a description of the model. `load` compares it with the description of the model
-            that is to continue.
-        """
+        """Writes the memory to a file, with a description of the model that `load` compares."""
         self._spread()
         state_files.save(self.memory, path, identity)
 
     def load(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Continues from a memory that `save` wrote.
-
-        Args:
-          path: the file.
-          identity: the description of the present model, which must equal the one in the file.
-
-        Raises:
-          DataError: the file is missing, damaged, or belongs to another model.
-        """
+        """Continues from a memory that `save` wrote; see `state_files.load`."""
         self._spread()
         length = self._config.model.block_length
         self.memory = state_files.load(path, self.memory, length, identity)

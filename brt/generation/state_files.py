@@ -18,23 +18,12 @@ _IDENTITY = 1 << 20  # The description of the model in a file has at most this m
 
 
 def _swap_lanes_and_layers(memory: Any) -> Any:
-    """Returns the memory with the other order of the first two axes, of lanes and layers, in the
-    arrays of the open block. Files have lanes first, like the arrays of the state.
-    """
+    """Swaps the axes of lanes and layers of the open block's arrays; files have lanes first."""
     return memory._replace(block=jax.tree.map(lambda x: x.swapaxes(0, 1), memory.block))
 
 
 def save(memory: Any, path: Path, identity: Mapping[str, object]) -> None:
-    """Writes a memory to an .npz file.
-
-    Args:
-      memory: the memory, a `brt.generation.memory.Memory`.
-      path: the file.
-      identity: a description of the model that the memory belongs to, as JSON.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
+    """Writes a `brt.generation.memory.Memory` to an .npz file, with a description of its model."""
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
         for i, leaf in enumerate(jax.tree.leaves(_swap_lanes_and_layers(memory)))
@@ -49,17 +38,9 @@ def load(
     block_length: int,
     identity: Mapping[str, object],
 ) -> Any:
-    """Returns the memory in a file that `save` wrote.
+    """Returns the memory in a file that `save` wrote, with the shapes and dtypes of `old`.
 
-    Args:
-      path: the file.
-      old: a memory of the present model, whose arrays have the shapes and dtypes of the result.
-      block_length: the number of tokens of a block. A memory contains its position in a block, and
-        a file whose position is not smaller than `block_length` is refused as damaged.
-      identity: the description of the present model, which must equal the one in the file.
-
-    Raises:
-      DataError: the file is missing, damaged, or belongs to another model.
+    A file that is missing or damaged, or whose `identity` differs, raises DataError.
     """
     leaves, structure = jax.tree.flatten(_swap_lanes_and_layers(old))
     try:
@@ -91,9 +72,8 @@ def load(
 
 
 def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
-    """Returns the arrays of the memory, none of which is read; raises ValueError if the file has
-    other arrays, or a long description of the model.
-    """
+    """Returns the arrays of the memory, none of which is read."""
+    # The file must not have other arrays, or a long description of the model.
     names = [f"leaf{i}" for i in range(leaves)]
     if {*arrays} - {*names, "identity"}:
         raise ValueError("it has other arrays")

@@ -26,9 +26,8 @@ NO_TOKEN = -1
 
 
 def chunk_size(model: Model) -> int:
-    """Returns the number of tokens that are read at once if a text does not fill a block: the
-    largest that divides `CHUNK`, the length of a block and every window.
-    """
+    """Returns how many tokens are read at once where a text does not fill a block."""
+    # This is the largest number that divides `CHUNK`, the length of a block and every window.
     windows = (model.for_layer(layer).window for layer in range(model.layers))
     return math.gcd(CHUNK, model.block_length, *windows)
 
@@ -39,9 +38,8 @@ def advance(
     memory: Memory,
     tokens: Int[Array, " B"] | Int[Array, "B T"],
 ) -> Memory:
-    """Reads one token of every lane, or T tokens (`chunk_size`). The open block may be full
-    afterwards, but it is not ended.
-    """
+    """Reads one token of every lane, or T tokens (`chunk_size`)."""
+    # The open block may be full afterwards, but it is not ended.
     next_logits, block = decoder.apply(
         {"params": variables.params}, tokens, memory.state, memory.block, memory.position,
         variables.model_state, method="decode_step",
@@ -62,9 +60,8 @@ def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
 
 
 def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
-    """Returns the memory with the keys and values of the open block also in the form in which
-    attention to single tokens reads them. `read_and_write` needs this form and keeps it up to date.
-    """
+    """Returns the memory with the open block also in a form for attention to single tokens."""
+    # `read_and_write` needs this form of the keys and values, and keeps it up to date.
     block = decoder.apply(
         {"params": variables.params}, memory.block, memory.position, variables.model_state,
         method="prepare_block",
@@ -105,37 +102,26 @@ def read_and_write(
     Args:
       memory: a memory that `prepare` has returned.
       tokens: the prompt, padded.
-      prompt_length: number of tokens of the prompt.
       count: number of tokens of the prompt and of sampled tokens together.
 
     Returns:
       The new memory; an array that begins with the prompt and the sampled tokens; and their number,
-      which is smaller than `count` if the texts of all lanes have ended (see `Session.write`).
+        which is smaller than `count` if the texts of all lanes have ended (see `Session.write`).
     """
     end_ids = decoder.model.end_ids
 
+    # `so_far` is the number of tokens read or sampled, the memory after them, and all tokens.
     def is_unfinished(so_far: tuple) -> Bool[Array, ""]:
-        """Returns True until there are `count` tokens, or the text of every lane has ended.
-
-        Args:
-          so_far: the number of tokens read or sampled so far, the memory after them, and the array
-            of all tokens; the same triple as in `add_token`.
-        """
         i, memory, _ = so_far
         return (i < count) & ~memory.ended.all() if end_ids else i < count
 
     def add_token(so_far: tuple) -> tuple[Int[Array, ""], Memory, Int[Array, "B C"]]:
-        """Returns the triple `so_far` (see `is_unfinished`) with one more token, which is read from
-        the prompt or, after its end, sampled.
-        """
         i, memory, tokens = so_far
 
         def read() -> Int[Array, " B"]:
-            """Returns the token of each lane at index i of the prompt."""
             return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
 
         def write() -> Int[Array, " B"]:
-            """Returns a token of each lane, sampled from the logits in the memory."""
             logits, own_key = memory.logits[:, :known_ids], jax.random.fold_in(key, memory.count)
             return choose(logits, own_key, sampling)
 

@@ -25,30 +25,20 @@ _TAIL_BYTES = 20_000
 
 
 class Command(NamedTuple):
-    """A subprocess that trains or evaluates a point (one run of a sweep).
-
-    Attributes:
-      process: the subprocess.
-      output: the path of a file with the output of all subprocesses of the point.
-      offset: the position in the file where the output of this subprocess begins.
-    """
+    """A subprocess that trains or evaluates a point (one run of a sweep)."""
 
     process: subprocess.Popen
-    output: Path
-    offset: int
+    output: Path  # the file with the output of all subprocesses of the point
+    offset: int  # the position in the file where the output of this subprocess begins
 
 
 def start(
     arguments: list[str], directory: PointDirectory, slot: int, jobs: int, lock: IO[bytes]
 ) -> Command:
-    """Starts `python -m` with some arguments, and appends the output to the point's output.txt.
+    """Starts `python -m` with `arguments`, and appends the output to the point's output.txt.
 
-    Args:
-      arguments: the module and its arguments.
-      directory: the directory of the point.
-      slot: the number of the parallel job, from 0 to `jobs` - 1.
-      jobs: the number of parallel jobs.
-      lock: an open file that locks the point; the subprocess inherits the file.
+    `slot` is the number of the parallel job, from 0 to `jobs` - 1. `lock` is an open file that
+    locks the point; the subprocess inherits the file.
     """
     arguments = [*arguments, *user_files.import_flags()]
     with (
@@ -73,14 +63,11 @@ def start(
 
 
 def threads(jobs: int) -> int:
-    """Returns the number of threads that a job may use if `jobs` jobs share the cores equally; 0
-    means no limit.
-    """
+    """Returns the number of threads of a job, its equal share of the cores; 0 means no limit."""
     return 0 if jobs == 1 else max(1, cores() // jobs)
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -92,11 +79,6 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
     Settings of the user for XLA are kept. GPUs are only distributed if CUDA_VISIBLE_DEVICES lists
     them. Jobs that may share a GPU allocate its memory when they need it: by default, the first of
     them would reserve three quarters of the memory, and the others would find too little.
-
-    Args:
-      base: the environment variables of the sweep.
-      slot: the number of the job, from 0 to `jobs` - 1.
-      jobs: the number of parallel jobs.
     """
     result = dict(base)
     if jobs > 1:
@@ -110,18 +92,13 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
 
 
 def preempted(command: Command) -> bool:
-    """Returns True if a command has ended because of a signal to stop, and not because of an error.
-
-    Training saves a checkpoint before it ends with the exit code of `Preempted`.
-    """
+    """Returns True if a command has ended because of a signal to stop, and not of an error."""
+    # Training saves a checkpoint before it ends with the exit code of `Preempted`.
     return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
 
 
 def failure_reason(command: Command) -> str:
-    """Returns one line that says why a command failed.
-
-    The function `explain` infers the reason from the exit code and the output of the command.
-    """
+    """Returns one line that says why a command failed, which `explain` infers."""
     with command.output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(command.offset, size - _TAIL_BYTES))
@@ -130,13 +107,7 @@ def failure_reason(command: Command) -> str:
 
 
 def explain(code: int, text: str) -> str:
-    """Returns one line that says why a command failed, such as "out of memory" or the command's
-    last error.
-
-    Args:
-      code: the exit code; -N if signal N ended the command.
-      text: the output of the command, or its end.
-    """
+    """Returns the reason of a failure in one line; `code` is -N if signal N ended the command."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [
         line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")

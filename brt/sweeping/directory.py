@@ -30,20 +30,13 @@ Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PointProgress:
-    """The progress of a point (one run of a sweep).
+    """The progress of a point (one run of a sweep)."""
 
-    Attributes:
-      status: the state of the point; a "trained" point has not been evaluated yet, and a
-        "finished" point has.
-      reason: the reason why the point failed or was stopped; "" for other points.
-      seconds: the total run time of the point's commands, in seconds.
-      threads: the maximum number of threads of a command; 0 for no limit.
-    """
-
+    # A "trained" point has not been evaluated yet, and a "finished" point has.
     status: Status = "waiting"
-    reason: str = ""
-    seconds: float = 0.0
-    threads: int = 0
+    reason: str = ""  # why the point failed or was stopped; "" for other points
+    seconds: float = 0.0  # the total run time of the point's commands
+    threads: int = 0  # the maximum number of threads of a command; 0 for no limit
 
 
 _POINT = {
@@ -56,27 +49,23 @@ _POINT = {
 
 @dataclasses.dataclass(frozen=True)
 class PointDirectory:
-    """The paths of the files of a point (one run of a sweep). Creating the object creates no file.
-
-    Attributes:
-      path: the run directory of the point.
-    """
+    """The files of a point (one run of a sweep). Creating the object creates no file."""
 
     path: Path
 
     @property
     def gin(self) -> Path:
-        """The path of the file with the config for brt.train."""
+        """The file with the config for brt.train."""
         return self.path / "point.gin"
 
     @property
     def json(self) -> Path:
-        """The path of the JSON file with the config and the progress."""
+        """The file with the config and the progress."""
         return self.path / "point.json"
 
     @property
     def output(self) -> Path:
-        """The path of the file with the output of all commands of the point."""
+        """The file with the output of all commands of the point."""
         return self.path / "output.txt"
 
     @property
@@ -85,12 +74,9 @@ class PointDirectory:
         return Workdir(self.path)
 
     def evaluation(self, split: str) -> Path | None:
-        """Returns the path of brt.evaluate's report about the last checkpoint on a split; None if
-        there is no report.
-
-        The step is taken from the checkpoints, because the config does not contain the last step if
-        the length of training is given in epochs.
-        """
+        """Returns the path of brt.evaluate's report about the last checkpoint; None without one."""
+        # The step is taken from the checkpoints, because the config does not contain the last step
+        # if the length of training is given in epochs.
         steps = reader.steps(self.run.checkpoints)
         file = self.run.evaluations / str(steps[-1]) / f"{split}.json" if steps else None
         return file if file and file.exists() else None
@@ -103,14 +89,11 @@ class PointDirectory:
         return PointProgress(**{name: value for name, value in values.items() if name in known})
 
     def config(self) -> Config | None:
-        """Returns the config for which the directory was created, or None if the directory
-        is new.
-        """
+        """Returns the config for which the directory was created; None if the directory is new."""
         saved = self._saved()
         return config_from_json(saved["config"]) if saved else None
 
     def write(self, point: Point, progress: PointProgress) -> None:
-        """Writes point.gin and point.json, which contain the point's config and progress."""
         check_writable(self.path, below=self.path.parent)
         write_text(self.gin, config_text(point.config), below=self.path.parent)
         content = {
@@ -127,12 +110,8 @@ class PointDirectory:
     def lock(self) -> IO[bytes] | None:
         """Locks the point for this process and for subprocesses that inherit the file.
 
-        Returns:
-          An open file that holds the lock until all processes have closed it; None if another
-          process of this sweep holds the lock.
-
-        Raises:
-          ConfigError, CheckpointError: the lock file cannot be written.
+        The result is an open file that holds the lock until all processes have closed it; None if
+        another process of this sweep holds the lock.
         """
         check_writable(self.path, below=self.path.parent)
         path = self.path / ".sweep.lock"
@@ -159,11 +138,7 @@ class PointDirectory:
 
 
 def check_unchanged(workdir: Path, points: Sequence[Point]) -> None:
-    """Raises ConfigError if the directory of a point was created for another config than the point
-    has now.
-
-    `workdir` is the directory of the sweep, which contains the directories of the points.
-    """
+    """Raises ConfigError if the directory of a point was created for a config that has changed."""
     for point in points:
         directory = PointDirectory(workdir / point.directory)
         saved = directory.config()

@@ -24,17 +24,9 @@ from brt.training.write_errors import explain_write_errors
 def run(
     workdir: Path, points: Sequence[Point], chosen: Sequence[Point], sweep: Sweep, *, jobs: int
 ) -> str:
-    """Runs the chosen points that are not finished, and writes the report of the sweep.
+    """Runs the chosen points that are not finished, and writes the report about all points.
 
-    Args:
-      workdir: the directory of the sweep.
-      points: all points, for the report.
-      chosen: the points to run.
-      sweep: the settings of the sweep.
-      jobs: the number of points that run in parallel.
-
-    Returns:
-      A text for the user with the table of results and the path of the report.
+    The result is a text for the user with the table of results and the path of the report.
 
     Raises:
       ConfigError: the workdir contains another sweep, or the flags are invalid.
@@ -58,19 +50,7 @@ def run(
 
 
 def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report of the results so far.
-
-    Args:
-      workdir: the directory of the sweep.
-      points: all points.
-      sweep: the settings of the sweep.
-
-    Returns:
-      A text for the user with the table of results and the path of the report.
-
-    Raises:
-      ConfigError: the workdir does not exist, or contains another sweep.
-    """
+    """Writes the report of the results so far, and returns the text that `run` returns."""
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist, so there is nothing to report")
     check_unchanged(workdir, points)
@@ -90,11 +70,9 @@ def _check_jobs(jobs: int) -> None:
 
 
 def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
-    """Prepares each dataset once, so that parallel points do not do the same work.
-
-    A point that has started has prepared its data already, and the weights that it started from may
-    be gone.
-    """
+    """Prepares each dataset once, so that parallel points do not do the same work."""
+    # A point that has started has prepared its data already, and the weights that it started from
+    # may be gone.
     datasets = {}
     for point in points:
         if reader.present(Workdir(workdir / point.directory).checkpoints):

@@ -29,9 +29,7 @@ _MOST_PANELS = 4  # A plot with several panels has at most this many side by sid
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
-    """Returns the metric to plot: the first metric in the report's table, or bits per byte if the
-    table has none.
-    """
+    """Returns the metric to plot: the first in the report's table, or bits per byte without any."""
     metrics = table_metrics([row for g in groups for row in g.rows])
     return metrics[0] if metrics else BITS_PER_BYTE
 
@@ -41,16 +39,7 @@ def _seeds(metric: Metric, group: Group) -> list[float]:
 
 
 def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[str]:
-    """Draws all plots for which there are results, and returns the names of the PNG files.
-
-    Args:
-      groups: the groups of points that differ only in their seed.
-      directory: the directory of the files.
-      baseline: the name of the group that others are compared with; "" selects the first.
-
-    Raises:
-      ConfigError, CheckpointError: the directory cannot be written.
-    """
+    """Draws all plots for which there are results, and returns the names of the PNG files."""
     groups = [g._replace(name=plot_label(g.name)) for g in groups]
     baseline = plot_label(baseline)
     metric = primary_metric(groups)
@@ -108,9 +97,7 @@ def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure
 
 
 def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
-    """Returns a plot with a bar for the mean of a metric over the runs of each group, and a dot for
-    the value of each run.
-    """
+    """Returns a plot with a bar for the mean of each group's metric, and a dot for each run."""
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
     axes.barh(places, [g.metrics[metric.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
@@ -131,10 +118,8 @@ def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
 
 
 def training_curves(groups: Sequence[Group]) -> Figure:
-    """Returns a plot of the smoothed bits per token against the number of training tokens.
-
-    Every run has a line, and all lines of a group have the same color.
-    """
+    """Returns a plot of the smoothed bits per token against the number of training tokens."""
+    # Every run has a line, and all lines of a group have the same color.
     figure, (axes,) = new_figure(1, height=5.5)
     tails = []
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -159,11 +144,7 @@ def training_curves(groups: Sequence[Group]) -> Figure:
 
 
 def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
-    """Returns a plot of a metric on the validation split against the training time in minutes.
-
-    The time does not include compilation. Every run has a line, and all lines of a group have the
-    same color.
-    """
+    """Returns a plot of a validation metric against the minutes of training without compilation."""
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
         label: str | None = g.name

@@ -32,42 +32,28 @@ Resolve = Callable[[Sequence[Binding], Sequence[str]], Resolved]
 
 
 class Point(NamedTuple):
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-      number: the index of the point in the sweep, from 0.
-      name: the name for people, which contains the values that distinguish the point.
-      directory: the name of the point's directory: `name`, in which characters that some file
-        systems or shells do not accept are replaced.
-      group: the name without the seed, which points that differ only in the seed have in common.
-      bindings: the values of all settings that differ between points, by `Section.field`.
-      resolved: the config, with the origin of each value.
-    """
-
-    number: int
-    name: str
+    number: int  # the index of the point in the sweep, from 0
+    name: str  # the name for people, which contains the values that distinguish the point
+    # The name of the point's directory: `name`, in which characters that some file systems or
+    # shells do not accept are replaced.
     directory: str
-    group: str
-    bindings: dict[str, Any]
-    resolved: Resolved
+    group: str  # the name without the seed, which points that differ only in the seed share
+    bindings: dict[str, Any]  # all settings that differ between points, by `Section.field`
+    resolved: Resolved  # the config, with the origin of each value
 
     @property
     def config(self) -> Config:
-        """The config of the run."""
         return self.resolved.config
 
 
 def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     """Returns every point of a sweep.
 
-    A point combines a named point, a random sample and a combination of values from the grid. In
-    the order of the points, the values from the grid change first, then the sample, then the named
-    point.
-
-    Args:
-      sweep: the settings of the sweep.
-      resolve: a function that returns the config of a run. Its arguments are bindings, which
-        override all others, and the paths of .gin files to include.
+    In the order of the points, the values from the grid change first, then the random sample, then
+    the named point. `resolve` returns the config of a run; its arguments are bindings, which
+    override all others, and the paths of .gin files to include.
 
     Raises:
       ConfigError: the config of a point is invalid, two points are equal or share a directory, or
@@ -118,15 +104,7 @@ def _cells(
 
 
 def choose(points: Sequence[Point], index: int | None) -> list[Point]:
-    """Returns the points that this process runs.
-
-    Args:
-      points: all points.
-      index: the value of --array_index, which selects one point; None selects all points.
-
-    Raises:
-      ConfigError: no point has this index.
-    """
+    """Returns the points that this process runs: the one of --array_index, or all if it is None."""
     if index is None:
         return list(points)
     if not 0 <= index < len(points):
@@ -137,9 +115,7 @@ def choose(points: Sequence[Point], index: int | None) -> list[Point]:
 
 
 def listing(points: Iterable[Point]) -> str:
-    """Returns a text with a line for each point: its index, the name of its directory, and the
-    settings that differ between points.
-    """
+    """Returns a line for each point: its index, its directory, and the settings that differ."""
     points = list(points)
     width = max(len(point.directory) for point in points)
     return "\n".join(
@@ -150,11 +126,9 @@ def listing(points: Iterable[Point]) -> str:
 
 
 def _with_bindings(points: Sequence[Point]) -> list[Point]:
-    """Adds to each point the settings that are not the same in all points.
-
-    Settings of kinds of layers that a point does not have are left out, except the settings that
-    place the layers.
-    """
+    """Adds to each point the settings that are not the same in all points."""
+    # Settings of kinds of layers that a point does not have are left out, except the settings that
+    # place the layers.
     values = [
         {name: v for name, v in config_values(p.config).items() if _counts(p.config, name)}
         for p in points

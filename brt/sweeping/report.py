@@ -23,14 +23,7 @@ _NONE = "-"
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report into the directory of the sweep, and returns the table of the groups in
-    Markdown.
-
-    Args:
-      workdir: the directory of the sweep.
-      points: all points.
-      sweep: the settings of the sweep.
-    """
+    """Writes the report to the directory of the sweep; returns the table of groups in Markdown."""
     rows = results.read(workdir, points, sweep.split)
     groups = results.group(rows, sweep.baseline)
     pictures = plots.draw(groups, workdir / "plots", sweep.baseline)
@@ -42,15 +35,7 @@ def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
 def text(
     workdir: Path, rows: Sequence[Row], groups: Sequence[Group], pictures: list[str], sweep: Sweep
 ) -> str:
-    """Returns the report in Markdown.
-
-    Args:
-      workdir: the directory of the sweep.
-      rows: the results of each point.
-      groups: the groups of points, with the means of their results.
-      pictures: the file names of the plots.
-      sweep: the settings of the sweep.
-    """
+    """Returns the report in Markdown; `pictures` are the file names of the plots."""
     counts = Counter(row.status for row in rows)
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
     baseline = results.reference(groups, sweep.baseline).name
@@ -98,10 +83,7 @@ def group_table(groups: Sequence[Group]) -> list[str]:
 
 
 def point_table(rows: Sequence[Row]) -> list[str]:
-    """Returns the lines of a Markdown table with the results of each point.
-
-    `rows` are the results of the points.
-    """
+    """Returns the lines of a Markdown table with the results of each point."""
     return _table(
         {
             "": [markdown(row.point.name) for row in rows],
@@ -129,13 +111,7 @@ def _distances(groups: Sequence[Group]) -> list[str]:
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
-    """Returns CSV with a line for each point: all its metrics, and all settings that the sweep
-    binds. Missing values are empty.
-
-    Args:
-      rows: the results of each point.
-      groups: the groups of points, with the means of their results.
-    """
+    """Returns a line of CSV for each point: all metrics, and all settings that the sweep binds."""
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     metrics = [metric.name for metric in results.table_metrics(rows)]
@@ -164,12 +140,7 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
 def _metric_columns(
     entries: Sequence[Row] | Sequence[Group], rows: Sequence[Row]
 ) -> dict[str, list[str]]:
-    """Returns the columns of the metrics by which the tasks of these rows compare runs.
-
-    Args:
-      entries: the rows or groups that become lines of the table.
-      rows: the rows whose tasks determine the metrics.
-    """
+    """Returns the columns of the metrics by which the tasks of `rows` compare runs."""
     cells = {}
     for metric in results.table_metrics(rows):
         values = [entry.metrics.get(metric.name) for entry in entries]

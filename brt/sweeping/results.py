@@ -24,98 +24,54 @@ _REPORT = {"answers?": [{"windows": int, EXACT_ANSWERS.name: untrusted.NUMBER}]}
 
 
 class Row(NamedTuple):
-    """The results of a point (one run of a sweep); None for results that do not exist yet.
-
-    Attributes:
-      point: the point.
-      status: the status of the point, as in `PointProgress`.
-      reason: the reason why the point failed or was stopped; "" for other points.
-      metrics: the metrics by which the task compares runs, by name.
-      answers: for documents with questions about facts (memory tasks), the percentage of exactly
-        predicted answers by the distance from fact to answer in windows; otherwise empty.
-      step_seconds: the median of the step time in seconds over the logging intervals of training.
-      tokens_per_second: the median of the speed over the logging intervals.
-      tokens_per_step: the median of the number of tokens of a step over the logging intervals.
-      parameters: the number of parameters.
-      parameters_non_embedding: the number of parameters without the embedding.
-      steps: the step of the newest checkpoint; 0 if there is none.
-      seconds: the total run time of the point's commands, in seconds.
-      threads: the maximum number of threads of a command; 0 for no limit.
-      records: the records of metrics.jsonl, the log of training, each from tag to value.
-    """
+    """The results of a point (one run of a sweep); None for results that do not exist yet."""
 
     point: Point
-    status: str
-    reason: str
-    metrics: dict[str, float]
+    status: str  # as in `PointProgress`
+    reason: str  # why the point failed or was stopped; "" for other points
+    metrics: dict[str, float]  # the metrics by which the task compares runs, by name
+    # For documents with questions about facts (memory tasks), the percentage of exactly predicted
+    # answers by the distance from fact to answer in windows; otherwise empty.
     answers: dict[int, float]
+    # The next three fields are medians over the logging intervals of training.
     step_seconds: float | None
     tokens_per_second: float | None
     tokens_per_step: float | None
     parameters: int | None
     parameters_non_embedding: int | None
-    steps: int
-    seconds: float
-    threads: int
-    records: list[dict[str, Any]]
+    steps: int  # the step of the newest checkpoint; 0 if there is none
+    seconds: float  # the total run time of the point's commands
+    threads: int  # the maximum number of threads of a command; 0 for no limit
+    records: list[dict[str, Any]]  # of metrics.jsonl, the log of training, from tag to value
 
 
 class Group(NamedTuple):
-    """Points that differ only in their seed, with means over the points that are finished.
+    """Points that differ only in their seed, with means over the points that are finished."""
 
-    Attributes:
-      name: the name of the points without the seed.
-      runs: the number of finished points.
-      planned: the number of points.
-      metrics: the mean of each metric, by name, over the finished points that have the metric.
-      answers: the mean percentage of exact answers by distance in windows (see `Row`), over the
-        finished points that have answers at this distance.
-      spread: the largest minus the smallest bits per byte of the finished points; None for fewer
-        than two points.
-      step_seconds: the mean time of a step.
-      relative_step_time: the step time divided by the step time of the baseline; None if the group
-        and the baseline read different numbers of tokens per step.
-      tokens_per_second: the mean number of tokens per second.
-      tokens_per_step: the mean number of tokens per step.
-      parameters: the number of parameters of the first finished point.
-      parameters_non_embedding: the same number without the embedding.
-      rows: the results of all points.
-    """
-
-    name: str
-    runs: int
-    planned: int
-    metrics: dict[str, float]
-    answers: dict[int, float]
-    spread: float | None
+    name: str  # the name of the points without the seed
+    runs: int  # the number of finished points
+    planned: int  # the number of points
+    metrics: dict[str, float]  # means over the finished points that have the metric
+    answers: dict[int, float]  # means over those that have answers at the distance; see `Row`
+    spread: float | None  # largest minus smallest bits per byte; None for fewer than two points
     step_seconds: float | None
+    # The step time divided by that of the baseline; None if the group and the baseline read
+    # different numbers of tokens per step.
     relative_step_time: float | None
     tokens_per_second: float | None
     tokens_per_step: float | None
-    parameters: int | None
+    parameters: int | None  # of the first finished point
     parameters_non_embedding: int | None
-    rows: list[Row]
+    rows: list[Row]  # the results of all points
 
 
 def read(workdir: Path, points: Sequence[Point], split: str) -> list[Row]:
-    """Returns the results of every point, including points that have not started.
-
-    Args:
-      workdir: the directory of the sweep.
-      points: the points.
-      split: the split on which points are evaluated.
-    """
+    """Returns the results of every point, including points that have not started."""
     return [_row(point, PointDirectory(workdir / point.directory), split) for point in points]
 
 
 def group(rows: Sequence[Row], baseline: str) -> list[Group]:
-    """Returns groups of rows that differ only in their seed, in the order of their first points.
-
-    Args:
-      rows: the results of the points.
-      baseline: the group whose step time is the reference: its name, or the name of a point in it;
-        see `reference`.
-    """
+    """Returns groups of rows that differ only in their seed, in the order of their first points."""
     members: dict[str, list[Row]] = {}
     for row in rows:
         members.setdefault(row.point.group, []).append(row)
@@ -130,11 +86,9 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
 
 
 def same_step(groups: Sequence[Group]) -> bool:
-    """Returns True if the steps of all groups read about the same number of tokens.
-
-    Only then can the step times of the groups be compared. The largest number of tokens per step
-    may exceed the smallest by 2 %, because batches of padded rows differ from step to step.
-    """
+    """Returns True if the steps of all groups read about the same number of tokens."""
+    # Only then can the step times of the groups be compared. The largest number of tokens per step
+    # may exceed the smallest by 2 %, because batches of padded rows differ from step to step.
     sizes = [g.tokens_per_step or 0.0 for g in groups]
     return not sizes or max(sizes) <= 1.02 * min(sizes)
 
@@ -142,11 +96,9 @@ def same_step(groups: Sequence[Group]) -> bool:
 def reference(groups: Sequence[Group], baseline: str) -> Group:
     """Returns the group with which the other groups are compared.
 
-    Args:
-      groups: the groups of the sweep.
-      baseline: the name of a group, the beginning of such a name up to a comma, or the name of a
-        point. The result is the first group that has this name or point, or the first of all groups
-        if none has it.
+    `baseline` is the name of a group, the beginning of such a name up to a comma, or the name of a
+    point. The result is the first group that has this name or point, or the first of all groups if
+    none has it.
     """
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}
@@ -191,15 +143,7 @@ def _point_metrics(point: Point, report: dict[str, Any]) -> dict[str, float]:
 
 
 def report(path: Path, task: Task) -> dict[str, Any]:
-    """Returns the content of the report that brt.evaluate wrote about a point, as JSON.
-
-    Args:
-      path: the file.
-      task: the task of the point.
-
-    Raises:
-      CheckpointError: the file is not a report of this task.
-    """
+    """Returns brt.evaluate's report about a point; CheckpointError if the file is none."""
     try:
         content = evaluations.read(path)
         untrusted.check(content, _REPORT)
@@ -212,11 +156,7 @@ def report(path: Path, task: Task) -> dict[str, Any]:
 
 
 def table_metrics(rows: Sequence[Row]) -> list[Metric]:
-    """Returns the metrics that become columns of a table.
-
-    A metric is included if the task of a row compares runs by the metric, and if at least one row
-    has a value.
-    """
+    """Returns the metrics by which tasks compare runs and of which some row has a value."""
     known = {
         metric.name: metric
         for row in rows
@@ -226,14 +166,10 @@ def table_metrics(rows: Sequence[Row]) -> list[Metric]:
 
 
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
-    """Returns the median of a metric over the records of training.
+    """Returns the median of a logged value, such as "perf/step_seconds", in records of training.
 
-    With several tags, the metric is the product of their values. Records that lack one of the tags
-    are left out. The result is None if no records are left.
-
-    Args:
-      records: the records of metrics.jsonl, which map tags to values.
-      tags: one or more names of logged values, such as "perf/step_seconds".
+    With several tags, it is that of the product of their values. Records that lack a tag are left
+    out; the result is None if no records are left.
     """
     factors = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(row) for row in factors if None not in row]
@@ -244,17 +180,10 @@ def _group(name: str, rows: list[Row]) -> Group:
     finished = [row for row in rows if row.status == "finished"]
 
     def mean(value: Callable[[Row], float | None]) -> float | None:
-        """Returns the mean of `value(row)` over the finished rows for which the value is not None.
-
-        The result is None if there are no such rows.
-        """
         values = [v for v in map(value, finished) if v is not None]
         return statistics.fmean(values) if values else None
 
     def means(field: Callable[[Row], Mapping[T, float]]) -> dict[T, float]:
-        """Returns the mean of each entry of the mapping `field(row)` over the finished rows that
-        have the entry.
-        """
         collected: dict[T, list[float]] = {}
         for row in finished:
             for name, value in field(row).items():

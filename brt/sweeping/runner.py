@@ -21,38 +21,23 @@ _POLL_SECONDS = 0.2
 
 @dataclasses.dataclass
 class _Job:
-    """A point that occupies one of the slots for parallel points.
-
-    Attributes:
-      point: the point.
-      directory: the directory of the point.
-      slot: the number of the slot.
-      lock: an open file that locks the point until it leaves the slot.
-      begin: the time at which the command started, as `time.monotonic` measures it.
-      progress: the progress of the point when the command started.
-      command: the running command.
-      asked_to_stop: True after the command was sent SIGTERM.
-    """
+    """A point that occupies one of the slots for parallel points."""
 
     point: Point
     directory: PointDirectory
     slot: int
-    lock: IO[bytes]
-    begin: float
-    progress: PointProgress
+    lock: IO[bytes]  # an open file that locks the point until it leaves the slot
+    begin: float  # when the command started, as `time.monotonic` measures it
+    progress: PointProgress  # when the command started
     command: Command
-    asked_to_stop: bool = False
+    asked_to_stop: bool = False  # True after the command was sent SIGTERM
 
 
 class Runner:
-    """Runs unfinished points (runs of a sweep), each in its own subprocesses.
+    """Runs unfinished points (runs of a sweep), `jobs` of them in parallel, each in subprocesses.
 
-    Args:
-      workdir: the directory of the sweep.
-      split: the split on which trained points are evaluated.
-      jobs: the number of points that run in parallel.
-      say: a function that is called with a line of text about every event, such as the end of a
-        point.
+    `split` is the split on which trained points are evaluated. `say` is called with a line of text
+    about every event, such as the end of a point.
     """
 
     def __init__(self, workdir: Path, split: str, jobs: int, say: Callable[[str], None]):

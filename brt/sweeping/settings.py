@@ -37,55 +37,33 @@ _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
 class NamedPoint(NamedTuple):
-    """A named set of bindings: `{'name': 'T5', 'include': 'base/t5.gin', 'Training.epochs': 2.0}`.
-
-    Attributes:
-      name: the name.
-      include: the paths of the .gin files that the point includes.
-      bindings: the values of settings, by `Section.field`.
-      seeds: the values of Training.seed for this point. If the tuple is empty, the point has the
-        seeds of the grid.
-    """
+    """Named bindings: `{'name': 'T5', 'include': 'base/t5.gin', 'Training.epochs': 2.0}`."""
 
     name: str
-    include: tuple[str, ...]
-    bindings: dict[str, Any]
-    seeds: tuple[int, ...] = ()
+    include: tuple[str, ...]  # the paths of the .gin files that the point includes
+    bindings: dict[str, Any]  # the values of settings, by `Section.field`
+    seeds: tuple[int, ...] = ()  # the values of Training.seed; () for those of the grid
 
     def grid(self, common: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        """Returns the grid for this point: the grid of the sweep, in which `seeds` replace the
-        values of Training.seed.
-
-        Args:
-          common: the grid of the sweep, which maps each setting to its values.
-        """
+        """Returns the grid of the sweep, in which `seeds` replace the values of Training.seed."""
         return {**common, SEED: self.seeds} if self.seeds else dict(common)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The settings of a sweep. Its runs combine named points, random samples and points of a grid.
+    """The settings of a sweep, whose runs combine named points, random samples and a grid."""
 
-    Attributes:
-      base: the paths of the .gin files that all points include.
-      points: the named points.
-      grid: the values of each setting that varies on the grid.
-      random: the distribution of each setting that is sampled, such as ("uniform", low, high).
-      samples: the number of random samples; each has a value of every setting in `random`.
-      seed: the seed of the samples, independent of Training.seed.
-      split: the split on which points are compared.
-      baseline: the name of the point with whose step time others are compared; "" for the first.
-      origins: the file and line where each of these fields is bound.
-    """
-
-    base: tuple[str, ...] = ()
+    base: tuple[str, ...] = ()  # the paths of the .gin files that all points include
     points: tuple[NamedPoint, ...] = ()
+    # The values of each setting that varies on the grid.
     grid: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    # The distribution of each setting that is sampled, such as ("uniform", low, high).
     random: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    samples: int = 0
-    seed: int = 0
-    split: str = "validation"
-    baseline: str = ""
+    samples: int = 0  # the number of random samples; each has a value of every setting in `random`
+    seed: int = 0  # the seed of the samples, independent of Training.seed
+    split: str = "validation"  # on which points are compared
+    baseline: str = ""  # the point with whose step time others are compared; "" for the first
+    # The file and line where each of these fields is bound.
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,13 +90,8 @@ class Sweep:
                     )
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Returns the random values of a sample, by setting.
-
-        A value depends only on Sweep.seed, the setting, its distribution and the index.
-
-        Args:
-          index: the number of the sample.
-        """
+        """Returns the random values of the sample number `index`, by setting."""
+        # A value depends only on Sweep.seed, the setting, its distribution and the index.
         return {
             name: checked_value(name, _draw(rule, random.Random(f"{self.seed}/{name}/{index}")))
             for name, rule in self.random.items()
@@ -126,16 +99,7 @@ class Sweep:
 
 
 def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
-    """Returns the sweep that the bindings of the section `Sweep` describe.
-
-    Args:
-      bound: the binding of each bound field of `Sweep`, by the name of the field. A binding has the
-        value, and the file and line where the field is bound.
-
-    Raises:
-      ConfigError: a field, name or value is invalid. The message begins with the file and line if
-        it is about a single binding.
-    """
+    """Returns the sweep that the bindings of the section `Sweep`, by field, describe."""
     values = {}
     for field, binding in bound.items():
         try:

@@ -39,15 +39,8 @@ def script(
 ) -> str:
     """Returns a script for sbatch that runs every point of a sweep as a task of a job array.
 
-    Args:
-      points: the number of points.
-      workdir: the directory of the sweep.
-      files: the values of the flag --gin_file of brt.sweep.
-      bindings: the values of the flag --gin_bindings of brt.sweep.
-      options: further options of sbatch, as on its command line.
-
-    Raises:
-      ConfigError: `options` cannot be parsed, or an option contains a control character.
+    `files` and `bindings` are the values of --gin_file and --gin_bindings of brt.sweep; `options`
+    are further options of sbatch, as on its command line. Wrong options raise ConfigError.
     """
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
@@ -91,15 +84,7 @@ def script(
 
 
 def submit(text: str, workdir: Path) -> str:
-    """Submits a script to SLURM with sbatch, and returns the output of sbatch.
-
-    Args:
-      text: the script.
-      workdir: the directory of the sweep, in which the function creates a directory for the logs.
-
-    Raises:
-      ConfigError: sbatch is not installed or refuses the job.
-    """
+    """Submits a script to SLURM with sbatch, and returns the output of sbatch."""
     # The directory of the logs is created here, because sbatch does not create it.
     check_writable(workdir)
     check_writable(workdir / "slurm", below=workdir)

@@ -46,33 +46,18 @@ _EVENT = re.compile(rb"\*|#>(\d)<")
 
 
 class Answer(NamedTuple):
-    """An answer in a document; positions count bytes from the start of the document.
+    """An answer in a document; positions count bytes from the start of the document."""
 
-    Attributes:
-      start: the position of the answer's first byte.
-      stop: the position after the answer's last byte.
-      stated: the position after the fact that determines the answer. If several facts determine the
-        answer, the position belongs to the first of them.
-      text: the correct answer.
-    """
-
-    start: int
-    stop: int
+    start: int  # the position of the answer's first byte
+    stop: int  # the position after the answer's last byte
+    # The position after the fact that determines the answer, or after the first of several facts.
     stated: int
-    text: bytes
+    text: bytes  # the correct answer
 
 
 def documents(source: str) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of every document of a source.
-
-    The name of the source, and the novels that the filler is taken from, determine every byte.
-
-    Args:
-      source: the name of the source; see `brt.data.memory.names`.
-
-    Raises:
-      DataError: the name is not valid, or asks for more text than the novels have.
-    """
+    """Yields the name and the text of every document of a source; see `brt.data.memory.names`."""
+    # The name of the source, and the novels that the filler is taken from, determine every byte.
     memory = parse(source)
     novels = "\n".join(file.path.read_text("utf-8") for file in sources.files(source))
     novels = _NOT_FILLER.sub("", novels)
@@ -93,9 +78,7 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
 def answers(name: str, text: bytes) -> Iterator[Answer]:
     """Yields the correct answers to the questions in a document, in the order of the text.
 
-    Args:
-      name: the name that `documents` gave the document.
-      text: the UTF-8 text of the document.
+    `name` is the name that `documents` gave the document, and `text` its text in UTF-8.
     """
     memory = parse(name)
     return _KINDS[memory.task].solve(memory, text)
@@ -131,7 +114,6 @@ def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
 
 
 def _value(memory: Memory, random: RandomState) -> str:
-    """Draws a value that belongs to the split."""
     return _owned(
         memory, lambda: "".join(_DIGITS[i] for i in random.randint(16, size=memory.length))
     )
@@ -173,11 +155,9 @@ def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
 
 
 def _sentence(number: int, symbols: int, random: RandomState) -> str:
-    """Returns the sentence with the index `number`, about a person that goes or takes a thing.
-
-    In the first sentences every person goes to some place, and in the next sentences every thing is
-    taken, so that every thing has a place. Further sentences are random.
-    """
+    """Returns the sentence with the index `number`, about a person that goes or takes a thing."""
+    # In the first sentences every person goes to some place, and in the next sentences every thing
+    # is taken, so that every thing has a place. Further sentences are random.
     who, thing, place, goes = (int(i) for i in random.randint((symbols,) * 3 + (2,)))
     if number < symbols:
         who, goes = number, 1
@@ -215,7 +195,6 @@ def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
     """Returns events that are stars, and an event that asks for the number of stars."""
 
     def draw() -> list[int]:
-        """Draws a random number of stars; returns their positions in the filler, sorted."""
         count = random.randint(memory.facts + 1)
         return sorted(map(int, random.randint(memory.size - distance + 1, size=count)))
 

@@ -53,19 +53,12 @@ _SHORTEST = 3
 
 
 class Memory(NamedTuple):
-    """The settings in the name of a source of a memory task.
-
-    Attributes:
-      task, split: the TASK and the SPLIT in the name.
-      documents: the COUNT in the name, the number of documents.
-      distance: the values of the setting `distance` that documents use in turn.
-      size, facts, queries, symbols, length, seed: settings, which the module docstring describes.
-    """
+    """The settings in the name of a source of a memory task; see the module docstring."""
 
     task: str
     split: str
-    documents: int
-    distance: tuple[int, ...]
+    documents: int  # the COUNT in the name
+    distance: tuple[int, ...]  # the values that documents use in turn
     size: int
     facts: int = 1
     queries: int = 1
@@ -80,16 +73,9 @@ class Memory(NamedTuple):
 
 
 def parse(source: str) -> Memory:
-    """Returns the settings in the name of a source of a memory task.
+    """Returns the settings in the name of a source; those left out have the task's defaults.
 
-    Settings that the name leaves out have the defaults of the task.
-
-    Args:
-      source: the name of a source; or the name of a document, which is the name of the source
-        followed by `#NUMBER`.
-
-    Raises:
-      DataError: there is no such task, split or setting, or the settings contradict each other.
+    The name of a document, which is that of its source followed by `#NUMBER`, may also be given.
     """
     name = source.partition("#")[0]
     match = re.fullmatch(rf"{MEMORY}(\w+)/(\w+)/([1-9]\d*)(?:\?(.*))?", name)

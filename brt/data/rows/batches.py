@@ -20,33 +20,24 @@ from brt.data.readers import Reader
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowReader(Reader):
-    """Base class of the readers of rows; a subclass defines the content of a batch.
+    """Base class of the readers of rows, which a subclass gathers to padded batches.
 
-    Attributes:
-      store: the rows; the attribute `lengths` of the store is int [rows].
-      buckets: the lengths to which batches are padded, ascending; () pads all batches to the length
-        of the longest row.
+    The attribute `lengths` of the store is int [rows].
     """
 
+    # The lengths to which batches are padded, ascending; () pads all to the length of the longest.
     buckets: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int:
-        """Length of the longest row."""
         return int(self.store.lengths.max())
 
     @abc.abstractmethod
     def gather(self, rows: np.ndarray, length: int) -> Any:
-        """Returns a batch of B rows, padded to a length.
-
-        Args:
-          rows: int [B], indices of rows in the store; -1 is an empty row.
-          length: the length that rows are padded to.
-        """
+        """Returns a batch of B rows, padded to a length; `rows` is int [B], and -1 an empty row."""
 
     @staticmethod
     def positions(batch: Any) -> int:
-        """Returns the number of tokens or frames in a batch, including padding."""
         return batch.valid.size  # `valid` is a mask with an element for each token or frame.
 
     def __getitem__(self, step: int) -> Any:
@@ -56,10 +47,10 @@ class RowReader(Reader):
         return self.gather(rows[place, local], int(lengths[place]))
 
     def described(self, step: int) -> list[dict[str, Any]]:
-        """Returns a JSON description of each row in the batch of a step.
+        """Returns a JSON description of each row in the batch of a step, without empty rows.
 
-        The description has the keys "lane" (index in the batch), "row" (index in the store) and, if
-        the store has ids, "id". Empty rows are left out.
+        Its keys are "lane" (index in the batch), "row" (index in the store) and, if the store has
+        ids, "id".
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         rows, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
@@ -71,14 +62,12 @@ class RowReader(Reader):
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Number of batches that together contain every row once."""
         return -(-len(self.store) // self.batch_size)
 
     def one_epoch(self, limit: int = 0) -> Iterator[Any]:
         """Yields the batches of the first epoch, which together contain every row once.
 
-        Args:
-          limit: if above 0, only one batch is yielded, with the first `limit` rows of the store.
+        If `limit` is above 0, only one batch is yielded, with the first `limit` rows of the store.
         """
         if limit:
             yield self.gather(np.arange(min(limit, len(self.store))), self.longest)
@@ -89,22 +78,15 @@ class RowReader(Reader):
     def evaluation(
         cls, store: Any, *, batch_size: int, limit: int = 0, **settings: Any
     ) -> Iterator[Any]:
-        """Yields batches of rows of similar lengths, which together contain every row once.
+        """Yields the batches of `one_epoch` of a reader that does not shuffle.
 
-        Only the last batch may have empty rows.
-
-        Args:
-          store: the rows.
-          batch_size: the number of rows of a batch.
-          limit: if above 0, only one batch is yielded, with the first `limit` rows of the store.
-          settings: further attributes of the reader.
+        The rows of a batch have similar lengths, and only the last batch may have empty rows.
         """
         reader = cls(store=store, batch_size=batch_size, shuffle=False, **settings)
         yield from reader.one_epoch(limit)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON of everything that determines the content of each batch, including the buckets."""
         return {**super().identity, "buckets": list(self.lengths)}
 
     @property
@@ -113,9 +95,7 @@ class RowReader(Reader):
         return self.buckets or (self.longest,)
 
     def largest(self) -> Any:
-        """Returns a batch of empty rows that has the largest shape of all batches. From its shape,
-        callers know how much memory and how many tokens a step takes at most.
-        """
+        """Returns a batch of empty rows that has the largest shape of all batches."""
         return self.gather(np.full(self.batch_size, -1, np.int32), self.lengths[-1])
 
     @functools.cached_property
@@ -162,7 +142,6 @@ def padded(
       rows: int [B], indices of rows; -1 is an empty row.
       read: function from the index of a row to the row, an array [length of the row, *width].
       length: the length T to which rows are padded.
-      dtype: the dtype of the array.
       width: the shape of an element of a row.
       fill: the value of padding.
     """

@@ -16,16 +16,7 @@ from brt.errors import DataError
 
 
 class OnDisk:
-    """A one-dimensional array in a file, which stays open; indexing reads a copy.
-
-    Args:
-      path: the file.
-      dtype: the little-endian dtype of the values.
-      size: the number of values in the file.
-
-    Raises:
-      OSError: the file cannot be opened.
-    """
+    """A one-dimensional array of `size` little-endian values in a file; indexing reads a copy."""
 
     def __init__(self, path: Path, dtype: np.dtype, size: int):
         self.dtype, self.size = np.dtype(dtype), size
@@ -37,11 +28,6 @@ class OnDisk:
         return self.size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Reads consecutive values; `part` must be a slice with step 1.
-
-        Raises:
-          DataError: the file was truncated or cannot be read.
-        """
         start, stop, step = part.indices(self.size)
         if step != 1:
             raise ValueError(f"numbers of a file are read one after another, not by {step}")
@@ -50,16 +36,9 @@ class OnDisk:
         return values
 
     def gather(self, places: np.ndarray) -> np.ndarray:
-        """Reads the values at the given indices, and returns an array of the shape of the indices.
-
-        Args:
-          places: int64 [..., K], indices below `size`. For each row of K indices, all values
-            between the smallest and the largest index are read, so the indices of a row should be
-            close to each other.
-
-        Raises:
-          DataError: the file was truncated or cannot be read.
-        """
+        """Returns the values at the given indices, int64 [..., K]."""
+        # For each row of K indices, all values between the smallest and the largest index are read,
+        # so the indices of a row should be close to each other.
         rows = places.reshape(-1, places.shape[-1])
         first = rows.min(axis=1)
         widths = rows.max(axis=1) - first + 1
@@ -69,7 +48,6 @@ class OnDisk:
         return np.take_along_axis(values, rows - first[:, None], axis=1).reshape(places.shape)
 
     def _read(self, into: np.ndarray, start: int) -> None:
-        """Fills an array with the values from index `start` on."""
         left, at = memoryview(into).cast("B"), start * self.dtype.itemsize
         while left:
             try:
@@ -95,9 +73,7 @@ class InMemory:
         return self.size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Returns the values of a slice."""
         return self._values[part]
 
     def gather(self, places: np.ndarray) -> np.ndarray:
-        """Returns the values at the indices `places`, as an array of the shape of the indices."""
         return self._values[places]

@@ -30,23 +30,15 @@ Store = TypeVar("Store")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowCorpus(Generic[Encoder, Store]):
-    """Prepared rows that are opened for reading.
+    """Prepared rows that are opened for reading; `tokenizer` is the object that encoded them."""
 
-    Attributes:
-      rows: the plural noun for rows in messages, such as "pairs".
-      directory: the directory of the prepared data.
-      tokenizer: the object that encoded the rows, such as a tokenizer or a vocabulary.
-      splits: the store of each split, by the name of the split.
-    """
-
-    rows: ClassVar[str] = "rows"
+    rows: ClassVar[str] = "rows"  # the plural noun for rows in messages, such as "pairs"
 
     directory: Path
     tokenizer: Encoder
     splits: dict[str, Store]
 
     def split(self, name: str) -> Store:
-        """Returns the store of the split `name`; raises DataError if there is no such split."""
         if name not in self.splits:
             raise DataError(
                 f"there are no {name} {self.rows}, only {', '.join(self.splits)}; name some with "
@@ -55,9 +47,7 @@ class RowCorpus(Generic[Encoder, Store]):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split, by name: the number of rows, the size in bytes,
-        the hash of the content, and the source files.
-        """
+        """Returns a JSON description of each split, by name; see `cache.describe_splits`."""
         return cache.describe_splits(self.directory, self.splits, self.rows)
 
 
@@ -65,41 +55,22 @@ class Preparation(abc.ABC):
     """Base class that prepares and opens the rows that a config section describes.
 
     Each kind of rows has a subclass, which defines how rows are read, encoded and stored.
-
-    Args:
-      section: the section of the config that names sources and settings.
-      progress: True shows a progress bar on a terminal, and messages for the user.
-
-    Attributes:
-      dataset: the subclass of RowCorpus of which `open` returns an instance.
-      kind: the name of the kind of rows. It is a part of the key in the cache, the hash that names
-        the directory of the prepared data.
-      encoding: the noun for the object that encodes rows, such as "tokenizer" or "vocabulary".
-      tokenizer: the object that encodes rows; None until it has been loaded or trained.
-      shares: for each split that is held out of Data.train, its fraction of the training rows.
-      endings: suffixes of the files that are read from directories.
     """
 
-    dataset: type[RowCorpus]
-    kind: str
-    encoding = "tokenizer"
-    tokenizer: Any = None
-    endings: tuple[str, ...] = ()
+    dataset: type[RowCorpus]  # `open` returns an instance of this class
+    kind: str  # the name of the kind of rows, a part of the key in the cache
+    encoding = "tokenizer"  # the noun for the object that encodes rows, or "vocabulary"
+    tokenizer: Any = None  # the object that encodes rows; None until it was loaded or trained
+    endings: tuple[str, ...] = ()  # suffixes of the files that are read from directories
 
     def __init__(self, section: Any, progress: bool = True):
         self.section, self.progress = section, progress
+        # For each split that is held out of Data.train, its fraction of the training rows.
         shares = {split: share_of(section, split) for split in SPLITS[1:]}
         self.shares = {split: share for split, share in shares.items() if share}
 
     def open(self) -> Any:
-        """Opens all splits; prepares the data first if necessary.
-
-        Returns:
-          An instance of the class `dataset`.
-
-        Raises:
-          DataError: a source cannot be read, or belongs to two splits.
-        """
+        """Opens all splits as a `dataset`; prepares the data first if necessary."""
         hashes = {
             split: [] if split in self.shares else self.hashes(getattr(self.section, split))
             for split in SPLITS
@@ -113,20 +84,9 @@ class Preparation(abc.ABC):
         return self._opened(directory, encoder, manifest["splits"])
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
-        """Opens a single split; prepares the split first if necessary.
+        """Opens a single split as a `dataset`; prepares the split first if necessary.
 
-        Args:
-          split: the name of the split.
-          encoder: the object that encodes rows, such as the tokenizer of a trained model.
-          known: a directory in which a run has prepared this split before; None if there is none.
-            The directory is used again if the split is held out of the training rows, or if the
-            sources are unchanged or cannot be read any more.
-
-        Returns:
-          An instance of the class `dataset` with this split.
-
-        Raises:
-          DataError: there is no such split, or its sources cannot be read.
+        `encoder` may be the tokenizer of a trained model; `known` is as in `cache.prepared_split`.
         """
         if not getattr(self.section, split):
             raise DataError(
@@ -151,11 +111,9 @@ class Preparation(abc.ABC):
         return self.dataset(directory, encoder, stores)
 
     def read(self, split: str) -> Iterator[Any]:
-        """Yields the rows of a split, and a BadRow (name and problem) for each unusable row.
-
-        If the split is held out of Data.train, its rows are selected from the training sources.
-        The rows of "train" are the training rows that are not held out.
-        """
+        """Yields the rows of a split, and a BadRow (name and problem) for each unusable row."""
+        # If the split is held out of Data.train, its rows are selected from the training sources.
+        # The rows of "train" are the training rows that are not held out.
         if not self.shares or split not in ("train", *self.shares):
             return self.rows(split, getattr(self.section, split))
         return (row for row in self._train() if self._split_of(row) == split)
@@ -173,93 +131,59 @@ class Preparation(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Any]:
-        """Yields all rows of some sources, and a BadRow (name and problem) for each unusable row.
-
-        Args:
-          split: the name of the split, for error messages.
-          names: the names of the sources, such as files and directories.
-        """
+        """Yields all rows of the sources `names`, and a BadRow for each unusable row."""
 
     @abc.abstractmethod
     def content(self, row: Any) -> str:
-        """Returns a text that represents the content of a row.
-
-        Rows with the same content are assigned to the same split.
-        """
+        """Returns a text that represents a row; rows of the same text belong to the same split."""
 
     def values_from_train(self) -> dict[str, Any]:
-        """Returns values, as JSON, that follow from the training rows and determine other splits.
+        """Returns values, such as names of classes, that follow from the training rows, as JSON.
 
-        Such values are, for example, the names of classes. They are a part of the key under which a
-        single split is cached. The encoder is not included, because it is always a part of the key.
+        They determine other splits, and are a part of the key under which a single split is cached.
+        The encoder is always a part of the key.
         """
         return {}
 
     @abc.abstractmethod
     def load(self, name: str) -> Any:
-        """Returns the object that encodes rows. Its `fingerprint` is a hash that identifies it.
+        """Returns the object that encodes rows; its `fingerprint` is a hash that identifies it.
 
-        Args:
-          name: the path of a file that contains the object, or the value of the config's setting.
-
-        Raises:
-          DataError: the file is missing or damaged.
-          ConfigError: the setting is not valid.
+        `name` is the path of a file that contains the object, or the value of the config's setting.
         """
 
     @abc.abstractmethod
     def open_store(self, directory: Path, encoder: Any) -> RowStore:
-        """Returns the opened store of a split.
-
-        Args:
-          directory: the directory of the store.
-          encoder: the object that encoded the rows.
-        """
+        """Returns the opened store of a split, whose rows `encoder` has encoded."""
 
     @abc.abstractmethod
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         """Returns the hashes of all files of some sources, given the names of the sources."""
 
     def left_out(self, name: str) -> str:
-        """Returns a sentence about the files of a source that are not read; "" if all are read.
-
-        `name` is the name of the source.
-        """
+        """Returns a sentence about the files of a source that are not read; "" if all are read."""
         return sources.left_out(name, self.endings)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Raises DataError if two splits have a file in common.
-
-        Args:
-          hashes: hashes of the files of each split.
-        """
+        """Raises DataError if two splits have a file in common."""
         cache.refuse_shared(hashes)
 
     def key_values(self) -> dict[str, Any]:
-        """Returns values, as JSON, that determine the data in addition to settings and sources.
-
-        The values are a part of the key in the cache.
-        """
+        """Returns further values, as JSON, that determine the data and its key in the cache."""
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Creates the object that encodes rows, and saves it in `directory`.
+        """Creates the object that encodes rows, before the first row is written, and saves it.
 
-        The method is called before the first row is written. The default creates nothing.
-
-        Returns:
-          Entries of the manifest that describe the object.
+        The result is entries of the manifest that describe the object. The default creates nothing.
         """
         return {}
 
     @abc.abstractmethod
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written.
+        """Writes the store of a split ("train" comes first), and returns a line for the user.
 
-        Args:
-          split: the name of the split; the method is called for "train" first.
-          directory: the directory of the store.
-          tally: counts the rows, and removes rows that cannot be used.
+        `tally` counts the rows, and removes rows that cannot be used.
         """
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,13 +213,9 @@ class Preparation(abc.ABC):
 
 
 class TokenizedPreparation(Preparation):
-    """Base class for sections whose setting `tokenizer` names or trains a tokenizer.
+    """Base class for sections whose setting `tokenizer` names or trains a tokenizer."""
 
-    Attributes:
-      special: ids of the special pieces that a trained tokenizer gets.
-    """
-
-    special: Special
+    special: Special  # ids of the special pieces that a trained tokenizer gets
 
     @abc.abstractmethod
     def texts(self) -> Iterable[str]:
@@ -311,19 +231,10 @@ class TokenizedPreparation(Preparation):
         return tokenizer_training.vocabulary_size(self.section.tokenizer, "Data.tokenizer")
 
     def key_values(self) -> dict[str, Any]:
-        """Returns {"tokenizer": FINGERPRINT} if the section names a tokenizer, otherwise {}.
-
-        The result is a part of the key in the cache. A trained tokenizer need not be included,
-        because it follows from the training data.
-        """
+        # A trained tokenizer need not be included, because it follows from the training data.
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Trains or loads the tokenizer, and saves it in `directory`.
-
-        Returns:
-          The entry of the manifest that describes the tokenizer.
-        """
         if size := self._size:
             cache.say(f"training a tokenizer of {size} pieces", self.progress)
             path = directory / "tokenizer.model"

@@ -11,14 +11,10 @@ from brt.data.rows.on_disk import OnDisk
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths; row i is values[offsets[i]:offsets[i + 1]].
+    """Rows of different lengths; row i is values[offsets[i]:offsets[i + 1]]."""
 
-    Attributes:
-      values: [elements, ...], the elements of all rows, one after another.
-      offsets: int64 [rows + 1], the index of each row's first element, and the number of elements.
-    """
-
-    values: np.ndarray | OnDisk
+    values: np.ndarray | OnDisk  # [elements, ...], the elements of all rows, one after another
+    # int64 [rows + 1], the index of each row's first element, and the number of elements
     offsets: np.ndarray
 
     def __len__(self) -> int:
@@ -34,24 +30,12 @@ class Ragged:
         return np.diff(self.offsets)
 
     def columns(self, name: str) -> dict[str, np.ndarray]:
-        """Returns {name: values, name + "_offsets": offsets}: the two arrays by the names under
-        which a store of rows saves them.
-
-        For an opened store, `store.Files.ragged` makes a ragged array of the two arrays again.
-        """
+        """Returns both arrays, named as a store of rows saves them; see `store.Files.ragged`."""
         return {name: self.values[:], f"{name}_offsets": self.offsets}
 
 
 def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
-    """Returns the ragged array with these values and offsets, after checking the offsets.
-
-    Args:
-      values: [elements, ...], the elements of all rows.
-      offsets: int64 [rows + 1], the index of each row's first element, and the number of elements.
-
-    Raises:
-      ValueError: the offsets do not ascend from 0 to the number of values.
-    """
+    """Returns a ragged array; ValueError if the offsets do not ascend from 0 to len(values)."""
     if (
         offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets) or offsets[0] != 0
         or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any()
@@ -61,32 +45,18 @@ def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
 
 
 def from_rows(rows: Sequence[np.ndarray], dtype: np.dtype) -> Ragged:
-    """Returns a ragged array of the given rows, which are converted to a dtype.
-
-    Args:
-      rows: arrays [length of the row, ...], whose other axes have the same sizes.
-      dtype: the dtype of the values.
-    """
+    """Returns a ragged array of arrays [length of the row, ...] with the same other axes."""
     empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, dtype)
     return Ragged(np.concatenate([empty, *rows]).astype(dtype), offsets([len(row) for row in rows]))
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:
-    """Returns int64 [rows + 1], the index at which each row begins, and the sum of all lengths.
-
-    Args:
-      lengths: the length of each row.
-    """
+    """Returns int64 [rows + 1], the index at which each row begins, and the sum of all lengths."""
     return np.r_[0, np.cumsum(np.array(lengths, np.int64))].astype(np.int64)
 
 
 class Writer:
-    """Writes the rows of a ragged array to a file; a context manager that closes the file.
-
-    Args:
-      path: the file, which contains nothing but the values.
-      dtype: the dtype of the values.
-    """
+    """Writes the rows of a ragged array to a file, which contains nothing but the values."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file, self._dtype = open(path, "wb"), dtype
@@ -111,17 +81,7 @@ class Writer:
 
 
 def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
-    """Returns the ragged array in a file that `Writer` wrote; a row is read when it is indexed.
-
-    Args:
-      path: the file.
-      dtype: the dtype of the values.
-      offsets: int64 [rows + 1], the index of each row's first value, and the number of values.
-
-    Raises:
-      ValueError: the number of values in the file differs from the last offset.
-      OSError: the file cannot be read.
-    """
+    """Returns the ragged array in a file of a `Writer`; a row is read when it is indexed."""
     count, rest = divmod(path.stat().st_size, dtype.itemsize)
     if rest or (offsets.size and count != int(offsets.flat[-1])):
         raise ValueError(f"{path.name} has another size than its rows")

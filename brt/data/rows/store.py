@@ -26,20 +26,13 @@ from brt.data.rows.ragged import Ragged
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowStore:
-    """Base class of opened stores; a subclass adds the columns of its kind of rows.
-
-    Attributes:
-      directory: the directory of the store.
-      manifest: content of manifest.json: counts, settings and hashes.
-      ids: the id of each row, by which files of predictions name the row.
-    """
+    """Base class of opened stores; a subclass adds the columns of its kind of rows."""
 
     directory: Path
-    manifest: Mapping[str, Any]
-    ids: tuple[str, ...]
+    manifest: Mapping[str, Any]  # content of manifest.json: counts, settings and hashes
+    ids: tuple[str, ...]  # the id of each row, by which files of predictions name the row
 
     def __len__(self) -> int:
-        """Returns the number of rows."""
         return len(self.ids)
 
     @property
@@ -54,52 +47,32 @@ class RowStore:
 
 
 class Files(NamedTuple):
-    """The content of a store's directory, from which a subclass of RowStore is made.
-
-    Attributes:
-      directory: the directory of the store.
-      manifest: content of manifest.json: counts, settings and hashes.
-      npz: the name of the file that contains the columns.
-      columns: the columns by name: arrays, and tuples of texts (or of lists of texts).
-    """
+    """The content of a store's directory, from which a subclass of RowStore is made."""
 
     directory: Path
     manifest: Mapping[str, Any]
-    npz: str
-    columns: Mapping[str, Any]
+    npz: str  # the name of the file that contains the columns
+    columns: Mapping[str, Any]  # by name: arrays, and tuples of texts (or of lists of texts)
 
     def ragged(self, name: str, offsets: str = "") -> Ragged:
-        """Returns rows of different lengths, whose values and offsets are two columns of the store.
+        """Returns rows of different lengths, whose values and offsets are columns of the store.
 
-        Args:
-          name: the name of the column of values.
-          offsets: the name of the column of offsets; "" stands for `name` followed by "_offsets".
+        The default of `offsets` is `name` followed by "_offsets".
         """
         return ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
         """Returns rows of different lengths, whose values are in a file of their own.
 
-        Args:
-          file: the name of the file.
-          dtype: the dtype of the values.
-          offsets: int64 [rows + 1], the index of each row's first value, and the number of values.
-          count: the key under which the manifest has the number of rows, such as "documents".
-
-        Raises:
-          ValueError: the number of rows differs from the number in the manifest.
+        `offsets` is int64 [rows + 1], the index of each row's first value, and the number of
+        values.
         """
         rows = ragged.read(self.directory / file, dtype, offsets)
         self.check(count, rows)
         return rows
 
     def check(self, count: str, *columns: Any) -> None:
-        """Raises ValueError if a column does not have as many rows as the manifest says.
-
-        Args:
-          count: the key under which the manifest has the number of rows, such as "documents".
-          columns: the columns, objects with a length.
-        """
+        """Raises ValueError if columns are not as long as the manifest's entry `count` says."""
         if {self.manifest[count]} != {*map(len, columns)}:
             raise ValueError(f"{self.npz} has another length than its manifest says")
 
@@ -117,12 +90,10 @@ def opened(
     """Context that opens a store which `finish` completed, and yields the store's content.
 
     Args:
-      directory: the directory of the store.
       lists: names of the columns that are JSON lists of texts; None takes the names from the
         manifest.
       facts: types of further entries that the manifest must have, in the notation of
         `untrusted.check`.
-      npz: the name of the file that contains the columns.
       what: the noun for the directory in error messages.
       verify: False does not compare the files with their hashes, because the caller has just
         written them.
@@ -149,12 +120,7 @@ def opened(
 
 
 def verify(directory: Path) -> None:
-    """Compares all files of the store in `directory` with the hashes in the manifest, even if they
-    were compared before.
-
-    Raises:
-      DataError: the store is missing, incomplete or has another format; or a file has another hash.
-    """
+    """Compares all files of a store with their hashes, even if they were compared before."""
     manifest = manifests.read(directory / "manifest.json", {"sha256": {str: str}})
     with manifests.explaining_damage(directory, "store"):
         verified.check(directory, manifest["sha256"], whole=True)
@@ -171,11 +137,7 @@ def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
 def check_indices(name: str, places: np.ndarray, counts: int | np.ndarray) -> None:
     """Raises ValueError unless all integers in `places` are at least 0 and below `counts`.
 
-    Args:
-      name: the name of the column, for the error message.
-      places: an array of indices.
-      counts: the length of the array that the indices point to; or, if the indices point to
-        several arrays, their lengths, in a shape that can be broadcast to the shape of `places`.
+    `counts` is a length, or lengths in a shape that can be broadcast to the shape of `places`.
     """
     if places.dtype.kind != "i" or ((places < 0) | (places >= counts)).any():
         raise ValueError(f"{name} points where nothing is")
@@ -193,13 +155,11 @@ def finish(
     """Completes a store: writes the columns, and then the manifest with the hashes of all files.
 
     Args:
-      directory: the directory of the store.
       columns: arrays, and lists that can be written as JSON, by name.
       facts: further entries of the manifest, such as counts and settings.
       files: names of existing files whose content is a part of the fingerprint, the hash of
         everything that a model reads or learns.
       identity: bytes that are a part of the fingerprint; b"" uses the content of all columns.
-      npz: the name of the file that contains the columns.
     """
     arrays = {
         name: column if isinstance(column, np.ndarray)

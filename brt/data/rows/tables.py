@@ -21,18 +21,13 @@ READ_ROWS = 64  # This number of Parquet or Arrow rows is converted to Python ob
 
 
 class Row(NamedTuple):
-    """A row of a table.
+    """A row of a table."""
 
-    Attributes:
-      name: FILE:NUMBER. Lines of JSON and records of CSV are counted from one, including the header
-        of CSV. Rows of Parquet and Arrow and examples of TensorFlow datasets are counted from zero.
-      values: the value of each column, by name; a text is str, or bytes that are not decoded yet.
-      problem: the reason why the row cannot be read, such as "is not JSON"; otherwise "".
-    """
-
+    # FILE:NUMBER. Lines of JSON and records of CSV are counted from one, including the header of
+    # CSV. Rows of Parquet and Arrow and examples of TensorFlow datasets are counted from zero.
     name: str
-    values: Mapping[str, Any]
-    problem: str = ""
+    values: Mapping[str, Any]  # by column; a text is str, or bytes that are not decoded yet
+    problem: str = ""  # why the row cannot be read, such as "is not JSON"
 
 
 class Table(NamedTuple):
@@ -47,14 +42,9 @@ def tables(
 ) -> Iterator[Table]:
     """Yields the tables that belong to a source, which is named as `brt.data.sources` describes.
 
-    Args:
-      source: the name of the source.
-      formats: suffixes of the files to read, `FORMATS` or more.
-      header: names of the columns of .tsv files, where "" leaves out a column; () reads the names
-        from the first line of each file.
-
-    Raises:
-      DataError: there is no table, or a file is damaged or has another format.
+    `header` has the names of the columns of .tsv files, where "" leaves out a column; () reads the
+    names from the first line of each file. A file with another suffix than `formats` raises
+    DataError.
     """
     if source.startswith("tfds:"):
         yield Table(source, _tfds(source))
@@ -76,15 +66,13 @@ def read(
 ) -> Iterator[Any]:
     """Yields an item for each row of some tables, in order, or a BadRow if the row has a problem.
 
+    A table without a row, or that lacks a column, raises DataError.
+
     Args:
-      source_tables: the tables.
       choose: function from the name of a table and the values of its first row to the columns that
         are read from the table.
       item: function from a row, the result of `choose`, and the number of the row (counted over all
         tables, from 0) to the item.
-
-    Raises:
-      DataError: a table has no row or lacks a column.
     """
     number = 0
     for table in source_tables:
@@ -101,12 +89,7 @@ def read(
 
 
 def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
-    """Yields the rows of a file, whose suffix determines the format.
-
-    Args:
-      file: the file.
-      header: names of the columns of a .tsv file; () reads the names from the first line.
-    """
+    """Yields the rows of a file, whose suffix determines the format; `header` is as in `tables`."""
     match endings.kind(file.path.name):
         case "parquet" | "arrow":
             return _columnar(file)
@@ -132,9 +115,7 @@ def _objects(records: Iterable[json_files.Record]) -> Iterator[Row]:
 
 
 def flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns columns in which those of an object have names of their own: the column "data" with
-    {"text": ...} becomes "data.text".
-    """
+    """Returns the columns of nested objects: {"data": {"text": ...}} becomes {"data.text": ...}."""
     if not any(isinstance(value, Mapping) for value in values.values()):
         return values
     columns = {}
@@ -145,11 +126,7 @@ def flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_of(values: Mapping[str, Any], column: str) -> str:
-    """Returns the text in a column; a list of texts, such as paragraphs, is joined by line feeds.
-
-    Raises:
-      ValueError: the column is missing or contains no usable text; see `text_value`.
-    """
+    """Returns the text in a column (`text_value`); a list of texts is joined by line feeds."""
     if column not in values:
         raise ValueError(f"has no column '{column}'")
     value = values[column]
@@ -161,13 +138,8 @@ def text_of(values: Mapping[str, Any], column: str) -> str:
 def text_value(value: Any, column: str = "") -> str:
     """Returns the value of a column as a text, without a byte order mark at its start.
 
-    Args:
-      value: the value, str or bytes.
-      column: the name of the column, for the error message; "" if the message need not name it.
-
-    Raises:
-      ValueError: the value is not a text, is not UTF-8, or contains a NUL or one half of a
-        surrogate pair. The message is a phrase such as "has nothing in 'document'".
+    A value that is no usable text raises ValueError, whose message is a phrase such as "has nothing
+    in 'document'"; it names the column unless `column` is "".
     """
     of, inside = (f" of '{column}'", f" in '{column}'") if column else ("", "")
     if isinstance(value, bytes):
@@ -186,15 +158,7 @@ def text_value(value: Any, column: str = "") -> str:
 
 
 def row_id(value: Any, number: int) -> str:
-    """Returns the id of a row as a text, or the row's number if the id is missing.
-
-    Args:
-      value: the value in the column of ids; None or NaN if the id is missing.
-      number: the number of the row.
-
-    Raises:
-      ValueError: the id is a text that cannot be used; see `text_value`.
-    """
+    """Returns the id of a row as a text, or the row's number if the id is missing (None or NaN)."""
     if value is None or value != value:  # A column of floats represents a missing id by NaN.
         return str(number)
     # pandas writes integer ids as floats if some are missing.
@@ -204,11 +168,7 @@ def row_id(value: Any, number: int) -> str:
 
 
 class Unread(NamedTuple):
-    """Placeholder for a value of a type that brt does not read, such as a struct.
-
-    Attributes:
-      type: the name of the value's type.
-    """
+    """Placeholder for a value of a type that brt does not read, whose name is `type`."""
 
     type: str
 
@@ -221,12 +181,7 @@ def type_name(value: Any) -> str:
 
 
 def unique(file: str, columns: Sequence[str]) -> Sequence[str]:
-    """Returns the names of columns unchanged; raises DataError if a name occurs twice.
-
-    Args:
-      file: the name of the file, for the error message.
-      columns: the names.
-    """
+    """Returns the names of columns unchanged; raises DataError if a name occurs twice."""
     twice = [column for column, count in Counter(columns).items() if column and count > 1]
     if twice:
         raise DataError(f"{file} names the column {twice[0]!r} twice; rename one of them")

@@ -17,20 +17,10 @@ class BadRow(NamedTuple):
 
 
 class Tally:
-    """Counts the rows of a split, and separates rows that cannot be used (bad rows).
+    """Counts the rows of a split (`rows`), and separates those that cannot be used (`bad`).
 
-    The method `usable` only counts bad rows. The method `refuse_or_skip` may also raise an error
-    about them, after all rows were read.
-
-    Args:
-      split: the name of the split, for error messages.
-      skip: the text "Data.errors = 'skip'", which error messages recommend to a user who wants to
-        train without the bad rows.
-      progress: function without arguments that is called for each row.
-
-    Attributes:
-      rows: the number of rows so far, including bad rows.
-      bad: the number of bad rows so far.
+    `skip` is the text "Data.errors = 'skip'", which error messages recommend to a user who wants to
+    train without the bad rows. `progress` is called for each row.
     """
 
     def __init__(self, split: str, skip: str, progress: Callable[[], Any] = lambda: None):
@@ -51,14 +41,10 @@ class Tally:
                 self._bad.append(f"{item.name} {item.problem}")
 
     def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
-        """Yields the items that are not of the class BadRow, and may raise an error at the end.
+        """Yields the items that are not of the class BadRow, and may raise DataError at the end.
 
-        Args:
-          items: rows, and a BadRow for each row that cannot be used.
-          errors: the setting Data.errors, "refuse" or "skip".
-
-        Raises:
-          DataError: all rows are bad; or a row is bad, and `errors` is "refuse".
+        It does if all rows are bad, or if a row is bad and `errors` (Data.errors) is "refuse", not
+        "skip".
         """
         yield from self.usable(items)
         if self.bad == self.rows:
@@ -69,7 +55,6 @@ class Tally:
             )
 
     def described(self) -> str:
-        """Returns a sentence with the number of bad rows and descriptions of the first few."""
         more = f" and {self.bad - SHOWN:,} more" if self.bad > SHOWN else ""
         return (
             f"{self.bad:,} of {self.rows:,} rows of {self._split} cannot be used: "
@@ -77,7 +62,5 @@ class Tally:
         )
 
     def report(self) -> dict[str, Any]:
-        """Returns JSON for a manifest: the number of rows, the number of bad rows, and descriptions
-        of the first bad rows.
-        """
+        """Returns counts and descriptions of the first bad rows, as JSON for a manifest."""
         return {"rows": self.rows, "bad": self.bad, "first": self._bad}

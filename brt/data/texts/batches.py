@@ -12,26 +12,17 @@ from brt.types import TextBatch
 class TextReader(RowReader):
     """Reader of rows of tokens, with targets for each row.
 
-    Attributes:
-      store: the rows. Its method `read` returns the ids of a row, int32 [T], and its attribute
-        `row_targets` is int or float [rows, targets].
-      max_length: the largest number of tokens that a row may have.
+    The store's method `read` returns the ids of a row, int32 [T], and its attribute `row_targets`
+    is int or float [rows, targets].
     """
 
-    max_length: int
+    max_length: int  # the largest number of tokens that a row may have
 
     @property
     def longest(self) -> int:
-        """Largest number of tokens that a row may have."""
         return self.max_length
 
     def gather(self, rows: np.ndarray, length: int) -> TextBatch:
-        """Returns a batch of rows, padded to a length.
-
-        Args:
-          rows: int [B], indices of rows in the store; -1 is an empty row.
-          length: the number of tokens that rows are padded to.
-        """
         rows = np.asarray(rows, np.int32)
         targets = self.store.row_targets
         scored = np.repeat(rows[:, None] >= 0, targets.shape[1], axis=1)

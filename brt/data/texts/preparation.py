@@ -10,23 +10,14 @@ from brt.data.texts.tokenization import TextTokenizer
 
 
 class TextPreparation(TokenizedPreparation):
-    """Base class that prepares rows of texts, whose sources may be files or generated.
-
-    Attributes:
-      endings: suffixes of the files that are read from directories.
-      version: the version of the generated texts, which is increased when these texts change.
-    """
+    """Base class that prepares rows of texts, whose sources may be files or generated."""
 
     special = tokenization.ROBERTA
     endings: tuple[str, ...]
-    version: int
+    version: int  # of the generated texts; it is increased when these texts change
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns a hash for each file of some sources, and one for each generated source.
-
-        The hash of a generated source is a hash of its name and version. `names` are the names of
-        the sources.
-        """
+        """Returns a hash of each file, and of the name and version of each generated source."""
         result = []
         for name in names:
             if name.startswith(generated.PREFIX):
@@ -38,5 +29,4 @@ class TextPreparation(TokenizedPreparation):
         return result
 
     def load(self, name: str) -> TextTokenizer:
-        """Returns the tokenizer that `name`, a path or a value of Data.tokenizer, stands for."""
         return tokenization.load(name, "Data.tokenizer")

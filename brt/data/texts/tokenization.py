@@ -23,56 +23,32 @@ START, END, PAD = ("<s>", "[CLS]"), ("</s>", "[SEP]"), ("<pad>", "[PAD]")
 
 
 class Encoding(NamedTuple):
-    """The ids of a text, with the characters that each id stands for.
-
-    Attributes:
-      ids: int32 [T], the ids of the text.
-      spans: int32 [T, 2], for each id, the position in the text of the first character that the id
-        stands for, and the position after the last one.
-    """
+    """The ids of a text, with the characters that each id stands for."""
 
     ids: Int[np.ndarray, " T"]
-    spans: Int[np.ndarray, "T 2"]
+    spans: Int[np.ndarray, "T 2"]  # the positions of the first character, and after the last one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextTokenizer:
-    """A tokenizer for encoders, with the special ids at the ends of a text and between two texts.
+    """A tokenizer for encoders, with the special ids at the ends of a text and between texts."""
 
-    Attributes:
-      name: the value of the setting that names the tokenizer, without directories.
-      fingerprint: SHA-256 of everything that determines the ids of a text.
-      file: the name and content of a file from which `load` can read the tokenizer.
-      vocab_size: all ids, including the special ids, are below this number.
-      begin: ids before the first text.
-      between: ids between two texts.
-      end: ids after the last text.
-      pad_id: the id of padding.
-      encode_texts: function that encodes many texts at once.
-      decode_ids: function that decodes ids without special ids.
-    """
-
-    name: str
-    fingerprint: str
+    name: str  # the value of the setting that names the tokenizer, without directories
+    fingerprint: str  # SHA-256 of everything that determines the ids of a text
+    # Name and content of a file from which `load` can read the tokenizer.
     file: tuple[str, bytes] = dataclasses.field(repr=False)
-    vocab_size: int
+    vocab_size: int  # all ids, including the special ids, are below this number
     begin: tuple[int, ...]
     between: tuple[int, ...]
     end: tuple[int, ...]
     pad_id: int
     encode_texts: Callable[[list[str]], list[Encoding]] = dataclasses.field(repr=False)
+    # Decodes ids without special ids.
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
     beside: ClassVar[dict[str, bytes]] = {}
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
-        """Returns the encoding of each text, without special ids.
-
-        If the tokenizer turns a part of a text, such as "<s>", into a special id, the id is left
-        out.
-
-        Raises:
-          DataError: the tokenizer cannot encode a text.
-        """
+        """Returns the encoding of each text, without special ids, even if a text contains "<s>"."""
         special = [*self.begin, *self.between, *self.end, self.pad_id]
         encodings = []
         with tokenizer_files.guarded(self.name):
@@ -101,17 +77,7 @@ class TextTokenizer:
 
 
 def load(name: str, setting: str) -> TextTokenizer:
-    """Loads a tokenizer.
-
-    Args:
-      name: "bytes"; or the path of a sentencepiece .model; or the path of a tokenizer.json of
-        Hugging Face's tokenizers.
-      setting: the setting that contains the name, such as "Data.tokenizer", for error messages.
-
-    Raises:
-      DataError: the file is missing or damaged.
-      ConfigError: `name` has another form.
-    """
+    """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json."""
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return _bytes()
     if name.endswith(".model"):
@@ -126,7 +92,6 @@ def load(name: str, setting: str) -> TextTokenizer:
 
 def _bytes() -> TextTokenizer:
     def encode_texts(texts: list[str]) -> list[Encoding]:
-        """Encodes each text as UTF-8 bytes, whose values are the ids."""
         encodings = []
         for text in texts:
             ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -135,7 +100,6 @@ def _bytes() -> TextTokenizer:
         return encodings
 
     def decode_ids(ids: list[int]) -> str:
-        """Decodes ids that are UTF-8 bytes; bytes that are not UTF-8 become U+FFFD."""
         return bytes(ids).decode(errors="replace")
 
     digest = hashlib.sha256(b"bytes of a text, between special ids").hexdigest()
@@ -148,7 +112,6 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     processor = tokenizer_files.sentencepiece_model(path, content)
 
     def encode_texts(texts: list[str]) -> list[Encoding]:
-        """Encodes each text with the sentencepiece model."""
         rows = processor.encode(texts, return_type="offset_mapping")
         return [_spelt(row["ids"], row["offsets"]) for row in rows]
 
@@ -165,7 +128,6 @@ def _json(path: Path) -> TextTokenizer:
     tokenizer = tokenizer_files.json_model(path, content)
 
     def encode_texts(texts: list[str]) -> list[Encoding]:
-        """Encodes each text with the tokenizer of the file."""
         rows = tokenizer.encode_batch(texts, add_special_tokens=False)
         return [_spelt(row.ids, row.offsets) for row in rows]
 
@@ -185,10 +147,8 @@ def _json(path: Path) -> TextTokenizer:
 
 
 def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
-    """Returns the special ids that the template in a tokenizer.json puts around a pair of texts.
-
-    The keys are "begin", "between" and "end". The result is None if the file has no such template.
-    """
+    """Returns the special ids "begin", "between" and "end" of the template for a pair of texts."""
+    # The result is None if the file has no such template.
     encoding = tokenizer.encode("a", "b")
     special, kinds = np.array(encoding.special_tokens_mask, bool), np.array(encoding.ids)
     if not special.any():
