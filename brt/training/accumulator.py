@@ -22,15 +22,15 @@ class MetricAccumulator:
     The state is saved in checkpoints, so that a resumed run reports the same numbers.
 
     Args:
-      saved: the totals in a checkpoint, as the method `state` returned them; None at step 0.
+      saved: the result of `state` in a checkpoint; None at step 0.
       spike_factor: Training.spike_factor: a step is bad if its loss exceeds this multiple of the
         median of recent losses; 0 sets no limit.
-      on_skip: a function that is called with the number of every step that left the train state
-        unchanged, and with a phrase that says why.
+      on_skip: called with the number of every step that left the train state unchanged, and with a
+        phrase that says why.
 
     Attributes:
-      tokens_seen: number of scored tokens (targets that are not padding) since step 0, without
-        the tokens of skipped steps.
+      tokens_seen: number of scored tokens (targets that are not padding) since step 0, without the
+        tokens of skipped steps.
       skipped: number of steps since step 0 without an update.
     """
 
@@ -47,8 +47,7 @@ class MetricAccumulator:
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Replaces all totals, and drops the metrics of a step that is still running.
 
-        Args:
-          saved: the totals in a checkpoint, as `state` returned them; None resets all to zero.
+        `saved` is the result of `state` in a checkpoint; None resets all totals to zero.
         """
         self.tokens_seen = self.skipped = 0
         self._restart()
@@ -69,15 +68,8 @@ class MetricAccumulator:
     def add(self, step: int, metrics: StepMetrics) -> None:
         """Stores the metrics of a step, and adds the metrics of the previous step to the totals.
 
-        The call does not wait for the step that it stores, which may still be running.
-
-        Args:
-          step: number of the step, counted from 1.
-          metrics: the metrics that the train step returned, as arrays on devices.
-
-        Raises:
-          BadStep: the loss or gradients of the previous step were not finite, or its loss exceeded
-            the limit; see `flush`.
+        The call does not wait for the step that it stores, which may still be running. It raises
+        BadStep for the previous step; see `flush`.
         """
         self.flush()
         self._pending = step, metrics
@@ -128,11 +120,9 @@ class MetricAccumulator:
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 
     def report(self) -> dict[str, float]:
-        """Returns the averages of the metrics since the last call, and resets them.
+        """Returns the averages of the metrics since the last call, by tag, and resets them.
 
-        Returns:
-          The averages by tag, such as "train/bits_per_token". One entry is not an average:
-          "data/tokens", the number of scored tokens since step 0.
+        One entry is not an average: "data/tokens", the number of scored tokens since step 0.
         """
         tokens = max(self._tokens, 1.0)
         values = {

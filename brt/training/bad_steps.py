@@ -37,12 +37,9 @@ _RECORD = {"step": int, "policy": str, "from?": int, "reason": str, "batch": lis
 
 
 class BadStep(NonFiniteError):
-    """An error which says that the update of a training step must not be used.
+    """An error which says that the update of a training step, counted from 1, must not be used.
 
-    Args:
-      step: number of the bad step, counted from 1.
-      reason: a phrase that says what is wrong with the step.
-      remedy: a phrase that says what the user can do; a part of the message.
+    The message joins the phrases `reason`, what is wrong, and `remedy`, what the user can do.
     """
 
     def __init__(self, step: int, reason: str, remedy: str):
@@ -59,7 +56,7 @@ class RecentLosses:
 
     Args:
       factor: Training.spike_factor: the limit is this multiple of the median loss; 0 sets no limit.
-      saved: pairs of step and loss in a checkpoint, as the method `state` returned them.
+      saved: the result of `state` in a checkpoint.
     """
 
     def __init__(self, factor: float, saved: Iterable[Sequence[int | float]] = ()):
@@ -90,7 +87,6 @@ class BadSteps:
     """The bad steps of a run, which are recorded in the file bad_batches.jsonl.
 
     Args:
-      training: the config section Training of the run.
       file: bad_batches.jsonl, which process 0 writes.
       start: the step that the run starts from. Records of skipped steps after `start` are deleted,
         because the run reaches these steps again.
@@ -115,22 +111,11 @@ class BadSteps:
         return self._training.on_bad_step == "rollback"
 
     def skip_to(self, step: int) -> int:
-        """Returns the number of the last step whose batch the run leaves out after a rollback.
-
-        Args:
-          step: number of completed steps, to which the run has rolled back.
-
-        Returns:
-          The number of the step; 0 if the batch of the next step is used.
-        """
+        """Returns the last step whose batch is left out after a rollback to `step`; 0 for none."""
         return max((r["step"] for r in self._records if r.get("from") == step), default=0)
 
     def record_skip(self, step: int, reason: str) -> str:
         """Records a step that left the train state unchanged; returns a message for the user.
-
-        Args:
-          step: the bad step.
-          reason: a phrase that says what is wrong with the step.
 
         Raises:
           NonFiniteError: the run has more bad steps than Training.max_bad_steps.
@@ -138,16 +123,7 @@ class BadSteps:
         return self._record(step, {}, reason, "the step changed nothing")
 
     def record_rollback(self, step: int, reason: str, checkpoint: int) -> str:
-        """Records that the run returned to a checkpoint; returns a message for the user.
-
-        Args:
-          step: the bad step.
-          reason: a phrase that says what is wrong with the step.
-          checkpoint: step of the checkpoint; 0 if the run starts from the beginning.
-
-        Raises:
-          NonFiniteError: the run has more bad steps than Training.max_bad_steps.
-        """
+        """Records that the run returned to the step `checkpoint`, or 0; see `record_skip`."""
         self._drop_skips_after(checkpoint)
         consequence = f"continuing after it from the state of step {checkpoint}"
         return self._record(step, {"from": checkpoint}, reason, consequence)
@@ -188,8 +164,8 @@ class BadSteps:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the records of the file bad_batches.jsonl, one dict for each bad step; [] if the file
-    does not exist.
+    """Returns the records of the file bad_batches.jsonl, one for each bad step; [] without the
+    file.
 
     A record has the entries "step", "policy" (Training.on_bad_step), "reason" and "batch" and,
     after a rollback, "from", the step of the checkpoint to which the run returned.

@@ -22,31 +22,20 @@ _REPORT = {
 
 
 class Evaluated(NamedTuple):
-    """The report of an evaluation, in the forms in which it was written.
+    """The report of an evaluation, in the forms in which it was written."""
 
-    Attributes:
-      report: the metrics and the step of the checkpoint, as JSON.
-      text: the report as text for people, with a title.
-      line: one line with the step, the split and the most important metrics.
-    """
-
-    report: dict[str, Any]
-    text: str
-    line: str
+    report: dict[str, Any]  # the metrics and the step of the checkpoint, as JSON
+    text: str  # the report as text for people, with a title
+    line: str  # one line with the step, the split and the most important metrics
 
 
 def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
-    """Returns the common prefix, such as "eval/validation", of the tags under which the metrics of
-    a split are logged.
+    """Returns the prefix, such as "eval/validation", of the tags under which a split's metrics are
+    logged.
 
-    If training usually evaluates only a part of the split, metrics of the whole split get another
-    prefix, because the two kinds of numbers cannot be compared and must not share a curve.
-
-    Args:
-      split: name of the split.
-      evaluator: the evaluator of the split; `evaluator.partial` is True if the evaluator usually
-        evaluates only a part of the split.
-      whole: True if the metrics are computed on the whole split.
+    If training usually evaluates only a part of the split (`evaluator.partial`), metrics of the
+    `whole` split get another prefix, because the two kinds of numbers cannot be compared and must
+    not share a curve.
     """
     return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
 
@@ -54,15 +43,10 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics of an evaluation that are logged as curves, by their full tags, such as
+    """Returns the metrics that are logged as curves, by full tag such as
     "eval/validation/bits_per_byte".
 
-    Args:
-      task: the task, whose method `select_metrics` chooses the metrics.
-      evaluator: the evaluator of the split.
-      split: name of the split.
-      report: all metrics of the evaluation, by name.
-      whole: True if the metrics are computed on the whole split; see `tag`.
+    The task's method `select_metrics` chooses them from `report`, which has all metrics.
     """
     prefix = tag(split, evaluator, whole)
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
@@ -84,12 +68,8 @@ def write(
     writes.
 
     Args:
-      workdir: the run directory.
-      step: the step of the evaluated checkpoint.
-      split: the evaluated split.
-      result: the result that the evaluator returned.
-      on_report: a function that is called with the report before the files are written, so that the
-        user sees the report even if writing fails.
+      on_report: called with the report before the files are written, so that the user sees the
+        report even if writing fails.
       stored: False writes nothing, because the run directory is read-only.
 
     Raises:

@@ -35,18 +35,11 @@ AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)
 
 
 def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Run, Workdir]:
-    """Trains in a run directory until step Training.steps.
+    """Trains in a run directory until step Training.steps, from its newest checkpoint if it has
+    one.
 
-    If the directory has checkpoints, the run continues from the newest one.
-
-    Args:
-      config: config of the run.
-      path: the run directory.
-      allowed: names of settings, such as "Training.seed", that may differ from the config of the
-        checkpoint, although a run with another value is a different run.
-
-    Returns:
-      The run, and the paths of its directory.
+    `allowed` names settings, such as "Training.seed", that may differ from the config of the
+    checkpoint, although a run with another value is a different run.
 
     Raises:
       Preempted: the run was asked to stop, and everything is saved.

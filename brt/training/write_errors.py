@@ -14,7 +14,6 @@ def explain_write_errors(path: Path, *, existed: bool = False) -> Iterator[None]
     """Context that turns an OSError into an error whose message names a path and a remedy.
 
     Args:
-      path: the path that is written within the context.
       existed: True if the path is in a run directory that existed when the command began.
 
     Raises:
@@ -41,12 +40,6 @@ def permission_errors_as_checkpoint_errors(path: Path) -> Iterator[None]:
 
     The path was writable when the run started, so the same command may succeed after the permission
     has been restored.
-
-    Args:
-      path: the path that is written within the context.
-
-    Raises:
-      CheckpointError: a PermissionError was raised within the context.
     """
     try:
         yield
@@ -57,10 +50,8 @@ def permission_errors_as_checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def _unwritable(path: Path, error: OSError) -> BrtError:
-    """Returns the error for a path that cannot be written.
-
-    If the storage fails, the error is a CheckpointError, because the same command may succeed
-    later. Otherwise it is a ConfigError.
+    """Returns a CheckpointError if the storage fails, because the same command may succeed later;
+    otherwise a ConfigError.
     """
     if error.errno == errno.ELOOP:
         return ConfigError(

@@ -27,12 +27,9 @@ _BYTES = Data().tokenizer
 def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -> Weights | None:
     """Returns the weights that Training.init_from names; None if the setting is empty.
 
-    Training.init_from names a run directory, or a directory of weights that brt.convert wrote.
-
-    Args:
-      config: config of the run.
-      checkpoint: the checkpoint that the run resumes from, which describes the weights, so that
-        nothing is read where they were; None for a new run.
+    Training.init_from names a run directory, or a directory of weights that brt.convert wrote. If
+    the run resumes from a checkpoint, the checkpoint describes the weights, and nothing is read
+    where they were.
 
     Raises:
       CheckpointError: the directory has no weights, or weights of another kind of model.
@@ -71,9 +68,6 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
       config: the config of the run that starts.
       source_config: the config of the run that trained the weights.
       tokenizer: fingerprint of the tokenizer that the weights were trained with.
-
-    Raises:
-      CheckpointError: the run trained another kind of model.
     """
     task, source_task = tasks.from_config(config), tasks.from_config(source_config)
     if source_task.model != task.model:
@@ -84,7 +78,6 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
         )
 
     def load() -> Any:
-        """Raises AssertionError, because these weights are only described and have no arrays."""
         raise AssertionError("a resumed run takes its parameters from its own checkpoint")
 
     return Weights(
@@ -100,10 +93,6 @@ def with_model(config: Config, weights: Weights) -> Config:
     "own" setting comes from the new run, and the value of an "inherited" setting from the weights.
     The value of an "adaptable" setting comes from the new run if it is not the default there,
     otherwise from the weights.
-
-    Args:
-      config: config of the new run.
-      weights: the weights that the new run starts from.
 
     Raises:
       ConfigError: the config contradicts the weights, or the weights are of another task.
