@@ -30,12 +30,10 @@ class Evaluated(NamedTuple):
 
 
 def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
-    """Returns the prefix, such as "eval/validation", of the tags under which a split's metrics are
-    logged.
+    """Returns the prefix, such as "eval/validation", of the tags of a split's metrics.
 
-    If training usually evaluates only a part of the split (`evaluator.partial`), metrics of the
-    `whole` split get another prefix, because the two kinds of numbers cannot be compared and must
-    not share a curve.
+    If training usually evaluates a part of the split, metrics of the whole split get another
+    prefix, because the two kinds of numbers cannot be compared and must not share a curve.
     """
     return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
 
@@ -43,10 +41,8 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics that are logged as curves, by full tag such as
+    """Returns the metrics that are logged as curves, by tag such as
     "eval/validation/bits_per_byte".
-
-    The task's method `select_metrics` chooses them from `report`, which has all metrics.
     """
     prefix = tag(split, evaluator, whole)
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
@@ -64,17 +60,9 @@ def write(
     """Writes the files of an evaluation, and returns the evaluation's report.
 
     The JSON file with the metrics is written last, so its existence shows that the other files
-    (JSON lines, text, plot and page) are complete. With several processes, only the first process
-    writes.
-
-    Args:
-      on_report: called with the report before the files are written, so that the user sees the
-        report even if writing fails.
-      stored: False writes nothing, because the run directory is read-only.
-
-    Raises:
-      ConfigError: the directory cannot be written.
-      CheckpointError: the storage fails.
+    (JSON lines, text, plot and page) are complete. Only the first process writes. `on_report` is
+    called with the report before, so that the user sees it even if writing fails. `stored` = False
+    writes nothing, because the run directory is read-only.
     """
     directory, name = workdir.evaluations / str(step), f"{split}{result.name}"
     report = {"step": step, **result.metrics}
@@ -99,10 +87,5 @@ def write(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file that `write` wrote: the metrics and the step.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: the file is not the report of an evaluation.
-    """
+    """Returns the content of a JSON file that `write` wrote; raises OSError or ValueError."""
     return untrusted.read_json(path, _REPORT)

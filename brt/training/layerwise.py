@@ -36,10 +36,10 @@ class LayerwiseState(NamedTuple):
 
 
 def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
-    """Separates the parameters in a tree that are stacked by layer from all others.
+    """Separates the parameters that are stacked by layer from all others; both are by path.
 
-    `axes` has the names of each parameter's axes, by the parameter's path. The results are by path,
-    the stacked parameters also by the number of layers of their stack, as a string.
+    `axes` has the names of each parameter's axes, by path. The stacks are grouped by their number
+    of layers, as a string.
     """
     outside: Group = {}
     stacked: dict[str, Group] = {}
@@ -58,8 +58,6 @@ def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
 def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
     """Returns matrices as a tree with the structure and the shapes of `like`; the inverse of
     `split`.
-
-    The stacked and the other matrices are together in one dict, by path.
     """
 
     def kernel(name: str, leaf: Any) -> Any:
@@ -83,10 +81,8 @@ def lists_of(groups: list[Group]) -> Group:
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
-    """Returns an optimizer that applies `transform` to each layer of a stack separately, and to
-    kernels as matrices.
-
-    `axes` has the names of each parameter's axes, by the parameter's path.
+    """Returns an optimizer that applies `transform` to each layer of a stack, and to kernels as
+    matrices.
     """
 
     def init(params: Parameters) -> LayerwiseState:

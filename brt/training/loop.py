@@ -38,12 +38,8 @@ def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Ru
     """Trains in a run directory until step Training.steps, from its newest checkpoint if it has
     one.
 
-    `allowed` names settings, such as "Training.seed", that may differ from the config of the
-    checkpoint, although a run with another value is a different run.
-
-    Raises:
-      Preempted: the run was asked to stop, and everything is saved.
-      BrtError: any other failure that a user can correct.
+    `allowed` is that of `Session.open`. Preempted is raised if the run was asked to stop, and
+    everything is saved; other failures are BrtErrors.
     """
     with Session.open(config, path, allowed) as session:
         if session.resumed:

@@ -50,9 +50,6 @@ class MetricsWriter:
     before it removes the lines. Every line has the entry "perf/time", the time at which the first
     metric of the step was written, in seconds since 1970. `warn` is called with a message about
     damaged lines, or once if TensorBoard fails.
-
-    Raises:
-      CheckpointError: metrics.jsonl cannot be written.
     """
 
     def __init__(
@@ -92,10 +89,6 @@ class MetricsWriter:
 
         The metrics are in the file when the call returns. `step` is the step of the previous call,
         whose line gets more metrics, or a later step.
-
-        Raises:
-          ValueError: `step` is before the step of the previous call.
-          CheckpointError: metrics.jsonl cannot be written.
         """
         last = self._line.get("step", -1)
         if step < last:
@@ -175,7 +168,6 @@ class Throughput:
     """Measures the speed of training: tokens per second, without pauses.
 
     Steps run asynchronously, so `rate` has to be called after waiting for the last step's result.
-    `clock` returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -208,10 +200,7 @@ class Throughput:
                 self._created, self._started, self._paused = now, now, 0.0
 
     def rate(self) -> Rate:
-        """Returns the speed since the last call, and starts a new interval.
-
-        At least one step has to be counted between two calls.
-        """
+        """Returns the speed since the last call; at least one step has to be counted in between."""
         now = self._clock()
         seconds = now - self._started - self._paused
         flops = None if self._flops is None else self._flops / seconds
@@ -221,18 +210,14 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Returns the expected time of `steps` more steps, with as many pauses per step as so
-        far.
-        """
+        """Expects as many pauses per step as so far."""
         return (self._clock() - self._created) / self._all_steps * steps
 
 
 class TensorBoard:
-    """Writes TensorBoard events from the calling thread.
+    """Writes TensorBoard events from the calling thread, until writing fails for the first time.
 
-    tensorboardX's own writer uses a thread, and would block the trainer if that thread died. When
-    writing fails for the first time, `warn` is called with a message; no events are written
-    afterwards.
+    tensorboardX's own writer uses a thread, and would block the trainer if that thread died.
     """
 
     def __init__(self, directory: Path, resume_step: int, warn: Callable[[str], None]):

@@ -16,14 +16,12 @@ from brt.training import parameter_paths
 def with_rates(
     transform: optax.GradientTransformation, optimizer: Optimizer
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that multiplies the learning rates and weight decays of parameters by
-    the factors in Optimizer.rates.
+    """Returns an optimizer with the factors of learning rates and weight decays in Optimizer.rates.
 
-    The updates of Adafactor, AdamW and Muon are proportional to the learning rate. The updates are
-    therefore multiplied by the factor of the learning rate. AdamW and Muon use the parameters only
-    for weight decay. The parameters that these optimizers get are therefore multiplied by the
-    factor of the weight decay. Adafactor uses the parameters for another purpose, and has no weight
-    decay.
+    The updates of Adafactor, AdamW and Muon are proportional to the learning rate, so the updates
+    are multiplied by its factor. AdamW and Muon use the parameters only for weight decay, so the
+    parameters that they get are multiplied by the factor of the weight decay. Adafactor uses the
+    parameters for another purpose, and has no weight decay.
     """
     if not optimizer.rates:
         return transform
@@ -40,9 +38,7 @@ def with_rates(
 
 
 def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree[Array]:
-    """Multiplies arrays, one per parameter, by their factors of learning rate (`which` = 0) or
-    weight decay (1).
-    """
+    """Multiplies arrays by the factors of the learning rate (`which` = 0) or weight decay (1)."""
     flat = flatten_dict(tree, sep="/")
     for path, leaf in flat.items():
         if (factor := factors_of(path, optimizer)[which]) != 1:
@@ -51,10 +47,8 @@ def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree
 
 
 def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
-    """Returns the factors of a parameter's learning rate and weight decay, which are 1 without a
-    pattern.
-
-    The first pattern in Optimizer.rates that matches the parameter's path determines the factors.
+    """Returns the factors of learning rate and weight decay of the first pattern that matches, or
+    1, 1.
     """
     for pattern, rate, decay in optimizer.rates:
         if parameter_paths.matches(path, [pattern]):
@@ -63,9 +57,7 @@ def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
 
 
 def check(trained: PyTree, optimizer: Optimizer) -> None:
-    """Checks that every pattern of Optimizer.rates matches one of the trained parameters, and that
-    the learning rate of at least one is above 0.
-    """
+    """Raises ConfigError if a pattern matches no trained parameter, or all learning rates are 0."""
     paths = list(flatten_dict(trained, sep="/"))
     patterns = [pattern for pattern, _, _ in optimizer.rates]
     parameter_paths.check("Optimizer.rates", patterns, paths, "trained parameters")
@@ -77,8 +69,8 @@ def check(trained: PyTree, optimizer: Optimizer) -> None:
 
 
 def describe(trained: PyTree, optimizer: Optimizer) -> str:
-    """Lists the factors of Optimizer.rates other than 1, each with the number of parameters that it
-    applies to; "" if there are none.
+    """Lists the factors of Optimizer.rates other than 1, with numbers of parameters; "" for
+    none.
     """
     sizes: dict[tuple[float, float], int] = {}
     for path, leaf in flatten_dict(trained, sep="/").items():

@@ -7,8 +7,8 @@ every iteration.
 
 If parameters are sharded over devices (`Mesh.fsdp`, `Mesh.tensor`), the SPMD partitioner has to
 distribute the whole computation, because it cannot partition an embedding lookup inside of a
-`shard_map` over replicas (jax 0.10 aborts). In this case `count` returns 1, and the other functions
-are not used. In all functions, a mesh of None stands for JAX's current mesh.
+`shard_map` over replicas (jax 0.10 aborts). Then `count` returns 1, and other functions are not
+used. A mesh of None stands for JAX's current mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,10 +41,8 @@ def count(mesh: rules.Mesh | None = None) -> int:
 def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
     """Returns True if each replica holds only a shard of the optimizer's state.
 
-    Such sharding is the first stage of ZeRO (Rajbhandari et al. 2019). By default (Optimizer.state
-    = "auto"), the state is not sharded if the optimizer is Muon or the backend is a CPU. On CPUs
-    the shards of each array would be sent separately, which would take more time than sharding
-    saves.
+    This is the first stage of ZeRO (Rajbhandari et al. 2019). By default ("auto"), Muon and CPUs
+    have no shards: a CPU would send the shards of each array separately, which takes longer.
     """
     if count(mesh) == 1:
         return False
@@ -69,11 +67,7 @@ def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> Partition
 def optimizer_shards(
     params: PyTree, axes: Mapping[str, Names], mesh: rules.Mesh | None = None
 ) -> PyTree[PartitionSpec]:
-    """Returns the `shard_spec` of each parameter: replicas share the work of the optimizer by
-    updating one shard each.
-
-    `axes` has the names of each parameter's axes, by the parameter's path.
-    """
+    """Returns the `shard_spec` of each parameter; each replica updates one shard."""
 
     def parameter_shard_spec(path: tuple, parameter: Any) -> PartitionSpec:
         # A layer of a stack is an entry of a list, and has the stack's names without "layers".
@@ -96,11 +90,7 @@ def gathered(tree: PyTree[Array]) -> PyTree[Array]:
 
 
 def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
-    """Returns specs that shard the axis "lanes" (rows of the batch) of every array over the
-    replicas.
-
-    `names` is a tree whose leaves are tuples of names of axes.
-    """
+    """Returns specs that shard the axis "lanes" (rows of the batch), by the names of the axes."""
 
     def lane_spec(_: Array, names: Names) -> PartitionSpec:
         return PartitionSpec(*(_AXIS if name == "lanes" else None for name in names))
@@ -111,8 +101,7 @@ def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpe
 def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Returns a function that runs `function` on every replica (`jax.shard_map`).
 
-    An output whose spec lacks the replicas' axis of the mesh has to be the same on all replicas,
-    which is not checked.
+    An output that is not sharded over replicas has to be the same on all, which is not checked.
     """
     shape = jax.sharding.get_abstract_mesh().shape
     # The axes of size 1 are manual axes of the shard_map, too, because jax refuses Pallas kernels
@@ -129,9 +118,8 @@ def psum(
 ) -> PyTree[Array]:
     """Returns the sum over the replicas of every array of a tree, inside of `shard_map`.
 
-    On CPUs, where the time of a message hardly depends on its size, whole sums are computed with
-    one message: all arrays are concatenated first. If `optimizer_shards` is not None, each replica
-    receives only its shard of every sum.
+    With `optimizer_shards`, each replica receives only its shard of every sum. CPUs send one
+    message, all arrays concatenated, because the time of a message hardly depends on its size.
     """
     with jax.named_scope("replicas"):
         if optimizer_shards is not None:

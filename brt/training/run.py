@@ -65,16 +65,8 @@ def build(
 ) -> Run:
     """Prepares the data of a run, computes the shapes of its arrays, and returns the run.
 
-    Args:
-      resumed: the run directory, and the checkpoint that the run resumes from; None for a new run.
-        They replace the weights of Training.init_from and the file of Data.tokenizer, which may
-        have been removed.
-      progress: True shows the progress of preparing the data.
-
-    Raises:
-      ConfigError: settings contradict each other, the data or the weights.
-      CheckpointError: Training.init_from names no weights, or weights of another kind of model.
-      DataError: the data cannot be read.
+    `resumed` is the run directory, and the checkpoint that the run resumes from. They replace the
+    weights of Training.init_from and the file of Data.tokenizer, which may have been removed.
     """
     compilation.use_cache()
     weights = warm_start.find_weights(config, resumed and resumed[1])
@@ -85,10 +77,9 @@ def build(
 
 
 def without_data(config: Config) -> Shapes | None:
-    """Returns the shapes of a run without opening its data.
+    """Returns the shapes of a run without opening its data; None if they depend on the data.
 
-    The result is None if the shapes are not known without the data, for example because the data
-    determine the size of the vocabulary, or if the run starts from weights (Training.init_from).
+    This is so if the data determine the size of the vocabulary, or Training.init_from is set.
     """
     task = tasks.from_config(config)
     if config.training.init_from or not task.sizes_are_configured(config):
@@ -126,9 +117,8 @@ def prepare(
 ) -> tuple[Config, Dataset, Reader]:
     """Opens the data of a run, which are tokenized and stored first if necessary.
 
-    `own_tokenizer` is the run's copy of its tokenizer; None for a new run. The returned config has
-    sizes that depend on the data; the reader reads the training batches. Errors are those of
-    `build`.
+    `own_tokenizer` is a resumed run's copy of its tokenizer. Sizes that depend on the data are
+    filled in in the returned config. The reader reads the training batches.
     """
     task = tasks.from_config(config)
     if weights:
@@ -146,12 +136,8 @@ def prepare(
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """Returns the train state at step 0, on the devices of the run.
 
-    Parameters are initialized randomly, or taken from the weights that Training.init_from names.
-    `say` is called with a message if the weights lack parameters of the model, or have others.
-
-    Raises:
-      CheckpointError: the weights of Training.init_from cannot be read, or have other shapes.
-      NonFiniteError: the weights hold NaN or infinity.
+    Parameters are random, or the weights that Training.init_from names. `say` is called with a
+    message if these lack parameters of the model, or have others.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state_shapes)
     init = partial(initial_state, run.config, run.optimizer)
@@ -197,8 +183,7 @@ def local_reader(run: Run) -> Reader:
 def put(run: Run, batch: Any) -> Any:
     """Puts a batch onto the devices of a run, sharded by row.
 
-    The first axis of `batch`, which `local_reader` reads, is the rows of this process. The first
-    axis of the result is the rows of all processes.
+    `batch` has the rows of this process (`local_reader`), the result those of all processes.
     """
     if not processes.several():
         return jax.device_put(batch, by_lane(run.mesh))
@@ -215,12 +200,11 @@ def put_scalar(run: Run, value: np.generic) -> jax.Array:
 
 
 def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
-    """Returns the train step, lowered and ready to be compiled.
+    """Returns the train step, lowered for Training.batch_size rows and the other sizes of `batch`.
 
-    The step is lowered for batches that have `Training.batch_size` rows and, on all other axes, the
-    sizes of `batch`, whose arrays may be shapes. Its arguments are the two results of `step_inputs`
-    for a train state in the form of `layer_forms.step_shapes`, a batch, the random key and, if
-    `skips_spikes` is True, the loss above which the step leaves the train state unchanged.
+    Its arguments are the two results of `step_inputs` for a train state in the form of
+    `layer_forms.step_shapes`, a batch, the random key and, if `skips_spikes` is True, the loss
+    above which the step leaves the train state unchanged.
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
     state_shapes = layer_forms.step_shapes(config, shapes.state_shapes, mesh)
@@ -256,11 +240,7 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
 
 
 def step_inputs(state: TrainState) -> tuple[Any, TrainState]:
-    """Returns the parameters, and the train state with None in place of the parameters.
-
-    They are separate arguments of the compiled step, so that the step can donate the memory of one
-    without the other.
-    """
+    """Returns the parameters, and the train state without them, which a step donates separately."""
     return state.params, state._replace(params=None)
 
 
@@ -291,20 +271,16 @@ class CompiledStep:
             processes.wait_for_all("compiled")
 
     def prepared(self, batch: Any) -> bool:
-        """Returns True if the step is compiled for batches with the shapes of `batch`."""
         return _shape(batch) in self._compiled
 
     def __call__(
         self, state: TrainState, batch: Any, limit: float = math.inf
     ) -> tuple[TrainState, StepMetrics]:
-        """Runs a step, which is compiled first if necessary.
+        """Runs a step, which is compiled first if necessary; the memory of `state` is donated.
 
-        Args:
-          state: the train state in either form of `layer_forms`. Its memory is donated to the
-            result, which has the form of the compiled step.
-          batch: the result of `put`.
-          limit: the loss in nats per token above which the step leaves the state unchanged; used
-            only if `skips_spikes` is True.
+        `state` has either form of `layer_forms`, and the result that of the compiled step. `limit`
+        is the loss in nats per token above which the step leaves the state unchanged (see
+        `skips_spikes`).
         """
         self.prepare(batch)
         state = self._forms.for_step(state)
@@ -312,23 +288,18 @@ class CompiledStep:
         return self._compiled[_shape(batch)](*step_inputs(state), batch, self._key, *limits)
 
     def stacked(self, state: TrainState) -> TrainState:
-        """Returns a train state of either form with stacks of layers; its memory is donated to the
-        result.
-        """
+        """Returns a train state of either form with stacks of layers, and donates its memory."""
         return self._forms.stacked(state)
 
 
 def compiled_step(run: Run) -> CompiledStep:
-    """Returns the train step of a run, compiled for the largest batch of the run's reader."""
     step = CompiledStep(run)
     step.prepare(run.reader.largest())
     return step
 
 
 def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of a batch's arrays without the axis of rows, whose length never
-    changes.
-    """
+    """Returns the shapes of a batch's arrays without the axis of rows, which has one length."""
     return tuple(x.shape[1:] for x in batch)
 
 
@@ -337,10 +308,7 @@ def _key(run: Run) -> jax.Array:
 
 
 def initial_state(config: Config, optimizer: Stepper, key: Array | None = None) -> TrainState:
-    """Returns the train state at step 0; `jax.eval_shape` and `jax.jit` can trace the function.
-
-    `key` is the random key; None for the key of Training.seed.
-    """
+    """Returns the train state at step 0; a `key` of None stands for the key of Training.seed."""
     task, params = tasks.from_config(config), nn.meta.unbox(initial_params(config, key))
     return TrainState(
         step=jnp.zeros((), jnp.int32),

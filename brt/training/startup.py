@@ -12,10 +12,7 @@ from brt.training.workdir import Workdir
 
 
 def describe(run: Run, workdir: Workdir) -> str:
-    """Returns a line about a run: devices, parameters, tokens, memory and directory.
-
-    The memory is that of the train state, without activations.
-    """
+    """Returns a line about a run; its memory is that of the train state, without activations."""
     total, non_embedding = parameter_counts(run.state_shapes.params)
     tokens = run.reader.positions(run.reader.largest())
     patterns = trainable.patterns(run.config)
@@ -35,9 +32,7 @@ def describe(run: Run, workdir: Workdir) -> str:
 
 
 def idle_devices(run: Run) -> str:
-    """Returns a message which says that devices are idle and which setting would use them;
-    else "".
-    """
+    """Returns a message which says that devices are idle, and what would use them; else ""."""
     available, used = len(jax.devices()), run.mesh.size
     if used == available:
         return ""
@@ -45,10 +40,7 @@ def idle_devices(run: Run) -> str:
 
 
 def replicated_keys(run: Run) -> str:
-    """Returns a message which says that each Mesh.tensor device holds all heads of keys and values.
-
-    The message is "" if each device holds only a part of the heads.
-    """
+    """Returns a message if each Mesh.tensor device holds all heads of keys and values; else ""."""
     devices = run.mesh.shape.get("tensor", 1)
     model = getattr(run.config, run.task.model)
     heads = model.attention.kv_heads if isinstance(model, Model) else 0

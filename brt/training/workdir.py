@@ -61,11 +61,9 @@ class Workdir:
 
     @property
     def bad_batches(self) -> Path:
-        """The record of the batches of bad steps.
+        """The record of the batches of bad steps, which all processes read.
 
-        All processes of a run read this record, but all processes except for the first have their
-        other files in a temporary directory (`_Shadow`). The record is therefore next to the
-        checkpoints, whose directory all processes share.
+        It is next to the checkpoints, whose directory all processes share; see `_Shadow`.
         """
         return self.checkpoints.parent / "bad_batches.jsonl"
 
@@ -116,13 +114,7 @@ class _Shadow(Workdir):
 
 
 def create(path: Path) -> Workdir:
-    """Creates the directories of a run, unless they exist, and returns the paths in the run
-    directory.
-
-    Raises:
-      ConfigError: a directory cannot be created, or a path that a run writes to is a link.
-      CheckpointError: the storage fails.
-    """
+    """Creates the directories of a run, unless they exist, and refuses links in them."""
     workdir = Workdir(path)
     with explain_write_errors(path):
         # The directory of checkpoints may be a link to another disk, which `exist_ok` accepts.
@@ -134,12 +126,12 @@ def create(path: Path) -> Workdir:
 
 
 def check_writable(directory: Path, *, below: Path | None = None) -> None:
-    """Creates a directory, tests that files can be written to it, and removes the partial files of
-    processes that were killed while they wrote.
+    """Creates a directory, tests that it is writable, and removes partial files of killed
+    processes.
 
     `below` is the run directory, which is not created, because it may have been moved since the run
     began; no part of the path below it may be a link. None also creates the parents of `directory`,
-    and allows links. Errors are those of `create`.
+    and allows links.
     """
     with explain_write_errors(directory, existed=below is not None):
         if below is None:
@@ -152,8 +144,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
 def refuse_links(workdir: Workdir) -> None:
     """Raises ConfigError if a path that a run writes to is a link; `checkpoints` may be a link.
 
-    The test is needed because TensorBoard, the profiler and tracking services, which also write to
-    the workdir, would follow links.
+    TensorBoard, the profiler and tracking services, which also write here, would follow links.
     """
     path = workdir.path
     with explain_write_errors(path):
@@ -192,11 +183,7 @@ def shadow(workdir: Workdir) -> Iterator[Workdir]:
 
 
 def saved_config(path: Path | str) -> Config | None:
-    """Returns the config of the run in the directory `path`; None if it contains no run.
-
-    Raises:
-      ConfigError: config.json cannot be read, or brt did not write it.
-    """
+    """Returns the config of the run in a directory; None if it contains no run."""
     file = Workdir(Path(path)).config_json
     try:
         return config_from_json(untrusted.read_json(file, {str: dict}))
@@ -213,11 +200,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
     """Context that locks a run directory; the lock ends with the process, even if that is killed.
 
     `warn` is called with a message if the previous trainer did not end in an orderly way, or if the
-    file system has no locks.
-
-    Raises:
-      ConfigError: another trainer holds the lock, or the directory is not writable.
-      CheckpointError: the storage fails.
+    file system has no locks. ConfigError is raised if another trainer holds the lock.
     """
     path = workdir.path / ".lock"
     with contextlib.ExitStack() as stack:
@@ -255,9 +238,8 @@ def _acquire(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]
 
 
 def _remove_partial_files(workdir: Workdir) -> None:
-    """Removes partial files of a killed trainer.
-
-    Other commands may be writing to `evaluations` now, so only abandoned files are removed there.
+    """Removes partial files of a killed trainer; other commands may be writing to `evaluations`
+    now.
     """
     w = workdir
     directories = w.path, w.tokenizer, w.samples, w.plots, w.heartbeat
@@ -280,11 +262,8 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
     """Writes a file atomically, so that no reader sees half of it.
 
     No part of the path below the run directory `below` may be a link. None stands for the directory
-    of the file, so that only the file itself may not be a link.
-
-    Raises:
-      ConfigError: the file cannot be written at this place.
-      CheckpointError: the storage fails, or permission was withdrawn.
+    of the file, so that only the file itself may not be a link. Errors are those of
+    `explain_write_errors` and `permission_errors_as_checkpoint_errors`.
     """
     with (
         explain_write_errors(path, existed=below is not None),

@@ -40,12 +40,9 @@ def check_names(names: Collection[str]) -> None:
 def check_resumable(
     saved: Config, config: Config, allowed: Collection[str] | None = None, *, possible: bool = True
 ) -> list[str]:
-    """Returns the differences between two configs as "Section.field: old -> new", if they may
-    differ.
+    """Returns the differences between two configs as "Section.field: old -> new".
 
     Args:
-      saved: the config in the checkpoint.
-      config: the config of the run or command that uses the checkpoint.
       allowed: names of settings that the user allows to differ (--allow_config_change). None if the
         checkpoint is only read; in this case the error does not mention --allow_config_change.
       possible: False if not even --allow_config_change makes the differences possible.
@@ -81,10 +78,8 @@ def compare(
     """Returns the differences between the config of a checkpoint and the config of the resuming
     run.
 
-    Raises:
-      ConfigError: a difference is not allowed (see `check_resumable`), or a setting has changed and
-        the saved arrays have other shapes than `state_shapes`. A resumed run can never change the
-        shapes of its arrays, not even with --allow_config_change.
+    Besides the errors of `check_resumable`, a ConfigError is raised if a change has changed the
+    shapes of arrays, which not even --allow_config_change permits.
     """
     saved = config_from_json(checkpoint.meta["config"])
     names = [name for name, *_ in difference(saved, config) if not may_change(name)]
@@ -101,10 +96,7 @@ def compare(
 
 
 def history(meta: Mapping[str, Any] | None, changes: ConfigChanges | None) -> list[dict[str, Any]]:
-    """Returns all config changes of a run so far, as JSON for provenance.json.
-
-    `meta` is the metadata of the checkpoint that the run resumes from.
-    """
+    """Returns all config changes of a run so far, as JSON for provenance.json."""
     if not meta or not changes:
         return []
     earlier = meta.get("provenance", {}).get("config_changes", [])
@@ -117,9 +109,8 @@ def resumed_data_position(
 ) -> dict[str, Any]:
     """Returns the position in the data from which a resumed run continues to read batches.
 
-    The step is always the step of the checkpoint. If the user allowed changes with
-    --allow_config_change, the entries that determine the order of the data (such as the seed) are
-    taken from the new iterator of batches, whose state is `current`.
+    The step is always the checkpoint's. If the user allowed changes, the entries that determine the
+    order of the data (such as the seed) are taken from the new iterator's state, `current`.
     """
     order = {name: value for name, value in current.items() if name not in ("step", "store")}
     return {**saved, **(order if changes and changes.allowed else {})}

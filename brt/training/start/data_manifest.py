@@ -70,11 +70,7 @@ def write(
 
 
 def read(workdir: Workdir) -> DataManifest:
-    """Returns the content of data.json; an empty manifest if the run has not written one yet.
-
-    Raises:
-      CheckpointError: data.json is damaged.
-    """
+    """Returns the content of data.json; an empty manifest if the run has not written one yet."""
     try:
         content = untrusted.read_json(workdir.data, _MANIFEST)
         for name, split in content["splits"].items():
@@ -89,9 +85,7 @@ def read(workdir: Workdir) -> DataManifest:
 def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
     """Returns the tokenizer that is stored in a run directory.
 
-    Raises:
-      CheckpointError: the file is missing, or has another fingerprint than the checkpoint says.
-      DataError: the file is damaged.
+    CheckpointError is raised if there is none, or if it has not the checkpoint's `fingerprint`.
     """
     file = _tokenizer_file(workdir)
     if file is None:
@@ -113,10 +107,7 @@ class OwnTokenizer(NamedTuple):
     file: Path  # the copy
 
     def applied(self, config: Config) -> Config:
-        """Returns a config that names the copy instead of the original file, which may be gone.
-
-        If the original has other content by now, a message says so.
-        """
+        """Returns a config that names the copy instead of the original file, which may be gone."""
         name = tasks.from_config(config).data
         section = getattr(config, name)
         if section.tokenizer != self.setting:
@@ -131,12 +122,8 @@ class OwnTokenizer(NamedTuple):
 
 
 def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokenizer | None:
-    """Returns the copy of the tokenizer in a run directory; None without one, or if the run's
-    config names no file.
-
-    Raises:
-      CheckpointError: the copy is not the tokenizer of the checkpoint.
-      DataError: the copy is damaged.
+    """Returns the copy of the tokenizer in a run directory; None if the run's config names no
+    file.
     """
     config = config_from_json(checkpoint.meta["config"])
     task = tasks.from_config(config)
@@ -162,8 +149,8 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
 
 
 def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
-    """Returns a line of text for each split: the size, the names of some documents, the checksum
-    and, if the split was held out of other data, a phrase about these data.
+    """Returns a line about each split: size, some documents, checksum, and what it was held
+    out of.
     """
     lines = []
     for name, split in splits.items():
@@ -179,10 +166,7 @@ def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
 
 
 def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) -> None:
-    """Raises DataError if the training data have changed since the run began and wrote data.json.
-
-    `splits` describes the data as they are now.
-    """
+    """Raises DataError if the training data have changed since the run wrote data.json."""
     before, now = read(workdir).splits.get("train"), splits["train"]
     if not before or before["sha256"] == now["sha256"]:
         return

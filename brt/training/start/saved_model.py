@@ -57,10 +57,6 @@ def load_config(
     """Finds a checkpoint (None: the newest intact one) and reads its config, but no arrays.
 
     Settings of the config that say where a run writes are reset to their defaults.
-
-    Raises:
-      ConfigError: the workdir does not exist, or has a decoder in Hugging Face's format.
-      CheckpointError: the workdir has no intact checkpoint, or none of this step.
     """
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist")
@@ -88,11 +84,6 @@ def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Conf
 
     If this machine has fewer devices than the mesh, the model is loaded onto fewer devices. In
     `config`, the caller may have changed settings that a resumed run may change.
-
-    Raises:
-      ConfigError: a setting that a resumed run must not change differs from the checkpoint.
-      CheckpointError: the arrays of the checkpoint cannot be read.
-      NonFiniteError: an array holds NaN or infinity.
     """
     compilation.use_cache()
     check_resumable(config_from_json(checkpoint.meta["config"]), config)
