@@ -25,13 +25,9 @@ class AgreedRequest:
 
     Args:
       name: the name of the request, which must be equal on all processes.
-      requester: a function that returns a phrase about who or what has made the request to this
-        process, such as the name of a signal; None if there is no request.
-      announce: a function that is called with the reason if the request was made to another
-        process.
-
-    Attributes:
-      reason: a phrase about who or what made the request; None if there is no request.
+      requester: returns a phrase about who or what has made the request to this process, such as
+        the name of a signal; None if there is no request.
+      announce: called with the reason if the request was made to another process.
     """
 
     def __init__(
@@ -48,11 +44,11 @@ class AgreedRequest:
         self._thread.start()
 
     def reason_if_due(self) -> str | None:
-        """Returns the reason of the request if this process must carry out the request now, and
-        None otherwise. All processes must call the method equally often.
+        """Returns the reason of the request if this process must carry it out now, and None
+        otherwise.
 
-        Raises:
-          PeerError: a process did not answer.
+        All processes must call the method equally often. PeerError is raised if one does not
+        answer.
         """
         with self._lock:
             waits = self._frozen
@@ -74,13 +70,11 @@ class AgreedRequest:
         self._done.set()
 
     def close(self) -> None:
-        """Stops the thread; `reason_if_due` must not be called any more.
-
-        The method waits for the thread, because Python aborts if it exits while a thread is inside
-        the code of the key-value service (see `hanging.leave`).
-        """
+        """Stops the thread; `reason_if_due` must not be called any more."""
         self._over = True
         self._done.set()
+        # Python aborts if it exits while a thread is inside the code of the key-value service (see
+        # `hanging.leave`).
         hanging.join(self._thread, JOIN_SECONDS)
 
     def _watch(self) -> None:
