@@ -17,9 +17,8 @@ COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "pla
 
 
 def listing() -> str:
-    """Returns a text that lists the commands, each with the first line of its docstring.
-
-    The docstrings are read without importing the commands.
+    """Returns the commands, each with the first line of its docstring, which is read without an
+    import.
     """
     lines = [f"  brt {name:<9} {_about(name)}" for name in COMMANDS]
     return "\n".join(

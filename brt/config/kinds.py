@@ -58,6 +58,7 @@ _SECTIONS: dict[str, type[KindSection]] = {}
 
 
 def register_section(section: type[KindSection]) -> None:
+    """Allows .gin files and saved configs to have settings of a section."""
     name = section.__name__
     if _SECTIONS.setdefault(name, section) is not section:
         raise ConfigError(f"there are two sections named {name!r}; rename one of them")
