@@ -17,9 +17,7 @@ COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "pla
 
 
 def listing() -> str:
-    """Returns the commands, each with the first line of its docstring, which is read without an
-    import.
-    """
+    """Returns the commands, each with the first line of its docstring, without imports."""
     lines = [f"  brt {name:<9} {_about(name)}" for name in COMMANDS]
     return "\n".join(
         ["brt COMMAND ... or python -m brt.COMMAND ...; --help explains each command:", "", *lines]

@@ -85,9 +85,7 @@ def _literal(field: str, value: str) -> str:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that accepts no abbreviated flags and raises ConfigError for unknown
-    flags.
-    """
+    """Returns a parser that knows no abbreviations, and whose errors are ConfigErrors."""
     script = Path(sys.argv[0])
     return _Parser(
         prog=f"python -m brt.{script.stem}" if script.parent == Path(__file__).parent else None,
@@ -158,9 +156,7 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
 
 
 def described(config: Config, origins: Mapping[str, str]) -> str:
-    """Returns what --print_config prints: every setting that the config's task reads, with the
-    origin of its value and its documentation.
-    """
+    """Returns what --print_config prints: settings with their origins and documentation."""
     from brt import tasks  # This import takes long, because it imports jax.
 
     return annotated_text(config, origins, without=tasks.unread_sections(config))
@@ -291,9 +287,7 @@ def main(
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:
-    """Prints results by name, one per line, and writes them as JSON to the file `path` of
-    --json.
-    """
+    """Prints results by name, and writes them as JSON to `path`, if --json names a file."""
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else value

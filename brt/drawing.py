@@ -117,14 +117,12 @@ def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, n
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns an exponential moving average over about 1/40 of the values, corrected for its
-    start.
-    """
+    """Returns an exponential moving average over about 1/40 of the values."""
     decay = 1 - 1 / max(1.0, len(values) / 40)
     average = weight = 0.0
     smooth = []
     for value in values:
         average = decay * average + (1 - decay) * value
         weight = decay * weight + (1 - decay)
-        smooth.append(average / weight)
+        smooth.append(average / weight)  # This corrects the start at 0.
     return np.array(smooth)

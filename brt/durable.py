@@ -40,9 +40,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def storage_fails(error: BaseException) -> bool:
-    """Returns True if an error means that the storage has failed, so that a later try may
-    succeed.
-    """
+    """Returns True if an error means that the storage has failed, and may be repaired."""
     return getattr(error, "errno", None) in _FAILING
 
 
@@ -56,9 +54,7 @@ def remedy(error: BaseException) -> str:
 
 
 def describe_shortage(directory: Path, error: BaseException) -> str:
-    """Returns a phrase that says which resource is used up (see `is_full`): bytes, inodes or a
-    quota.
-    """
+    """Returns a phrase that says which resource is used up: bytes, inodes or a quota."""
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
     try:
@@ -162,9 +158,7 @@ def is_regular_or_new(path: Path) -> bool:
 
 
 def utf8_path(path: Path) -> Path:
-    """Returns the path of the checkpoints of a run; ConfigError unless it is UTF-8, as TensorStore
-    needs.
-    """
+    """Returns the path of checkpoints; ConfigError if it is not UTF-8, as TensorStore needs."""
     try:
         os.path.abspath(path).encode()
     except UnicodeEncodeError as error:
@@ -277,9 +271,7 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
 
 
 def _found(path: Path, place: int) -> os.stat_result | None:
-    """Returns the status of a file in an open directory, or None; OSError if it is a symbolic
-    link.
-    """
+    """Returns the status of a file in an open directory, or None; refuses a symbolic link."""
     try:
         status = os.stat(path.name, dir_fd=place, follow_symlinks=False)
     except FileNotFoundError:

@@ -78,9 +78,7 @@ def markdown(text: str) -> str:
 
 
 def csv_value(value: Any) -> Any:
-    """Returns a value for a cell of CSV; an apostrophe precedes texts that a spreadsheet would
-    compute.
-    """
+    """Returns a value for a cell of CSV, so that a spreadsheet does not compute texts."""
     if not isinstance(value, str):
         return value
     return "'" * bool(_FORMULA.match(value)) + one_line(value)

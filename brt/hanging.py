@@ -9,9 +9,7 @@ _hanging: list[threading.Thread] = []
 
 
 def join(thread: threading.Thread, seconds: int | float) -> None:
-    """Waits until a daemon thread ends, or remembers it for `leave` after this number of
-    seconds.
-    """
+    """Waits for a daemon thread, or remembers it for `leave` after this number of seconds."""
     thread.join(seconds)
     if thread.is_alive():
         _hanging.append(thread)

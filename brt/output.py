@@ -39,9 +39,7 @@ def say(message: str, stream: io.TextIOBase | TextIO | None = None) -> None:
 
 
 def pass_on(text: str, end: str = "") -> None:
-    """Prints a text that programs may read, such as a script, to stdout; escaped on a terminal
-    only.
-    """
+    """Prints a text for other programs, such as a script; it is escaped on a terminal only."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
@@ -118,9 +116,7 @@ def reader_is_gone() -> bool:
 
 
 def check_files(flags: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a file that a flag names cannot be written, before the command
-    begins.
-    """
+    """Raises ConfigError if a file that one of the flags (by name) names cannot be written."""
     for flag in sorted(FLAGS & flags.keys()):
         if not (path := flags[flag] and Path(flags[flag])):
             continue

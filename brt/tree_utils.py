@@ -41,9 +41,7 @@ def describe(leaves: Mapping[str, Any]) -> Description:
 
 
 def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns abstract arrays by name, into which a checkpoint is restored; the inverse of
-    `describe`.
-    """
+    """Returns the arrays by name as `jax.ShapeDtypeStruct`; the inverse of `describe`."""
     return {
         name: jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
         for name, entry in description.items()

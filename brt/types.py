@@ -60,9 +60,7 @@ class PairBatch(NamedTuple):
 
 
 class SpeechBatch(NamedTuple):
-    """Utterances with their transcripts, as NumPy arrays on the host and as jax arrays in a
-    step.
-    """
+    """Utterances with transcripts, as NumPy arrays on the host and as jax arrays in a step."""
 
     features: Float[Array, "B X width"]  # float32, frames, followed by 0
     valid: Bool[Array, "B X"]  # False on padding, and everywhere in an empty row

@@ -49,9 +49,7 @@ _HEADER = re.compile(
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Opens a regular file for reading bytes; a FIFO or a device, which may never end, is an
-    OSError.
-    """
+    """Opens a regular file for bytes; FIFOs and devices, which may never end, are OSErrors."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except ValueError as error:  # `open` refuses names that contain a NUL.

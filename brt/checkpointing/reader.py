@@ -129,9 +129,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def check_json(content: Any, schema: Any, where: str) -> None:
-    """Raises CheckpointError if JSON from the file `where` has not the types `schema`; see
-    `untrusted.check`.
-    """
+    """Raises CheckpointError unless JSON of the file `where` has the types `schema`."""
     try:
         untrusted.check(content, schema)
     except ValueError as error:

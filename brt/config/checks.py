@@ -98,9 +98,7 @@ def _check_counts(section: object, name: str) -> None:
 
 
 def check_buckets(section: Any) -> None:
-    """Refuses buckets (padded lengths) unless they ascend from above 0 up to the section's
-    `max_length`.
-    """
+    """Refuses buckets (padded lengths) unless they ascend from above 0 to `max_length`."""
     buckets, limit = section.buckets, section.max_length
     check(
         not buckets or (min(buckets) > 0 and list(buckets) == sorted({*buckets})),

@@ -49,9 +49,7 @@ class KindSection:
         """Raises ConfigError if settings of this section contradict settings of the model."""
 
     def check_segment(self, name: str, length: int) -> None:
-        """Raises ConfigError if layers of this kind cannot read segments of the length of setting
-        `name`.
-        """
+        """Raises ConfigError if these layers cannot read segments of this length."""
 
 
 _SECTIONS: dict[str, type[KindSection]] = {}

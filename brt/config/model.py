@@ -110,9 +110,7 @@ class Model:
         )
 
     def _check_kinds(self) -> None:
-        """Refuses layers with two kinds, and sorts `kinds`, whose order in a .gin file has no
-        meaning.
-        """
+        """Refuses layers with two kinds, and sorts `kinds`, whose order has no meaning."""
         ordered = tuple(sorted(self.kinds, key=lambda section: type(section).__name__))
         object.__setattr__(self, "kinds", ordered)
         types = [type(section) for section in ordered]
@@ -186,9 +184,7 @@ class Model:
         return bool(pattern[layer % len(pattern)])
 
     def beyond_context(self) -> str:
-        """Returns a warning if tokens see more tokens than the pretraining had (`Rotary.context`),
-        or "".
-        """
+        """Returns a warning if a token sees more tokens than `Rotary.context`; otherwise ""."""
         reach, context = self.window + self.sliding.sinks, self.rotary.context
         if not context or reach <= context:
             return ""
@@ -231,9 +227,7 @@ class Model:
         return next((own for own in self.kinds if type(own) is section), section())
 
     def with_kinds(self, *sections: KindSection) -> "Model":
-        """Returns the same model with these sections; each replaces the model's section of its
-        class.
-        """
+        """Returns the same model with these sections, in place of those of the same classes."""
         new = {type(section): section for section in (*self.kinds, *sections)}
         return dataclasses.replace(self, kinds=tuple(new.values()))
 
@@ -243,9 +237,8 @@ class Model:
         return dataclasses.replace(self, kinds=left)
 
     def parity(self) -> "Model":
-        """Returns the same model with the arithmetic of the authors' code of Block-Recurrent
-        Transformers (google-research/meliad), so that the results of both codes can be compared.
-        """
+        """Returns the same model with the arithmetic of the authors' code, for comparisons."""
+        # The code of Block-Recurrent Transformers is google-research/meliad.
         return dataclasses.replace(
             self,
             attention=dataclasses.replace(self.attention, bias_before_scale=True, scale_init=1.0),

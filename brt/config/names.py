@@ -39,9 +39,7 @@ def _section_types(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, type]:
 
 
 def section_of(config: Config, name: str) -> Any:
-    """Returns a section by its name, such as "Model" or "Recurrence"; defaults if the model lacks
-    it.
-    """
+    """Returns a section by its name, such as "Recurrence"; defaults if the model lacks it."""
     if name in SECTIONS:
         return getattr(config, SECTIONS[name])
     if name in PARTS:
@@ -78,9 +76,7 @@ def class_field_types() -> dict[str, Any]:
 
 
 def derived_fields() -> list[str]:
-    """Returns the names of all derived fields, which no .gin file can set: ["Encoder.features",
-    ...].
-    """
+    """Returns the names of all derived fields, which no .gin file can set."""
     return [
         f"{section}.{name}"
         for section, cls in section_types().items()
@@ -120,9 +116,7 @@ def _union(kinds: list[Any]) -> Any:
 
 
 def fields_of(name: str) -> list[str]:
-    """Returns the fields that a setting may stand for, such as "Pairs.buckets" for
-    "Data.buckets".
-    """
+    """Returns the fields that a setting may stand for: "Pairs.buckets" for "Data.buckets"."""
     return [own for own in field_names(name) if own in class_field_types()]
 
 

@@ -47,9 +47,7 @@ class Heartbeat:
             thread.start()
 
     def last_activities(self) -> list[str]:
-        """Returns the known activities of the others: "process 1 of 2 was stepping after step 3"
-        ...
-        """
+        """Returns phrases such as "process 1 of 2 was stepping after step 3"."""
         return [
             f"{self._peer(index)} was {activity}"
             for index, (beat, _) in self._seen.items()

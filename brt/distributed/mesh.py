@@ -105,9 +105,7 @@ def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
 
 @contextlib.contextmanager
 def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Context in which `mesh` is JAX's current mesh, unless it has one device; see
-    `jax.set_mesh`.
-    """
+    """Context in which `mesh`, unless it has one device, is JAX's current mesh."""
     with contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
         yield
 
@@ -140,9 +138,7 @@ def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
-    """Returns the indices of those of `lanes` rows that are on this process's devices,
-    ascending.
-    """
+    """Returns the indices of those of all `lanes` rows that are on this process's devices."""
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 

@@ -245,7 +245,7 @@ def report_activity(doing: Callable[[], str]) -> None:
 
 
 def last_activities() -> list[str]:
-    """Returns the last known activities: "process 1 of 2 was stepping after step 3" and so on."""
+    """Returns the last known activities of the other processes; see `Heartbeat`."""
     return _heartbeat.last_activities() if _heartbeat else []
 
 

@@ -83,9 +83,7 @@ def check_names(names: Names, shown: str) -> None:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of a parameter: that of `spec` for a matrix; a vector is
-    replicated.
-    """
+    """Returns the partition spec of a matrix, as `spec`; a vector is replicated."""
     return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 
 
@@ -154,16 +152,12 @@ def can_merge_axes(axes: int) -> bool:
 
 
 def in_replica() -> bool:
-    """Returns True inside a `shard_map` over replicas, where code sees only the rows of one
-    replica.
-    """
+    """Returns True inside a `shard_map` over replicas, where code sees rows of one replica."""
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def lane_indices(count: int) -> Int[Array, " count"]:
-    """Returns the indices in the global batch of the `count` rows that the traced code
-    processes.
-    """
+    """Returns the indices in the global batch of the `count` rows that the code processes."""
     indices = jnp.arange(count)
     return indices + count * jax.lax.axis_index(REPLICAS) if in_replica() else indices
 

@@ -49,9 +49,7 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The path of names, such as module and function names, under which JAX traced the
-        instruction; "" if the compiler inserted it.
-        """
+        """The path of names under which JAX traced the instruction; "" if XLA inserted it."""
         match = _NAME.search(self.attributes)
         return match[1] if match else ""
 
@@ -62,9 +60,7 @@ class Instruction(NamedTuple):
         return int(match[1]) if match else 0
 
     def called(self, key: str) -> str | None:
-        """Returns the name of the computation that an attribute such as "body" names; None without
-        it.
-        """
+        """Returns the name of the computation that an attribute such as "body" names, or None."""
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
 
@@ -108,9 +104,7 @@ class Module:
                 current[instruction.name] = instruction
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns the number of iterations of a `while` instruction; 1 if the module does not state
-        it.
-        """
+        """Returns the number of iterations of a `while` instruction; 1 if it is not stated."""
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
         if stated:
             return int(stated[1])

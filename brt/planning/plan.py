@@ -253,9 +253,7 @@ def sweep(
         raise last
 
     def sort_key(plan: Plan) -> tuple[bool, float, int]:
-        """Fitting plans come first, then shorter steps at the chip's peak rates, then less
-        memory.
-        """
+        """Fitting plans come first, then faster ones, then those that need less memory."""
         return plan.fits is False, plan.step_seconds.get("roofline", 0.0), plan.peak
 
     return sorted(plans, key=sort_key)

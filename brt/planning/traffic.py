@@ -61,9 +61,7 @@ def _copies_between_memories(instruction: Instruction, sources: list[list[Shape]
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Returns the bytes of each parameter that a fused computation reads in slices, by its
-    index.
-    """
+    """Returns the bytes of each parameter, by index, that a fused computation slices."""
     inside = module.computations[called].values()
     sizes = {
         int(instruction.body): _sliced(module, called, instruction.name)

@@ -42,9 +42,7 @@ class MetricAccumulator:
         self.restore(saved)
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Replaces all totals (None: by zero), and drops the metrics of a step that is still
-        running.
-        """
+        """Replaces all totals (None: by zero), and drops the metrics of a running step."""
         self.tokens_seen = self.skipped = 0
         self._restart()
         self._recent = RecentLosses(self._factor, saved.get("usual", ()) if saved else ())
@@ -135,9 +133,7 @@ class MetricAccumulator:
         self._others = Counter()
 
     def state(self) -> dict[str, Any]:
-        """Returns the totals as JSON, for a checkpoint; without the step that `flush` has to add
-        first.
-        """
+        """Returns the totals as JSON, for a checkpoint; `flush` has to be called first."""
         return {
             "tokens_seen": self.tokens_seen,
             "nats": self._nats,

@@ -184,9 +184,7 @@ def _part(state: Any, kind: type) -> Any:
 
 
 def _restricted(state: Any, names: Iterable[str]) -> Any:
-    """Returns the part of a group, or of its state, that belongs to the parameters with these
-    paths.
-    """
+    """Returns the part of a group, or of its state, that belongs to parameters of these paths."""
     return jax.tree.map(
         lambda x: {n: x[n] for n in names} if isinstance(x, dict) else x, state,
         is_leaf=lambda x: isinstance(x, dict),

@@ -53,9 +53,7 @@ def with_new_adapters(params: PyTree, config: Config, key: Array) -> PyTree:
 
 
 def merge_into_kernels(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]:
-    """Returns the model's parameters, with kernel + alpha / rank * A B for each kernel with an
-    adapter.
-    """
+    """Adds alpha / rank * A B to each kernel with an adapter; returns the model's parameters."""
     model, factors = split(params)
     flat, factors = flatten_dict(model, sep="/"), flatten_dict(factors, sep="/")
     for path in dict.fromkeys(factor.rpartition("/")[0] for factor in factors):
@@ -67,17 +65,13 @@ def merge_into_kernels(params: PyTree[Array], adapter: Adapter, axes: Axes) -> P
 
 
 def split(params: PyTree) -> tuple[PyTree, PyTree]:
-    """Separates the parameters of the model from the parameters of its adapters ({} without
-    adapters).
-    """
+    """Separates the parameters of the model from those of its adapters ({} without adapters)."""
     model = {name: value for name, value in params.items() if name != ROOT}
     return model, params.get(ROOT, {})
 
 
 def _check(params: PyTree[nn.Partitioned], config: Config) -> None:
-    """Checks that Adapter.kernels matches kernels that are not trained whole, of rank >=
-    Adapter.rank.
-    """
+    """Refuses adapters of kernels that do not exist, are trained whole, or have a smaller rank."""
     adapter, trainable = config.adapter, config.training.trainable
     kernels = _kernels(params)
     parameter_paths.check("Adapter.kernels", adapter.kernels, kernels, "kernels of the model")

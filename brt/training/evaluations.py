@@ -41,9 +41,7 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics that are logged as curves, by tag such as
-    "eval/validation/bits_per_byte".
-    """
+    """Returns the metrics that are logged as curves, by tag: "eval/validation/bits_per_byte"."""
     prefix = tag(split, evaluator, whole)
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
 

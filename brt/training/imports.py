@@ -110,7 +110,5 @@ def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
 
 
 def metadata(decoder: PretrainedDecoder, config: Config) -> dict[str, Any]:
-    """Returns the metadata for a checkpoint of a decoder, with the seed 0, as each states a
-    seed.
-    """
+    """Returns the metadata for a checkpoint of a decoder; every checkpoint states a seed."""
     return {"config": saved_json(config), "tokenizer": decoder.tokenizer.fingerprint, "seed": 0}

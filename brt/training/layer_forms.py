@@ -48,9 +48,7 @@ def separates(config: Config) -> bool:
 
 
 def separated(state: TrainState, axes: Axes) -> TrainState:
-    """Returns a train state, or its shapes, in the separate form; `axes` by the parameter's
-    path.
-    """
+    """Returns a train state with stacks, or its shapes, in the separate form."""
     params = _separated_params(state.params, axes)
     return state._replace(params=params, optimizer=_separated_optimizer(state.optimizer))
 

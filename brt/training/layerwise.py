@@ -56,9 +56,7 @@ def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
 
 
 def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
-    """Returns matrices as a tree with the structure and the shapes of `like`; the inverse of
-    `split`.
-    """
+    """Returns matrices as a tree with the structure and shapes of `like`; inverts `split`."""
 
     def kernel(name: str, leaf: Any) -> Any:
         names, matrix = axes.get(name, ()), matrices[name]
@@ -81,9 +79,7 @@ def lists_of(groups: list[Group]) -> Group:
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
-    """Returns an optimizer that applies `transform` to each layer of a stack, and to kernels as
-    matrices.
-    """
+    """Returns an optimizer that applies `transform` to each layer, and to kernels as matrices."""
 
     def init(params: Parameters) -> LayerwiseState:
         outside, stacked = split(params, axes)

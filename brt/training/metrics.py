@@ -107,9 +107,7 @@ class MetricsWriter:
             tracker.write(step, numbers)
 
     def has(self, step: int, tag: str) -> bool:
-        """Returns True if the last line of metrics.jsonl belongs to `step` and has a value of
-        `tag`.
-        """
+        """Returns True if the last line of metrics.jsonl is of `step` and has a value of `tag`."""
         return self._line.get("step") == step and tag in self._line
 
     def close(self) -> None:

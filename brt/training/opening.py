@@ -255,8 +255,6 @@ def _write_description(
 
 
 def _evaluator(run: Run) -> Evaluator:
-    """Returns the evaluator of held-out data, or, without such data, of training data for samples
-    alone.
-    """
+    """Returns the evaluator of held-out data; without such data it only draws samples."""
     split = SPLIT if SPLIT in run.dataset.splits else "train"
     return run.task.evaluator(EvaluationRequest(run.config, run.dataset, split, compare_exact=True))

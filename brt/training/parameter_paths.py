@@ -18,9 +18,7 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def check(setting: str, patterns: Sequence[str], paths: Collection[str], kind: str) -> None:
-    """Raises ConfigError if a pattern of a setting matches no path; `kind` describes what has the
-    paths.
-    """
+    """Raises ConfigError if a pattern of a setting matches no path of a parameter."""
     for pattern in patterns:
         if any(matches(path, [pattern]) for path in paths):
             continue

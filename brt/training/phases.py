@@ -71,9 +71,7 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def in_background(self, phase: str) -> Iterator[None]:
-        """Context that sets `background` of the status, for the thread that saves in the
-        background.
-        """
+        """Context that sets `background` of the status, for the thread that saves."""
         self._background = phase
         self._notify()
         try:

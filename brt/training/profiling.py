@@ -35,9 +35,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns {"perf/mfu": FLOPs per second, relative to the peak of all devices}; {} if not
-    known.
-    """
+    """Returns {"perf/mfu": FLOPs per second / peak of all devices}; {} if not known."""
     peak = peak_flops(mesh.devices.flat[0])
     if not (flops_per_second and peak):
         return {}
@@ -59,9 +57,7 @@ class Profile:
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:
-        """Ends the trace when `wait_for` is computed, and returns True, if `step` is the last to
-        trace.
-        """
+        """If `step` is the last one to trace, ends the trace after `wait_for`; returns True."""
         if not (self._running and step >= self._steps[1]):
             return False
         jax.block_until_ready(wait_for)
@@ -69,9 +65,8 @@ class Profile:
         return True
 
     def close(self) -> None:
-        """Ends a trace that is still running, unless the run directory has been moved: the profiler
-        would create it again.
-        """
+        """Ends a trace that is still running."""
+        # If the run directory has been moved, the profiler would create it again.
         if self._running and self._workdir.tensorboard.is_dir():
             self._running = False
             # jax raises RuntimeError if another part of the program has already stopped the trace.

@@ -47,9 +47,7 @@ def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree
 
 
 def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
-    """Returns the factors of learning rate and weight decay of the first pattern that matches, or
-    1, 1.
-    """
+    """Returns the factors of learning rate and weight decay of the first pattern that matches."""
     for pattern, rate, decay in optimizer.rates:
         if parameter_paths.matches(path, [pattern]):
             return rate, decay
@@ -69,9 +67,7 @@ def check(trained: PyTree, optimizer: Optimizer) -> None:
 
 
 def describe(trained: PyTree, optimizer: Optimizer) -> str:
-    """Lists the factors of Optimizer.rates other than 1, with numbers of parameters; "" for
-    none.
-    """
+    """Lists the factors of Optimizer.rates other than 1, and how many parameters they change."""
     sizes: dict[tuple[float, float], int] = {}
     for path, leaf in flatten_dict(trained, sep="/").items():
         factors = factors_of(path, optimizer)

@@ -171,9 +171,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
 
 
 def local_reader(run: Run) -> Reader:
-    """Returns the run's reader, restricted to the rows of the batch that this process's devices
-    have.
-    """
+    """Returns the run's reader, restricted to the rows that are on this process's devices."""
     if not processes.several():
         return run.reader
     lanes = meshes.local_lanes(run.mesh, run.config.training.batch_size)
@@ -193,9 +191,7 @@ def put(run: Run, batch: Any) -> Any:
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Returns a number, the same on all processes, as an array [] that is replicated on all
-    devices.
-    """
+    """Returns a number, which all processes pass, as an array [] that is on all devices."""
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 

@@ -133,8 +133,10 @@ class Session(OpenRun):
         self.throughput.step(parts * run.reader.positions(batch), flops and parts * flops)
 
     def skip_bad_batches(self) -> bool:
-        """Leaves out the batches up to a bad one, as completed steps, if the run rolled back
-        because of it.
+        """Leaves out the batches up to a bad one, if the run rolled back to this step because of
+        it.
+
+        They count as completed steps. Returns True if batches were left out.
         """
         ahead = min(self.bad_steps.skip_to(self.completed), self.steps)
         if not ahead:
@@ -149,9 +151,7 @@ class Session(OpenRun):
         return True
 
     def rewind(self, step: int, reason: str) -> None:
-        """Returns to the newest checkpoint, or to the beginning, because the step `step` was
-        bad.
-        """
+        """Returns to the newest checkpoint, or to the beginning, because `step` was bad."""
         del self.state  # The restored train state needs the memory of the present one.
         with self.pause("restoring"):
             self.writer.wait()
@@ -228,9 +228,7 @@ class Session(OpenRun):
             yield
 
     def is_time(self, every: int) -> bool:
-        """Returns True if the current step is a multiple of `every` (0: never), or the run's last
-        step.
-        """
+        """Returns True at multiples of `every` (0 for never) and at the last step of the run."""
         at_end = self.completed >= self.steps
         return bool(every) and (at_end or self.completed % every == 0)
 

@@ -55,9 +55,7 @@ def state_shardings(
 def parameter_shardings(
     mesh: jax.sharding.Mesh, params: PyTree[jax.ShapeDtypeStruct], axes: Axes
 ) -> PyTree[NamedSharding]:
-    """Returns the sharding of every parameter, which follows from the names of its axes (`axes`, by
-    path).
-    """
+    """Returns the sharding of every parameter, which follows from the names of its axes."""
 
     def parameter_sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = axes.get("/".join(key.key for key in path), (None,) * leaf.ndim)

@@ -53,9 +53,7 @@ def _merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of the axes of each parameter, if they have names, by the parameter's
-    path.
-    """
+    """Returns the names of the axes of each parameter whose axes have names, by its path."""
     boxed = flatten_dict(jax.eval_shape(lambda: initial_params(config)), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 
@@ -80,8 +78,6 @@ def parameter_counts(params: PyTree) -> tuple[int, int]:
 
 
 def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Like `parameter_counts`, from the size of each array by its path, such as
-    "decoder/embedding".
-    """
+    """Like `parameter_counts`, from the size of each array by path: "decoder/embedding"."""
     total = sum(sizes.values())
     return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)

@@ -33,9 +33,7 @@ class StepMetrics(NamedTuple):
 def _loss_and_gradients(
     state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
 ) -> tuple[Aux, PyTree[Array]]:
-    """Computes the loss and the gradients of the trained parameters, summed over microbatches of
-    the rows.
-    """
+    """Computes the loss and the gradients of trained parameters, summed over microbatches."""
     loss = tasks.from_config(config).loss
     trained, frozen = trainable.split(state.params, trainable.patterns(config))
 

@@ -52,9 +52,7 @@ class _Service:
         self._tolerated(self._end)
 
     def begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str | None:
-        """Starts a run in the service, or continues the run `run_id`; returns its id, None after a
-        failure.
-        """
+        """Starts or continues a run in the service; returns its id, or None after a failure."""
         return self._tolerated(lambda: self._begin(config, workdir, run_id))
 
     def _tolerated(self, call: Callable[[], Any]) -> Any:

@@ -238,13 +238,12 @@ def _acquire(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]
 
 
 def _remove_partial_files(workdir: Workdir) -> None:
-    """Removes partial files of a killed trainer; other commands may be writing to `evaluations`
-    now.
-    """
+    """Removes partial files of a killed trainer."""
     w = workdir
     directories = w.path, w.tokenizer, w.samples, w.plots, w.heartbeat
     for path in itertools.chain.from_iterable(map(durable.partial_files, directories)):
         path.unlink(missing_ok=True)
+    # Other commands may be writing to `evaluations` now.
     for directory in (workdir.evaluations, *workdir.evaluations.glob("*")):
         durable.remove_abandoned(directory)
 

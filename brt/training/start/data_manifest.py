@@ -122,9 +122,7 @@ class OwnTokenizer(NamedTuple):
 
 
 def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokenizer | None:
-    """Returns the copy of the tokenizer in a run directory; None if the run's config names no
-    file.
-    """
+    """Returns the copy of the tokenizer in a run directory; None if the config names no file."""
     config = config_from_json(checkpoint.meta["config"])
     task = tasks.from_config(config)
     setting, file = getattr(getattr(config, task.data), "tokenizer", ""), _tokenizer_file(workdir)
@@ -149,9 +147,7 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
 
 
 def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
-    """Returns a line about each split: size, some documents, checksum, and what it was held
-    out of.
-    """
+    """Returns a line about each split: size, some documents, checksum, and origin."""
     lines = []
     for name, split in splits.items():
         unit, count = _size(split)

@@ -71,9 +71,7 @@ def load_config(
 
 
 def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
-    """Loads the model of a checkpoint with its adapters merged into the kernels; see
-    `load_unmerged`.
-    """
+    """Loads a model, with its adapters merged into the kernels; see `load_unmerged`."""
     model = load_unmerged(workdir, checkpoint, config)
     with model.on_devices():
         return model._replace(params=merged_params(config, model.params))
