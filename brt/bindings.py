@@ -33,9 +33,7 @@ class Resolved(NamedTuple):
     config: Config
     # By `Section.field`: "default", "saved", PATH:LINE, or "--gin_bindings".
     origins: dict[str, str]
-    bound: dict[
-        str, str
-    ]  # the origins of only those settings that a file or the command line binds
+    bound: dict[str, str]  # those of settings that a file or the command line binds
     notes: tuple[str, ...] = ()  # sentences about bound settings that do nothing or were adjusted
 
 

@@ -193,9 +193,10 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
 
 @contextlib.contextmanager
 def directory(path: Path, *, below: Path | None = None, make: bool = False) -> Iterator[int]:
-    """Context that opens a directory and yields its file descriptor; see `replacing` for `below`.
+    """Context that opens a directory and yields its file descriptor.
 
-    `make` creates directories that are missing below `below`.
+    `below` is as in `replacing`; None stands for `path` itself. `make` creates directories that are
+    missing below `below`.
     """
     at = below or path
     with contextlib.ExitStack() as stack:

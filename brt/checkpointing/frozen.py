@@ -24,8 +24,7 @@ _NO_LINKS = {
 
 
 def link(directory: Path, step: int, names: Collection[str], target: Path) -> dict[str, str] | None:
-    """Creates hard links to the frozen arrays of the checkpoint `step` in a new checkpoint,
-    `target`.
+    """Links the files of the frozen arrays of the checkpoint `step` into a new checkpoint.
 
     Returns the SHA-256 checksum of each linked file, by its path in the checkpoint; None if the
     arrays have to be written, because the frozen arrays of the earlier checkpoint are not exactly

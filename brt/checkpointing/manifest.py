@@ -39,8 +39,7 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
 def verify(
     directory: Path, only: Collection[str] | None = None, *, arrays: int | None = None
 ) -> list[str]:
-    """Compares the files of a checkpoint with its MANIFEST.sha256; returns a phrase for each
-    problem.
+    """Compares a checkpoint with its MANIFEST.sha256; returns a phrase for each problem.
 
     Only files whose relative paths are in `only` are read (None: all), and none if the files have
     far more bytes than the `arrays` of the checkpoint (None: not known).

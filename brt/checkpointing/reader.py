@@ -129,7 +129,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def check_json(content: Any, schema: Any, where: str) -> None:
-    """Raises CheckpointError unless JSON of the file `where` has the types `schema`."""
+    """Raises CheckpointError if JSON of the file `where` has not the structure `schema`."""
     try:
         untrusted.check(content, schema)
     except ValueError as error:
@@ -137,7 +137,7 @@ def check_json(content: Any, schema: Any, where: str) -> None:
 
 
 def last_saved(directory: Path) -> int | None:
-    """Returns the step that was saved last, or None, even if its checkpoint has been removed."""
+    """Returns the step of the last save, even of a removed checkpoint; None if there was none."""
     path = directory.parent / LAST
     try:
         text = untrusted.read_file(path, _LAST_BYTES).strip()

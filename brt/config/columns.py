@@ -15,7 +15,7 @@ def column(section: Any, role: str, usual: str = "") -> str:
 
 
 def check_columns(section: Any, *roles: str) -> None:
-    """Refuses items of `columns` that are not ROLE=COLUMN, with another of the roles each."""
+    """Refuses `columns` unless each item is ROLE=COLUMN, with a role of its own."""
     form = " or ".join(f"'{role}=COLUMN'" for role in roles)
     for pair in section.columns:
         role, _, name = pair.partition("=")

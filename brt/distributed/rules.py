@@ -140,10 +140,9 @@ def is_sharded(name: str) -> bool:
 
 
 def can_merge_axes(axes: int) -> bool:
-    """Returns True if the first axes of an array can surely be merged without moving data between
-    devices.
+    """Returns True if merging the first axes of an array certainly moves no data between devices.
 
-    The first of them is the rows of the batch; the names of the others are not known. This is
+    The first of these axes is the rows of the batch; the names of the others are not known. It is
     certain if the code is not partitioned, or if at most two axes are merged and the mesh shards no
     axis called "tokens", "embed" or "heads".
     """

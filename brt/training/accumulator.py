@@ -42,7 +42,7 @@ class MetricAccumulator:
         self.restore(saved)
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Replaces all totals (None: by zero), and drops the metrics of a running step."""
+        """Replaces all totals, by 0 if `saved` is None, and drops the metrics of a running step."""
         self.tokens_seen = self.skipped = 0
         self._restart()
         self._recent = RecentLosses(self._factor, saved.get("usual", ()) if saved else ())

@@ -140,7 +140,7 @@ def _stacks(group: _Arrays, shapes: Shapes, rules: Rules) -> dict[str, _Stack]:
 
 
 def _of_group(group: _Arrays, divisor: Float[Array, ""], shapes: Shapes, rules: Rules) -> _Updated:
-    """Updates a group; `shapes` are those of all parameters in the model."""
+    """Returns the new parameters and state of a group; optax updates matrices without kernels."""
     if isinstance(group.state, list):
         layers = [_of_group(layer, divisor, shapes, rules) for layer in group.layers()]
         squares = jnp.sum(jnp.stack([one.squares for one in layers]))
@@ -192,7 +192,7 @@ def _restricted(state: Any, names: Iterable[str]) -> Any:
 
 
 def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
-    """Returns optax's state of other parameters with the moments of further ones, by path."""
+    """Adds the moments of parameters with a kernel, by path, to optax's state of the others."""
     vectors, unused, momenta = {}, {}, {}
     for name, (rows, columns, momentum) in found.items():
         vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])

@@ -32,7 +32,7 @@ def with_new_adapters(params: PyTree, config: Config, key: Array) -> PyTree:
     The adapter of a kernel [in, out] consists of two matrices: A has the shape [in, rank] and
     normal elements with the variance 1 / in, and B has the shape [rank, out] and is zero. The
     adapters therefore do not change the model at first. Arrays without a box (`nn.Partitioned`) get
-    none.
+    no adapters.
     """
     adapter = config.adapter
     if not adapter.rank:

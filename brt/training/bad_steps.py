@@ -46,12 +46,12 @@ class BadStep(NonFiniteError):
 
 
 class RecentLosses:
-    """Losses of recent steps; a loss above `factor` (Training.spike_factor) times their median is a
-    jump.
+    """Losses of recent steps, and the limit above which the loss of the next step is a jump.
 
-    A step is started while the previous step may still be running. The limit for step n therefore
-    uses the losses up to step n - 2, even if the loss of step n - 1 is already known, so that the
-    limit does not depend on timing.
+    The limit is `factor` (Training.spike_factor) times the median loss; 0 sets no limit. A step is
+    started while the previous step may still be running. The limit for step n therefore uses the
+    losses up to step n - 2, even if the loss of step n - 1 is already known, so that the limit does
+    not depend on timing.
     """
 
     def __init__(self, factor: float, saved: Iterable[Sequence[int | float]] = ()):
@@ -111,7 +111,7 @@ class BadSteps:
         return self._record(step, {}, reason, "the step changed nothing")
 
     def record_rollback(self, step: int, reason: str, checkpoint: int) -> str:
-        """Records that the run returned to the step `checkpoint`, or 0; see `record_skip`."""
+        """Records the return to a checkpoint, or to step 0; otherwise like `record_skip`."""
         self._drop_skips_after(checkpoint)
         consequence = f"continuing after it from the state of step {checkpoint}"
         return self._record(step, {"from": checkpoint}, reason, consequence)

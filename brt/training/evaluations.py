@@ -58,9 +58,9 @@ def write(
     """Writes the files of an evaluation, and returns the evaluation's report.
 
     The JSON file with the metrics is written last, so its existence shows that the other files
-    (JSON lines, text, plot and page) are complete. Only the first process writes. `on_report` is
-    called with the report before, so that the user sees it even if writing fails. `stored` = False
-    writes nothing, because the run directory is read-only.
+    (JSON lines, text, plot and page) are complete. Only the first process writes. First,
+    `on_report` is called with the report, so that the user sees it even if writing fails. `stored`
+    = False writes nothing, because the run directory is read-only.
     """
     directory, name = workdir.evaluations / str(step), f"{split}{result.name}"
     report = {"step": step, **result.metrics}

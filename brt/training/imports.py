@@ -73,10 +73,10 @@ def config_of(decoder: PretrainedDecoder, tokenizer: Path) -> Config:
 
 
 def open_model(directory: Path, step: int | None, change: Callable[[Config], Config]) -> SavedModel:
-    """Returns the trained model of a run (step None: the newest), or a decoder in Hugging Face's
-    format.
+    """Returns the trained model of a run, or a decoder in Hugging Face's format.
 
-    `change` is a function from the config of the model to the one that the user requests.
+    `change` is a function from the config of the model to the one that the user requests; `step`
+    None stands for the newest checkpoint.
 
     Raises:
       ConfigError: the directory does not exist, or the requested config is not valid or would

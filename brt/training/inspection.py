@@ -32,8 +32,7 @@ _META = {
 
 
 def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
-    """Verifies all checkpoints of a run directory, and describes one of them (None: the newest
-    intact).
+    """Verifies all checkpoints of a run, and describes one of them (None: the newest intact).
 
     The description is JSON. `steps` lists the steps of all checkpoints. `checkpoints` has an entry
     for each checkpoint, whose `whole` is True if the checkpoint is intact. `metrics` has the last
@@ -99,11 +98,10 @@ def state_hash(workdir: Workdir, step: int) -> str:
 def add_state_hash(
     workdir: Workdir, result: dict[str, Any], step: int | None = None
 ) -> dict[str, Any]:
-    """Returns the result of `survey`, for which `check` raised no error, with an entry
-    `state_hash`.
+    """Adds the entry `state_hash` to a result of `survey` for which `check` raised no error.
 
     If a trainer has removed the described checkpoint since the survey, the newest checkpoint is
-    described and hashed instead, unless the user requested one `step`.
+    described and hashed instead, unless the user requested the checkpoint of one `step`.
     """
     while True:
         try:

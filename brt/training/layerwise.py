@@ -36,7 +36,7 @@ class LayerwiseState(NamedTuple):
 
 
 def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
-    """Separates the parameters that are stacked by layer from all others; both are by path.
+    """Returns the parameters outside of stacks, and those in stacks of layers, as matrices by path.
 
     `axes` has the names of each parameter's axes, by path. The stacks are grouped by their number
     of layers, as a string.
@@ -79,7 +79,7 @@ def lists_of(groups: list[Group]) -> Group:
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
-    """Returns an optimizer that applies `transform` to each layer, and to kernels as matrices."""
+    """Returns an optimizer that applies `transform` to each layer of a stack, as matrices."""
 
     def init(params: Parameters) -> LayerwiseState:
         outside, stacked = split(params, axes)

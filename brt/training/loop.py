@@ -35,8 +35,7 @@ AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)
 
 
 def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Run, Workdir]:
-    """Trains in a run directory until step Training.steps, from its newest checkpoint if it has
-    one.
+    """Trains in a run directory until Training.steps, from its newest checkpoint if there is one.
 
     `allowed` is that of `Session.open`. Preempted is raised if the run was asked to stop, and
     everything is saved; other failures are BrtErrors.

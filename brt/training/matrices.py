@@ -2,8 +2,8 @@
 
 Optimizers such as Muon and Adafactor treat the two axes of a matrix differently. Attention kernels
 have more than two axes: D (the model dimension), H (heads), K (the dimension of a head), and n if
-several kernels are stacked. H, K and n are merged into one axis: [D, H, K] becomes [D, HK], and [n,
-H, K, D] becomes [HnK, D]. The functions get the names of a kernel's axes.
+several kernels are stacked. H, K and n are merged into one axis, so that [n, H, K, D] becomes [HnK,
+D], and [D, H, K] becomes [D, HK]. The functions get the names of a kernel's axes.
 """
 
 import math

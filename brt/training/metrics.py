@@ -208,7 +208,7 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Expects as many pauses per step as so far."""
+        """Returns the expected time of `steps` more steps, with pauses as so far."""
         return (self._clock() - self._created) / self._all_steps * steps
 
 

@@ -102,7 +102,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
 
 
 def _clipped(built: Stepper, norm: float) -> Stepper:
-    """Returns an optimizer that first clips the norm of the gradients, with the state of optax."""
+    """Returns an optimizer that first clips the norm of the gradients, as `optax.chain` does."""
     clip = optax.clip_by_global_norm(norm)
     chained = optax.chain(clip, optax.GradientTransformation(built.init, built.update))
 

@@ -52,8 +52,7 @@ def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bo
 
 
 def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
-    """Returns the spec that shards a parameter, or an array of the optimizer's state, over
-    replicas.
+    """Returns the spec that shards a parameter, or its optimizer state, over replicas.
 
     The first axis that is called "embed", "mlp" or "vocab", and whose size is a multiple of the
     number of replicas, is sharded. If the array has no such axis or is a vector, it is replicated.

@@ -79,7 +79,7 @@ def build(
 def without_data(config: Config) -> Shapes | None:
     """Returns the shapes of a run without opening its data; None if they depend on the data.
 
-    This is so if the data determine the size of the vocabulary, or Training.init_from is set.
+    They do if the data determine the size of the vocabulary, or if Training.init_from is set.
     """
     task = tasks.from_config(config)
     if config.training.init_from or not task.sizes_are_configured(config):
@@ -117,8 +117,8 @@ def prepare(
 ) -> tuple[Config, Dataset, Reader]:
     """Opens the data of a run, which are tokenized and stored first if necessary.
 
-    `own_tokenizer` is a resumed run's copy of its tokenizer. Sizes that depend on the data are
-    filled in in the returned config. The reader reads the training batches.
+    `own_tokenizer` is a resumed run's copy of its tokenizer. The returned config has the sizes that
+    depend on the data, and the reader reads the training batches.
     """
     task = tasks.from_config(config)
     if weights:

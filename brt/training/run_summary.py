@@ -85,9 +85,6 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
 
     The summary has the last evaluation, the data, the files of the run, and commands to type next.
     `begin` is the value of `time.perf_counter()` at the start of the command.
-
-    Raises:
-      CheckpointError: data.json or provenance.json is damaged.
     """
     baseline, metric = draw(run, workdir), run.task.primary_metric(run.dataset)
     records = read_metrics(workdir.metrics)
@@ -110,11 +107,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
 
 
 def changes(workdir: Workdir) -> list[str]:
-    """Returns a line for each config change that the user allowed with --allow_config_change.
-
-    Raises:
-      CheckpointError: provenance.json is damaged.
-    """
+    """Returns a line for each config change that the user allowed with --allow_config_change."""
     try:
         provenance = untrusted.read_json(workdir.provenance, checkpoints.PROVENANCE)
     except (OSError, ValueError) as error:

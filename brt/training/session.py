@@ -133,8 +133,7 @@ class Session(OpenRun):
         self.throughput.step(parts * run.reader.positions(batch), flops and parts * flops)
 
     def skip_bad_batches(self) -> bool:
-        """Leaves out the batches up to a bad one, if the run rolled back to this step because of
-        it.
+        """After a rollback to this step, leaves out the batches up to the bad one.
 
         They count as completed steps. Returns True if batches were left out.
         """
@@ -180,8 +179,7 @@ class Session(OpenRun):
         self.phases.enter("stepping", step)
 
     def save(self, *, wait: bool = False) -> None:
-        """Starts to save a checkpoint with everything that a resumed run needs; `wait` completes
-        it.
+        """Starts to save everything that a resumed run needs; `wait` also completes the save.
 
         If the state is not finite, BadStep or NonFiniteError is raised, as Training.on_bad_step
         says. CheckpointError is raised if this save, or the one before it, failed.

@@ -32,10 +32,10 @@ class TrainState(NamedTuple):
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
-    """Returns the parameters of a new model and of its adapters, in boxes with the names of their
+    """Returns the parameters of a new model and of its adapters, boxed with the names of their
     axes.
 
-    A `key` of None stands for the key of Training.seed. The boxes are Flax's `nn.Partitioned`.
+    The boxes are `nn.Partitioned`. A `key` of None stands for the key of Training.seed.
     """
     key = jax.random.key(config.training.seed) if key is None else key
     params = tasks.from_config(config).initial_params(config, key)
@@ -59,8 +59,7 @@ def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
 
 
 def constant_arrays(config: Config, state: TrainState) -> list[str]:
-    """Returns the names, as in checkpoints ("params/embedding"), of the arrays that no step
-    changes.
+    """Returns the names of the arrays that no step changes, such as "params/embedding".
 
     Checkpoints of a run share the files of these arrays.
     """

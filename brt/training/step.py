@@ -134,10 +134,9 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Computes one training step: loss, gradients, and the update of the train state.
 
-    The loss is the mean over all scored tokens of the batch. The batch has one segment of every
-    document stream, or, in tasks without streams, one example in every row. This function is the
-    only place where gradients are stopped at the carry, so that they do not flow into the previous
-    segment.
+    The loss is the mean over all scored tokens of the batch. Every row of the batch is one segment
+    or, in tasks without segments, one example. This function is the only place where gradients are
+    stopped at the carry, so that they do not flow into the previous segment.
 
     Args:
       state: the train state before the step, in either form of `brt.training.layer_forms`. The

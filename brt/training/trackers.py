@@ -87,7 +87,7 @@ class _Mlflow(_Service):
     name = "mlflow"
 
     def refuses(self) -> str:
-        """Opens MLflow's database or directory; a server is not contacted."""
+        """Tries to open MLflow's database or directory; a server is not contacted."""
         where = self._module.get_tracking_uri()
         try:
             self._module.MlflowClient()
@@ -169,8 +169,7 @@ def _place(workdir: Workdir) -> dict[str, Any]:
 
 
 def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
-    """Returns True if a run directory is a copy of the directory that trackers.json names
-    (`saved`).
+    """Returns True if a run directory (`now`) is a copy of the one that trackers.json names.
 
     A renamed directory keeps its inode, also on a disk that another machine mounts. On the same
     machine, a directory that has replaced the original is the original, wherever it is.
@@ -183,7 +182,7 @@ def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Returns trackers.json, {} without the file: ids of runs by service, and the "directory"."""
+    """Returns the ids of the services' runs, and the "directory"; {} without trackers.json."""
     try:
         return untrusted.read_json(file, _IDS)
     except FileNotFoundError:

@@ -126,8 +126,7 @@ def create(path: Path) -> Workdir:
 
 
 def check_writable(directory: Path, *, below: Path | None = None) -> None:
-    """Creates a directory, tests that it is writable, and removes partial files of killed
-    processes.
+    """Creates a directory, tests that it is writable, and removes abandoned partial files.
 
     `below` is the run directory, which is not created, because it may have been moved since the run
     began; no part of the path below it may be a link. None also creates the parents of `directory`,

@@ -75,8 +75,7 @@ def compare(
     state_shapes: TrainState,
     allowed: Collection[str],
 ) -> ConfigChanges:
-    """Returns the differences between the config of a checkpoint and the config of the resuming
-    run.
+    """Returns the differences between the config of a checkpoint and that of the resuming run.
 
     Besides the errors of `check_resumable`, a ConfigError is raised if a change has changed the
     shapes of arrays, which not even --allow_config_change permits.

@@ -85,7 +85,7 @@ def read(workdir: Workdir) -> DataManifest:
 def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
     """Returns the tokenizer that is stored in a run directory.
 
-    CheckpointError is raised if there is none, or if it has not the checkpoint's `fingerprint`.
+    CheckpointError is raised if there is none, or if its fingerprint differs from `fingerprint`.
     """
     file = _tokenizer_file(workdir)
     if file is None:
