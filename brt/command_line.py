@@ -141,8 +141,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
-    """Returns the config of the flags that `add_config_flags` adds, which change `base` or the
-    defaults.
+    """Returns the config of the flags of `add_config_flags`, which change `base` or the defaults.
 
     With --print_config it prints the config and exits.
     """
@@ -223,10 +222,10 @@ def _check_task(resolved: Resolved) -> None:
 
 @contextlib.contextmanager
 def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
-    """Context in which errors name flags (--errors=replace) instead of settings (Data.errors =
-    'replace') or arguments (beams=4).
+    """Context in which errors name flags of the command instead of settings or arguments.
 
-    `flags` has the flag that replaces each name: {"Data.errors": "--errors", "beams=": "--beams="}.
+    `flags` has the flag that replaces each name, {"Data.errors": "--errors", "beams=": "--beams="},
+    so that Data.errors = 'replace' becomes --errors=replace.
     """
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")

@@ -203,7 +203,7 @@ def checked_value(name: str, value: Any, task: str | None = None) -> Any:
 
 
 def checked_field(name: str, value: Any) -> Any:
-    """Returns `value` converted to the type of a field of a section's class: "Seq2Seq.dropout"."""
+    """Returns `value` converted to the type of a field, such as "Seq2Seq.dropout"."""
     return converted(public_name(name), class_field_types()[name], value)
 
 

@@ -100,8 +100,7 @@ def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
 
 
 def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a metric's curve: the number of training tokens, and the metric, each float
-    [records].
+    """Returns a metric's curve as two arrays [records]: training tokens, and the metric.
 
     Records without the metric are left out. If a record has no number of tokens, the number is
     interpolated.

@@ -16,7 +16,7 @@ class BrtError(Exception):
     library. The middle of long values is left out.
     """
 
-    exit_code = 1  # of a command that the error ends
+    exit_code = 1  # The error ends a command with this exit code.
 
     def __str__(self) -> str:
         return sentence(super().__str__())

@@ -9,7 +9,7 @@ def acquire(file: IO | int, *, wait: bool = False) -> bool:
     """Locks a file for this process and for child processes that inherit the open file.
 
     The lock ends when all of these processes have closed the file. Returns False if the file system
-    has no locks. Unless it waits, BlockingIOError says that another process holds the lock.
+    has no locks. Without `wait`, BlockingIOError says that another process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

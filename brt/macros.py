@@ -41,11 +41,10 @@ class Source(NamedTuple):
 
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
-    """Checks the macros that bindings use, and returns for each used macro one binding that uses
-    it.
+    """Returns, for each macro that bindings use, one of these bindings; refuses invalid macros.
 
-    The caller can thus find macros that are never used. ConfigError is raised if a macro is
-    undefined, contains itself, or is too large.
+    The caller can thus find macros that are never used. A macro must be defined, must not contain
+    itself, and must not be too large.
     """
     used: dict[str, Binding] = {}
     bindings = list(bindings)
@@ -94,7 +93,7 @@ def _size(
 
 
 def substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
-    """Returns a value in which the values of macros replace them."""
+    """Returns a value in which each `Macro` is replaced by the value of the macro."""
     if isinstance(value, Macro):
         return substituted(macros[value.name].value, macros)
     if isinstance(value, list | tuple):

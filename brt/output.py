@@ -137,11 +137,10 @@ def check_files(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def explained(flag: str, path: str | Path) -> Iterator[None]:
-    """Context that turns OSErrors of writing the file of a flag into a ConfigError, after
-    `check_files`.
+    """Context that turns OSErrors of writing the file of a flag into ConfigErrors.
 
-    OSErrors stay if the storage has failed, or denies access since the check, or if the reader of
-    standard output has ended.
+    OSErrors stay if the storage has failed, or denies access since `check_files`, or if the reader
+    of standard output has ended.
     """
     try:
         yield

@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def use_cpus(count: int | None = None) -> None:
-    """Makes jax run on the CPU alone, divided into `count` devices, before it is asked for its
-    devices.
+    """Makes jax run on the CPU alone; must be called before jax is asked for its devices.
 
-    None takes the number in XLA_FLAGS, or 1.
+    `count` is the number of devices that the CPU is divided into; None takes that in XLA_FLAGS, or
+    1.
     """
     import jax  # Commands that only parse flags do not need this import.
 

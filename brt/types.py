@@ -10,8 +10,8 @@
     X  tokens of a document that is summarised (its summary has T), or frames of an utterance (its
        transcript has T)
 
-The same letters are used in jaxtyping annotations, einsums and docstrings. The following terms have
-the same meaning everywhere:
+The same letters are used in jaxtyping annotations, einsums and docstrings. Batches have integers of
+the type int32. The following terms have the same meaning everywhere:
 
     row      a row of the batch; those of language models, which read document after document from
              step to step, are called lanes in the code

@@ -50,7 +50,7 @@ def section_of(config: Config, name: str) -> Any:
 def has_section(config: Config, name: str) -> bool:
     """Returns True if the model of a config uses the section `name`.
 
-    Unused are sections of kinds of layers that the model lacks, and `Rotary` without rotary
+    Sections of kinds of layers that the model lacks are not used, nor is `Rotary` without rotary
     positions.
     """
     if name in SECTIONS or name in PARTS:

@@ -75,8 +75,7 @@ def tasks_with(name: str) -> list[str]:
 
 
 def field_names(name: str) -> Iterator[str]:
-    """Yields the fields that a setting may refer to: for "Data.buckets" also "Pairs.buckets" and so
-    on.
+    """Yields the fields that a setting may refer to: "Data.buckets", "Pairs.buckets" and so on.
 
     Some of these sections may lack the field.
     """

@@ -59,8 +59,7 @@ def nearest(wanted: int, number: int) -> int:
 def build(
     mesh: MeshSettings, needs: DivisibleSizes, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns the JAX mesh that the settings describe, made of the first of `devices` (None: of
-    all).
+    """Returns the mesh that the settings describe, made of the first of `devices` (None: of all).
 
     `needs` are the sizes that the devices have to divide.
     """

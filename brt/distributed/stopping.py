@@ -14,8 +14,7 @@ from brt.errors import PeerError
 
 
 class AgreedRequest:
-    """A request to one process, such as a signal to stop, that all processes carry out at the same
-    step.
+    """A request to one process, such as a signal to stop, that all carry out at the same step.
 
     Every process calls `reason_if_due` equally often, for example once per step. The process that
     receives a request publishes the request. A thread of each process then publishes how often its
@@ -44,8 +43,7 @@ class AgreedRequest:
         self._thread.start()
 
     def reason_if_due(self) -> str | None:
-        """Returns the reason of the request if this process must carry it out now, and None
-        otherwise.
+        """Returns the reason of the request if this process must carry it out now; otherwise None.
 
         All processes must call the method equally often. PeerError is raised if one does not
         answer.

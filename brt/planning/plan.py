@@ -43,13 +43,14 @@ class Plan(NamedTuple):
     costs: Costs  # operations, bytes and cycles by part of the model
     tokens: int  # tokens or frames, including padding, that all devices together read in a step
     # FLOPs that the model needs for a step on all devices together, without recomputation; None if
-    # unknown
+    # unknown.
     model_flops: int | None
     seconds: float  # compile time
     # True if options told the compiler to save compile time. Memory and collectives are then
     # accurate to within 1 to 17 %, and the cycles are not meaningful.
     low_effort: bool
-    dropped: tuple[str, ...] = ()  # such options that this compiler does not have
+    # Options for saving compile time that this compiler does not have.
+    dropped: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:

@@ -30,7 +30,7 @@ class Rules(NamedTuple):
     """What an update of Adafactor depends on, except arrays."""
 
     transform: optax.GradientTransformation  # `optax.adafactor`, for parameters without a kernel
-    # from a number of completed steps to the learning rate of the next step
+    # A function from the number of completed steps to the learning rate of the next step.
     schedule: Callable[[Int[Array, ""]], Float[Array, ""]]
     axes: Axes  # names of each parameter's axes, by the parameter's path
     factor: Callable[[str], float]  # from a parameter's path to the factor of its learning rate

@@ -51,7 +51,7 @@ class OpenRun:
 
     run: Run
     workdir: Workdir  # a temporary directory in all processes except for the first
-    # in either form of `layer_forms`; a training step donates its memory to the next state
+    # The state has either form of `layer_forms`. A training step donates its memory to the next.
     state: TrainState
     completed: int  # number of completed steps, as in `state`
     resumed: bool  # True between the restoring of a checkpoint and the next step
@@ -65,8 +65,8 @@ class OpenRun:
     accumulator: MetricAccumulator  # totals of the metrics since the last report
     bad_steps: BadSteps
     evaluator: Evaluator  # evaluates held-out data, and generates sample texts
-    # from parameters and carry (caches and recurrent states) to metrics of the recurrent states;
-    # None if the task has no such metrics
+    # A function from parameters and carry (caches and recurrent states) to metrics of the recurrent
+    # states; None if the task has no such metrics.
     probe: Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]] | None
     provenance: dict[str, object]  # versions, machine, command, config changes: provenance.json
 

@@ -22,11 +22,11 @@ class RunStatus(NamedTuple):
 
     # "starting", "compiling", "restoring" (a checkpoint), "seeking" (the position in the data),
     # "stepping" (training), "evaluating", "sampling", "saving" (copying the arrays for a
-    # checkpoint), "committing" (completing a checkpoint) or "ending"
+    # checkpoint), "committing" (completing a checkpoint) or "ending".
     phase: str
     step: int  # number of completed training steps
-    # `time.monotonic` of the last sign of progress, such as a completed step, an evaluated batch, a
-    # sampled token, or the beginning of a phase
+    # The time (`time.monotonic`) of the last sign of progress, such as a completed step, an
+    # evaluated batch, a sampled token, or the beginning of a phase.
     last_progress: float
     background: str = ""  # the phase of the thread that saves in the background; "" while idle
 

@@ -40,7 +40,7 @@ class Shapes(NamedTuple):
 
     mesh: jax.sharding.Mesh
     optimizer: Stepper
-    # the train state with `jax.ShapeDtypeStruct` (shape, dtype, sharding) in place of arrays
+    # The train state with `jax.ShapeDtypeStruct` (shape, dtype, sharding) in place of arrays.
     state_shapes: TrainState
 
 

@@ -26,7 +26,7 @@ class StepMetrics(NamedTuple):
     tokens: Float[Array, ""]  # number of scored tokens (targets that are not padding)
     gradient_norm: Float[Array, ""]  # of the gradients of the mean loss, before clipping
     others: dict[str, Float[Array, ""]]  # further metrics of the task, by name
-    # 1 if the step left the state unchanged, otherwise 0; None if steps are never skipped
+    # 1 if the step left the state unchanged, otherwise 0; None if steps are never skipped.
     skipped: Float[Array, ""] | None = None
 
 
@@ -53,12 +53,12 @@ def _loss_and_gradients(
         return microbatch_gradients(carry, state.model_state, batch, key)
 
     def split(x: Array) -> Array:
-        # [rows, ...] to [microbatches, rows of a microbatch, ...]. Microbatch i consists of the
-        # rows i, i + count, ... A device has adjacent rows, so every device has rows of each
-        # microbatch.
+        # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...]. Microbatch i
+        # consists of the rows i, i + count, ... A device has adjacent rows, so every device has
+        # rows of each microbatch.
         return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
 
-    # The body of the scan over microbatches. The sums are nats, tokens and gradients.
+    # The function is the body of the scan over microbatches. It adds nats, tokens and gradients.
     def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
         (model_state, *totals), (index, carry, part) = sums, microbatch
         part_key = jax.random.fold_in(key, index)
@@ -98,7 +98,8 @@ def _over_replicas(
             state = state._replace(params=replicas.gathered(state.params))
         return _loss_and_gradients(state, carry, batch, key, config)
 
-    # Each replica has the rows of its part of the batch; only the new carry stays with the replica.
+    # A replica has its own rows of the batch. All results but the new carry are summed over the
+    # replicas.
     def summed_gradients(
         params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array
     ) -> tuple:

@@ -73,7 +73,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
     with contextlib.suppress(OSError):
         stacks.unlink()  # The file may be left from an earlier start of the run.
 
-    # Works even if C code holds the global interpreter lock. Each call restarts the timer.
+    # The timer works even if C code holds the global interpreter lock. Each call restarts it.
     def exit_without_python(limit: float) -> None:
         faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
 

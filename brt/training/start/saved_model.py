@@ -38,7 +38,7 @@ class SavedModel(NamedTuple):
     params: PyTree[Array]  # on the devices of `mesh`; products of low-rank adapters are added
     model_state: PyTree[Array] = {}  # arrays that the model learned without gradients
     mesh: jax.sharding.Mesh | None = None  # None if the arrays are on the default device
-    # of a model in Hugging Face's format; None for the tokenizer that the run directory stores
+    # The tokenizer of a model in Hugging Face's format; None for that of the run directory.
     own_tokenizer: Tokenizer | None = None
 
     @property
