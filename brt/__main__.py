@@ -17,10 +17,7 @@ COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "pla
 
 
 def listing() -> str:
-    """Returns a text that lists the commands, each with the first line of its docstring.
-
-    The docstrings are read without importing the commands.
-    """
+    """Returns the commands, each with the first line of its docstring, without imports."""
     lines = [f"  brt {name:<9} {_about(name)}" for name in COMMANDS]
     return "\n".join(
         ["brt COMMAND ... or python -m brt.COMMAND ...; --help explains each command:", "", *lines]

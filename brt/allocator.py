@@ -31,15 +31,16 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def use_huge_pages() -> None:
-    """Restarts the process so that malloc uses pages of 2 MB. The restarted process sees from the
-    environment variable `GLIBC_TUNABLES` that it need not be restarted again.
+    """Restarts the process so that malloc uses pages of 2 MB.
 
-    In a thread other than the main one, malloc maps blocks above 64 MB again for every allocation,
-    even after `keep_memory`. This causes 60,000 page faults per step of a mid-sized model, which
-    take a fifth of the step's time. Larger pages cause fewer faults, but glibc reads this setting
-    only when a process starts. The function does nothing without glibc 2.35 or huge pages, or if
-    the user has set `GLIBC_TUNABLES` or `MALLOC_...`.
+    The restarted process sees from the environment variable `GLIBC_TUNABLES` that it need not be
+    restarted again. The function does nothing without glibc 2.35 or huge pages, or if the user has
+    set `GLIBC_TUNABLES` or `MALLOC_...`.
     """
+    # In a thread other than the main one, malloc maps blocks above 64 MB again for every
+    # allocation, even after `keep_memory`. This causes 60,000 page faults per step of a mid-sized
+    # model, which take a fifth of the step's time. Larger pages cause fewer faults, but glibc reads
+    # this setting only when a process starts.
     # A restart needs the path of Python, and a program that can be read again. Standard input ("-")
     # can be read only once.
     if _chosen() or not (sys.executable and "-" not in sys.orig_argv):
@@ -67,10 +68,10 @@ def _huge_pages() -> bool:
 def disable_async_dispatch() -> None:
     """Makes jax run CPU programs in the calling thread; must precede the first use of devices.
 
-    In jax's own threads, every call of a program maps and clears a temporary buffer above 64 MB
-    again, which takes a twentieth of the time of a mid-sized model's step. If the environment
-    variable JAX_CPU_ENABLE_ASYNC_DISPATCH is set, nothing is changed.
+    If the environment variable JAX_CPU_ENABLE_ASYNC_DISPATCH is set, nothing is changed.
     """
+    # In jax's own threads, every call of a program maps and clears a temporary buffer above 64 MB
+    # again, which takes a twentieth of the time of a mid-sized model's step.
     if _ASYNC not in os.environ:
         import jax  # Commands that only parse flags do not need this import.
 
@@ -92,12 +93,10 @@ def keep_memory() -> None:
 
 
 def collect_garbage_rarely() -> None:
-    """Makes Python collect cyclic garbage less often, and not at exit.
-
-    Training steps create almost no garbage, but imports and traces by jax create millions of
-    lasting objects. With Python's default settings, the search for garbage among these objects
-    takes a quarter of the time of a short command.
-    """
+    """Makes Python collect cyclic garbage less often, and not at exit."""
+    # Training steps create almost no garbage, but imports and traces by jax create millions of
+    # lasting objects. With Python's default settings, the search for garbage among these objects
+    # takes a quarter of the time of a short command.
     gc.set_threshold(100_000, 20, 20)
     atexit.register(gc.freeze)
 

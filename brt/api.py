@@ -41,7 +41,7 @@ def config_from_gin(
       files: paths, relative to the current directory or to the .gin files that come with brt.
       bindings: settings that override the files: {"Training.steps": 500}, or lines as for
         --gin_bindings.
-      base: the config whose settings are replaced; None replaces settings of the default config.
+      base: the config whose settings are replaced; None stands for the default config.
 
     Raises:
       ConfigError: a file or binding is not valid, or settings contradict each other.
@@ -55,14 +55,8 @@ def config_from_gin(
 def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str] = ()) -> "Model":
     """Trains a model, starting from the newest checkpoint in `workdir` if there is one.
 
-    Args:
-      config: the settings.
-      workdir: the directory of the run; progress is printed to stderr.
-      allow_config_change: names of settings, such as "Optimizer.b1", that may have other values
-        than in the checkpoint.
-
-    Returns:
-      The trained model.
+    Progress is printed to stderr. `allow_config_change` names settings, such as "Optimizer.b1",
+    that may have other values than in the checkpoint.
 
     Raises:
       Preempted: Ctrl-C or SIGTERM; everything is saved, and the same call continues.
@@ -99,13 +93,9 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The state of a model after reading a text, an immutable object of constant size.
+    """The state of a model after reading a text, an immutable object of constant size."""
 
-    Attributes:
-      state: the state as NumPy arrays.
-    """
-
-    state: memories.Memory
+    state: memories.Memory  # NumPy arrays
     _model: "Model" = dataclasses.field(repr=False)
 
     @property
@@ -115,15 +105,11 @@ class Memory:
 
     @property
     def logits(self) -> Float[np.ndarray, " V"]:
-        """The unnormalised logits of the next token, float32 [vocabulary]."""
+        """The unnormalised logits of the next token."""
         return np.asarray(self.state.logits[0])
 
     def save(self, path: StrPath) -> None:
-        """Writes the state to an .npz file that `Model.load_memory` and --load_state can read.
-
-        Raises:
-          OSError: the file cannot be written.
-        """
+        """Writes the state to an .npz file that `Model.load_memory` and --load_state can read."""
         state_files.save(self.state, Path(places.local(path, "path")), self._model._identity)
 
 
@@ -153,21 +139,14 @@ class Text(Iterator[str]):
 
 
 class Model:
-    """A trained model, whose programs are compiled at first use.
-
-    Attributes:
-      workdir: the directory of the run that trained the model.
-      step: the training step of the checkpoint.
-      config: the config of the run, with the changes that were requested.
-      params: the parameters, a tree of jax arrays.
-    """
+    """A trained model, whose programs are compiled at first use."""
 
     def __init__(self, loaded: saved_model.SavedModel):
         self._saved = loaded
         self._task = tasks.from_config(loaded.config)
-        self.workdir: Path = loaded.workdir.path
-        self.step: int = loaded.step
-        self.config: Config = loaded.config
+        self.workdir: Path = loaded.workdir.path  # The run that trained the model.
+        self.step: int = loaded.step  # The training step of the checkpoint.
+        self.config: Config = loaded.config  # With the changes that were requested.
         self.params: PyTree[Array] = loaded.params
         self._text: Text | None = None  # The text that the model is generating at present.
 
@@ -181,19 +160,12 @@ class Model:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the model was trained with."""
         return saved_model.tokenizer(self._saved)
 
     def generate(self, prompt: str = "", **how: Any) -> str:
         """Returns the text that follows the prompt, or a summariser's summary of the prompt.
 
-        Args:
-          prompt: the text to continue or to summarise.
-          how: the other arguments of `stream`, by keyword.
-
-        Raises:
-          ConfigError: the model does not generate text, or not with these arguments.
-          DataError: there is neither a prompt nor a state, or the prompt is not valid text.
+        The other arguments are those of `stream`, by keyword.
         """
         return "".join(self.stream(prompt, **how))
 
@@ -219,9 +191,8 @@ class Model:
 
         Args:
           prompt: text without NULs and unpaired surrogates; a leading byte order mark is removed.
-          state: the state from which the model continues; None starts without a state.
+          state: the state from which the model continues.
           max_tokens: the most new tokens; None is 500, or Decoding.max_length for summaries.
-          seed: the seed of random sampling.
           beams: the number of beams of a search for the most probable text; None samples, but
             without the next three arguments, a summariser searches with Decoding.beams.
           temperature: the divisor of the logits; 0 takes the most probable token. Here and in the
@@ -262,12 +233,7 @@ class Model:
         *,
         special_tokens: bool = False,
     ) -> Memory:
-        """Returns the state after reading a text of any length.
-
-        Args:
-          text: the text, or token ids [T].
-          state: the state from which the model continues; None starts without a state.
-          special_tokens: True reads the names of special tokens in the text as these tokens.
+        """Returns the state after reading a text, or token ids, of any length; see `stream`.
 
         Raises:
           ConfigError: the model has no memory.
@@ -280,22 +246,17 @@ class Model:
     def load_memory(self, path: StrPath) -> Memory:
         """Returns a state that `Memory.save` or --save_state wrote.
 
-        Raises:
-          DataError: the file is missing, damaged, or belongs to another model.
+        DataError is raised if the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
         session.load(Path(places.local(path, "path")), self._identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-        """Returns -log2 of the probability of each token of a text that is a whole document, [T].
+        """Returns -log2 of the probability of each token of a text, or ids, of a whole document.
 
-        Args:
-          text: the text, or token ids [T].
-
-        Raises:
-          ConfigError: the model is not a language model.
-          DataError: the text is empty, or an id is not in the vocabulary.
+        ConfigError is raised if the model is not a language model, DataError if the text is empty
+        or an id is not in the vocabulary.
         """
         scorer, tokens = self._scorer, self._tokens(text)
         if not len(tokens):
@@ -305,9 +266,7 @@ class Model:
     def bits_per_byte(self, text: str) -> float:
         """Returns the sum of `token_bits` divided by the number of UTF-8 bytes of the text.
 
-        Raises:
-          ConfigError: the model is not a language model.
-          DataError: the text is empty or not valid text, or the tokenizer loses bytes of the text.
+        DataError is raised if the tokenizer loses bytes of the text.
         """
         text = plain_text.checked("the text", text)
         bits, tokenizer = self.token_bits(text), self.tokenizer
@@ -324,11 +283,6 @@ class Model:
           split: "train", "validation" or "test".
           ablate: what a second evaluation resets before every segment: "cache", "state" (recurrent
             states), "memory" (other memories), or "both" for all three; None evaluates only once.
-
-        Raises:
-          ConfigError: the model does not have the part that `ablate` names, or it was loaded from
-            a directory in Hugging Face's format.
-          DataError: there is no such split.
         """
         return job.evaluate(self._saved, split, ablate).report
 

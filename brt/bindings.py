@@ -28,38 +28,23 @@ COMMAND_LINE = "--gin_bindings"  # Bindings on the command line have this origin
 
 
 class Resolved(NamedTuple):
-    """A config and the origins of its settings.
-
-    Attributes:
-      config: the config.
-      origins: the origin of the value of each `Section.field`, which is "default", "saved",
-        PATH:LINE, or "--gin_bindings".
-      bound: the origins of only those settings that a file or the command line binds.
-      notes: sentences about bound settings that do nothing or were adjusted.
-    """
+    """A config and the origins of its settings."""
 
     config: Config
+    # By `Section.field`: "default", "saved", PATH:LINE, or "--gin_bindings".
     origins: dict[str, str]
-    bound: dict[str, str]
-    notes: tuple[str, ...] = ()
+    bound: dict[str, str]  # those of settings that a file or the command line binds
+    notes: tuple[str, ...] = ()  # sentences about bound settings that do nothing or were adjusted
 
 
 def resolve(
     sources: Mapping[str, Source], *, base: Config | None = None, beside: str = ""
 ) -> Resolved:
-    """Returns the config that `sources` bind, starting from a saved config or from the defaults.
+    """Returns the config that `sources` bind, starting from the config `base` or from the defaults.
 
-    Args:
-      sources: the bindings of each file, by the file's path, and of the command line, by
-        `COMMAND_LINE`.
-      base: the saved config; None starts from the defaults.
-      beside: the name of a section that is not a part of configs, such as "Sweep"; its bindings are
-        ignored. "" means that there is no such section.
-
-    Raises:
-      ConfigError: a name is unknown, a value has a wrong type, a macro is undefined or unused, a
-        name is bound twice, or settings contradict each other. The message begins with the file
-        and the line.
+    `sources` are the bindings of each file, by the file's path, and of the command line, by
+    `COMMAND_LINE`. `beside` is the name of a section that is not a part of configs, such as
+    "Sweep"; its bindings are ignored. The message of an error begins with the file and the line.
     """
     task = _task(sources, base)
     _check_names(sources, beside)
@@ -80,15 +65,6 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
     """Returns the bindings by field of a section that does not belong to `Config`, such as Sweep.
 
     Field names and types of values are not checked.
-
-    Args:
-      sources: the bindings of each file, by the file's path, and of the command line, by
-        `COMMAND_LINE`.
-      name: the name of the section.
-
-    Raises:
-      ConfigError: a macro is undefined, or a field is bound twice. The message begins with the file
-        and the line.
     """
     macros = _macros(sources)
     found = {key: [b for b in s.bindings if _belongs(b, name)] for key, s in sources.items()}
@@ -148,9 +124,8 @@ def _winners(
 ) -> dict[str, Binding]:
     """Returns, for each name, the binding that no other one overrides; refuses contradictions.
 
-    Args:
-      bindings: the bindings of each source, by the source's key.
-      below: the keys of the sources that each source includes, at any depth; it overrides them.
+    Both arguments are by the source's key. `below` are the keys of the sources that each source
+    includes, at any depth; it overrides them.
     """
     candidates: dict[str, dict[str, Binding]] = {}
     for key, own in bindings.items():
@@ -238,13 +213,11 @@ def _value_for(task: str, binding: Binding) -> Any:
 
 
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
-    """Yields a sentence for each bound section of a kind of layers that the model does not have.
-
-    The files that come with brt give sizes for several kinds, so their bindings are left out.
-    """
+    """Yields a sentence for each bound section of a kind of layers that the model does not have."""
     for section, cls in kind_sections().items():
         bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
         bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]
+        # The files that come with brt give sizes for several kinds.
         bound = [b for b in bound if not _comes_with_brt(b.origin)]
         if bound and not has_section(config, section):
             yield (
@@ -265,7 +238,7 @@ def _shorten_warmup(
 
     This happens only if --gin_bindings sets the steps and not the warm-up, because a file must be
     consistent by itself. The function changes `values` and `origins`, and returns a sentence about
-    the change, or "" without a change.
+    the change, or "".
     """
     steps, name = values["Training"].get("steps", 0), "Optimizer.warmup_steps"
     chosen = values["Optimizer"]
@@ -285,13 +258,7 @@ def _shorten_warmup(
 
 
 def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Returns the error with a longer message, which also says where settings were bound.
-
-    Args:
-      error: an error whose message names settings.
-      origins: the place of the binding of each setting, such as "a.gin:3" or "--gin_bindings", by
-        the setting's name.
-    """
+    """Returns the error with a longer message, which also says where settings were bound."""
     return ConfigError(f"{error}{_whence(str(error), origins)}")
 
 

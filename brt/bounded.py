@@ -56,17 +56,11 @@ def trusted(key: str) -> bool:
 def check(
     module: str, content: bytes, key: str, *, memory: int = MEMORY, seconds: int = SECONDS
 ) -> None:
-    """Runs a module in a child process, unless it was run before with the same key.
+    """Runs a module, which calls `serve`, in a child process, unless the `key` is `trusted`.
 
-    Args:
-      module: the module, which calls `serve`.
-      content: what the function reads that the module passes to `serve`.
-      key: identifies the content and the files that it names; see `key`.
-      memory: the number of bytes of memory that the child may take. macOS does not enforce it.
-      seconds: the number of seconds that the child may take.
-
-    Raises:
-      Refused: the child raised an error, or took more memory or time.
+    `content` is what the function reads that the module passes to `serve`. The child may take
+    `memory` bytes, which macOS does not enforce, and `seconds`. Refused is raised if it raised an
+    error, or took more.
     """
     if trusted(key):
         return
@@ -95,9 +89,8 @@ def check(
 def serve(function: Callable[[bytes], None]) -> None:
     """Calls a function with the content that `check` was called with, in the child process.
 
-    Args:
-      function: raises `Refused` if the content must not be used. Other errors, except panics of
-        libraries in Rust, are not reported, because brt meets and explains them itself.
+    The function raises `Refused` if the content must not be used. Other errors, except panics of
+    libraries in Rust, are not reported, because brt meets and explains them itself.
     """
     memory, seconds = map(int, sys.argv[1:])
     # RLIMIT_DATA counts no addresses that are only reserved, unlike RLIMIT_AS.

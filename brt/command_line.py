@@ -33,9 +33,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Returns the parsed flags, after executing the files of --import.
 
-        `--gin.NAME=VALUE` is read as `--gin_bindings='NAME=VALUE'`. The arguments are those of
-        argparse's method: the command line (None for the process's own), and an object that
-        receives the flags (None for a new one).
+        `--gin.NAME=VALUE` is read as `--gin_bindings='NAME=VALUE'`.
         """
         arguments = sys.argv[1:] if args is None else args
         arguments = [re.sub(r"^--gin\.(?=[^=]+=)", f"{BINDINGS_FLAG}=", item) for item in arguments]
@@ -87,11 +85,7 @@ def _literal(field: str, value: str) -> str:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that accepts no abbreviated flags and raises ConfigError for unknown flags.
-
-    Args:
-      description: the docstring of the command, which --help shows.
-    """
+    """Returns a parser that knows no abbreviations, and whose errors are ConfigErrors."""
     script = Path(sys.argv[0])
     return _Parser(
         prog=f"python -m brt.{script.stem}" if script.parent == Path(__file__).parent else None,
@@ -102,11 +96,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def path(name: str) -> str:
-    """Returns the local path that a flag names; every flag of a file or directory has this type.
-
-    Raises:
-      argparse.ArgumentTypeError: the name is a URL, or there is no home directory for its ~.
-    """
+    """Returns the local path that a flag names; every flag of a file or directory has this type."""
     try:
         return places.local(name)
     except ConfigError as error:
@@ -114,9 +104,7 @@ def path(name: str) -> str:
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds to a parser --workdir, and the flags that determine a config: --gin_file, --gin_bindings
-    and --print_config, which `resolve` reads, and --import (see `add_import_flag`).
-    """
+    """Adds --workdir, --import, and the flags that `resolve` reads."""
     parser.add_argument("--workdir", type=path, metavar="DIR", help="directory of the run")
     parser.add_argument(
         "--gin_file", action="append", type=path, default=[], metavar="FILE",
@@ -137,9 +125,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds to a parser --import, which names the user's Python files. They are executed when the
-    flags are parsed.
-    """
+    """Adds --import, which names the user's Python files; parsing the flags executes them."""
     parser.add_argument(
         "--import", dest="imports", action="append", type=path, default=[],
         metavar="FILE.py",
@@ -148,23 +134,16 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --json to a parser; `print_figures` writes the file that this flag names."""
+    """Adds --json, which names the file that `print_figures` writes."""
     parser.add_argument(
         "--json", type=path, metavar="FILE", help="also write the results to this file"
     )
 
 
 def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
-    """Returns the config of the flags that `add_config_flags` adds.
+    """Returns the config of the flags of `add_config_flags`, which change `base` or the defaults.
 
     With --print_config it prints the config and exits.
-
-    Args:
-      args: the parsed flags.
-      base: the saved config that the flags change, or None for the defaults.
-
-    Raises:
-      ConfigError: a file or flag is not valid.
     """
     resolved = read(args.gin_file, args.gin_bindings, base)
     for note in resolved.notes:
@@ -176,13 +155,7 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
 
 
 def described(config: Config, origins: Mapping[str, str]) -> str:
-    """Returns what --print_config prints: every setting that the config's task reads, with the
-    origin of its value and its documentation.
-
-    Args:
-      config: the config.
-      origins: the origin of each setting's value, by the setting's name.
-    """
+    """Returns what --print_config prints: settings with their origins and documentation."""
     from brt import tasks  # This import takes long, because it imports jax.
 
     return annotated_text(config, origins, without=tasks.unread_sections(config))
@@ -191,13 +164,7 @@ def described(config: Config, origins: Mapping[str, str]) -> str:
 def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None) -> Resolved:
     """Returns the config of .gin files and of bindings, which override the files.
 
-    Args:
-      files: paths of the files.
-      texts: bindings, as for --gin_bindings.
-      base: the saved config that they change, or None for the defaults.
-
-    Raises:
-      ConfigError: a file or binding is not valid.
+    `texts` are bindings, as for --gin_bindings, and `base` is the config that they change.
     """
     _register_kinds()
     resolved = bindings.resolve(read_sources(files, texts), base=base)
@@ -210,30 +177,15 @@ def section_and_variant_resolver(
 ) -> tuple[dict[str, Binding], Callable[[Sequence[Binding], Sequence[str]], Resolved]]:
     """Returns the bindings of a section by field, and a function that returns the config of a run.
 
-    A sweep needs both. The function has two arguments: further bindings, which override the files
-    of --gin_file, and paths of further files. It treats these paths as if the files of --gin_file
-    included them.
-
-    Args:
-      args: the parsed flags.
-      section: the name of the section that is not a part of configs, such as "Sweep".
-
-    Raises:
-      ConfigError: a file or flag is not valid.
+    A sweep needs both. The section, such as "Sweep", is not a part of configs. The function has two
+    arguments: further bindings, which override the files of --gin_file, and paths of further files.
+    It treats these paths as if the files of --gin_file included them.
     """
     _register_kinds()
     sources = read_sources(args.gin_file, args.gin_bindings)
     files = sources[BINDINGS_FLAG].includes
 
     def resolve_variant(more: Sequence[Binding], includes: Sequence[str]) -> Resolved:
-        """Returns the config of one variant of the run that the flags describe, such as a point of
-        a sweep.
-
-        Args:
-          more: bindings of the variant, which override those of the files of --gin_file.
-          includes: paths of .gin files of the variant, which may be relative to the first file of
-            --gin_file. They are read as if every file of --gin_file included them.
-        """
         fixed = {binding.name for binding in sources[BINDINGS_FLAG].bindings}
         for name, _, origin in more:
             if name in fixed:
@@ -270,17 +222,15 @@ def _check_task(resolved: Resolved) -> None:
 
 @contextlib.contextmanager
 def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
-    """Context that changes the messages of errors, so that they name flags of the command
-    (--errors=replace) instead of settings (Data.errors = 'replace') or arguments (beams=4).
+    """Context in which errors name flags of the command instead of settings or arguments.
 
-    Args:
-      flags: the flag that replaces each name: {"Data.errors": "--errors", "beams=": "--beams="}.
+    `flags` has the flag that replaces each name, {"Data.errors": "--errors", "beams=": "--beams="},
+    so that Data.errors = 'replace' becomes --errors=replace.
     """
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")
 
     def as_flag(match: re.Match) -> str:
-        """Returns the flag, with its value if there is one, that replaces a match in an error."""
         value = match[2] or match[3]
         return flags[match[1]] + (f"={value}" if value else "")
 
@@ -295,9 +245,7 @@ def main(
 ) -> NoReturn:
     """Runs a command and exits; a BrtError is printed as a sentence and determines the exit code.
 
-    Args:
-      function: the command; takes the parsed flags and may return an exit code.
-      parser: the parser of the flags.
+    The command `function` takes the parsed flags and may return an exit code.
     """
     output.open_streams()
     output.silence_later_errors()
@@ -338,13 +286,7 @@ def main(
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:
-    """Prints results by name, one per line, and writes them as JSON to `path` if it is given.
-
-    Args:
-      figures: the results.
-      path: the file that --json names; None for no file.
-      workdir: the run directory, whose name is written into the file; None if there is no run.
-    """
+    """Prints results by name, and writes them as JSON to `path`, if --json names a file."""
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else value

@@ -33,13 +33,8 @@ from brt.redaction import redacted
 def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = None) -> Config:
     """Returns `base`, or the default config, with some settings replaced.
 
-    Args:
-      values: the new values by section and field, {"Model": {"layers": 12}}, which already have
-        the types of their settings.
-      base: the config whose settings are replaced; None replaces settings of the default config.
-
-    Raises:
-      ConfigError: settings contradict each other.
+    `values` are by section and field, {"Model": {"layers": 12}}, and have the types of their
+    settings.
     """
     types = section_types()
     # Without a base, a section is created from the fields, because the defaults of other fields may
@@ -63,9 +58,7 @@ def with_values(values: Mapping[str, Mapping[str, Any]], base: Config | None = N
 
 
 def config_text(config: Config) -> str:
-    """Returns the text of a .gin file that describes this config. The file binds every setting that
-    the model and the task of the run have.
-    """
+    """Returns a .gin file that binds every setting that the model and the task of the run have."""
     return "\n".join(f"{name} = {value!r}" for name, value in _used_values(config).items()) + "\n"
 
 
@@ -74,11 +67,7 @@ def annotated_text(
 ) -> str:
     """Returns `config_text` with comments: the origin and the documentation of each setting.
 
-    Args:
-      config: the config.
-      origins: the origin of each setting's value, such as "default" or "a.gin:3", by the setting's
-        name.
-      without: the names of config sections whose settings are left out.
+    `origins` are such as "default" or "a.gin:3"; sections in `without` are left out.
     """
     comments, task = _field_comments(), config.training.task
     values = {
@@ -101,10 +90,7 @@ def annotated_text(
 
 
 def config_json(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns the fields of all sections as JSON, {"Model": {"layers": 12, ...}, ...}.
-
-    Tuples become lists.
-    """
+    """Returns the fields of all sections as JSON, {"Model": {"layers": 12, ...}, ...}."""
     result: dict[str, dict[str, Any]] = {}
     for section, cls in section_types().items():
         if has_section(config, section):
@@ -115,8 +101,7 @@ def config_json(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def model_settings(config: Config) -> dict[str, Any]:
-    """Returns the settings of the model, of its parts (such as `Window`) and of its kinds of layers
-    (such as `Recurrence`) as JSON.
+    """Returns the settings of the model, its parts and its kinds of layers as JSON.
 
     The keys are full names, {"Model.layers": 12, "Recurrence.layers": [-3], ...}.
     """
@@ -135,13 +120,10 @@ def saved_json(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def config_from_json(saved: Mapping[str, Any]) -> Config:
-    """Returns the config that `config_json` wrote.
+    """Returns the config that `config_json` wrote; missing fields take their defaults.
 
-    Args:
-      saved: the fields by section, {"Model": {"layers": 12}}; missing fields take their defaults.
-
-    Raises:
-      ConfigError: a name is unknown, a value has a wrong type, or settings contradict each other.
+    ConfigError is raised if a name is unknown, a value has a wrong type, or settings contradict
+    each other.
     """
     values: dict[str, dict[str, Any]] = {}
     for section, fields in saved.items():
@@ -172,10 +154,8 @@ def without_written_paths(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (name, old value, new value) of each setting and derived field that differs.
-
-    Passwords and keys are replaced by *** first, so that a change of a password is no difference.
-    """
+    """Returns (name, old value, new value) of each setting and derived field that differs."""
+    # A change of a password is no difference, because *** replaces both.
     before, after = (
         redacted(config_values(config) | {name: _value(config, name) for name in derived_fields()})
         for config in (old, new)
@@ -215,29 +195,15 @@ def _used_values(config: Config) -> dict[str, Any]:
 def checked_value(name: str, value: Any, task: str | None = None) -> Any:
     """Returns `value` converted to the type of a setting, such as a list to a tuple.
 
-    Args:
-      name: the name of the setting in .gin files, "Section.field".
-      value: the value to check.
-      task: the name of a task. If several tasks have the setting with different types, the value
-        must have the type for this task. None accepts a value that any of the types allows.
-
-    Raises:
-      ConfigError: the value has another type.
+    If several tasks have the setting with different types, the value must have the type for `task`;
+    None accepts a value that any of the types allows.
     """
     own = task_field(name, task) if task else None
     return converted(name, class_field_types()[own] if own else field_types()[name], value)
 
 
 def checked_field(name: str, value: Any) -> Any:
-    """Returns `value` converted to the type of a field of a config's section.
-
-    Args:
-      name: the name of the field, such as "Seq2Seq.dropout"; .gin files may use another name.
-      value: the value to check.
-
-    Raises:
-      ConfigError: the value has another type.
-    """
+    """Returns `value` converted to the type of a field, such as "Seq2Seq.dropout"."""
     return converted(public_name(name), class_field_types()[name], value)
 
 
@@ -276,13 +242,8 @@ def configs_directory() -> Path:
 def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
     """Returns the path of a .gin file in `beside`, in the current directory, or among brt's files.
 
-    Args:
-      path: the path of the file.
-      asked: how the user named the file; the error message begins with this text.
-      beside: the directory of the file that includes this file; None if no file includes it.
-
-    Raises:
-      ConfigError: none of these directories has the file.
+    `beside` is the directory of the file that includes this one. An error message begins with
+    `asked`, how the user named the file.
     """
     path = places.local(path, asked)
     packaged = Path(path)

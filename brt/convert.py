@@ -69,7 +69,6 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
     flags = command_line.parser(__doc__)
     command_line.add_import_flag(flags)
     forms = ["hf", "brt"]

@@ -21,9 +21,7 @@ _MOST_INSIDE = 5  # A legend of at most this many lines fits inside the axes.
 def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:
     """Returns a figure, and its panels, which stand below each other and share their x axis.
 
-    Args:
-      rows: the number of panels.
-      height: the height of the figure in inches; None chooses it by the number of panels.
+    A `height` (in inches) of None is chosen by the number of panels.
     """
     figure = Figure(figsize=(8, height or 3.2 + 1.6 * rows), layout="constrained")
     axes = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
@@ -35,12 +33,7 @@ def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axe
 
 
 def window_plot(values: Mapping[int, float], ylabel: str) -> Figure:
-    """Returns a plot of a metric against the window, on a logarithmic axis of windows.
-
-    Args:
-      values: the metric for each window in tokens.
-      ylabel: the label of the y axis.
-    """
+    """Returns a plot of a metric, by window in tokens, on a logarithmic axis of windows."""
     figure, (axes,) = new_figure(1)
     axes.plot(list(values), list(values.values()), "o-", markersize=4)
     axes.set_xscale("log", base=2)
@@ -52,9 +45,7 @@ def window_plot(values: Mapping[int, float], ylabel: str) -> Figure:
 def class_plot(values: Mapping[str, tuple[float, float | None]], xlabel: str) -> Figure:
     """Returns a plot with a horizontal bar for each class, the first class at the top.
 
-    Args:
-      values: for each class, the length of the bar and half of its confidence interval, or None.
-      xlabel: the label of the x axis.
+    A value is the length of the bar and half of its confidence interval, or None.
     """
     figure, (axes,) = new_figure(1)
     for name, (length, half) in values.items():
@@ -69,12 +60,7 @@ def class_plot(values: Mapping[str, tuple[float, float | None]], xlabel: str) ->
 def distance_plot(lines: Mapping[str, Mapping[int, float]], ylabel: str) -> Figure:
     """Returns a plot of a percentage against a distance in windows, with a line for each name.
 
-    The legend lists the lines in descending order of their sums. It stands beside the plot when
-    there are many lines.
-
-    Args:
-      lines: the percentage at each distance, by the name of the line.
-      ylabel: the label of the y axis.
+    The legend lists the lines in descending order of their sums.
     """
     figure, (axes,) = new_figure(1)
     best_first = sorted(lines.items(), key=lambda line: -sum(line[1].values()))
@@ -96,20 +82,13 @@ def distance_plot(lines: Mapping[str, Mapping[int, float]], ylabel: str) -> Figu
 
 
 def png(figure: Figure) -> bytes:
-    """Returns a figure as the content of a PNG file with 150 dots per inch."""
     content = io.BytesIO()
     figure.savefig(content, dpi=150, format="png")
     return content.getvalue()
 
 
 def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
-    """Makes the y axis of a plot logarithmic if all plotted values are above 0, with tick labels
-    such as 0.6 instead of powers of ten.
-
-    Args:
-      axes: the plot.
-      values: all values that the plot shows.
-    """
+    """Makes the y axis of a plot logarithmic if all `values` that it shows are above 0."""
     if not len(values) or min(values) <= 0:
         return
     axes.set_yscale("log")
@@ -121,15 +100,10 @@ def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
 
 
 def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the points of a metric's curve as two float arrays [records]: the number of training
-    tokens, and the value of the metric.
+    """Returns a metric's curve as two arrays [records]: training tokens, and the metric.
 
     Records without the metric are left out. If a record has no number of tokens, the number is
     interpolated.
-
-    Args:
-      records: the records of metrics.jsonl.
-      tag: the name of the metric.
     """
     counted = [r for r in records if r.get("data/tokens") is not None]
     tagged = [r for r in records if r.get(tag) is not None]
@@ -142,16 +116,12 @@ def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, n
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns an exponential moving average of the values [N], float [N].
-
-    Entry i is the average of the values up to i. The average extends over about 1/40 of the values,
-    and is corrected for its start at 0.
-    """
+    """Returns an exponential moving average over about 1/40 of the values."""
     decay = 1 - 1 / max(1.0, len(values) / 40)
     average = weight = 0.0
     smooth = []
     for value in values:
         average = decay * average + (1 - decay) * value
         weight = decay * weight + (1 - decay)
-        smooth.append(average / weight)
+        smooth.append(average / weight)  # This corrects the start at 0.
     return np.array(smooth)

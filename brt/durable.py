@@ -40,31 +40,21 @@ def is_full(error: BaseException) -> bool:
 
 
 def storage_fails(error: BaseException) -> bool:
-    """Returns True if an error means that the storage has failed, for example because the disk is
-    full, so that the command may succeed after a repair.
-    """
+    """Returns True if an error means that the storage has failed, and may be repaired."""
     return getattr(error, "errno", None) in _FAILING
 
 
 def storage_refuses(error: BaseException) -> bool:
-    """Returns True if an error means that the storage has failed, or that it denies access. Callers
-    use the function for files that they could access before.
-    """
+    """Returns True if the storage has failed, or denies access to a file that it allowed before."""
     return storage_fails(error) or isinstance(error, PermissionError)
 
 
 def remedy(error: BaseException) -> str:
-    """Returns a phrase that says what the user can do about an error of the storage."""
     return "make room there" if is_full(error) else "see to the disk"
 
 
 def describe_shortage(directory: Path, error: BaseException) -> str:
-    """Returns a phrase that says which resource is used up: bytes, inodes or a quota.
-
-    Args:
-      directory: the directory that cannot be written.
-      error: an error for which `is_full` is True.
-    """
+    """Returns a phrase that says which resource is used up: bytes, inodes or a quota."""
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
     try:
@@ -80,12 +70,7 @@ def describe_shortage(directory: Path, error: BaseException) -> str:
 
 
 def free_space(directory: Path, error: BaseException) -> str:
-    """Returns a phrase that says how much space is free, and whether a quota may be used up.
-
-    Args:
-      directory: the directory that cannot be written.
-      error: an error for which `is_full` is True.
-    """
+    """Returns a phrase that says how much space is free, and whether a quota may be used up."""
     try:
         status = os.statvfs(nearest_existing(directory))
     except OSError:
@@ -116,17 +101,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def write(path: Path, content: bytes, *, below: Path | None = None) -> None:
-    """Replaces the content of a file atomically, or creates the file.
-
-    Args:
-      path: the file.
-      content: the new content.
-      below: a directory below which no part of `path` may be a symbolic link; None stands for the
-        directory of `path`.
-
-    Raises:
-      OSError: the file cannot be written; ELOOP if a part of `path` is a symbolic link.
-    """
+    """Replaces the content of a file atomically, or creates the file; see `replacing`."""
     with replacing(path, below=below) as file:
         file.write(content)
 
@@ -135,16 +110,11 @@ def write(path: Path, content: bytes, *, below: Path | None = None) -> None:
 def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> Iterator[BinaryIO]:
     """Context that yields a new file for bytes, which replaces `path` if the block succeeds.
 
-    If the block fails, the new file is deleted.
+    If the block fails, the new file is deleted. The permissions of an existing file are kept.
+    `synced` waits until the content and the name of the file are on the disk.
 
-    Args:
-      path: the path of the file; the permissions of an existing file are kept.
-      below: a directory below which no part of `path` may be a symbolic link; None stands for the
-        directory of `path`.
-      synced: True waits until the content and the name of the file are on the disk.
-
-    Raises:
-      OSError: the file cannot be written; ELOOP if a part of `path` is a symbolic link.
+    Here and in the functions below, no part of `path` below the directory `below` may be a symbolic
+    link (OSError with ELOOP). None stands for the directory of `path`.
     """
     with directory(path.parent, below=below) as place:
         mode = 0o666
@@ -172,9 +142,6 @@ def named_by_user(path: Path) -> Iterator[BinaryIO]:
 
     A new or regular file, or the target of a link, is replaced at the end, as by `replacing`.
     Anything else, such as a FIFO, a device or standard output, is written directly.
-
-    Raises:
-      OSError: the file cannot be written.
     """
     descriptor = _stream(path)
     if descriptor is None:
@@ -191,11 +158,7 @@ def is_regular_or_new(path: Path) -> bool:
 
 
 def utf8_path(path: Path) -> Path:
-    """Returns the path of the checkpoints of a run, which TensorStore writes.
-
-    Raises:
-      ConfigError: the path is not UTF-8, which TensorStore needs.
-    """
+    """Returns the path of checkpoints; ConfigError if it is not UTF-8, as TensorStore needs."""
     try:
         os.path.abspath(path).encode()
     except UnicodeEncodeError as error:
@@ -209,22 +172,11 @@ def utf8_path(path: Path) -> Path:
 def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: int = -1) -> IO:
     """Opens a regular file for changes and returns it, like Python's `open`; text is UTF-8.
 
-    Args:
-      path: the path of the file.
-      mode: the mode, as for Python's `open`.
-      below: a directory below which no part of `path` may be a symbolic link; None stands for the
-        directory of `path`.
-      buffering: the size of the buffer, as for Python's `open`.
-
-    Raises:
-      OSError: the file cannot be opened, a part of `path` is a link, or it is not a regular file.
+    A link, or a file of another kind, is an OSError; see `replacing` for `below`.
     """
     with directory(path.parent, below=below) as place:
 
         def opener(name: str, flags: int) -> int:
-            """Opens the file for Python's `open`, without following links. `flags` are the flags of
-            the mode; `name` is not used.
-            """
             # Without O_NONBLOCK, opening a FIFO would wait for a writer.
             flags |= os.O_NOFOLLOW | os.O_NONBLOCK
             return os.open(path.name, flags, 0o666, dir_fd=place)
@@ -243,14 +195,8 @@ def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: in
 def directory(path: Path, *, below: Path | None = None, make: bool = False) -> Iterator[int]:
     """Context that opens a directory and yields its file descriptor.
 
-    Args:
-      path: the path of the directory.
-      below: an existing directory below which no part of `path` may be a symbolic link; None stands
-        for `path` itself.
-      make: True creates directories that are missing below `below`.
-
-    Raises:
-      OSError: the directory cannot be opened; ELOOP if a part of `path` is a symbolic link.
+    `below` is as in `replacing`; None stands for `path` itself. `make` creates directories that are
+    missing below `below`.
     """
     at = below or path
     with contextlib.ExitStack() as stack:
@@ -326,11 +272,7 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
 
 
 def _found(path: Path, place: int) -> os.stat_result | None:
-    """Returns the status of a file in an open directory; None if the file does not exist.
-
-    Raises:
-      OSError: the file is a symbolic link.
-    """
+    """Returns the status of a file in an open directory, or None; refuses a symbolic link."""
     try:
         status = os.stat(path.name, dir_fd=place, follow_symlinks=False)
     except FileNotFoundError:
@@ -351,10 +293,7 @@ def _make(path: Path, place: int, *, last: bool) -> None:
 
 
 def _stream(path: Path) -> int | None:
-    """Opens a path that must be written directly, and returns its descriptor; otherwise None.
-
-    These are paths of standard streams, FIFOs and devices.
-    """
+    """Opens a standard stream, a FIFO or a device, which is written directly; None for others."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -14,12 +14,9 @@ class BrtError(Exception):
 
     The text of an error is one line of printable characters, even if it quotes several lines of a
     library. The middle of long values is left out.
-
-    Attributes:
-      exit_code: the exit code of a command that the error ends.
     """
 
-    exit_code = 1
+    exit_code = 1  # The error ends a command with this exit code.
 
     def __str__(self) -> str:
         return sentence(super().__str__())
@@ -56,19 +53,13 @@ class NonFiniteError(BrtError):
 
 
 class Preempted(BrtError):
-    """An error which says that SIGTERM or Ctrl-C ended the run; all finished work is saved.
-
-    The same command continues the run.
-    """
+    """An error which says that SIGTERM or Ctrl-C ended the run; the same command continues it."""
 
     exit_code = 75
 
 
 class PeerError(Preempted):
-    """An error which says that another process of the run has ended; all saved work is complete.
-
-    The same command continues the run.
-    """
+    """An error which says that another process of the run has ended; the same command continues."""
 
 
 @contextlib.contextmanager

@@ -69,7 +69,6 @@ def _follow(args: argparse.Namespace) -> None:
         raise ConfigError("--follow evaluates every checkpoint; leave out --step")
 
     def say(message: str) -> None:
-        """Prints a message to stderr."""
         output.say(f"brt: {message}")
 
     workdir = Workdir(Path(args.workdir))
@@ -84,7 +83,6 @@ def _follow(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
     arguments = command_line.parser(__doc__)
     command_line.add_config_flags(arguments)
     arguments.add_argument(

@@ -30,12 +30,6 @@ def size(count: int) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Returns a count with its noun, such as "1 document" or "1,200 documents".
-
-    Args:
-      count: the number.
-      thing: the noun in the singular; its plural must end in -s.
-    """
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
@@ -84,9 +78,7 @@ def markdown(text: str) -> str:
 
 
 def csv_value(value: Any) -> Any:
-    """Returns a value for a cell of CSV. A text that a spreadsheet would compute gets an
-    apostrophe in front of it.
-    """
+    """Returns a value for a cell of CSV, so that a spreadsheet does not compute texts."""
     if not isinstance(value, str):
         return value
     return "'" * bool(_FORMULA.match(value)) + one_line(value)

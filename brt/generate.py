@@ -57,13 +57,8 @@ def main(args: argparse.Namespace) -> None:
 def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
     """Returns the prompt, from the flag --prompt or from a file, decoded like a document.
 
-    Args:
-      prompt: the value of --prompt, or None.
-      file: the value of --prompt_file, or None; "-" stands for the standard input.
-      resumed: True if a state is loaded, so that the prompt may be empty.
-
-    Raises:
-      DataError: the text is empty and no state is loaded, or the file cannot be read.
+    `file` may be "-", the standard input. If a state is loaded (`resumed`), the prompt may be
+    empty.
     """
     if file:
         name = "the standard input" if file == "-" else file
@@ -91,7 +86,6 @@ def _stdin() -> Iterator[bytes]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
     flags.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")

@@ -31,13 +31,6 @@ def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source
 
     The command line is a source that includes every --gin_file. Files that these files include are
     among the results.
-
-    Args:
-      files: the values of --gin_file.
-      texts: the values of --gin_bindings.
-
-    Raises:
-      ConfigError: a file or flag contains something that brt does not understand.
     """
     sources = {COMMAND_LINE: Source([], [])}
     for file in files:
@@ -52,13 +45,8 @@ def read_sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source
 def read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...]) -> str:
     """Adds a file and the files that it includes to `sources`, and returns the file's key.
 
-    Args:
-      path: the file.
-      sources: the sources that were read before; files among them are not read again.
-      including: the keys of the files that include this one; a cycle is refused.
-
-    Raises:
-      ConfigError: the file cannot be read, or contains something that brt does not understand.
+    Files that `sources` has are not read again. `including` are the keys of the files that include
+    this one; a cycle is refused.
     """
     key, shown = str(path.resolve()), shown_path(path)
     if key in including:
@@ -139,27 +127,25 @@ class _Grammar(config_parser.ConfigParser):
 
 
 class _Values(config_parser.ParserDelegate):
-    """Keeps macros (%NAME) and records references (@name), which `_statements` refuses."""
+    """Keeps macros (%NAME) and records references (@name), which `_statements` refuses.
+
+    Gin's parser calls the methods.
+    """
 
     def __init__(self) -> None:
         self.references: list[str] = []
 
     def configurable_reference(self, name: str, evaluate: bool) -> None:
-        """Adds a reference to `references`: @name, or @name() if `evaluate` is True. Gin's parser
-        calls this method.
-        """
         self.references.append(f"@{name}{'()' if evaluate else ''}")
 
     def macro(self, name: str) -> Macro:
-        """Returns the value that stands for the macro %name. Gin's parser calls this method."""
         return Macro(name)
 
 
 def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
-    """Yields the statements of a text in gin's grammar, each with its origin."""
+    """Yields the statements of a text in gin's grammar, each with its origin, such as "a.gin:3"."""
 
     def origin(line: int | None) -> str:
-        """Returns the origin of the statement in a line, such as "a.gin:3"."""
         return f"{shown}:{line}" if line and shown != COMMAND_LINE else shown
 
     if (nul := text.find("\0")) >= 0:  # Python's tokenizer would accept a NUL.

@@ -9,31 +9,17 @@ _hanging: list[threading.Thread] = []
 
 
 def join(thread: threading.Thread, seconds: int | float) -> None:
-    """Waits until a daemon thread ends, or remembers the thread for `leave` if the time is over.
-
-    Args:
-      thread: the thread, which has been asked to end.
-      seconds: the maximum time to wait.
-    """
+    """Waits for a daemon thread, or remembers it for `leave` after this number of seconds."""
     thread.join(seconds)
     if thread.is_alive():
         _hanging.append(thread)
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process with an exit code.
-
-    A thread that waits in C++ code, for example for a process that is gone, may return while
-    Python shuts down. Python then ends the thread in a way that aborts the whole process, with
-    exit code 134. If a thread for which `join` has waited is still alive, this function therefore
-    ends the process without shutting down Python.
-
-    Args:
-      code: the exit code.
-
-    Raises:
-      SystemExit: no such thread is alive, so that Python can shut down.
-    """
+    """Ends the process with an exit code."""
+    # A thread that waits in C++ code, for example for a process that is gone, may return while
+    # Python shuts down. Python then ends the thread in a way that aborts the whole process, with
+    # exit code 134. Such a process therefore ends without shutting down Python.
     if any(thread.is_alive() for thread in _hanging):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -68,7 +68,6 @@ def _probe(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
     flags.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")

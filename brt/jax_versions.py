@@ -19,12 +19,7 @@ LOW_EFFORT: Mapping[str, float] = MappingProxyType(
 
 
 def unknown_option(error: Exception, options: Mapping[str, object]) -> str | None:
-    """Returns the name of the option that a compiler refused as unknown; None for other errors.
-
-    Args:
-      error: an error of the compiler.
-      options: the options that the compiler was given, by name.
-    """
+    """Returns the name of the option that a compiler refused as unknown; None for other errors."""
     text = str(error)
     if "No such compile option" not in text:
         return None
@@ -32,11 +27,8 @@ def unknown_option(error: Exception, options: Mapping[str, object]) -> str | Non
 
 
 def quick_compilation() -> Sequence[str]:
-    """Returns XLA flags for CPU programs that are compiled often and run seldom, as in tests.
-
-    The flags depend on the installed version, because XLA ends the process if it does not know a
-    flag.
-    """
+    """Returns XLA flags for CPU programs that are compiled often and run seldom, as in tests."""
+    # XLA ends the process if it does not know a flag.
     return ("--xla_cpu_use_fusion_emitters=false",) * version("jaxlib").startswith("0.10.")
 
 
@@ -48,13 +40,10 @@ def dumps_of_kernels() -> Sequence[str]:
 def kernels_for(gpu: Any) -> contextlib.AbstractContextManager[object]:
     """Returns a context in which Triton kernels are compiled for a GPU that is not present.
 
-    Since jax 0.12, kernels are compiled for the device of the current mesh or, without a mesh, for
-    a device of this machine. Earlier versions compile a kernel for the device of the program.
-
-    Args:
-      gpu: the description of the GPU, one of the `devices` of a
-        `brt.planning.topologies.Topology`.
+    `gpu` describes it, as the `devices` of a `brt.planning.topologies.Topology` do.
     """
+    # Since jax 0.12, kernels are compiled for the device of the current mesh or, without a mesh,
+    # for a device of this machine. Earlier versions compile them for the device of the program.
     if version("jaxlib").startswith("0.10."):
         return contextlib.nullcontext()
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh

@@ -8,17 +8,8 @@ from typing import IO
 def acquire(file: IO | int, *, wait: bool = False) -> bool:
     """Locks a file for this process and for child processes that inherit the open file.
 
-    The lock ends when all of these processes have closed the file.
-
-    Args:
-      file: an open file or its descriptor.
-      wait: True waits until no other process holds the lock.
-
-    Returns:
-      True if the file is locked; False if the file system has no locks.
-
-    Raises:
-      BlockingIOError: another process holds the lock.
+    The lock ends when all of these processes have closed the file. Returns False if the file system
+    has no locks. Without `wait`, BlockingIOError says that another process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

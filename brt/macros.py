@@ -16,27 +16,17 @@ MOST_VALUES = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Macro:
-    """A reference to a macro, `%NAME`, inside a value.
-
-    Attributes:
-      name: the name of the macro.
-    """
+    """A reference to a macro, `%NAME`, inside a value."""
 
     name: str
 
 
 class Binding(NamedTuple):
-    """A binding `name = value`.
+    """A binding `name = value`."""
 
-    Attributes:
-      name: the name, which is `Section.field` for a setting and `NAME` for a macro.
-      value: a Python literal, which contains a `Macro` for each %NAME.
-      origin: the place of the binding, which is path:line or the name of a flag.
-    """
-
-    name: str
-    value: Any
-    origin: str
+    name: str  # `Section.field` for a setting, `NAME` for a macro
+    value: Any  # a Python literal, which contains a `Macro` for each %NAME
+    origin: str  # path:line or the name of a flag
 
 
 class Source(NamedTuple):
@@ -44,27 +34,17 @@ class Source(NamedTuple):
 
     A dictionary holds all sources of a command. The key of a file is the file's path, and the key
     of the command line is `COMMAND_LINE`; `brt.gin_files.read_sources` fills the dictionary.
-
-    Attributes:
-      bindings: the bindings, in the order in which they are written.
-      includes: the keys of the included sources: the files that an `include` statement or
-        --gin_file names.
     """
 
-    bindings: list[Binding]
-    includes: list[str]
+    bindings: list[Binding]  # in the order in which they are written
+    includes: list[str]  # keys of the files that an `include` statement or --gin_file names
 
 
 def check_defined(macros: Mapping[str, Binding], bindings: Iterable[Binding]) -> dict[str, Binding]:
-    """Checks the macros that bindings use, and returns for each used macro, by its name, one of the
-    bindings that use it. The caller can thus find macros that are never used.
+    """Returns, for each macro that bindings use, one of these bindings; refuses invalid macros.
 
-    Args:
-      macros: the bindings of macros by name.
-      bindings: the bindings whose macros are checked.
-
-    Raises:
-      ConfigError: a macro is undefined, contains itself, or is too large.
+    The caller can thus find macros that are never used. A macro must be defined, must not contain
+    itself, and must not be too large.
     """
     used: dict[str, Binding] = {}
     bindings = list(bindings)
@@ -89,14 +69,10 @@ def _size(
     inside: tuple[str, ...],
     origin: str,
 ) -> int:
-    """Returns the size of a value after replacing its macros: the number of scalars and containers.
+    """Returns the number of scalars and containers of a value after replacing its macros.
 
-    Args:
-      value: the value.
-      macros: the bindings of macros by name.
-      sizes: the known sizes of macros; the function adds the sizes that it computes.
-      inside: the name of the binding, and of the macros that contain the value.
-      origin: the origin of the binding, for errors.
+    `sizes` are the known sizes of macros; the function adds the sizes that it computes. `inside`
+    are the names of the binding, and of the macros that contain the value.
     """
     if isinstance(value, Macro):
         if value.name in inside:
@@ -117,9 +93,7 @@ def _size(
 
 
 def substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
-    """Returns a value in which every Macro is replaced by the value that `macros` binds to its
-    name.
-    """
+    """Returns a value in which each `Macro` is replaced by the value of the macro."""
     if isinstance(value, Macro):
         return substituted(macros[value.name].value, macros)
     if isinstance(value, list | tuple):

@@ -39,21 +39,17 @@ def say(message: str, stream: io.TextIOBase | TextIO | None = None) -> None:
 
 
 def pass_on(text: str, end: str = "") -> None:
-    """Prints a text to stdout that other programs may read, such as a script or the text that a
-    model writes. It is escaped on a terminal only.
-    """
+    """Prints a text for other programs, such as a script; it is escaped on a terminal only."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def say_warnings() -> None:
-    """Makes Python's warnings messages of one line. A failure of JAX's cache of compiled programs,
-    of which JAX warns for every program, is reported once.
-    """
+    """Makes Python's warnings messages of one line, and reports each once."""
     said = set()
 
     def warn(message: Warning | str, *_: Any, **__: Any) -> None:
-        """Prints a warning. Python calls this function as `warnings.showwarning`."""
         text = kind = str(message)
+        # JAX warns of a failure of its cache of compiled programs for every program.
         if found := re.match("Error (?:reading|writing) persistent compilation cache.*?': ", text):
             kind = "cache"
             text = (
@@ -86,16 +82,13 @@ def open_streams() -> None:
 def silence_later_errors() -> None:
     """Silences the tracebacks that follow the first of several parallel errors.
 
-    The first array that cannot be saved or read raises an error where brt waits for the result.
-    The errors of other arrays arrive later, in threads of TensorStore or in coroutines that are
-    closed early, and Python would print their tracebacks.
+    The first array that cannot be saved or read raises an error where brt waits for the result. The
+    errors of other arrays arrive later, in threads of TensorStore or in coroutines that are closed
+    early, and Python would print their tracebacks.
     """
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        """Reports an error that Python cannot raise, unless it follows from an earlier one. Python
-        calls this function as `sys.unraisablehook`, which describes the argument.
-        """
         error, thread = unraisable.exc_value, threading.current_thread()
         late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
         closed = isinstance(error and error.__cause__, GeneratorExit)
@@ -123,15 +116,7 @@ def reader_is_gone() -> bool:
 
 
 def check_files(flags: Mapping[str, Any]) -> None:
-    """Raises an error if a file that a flag names cannot be written, before the command begins.
-
-    Args:
-      flags: the values of flags by name.
-
-    Raises:
-      ConfigError: a file cannot be written, for instance because access is denied.
-      OSError: the storage has failed.
-    """
+    """Raises ConfigError if a file that one of the flags (by name) names cannot be written."""
     for flag in sorted(FLAGS & flags.keys()):
         if not (path := flags[flag] and Path(flags[flag])):
             continue
@@ -152,18 +137,10 @@ def check_files(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def explained(flag: str, path: str | Path) -> Iterator[None]:
-    """Context that converts OSErrors of writing to errors whose message names a flag and a path.
+    """Context that turns OSErrors of writing the file of a flag into ConfigErrors.
 
-    The context is for files that a flag names and that `check_files` has checked before.
-
-    Args:
-      flag: the name of the flag.
-      path: the path of the file.
-
-    Raises:
-      ConfigError: the file cannot be written.
-      OSError: the storage has failed, denies access since the check, or the reader of standard
-        output has ended.
+    OSErrors stay if the storage has failed, or denies access since `check_files`, or if the reader
+    of standard output has ended.
     """
     try:
         yield
@@ -185,15 +162,6 @@ def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None
     """Writes the JSON file that --json names: `content` with the run's name and brt's version.
 
     A regular file is replaced atomically. Anything else, such as a FIFO, is written directly.
-
-    Args:
-      path: the path of the file.
-      content: the values by name.
-      workdir: the directory of the run; None if there is no run.
-
-    Raises:
-      ConfigError: the file cannot be written.
-      OSError: the storage has failed or denies access, or the reader of standard output has ended.
     """
     run = Path(workdir).resolve().name if workdir else None
     text = json.dumps(finite({"run": run, "version": __version__, **content}), indent=2) + "\n"

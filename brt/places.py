@@ -16,15 +16,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local(name: str | os.PathLike[str], asked: str = "") -> str:
-    """Returns the name of a local file or directory, with ~ expanded as the shell does. Names of
-    other kinds, such as tfds:NAME/SPLIT, are returned unchanged.
+    """Returns the name of a local file or directory, with ~ expanded as the shell does.
 
-    Args:
-      name: the name.
-      asked: the setting or argument that has the name, for errors; "" if the caller says it.
-
-    Raises:
-      ConfigError: the name is a URL, or there is no home directory for its ~.
+    Names of other kinds, such as tfds:NAME/SPLIT, are returned unchanged. URLs are refused; the
+    error names the setting or argument `asked`.
     """
     text, where = os.fspath(name), f"{asked}: " if asked else ""
     if _URL.match(text):

@@ -44,7 +44,6 @@ def _choose_platform(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
     flags.add_argument(

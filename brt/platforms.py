@@ -6,17 +6,14 @@ from pathlib import Path
 
 
 def use_cpus(count: int | None = None) -> None:
-    """Makes jax run on the CPU alone, so that accelerators are left to other processes.
+    """Makes jax run on the CPU alone; must be called before jax is asked for its devices.
 
-    The function changes jax's settings, because jax reads its environment variables only when it is
-    imported. It must be called before jax is asked for its devices.
-
-    Args:
-      count: the number of devices that the CPU is divided into; None takes the number in XLA_FLAGS,
-        or 1.
+    `count` is the number of devices that the CPU is divided into; None takes that in XLA_FLAGS, or
+    1.
     """
     import jax  # Commands that only parse flags do not need this import.
 
+    # jax reads its environment variables only when it is imported.
     jax.config.update("jax_platforms", "cpu")
     if count is not None:
         jax.config.update("jax_num_cpu_devices", count)
@@ -37,9 +34,6 @@ def use_cpu_without_accelerator(devices: Path = Path("/dev")) -> None:
 
     The packages of brt[tpu-compile] and brt[gpu-compile] also compile for other machines. If they
     are installed, jax looks for accelerators here, and prints tracebacks if there are none.
-
-    Args:
-      devices: the directory of this machine's device files.
     """
     installed = [name for name in _COMPILERS if importlib.util.find_spec(name)]
     files = {pattern for name in installed for pattern in _COMPILERS[name]}

@@ -51,9 +51,7 @@ PAIR_FLAGS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags. Flags that the user does not give have no default:
-    the parsed namespace lacks them.
-    """
+    """Returns the parser; flags that the user does not give are missing in the parsed namespace."""
     defaults, path = config.Data(), command_line.path
     flags = command_line.parser(__doc__)
     flags.argument_default = argparse.SUPPRESS

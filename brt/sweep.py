@@ -43,7 +43,6 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
     flags = command_line.parser(f"{__doc__}\n{settings.__doc__}")
     command_line.add_config_flags(flags)
     flags.add_argument("--jobs", type=int, default=1, help="points to run in parallel; default 1")

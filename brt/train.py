@@ -88,7 +88,6 @@ class _Command(types.ModuleType):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's flags."""
     parser = command_line.parser(__doc__)
     command_line.add_config_flags(parser)
     parser.add_argument(

@@ -33,11 +33,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def describe(leaves: Mapping[str, Any]) -> Description:
-    """Returns the dtype and shape of every leaf as JSON.
-
-    Args:
-      leaves: arrays or abstract arrays (jax.ShapeDtypeStruct) by name.
-    """
+    """Returns the dtype and shape of every leaf as JSON, from arrays or `jax.ShapeDtypeStruct`."""
     return {
         name: {"dtype": str(np.dtype(leaf.dtype)), "shape": list(leaf.shape)}
         for name, leaf in leaves.items()
@@ -45,11 +41,7 @@ def describe(leaves: Mapping[str, Any]) -> Description:
 
 
 def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns abstract arrays with the dtypes and shapes of a description, by name.
-
-    A checkpoint is restored into arrays of these dtypes and shapes. The function is the inverse of
-    `describe`.
-    """
+    """Returns the arrays by name as `jax.ShapeDtypeStruct`; the inverse of `describe`."""
     return {
         name: jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
         for name, entry in description.items()
@@ -59,10 +51,7 @@ def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
 def differences(saved: Description, wanted: Description, *, partial: bool = False) -> list[str]:
     """Returns a phrase for each difference between the leaves of a checkpoint and of a model.
 
-    Args:
-      saved: the leaves of the checkpoint.
-      wanted: the leaves of the model.
-      partial: True ignores leaves that only the checkpoint has.
+    `partial` ignores leaves that only the checkpoint has.
     """
     phrases = [
         f"{name} is {_shape(saved[name])} in the checkpoint and {_shape(wanted[name])} here"
@@ -115,10 +104,6 @@ def state_hash(state: Any, meta: Mapping[str, Any]) -> str:
     The hash covers the name, dtype, shape and bytes of every leaf, and those entries of `meta`
     whose keys are in `HASHED_META`. It does not depend on how arrays are sharded or on the kinds of
     containers in the tree.
-
-    Args:
-      state: the state.
-      meta: the metadata of the checkpoint.
     """
     total = hashlib.sha256()
     selected = {key: meta[key] for key in HASHED_META}

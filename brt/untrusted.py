@@ -49,11 +49,7 @@ _HEADER = re.compile(
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Opens a regular file for reading bytes and returns it.
-
-    Raises:
-      OSError: the file cannot be opened, or it is a FIFO or a device, which may never end.
-    """
+    """Opens a regular file for bytes; FIFOs and devices, which may never end, are OSErrors."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except ValueError as error:  # `open` refuses names that contain a NUL.
@@ -73,10 +69,7 @@ def read_file(path: Path | str, largest: int = LARGEST) -> bytes:
 
 
 class HalfSurrogate(json.JSONDecodeError):
-    """An error which says that JSON has a surrogate without its partner.
-
-    UTF-8 cannot represent such a surrogate.
-    """
+    """JSON has a surrogate without its partner, which UTF-8 cannot represent."""
 
 
 def parse_json(
@@ -84,17 +77,11 @@ def parse_json(
 ) -> Any:
     """Returns the value of a JSON text, within limits that protect the process.
 
-    Args:
-      text: the JSON text.
-      decode: the function that parses the text.
-      halves: what happens to surrogates without a partner, which UTF-8 cannot represent. "strict"
-        raises HalfSurrogate (a json.JSONDecodeError), except for those by which Python represents
-        bytes of file names that are not UTF-8 (U+DC80 to U+DCFF). "replace" converts them to
-        U+FFFD, and "keep" leaves them in the value, for callers that report them themselves.
-
-    Raises:
-      json.JSONDecodeError: the text is not JSON, is nested deeply, or contains very long numbers or
-        very many lists and objects.
+    JSON that is nested deeply, or contains very long numbers or very many lists and objects, is a
+    JSONDecodeError. `halves` says what happens to surrogates without a partner. "strict" raises
+    HalfSurrogate, except for those by which Python represents bytes of file names that are not
+    UTF-8 (U+DC80 to U+DCFF). "replace" converts them to U+FFFD, and "keep" leaves them in the
+    value, for callers that report them themselves.
     """
     if len(text) > _MOST_PARSED and decode is json.loads:
         brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
@@ -144,31 +131,12 @@ def _replaced(value: Any) -> Any:
 
 
 def read_json(path: Path, kind: Any, largest: int = LARGEST) -> Any:
-    """Returns the content of a JSON file in UTF-8 whose structure is known.
-
-    Args:
-      path: the path of the file.
-      kind: the structure, as for `check`.
-      largest: the maximum size of the file in bytes.
-
-    Raises:
-      OSError: the file cannot be read, is not a regular file, or is too large.
-      ValueError: the content has another structure.
-    """
+    """Returns the content of a JSON file in UTF-8 whose structure is known; see `check`."""
     return checked_json(read_file(path, largest).decode("utf-8"), kind)
 
 
 def checked_json(text: str | bytes, kind: Any, decode: Callable[[Any], Any] = json.loads) -> Any:
-    """Returns the value of a JSON text with a known structure.
-
-    Args:
-      text: the JSON text.
-      kind: the structure, as for `check`.
-      decode: the function that parses the text.
-
-    Raises:
-      ValueError: the text is not JSON, or its structure differs.
-    """
+    """Returns the value of a JSON text with a known structure; see `check`."""
     content = parse_json(text, decode)
     if _is_deeper(content, _DEEPEST):
         raise ValueError(f"it nests deeper than {_DEEPEST} levels")
@@ -179,14 +147,11 @@ def checked_json(text: str | bytes, kind: Any, decode: Callable[[Any], Any] = js
 def check(value: Any, kind: Any, name: str = "it") -> None:
     """Raises ValueError if JSON does not have the structure that `kind` describes.
 
-    Args:
-      value: the JSON value.
-      kind: the structure. A type, a union of types, or a Literal describes a value. [kind]
-        describes a list of any length whose elements have this kind. {name: kind} describes an
-        object, which may have further names, and may lack a name that is written as `name?`.
-        {str: kind} describes an object with any names. `object` accepts any JSON. Numbers must be
-        finite and fit into 64 bits.
-      name: the name of the value, for the error message.
+    A type, a union of types, or a Literal describes a value. [kind] describes a list of any length
+    whose elements have this kind. {name: kind} describes an object, which may have further names,
+    and may lack a name that is written as `name?`. {str: kind} describes an object with any names.
+    `object` accepts any JSON. Numbers must be finite and fit into 64 bits. The error names the
+    value `name`.
     """
     if isinstance(kind, Mapping):
         check(value, dict, name)
@@ -234,14 +199,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 class LazyArray(NamedTuple):
-    """An array of an .npz file, whose content is read when it is needed.
-
-    Attributes:
-      shape: the shape of the array.
-      dtype: the dtype of the array.
-      read: a function without arguments that reads and returns the array; it raises ValueError if
-        the array is damaged.
-    """
+    """An array of an .npz file, whose content `read` reads; ValueError if it is damaged."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -252,7 +210,7 @@ class _Archive(BufferedReader):
     """A zip file, of which zipfile cannot read a huge directory."""
 
     def read(self, size: int | None = -1) -> bytes:
-        """Reads at most _DIRECTORY bytes at a time; zipfile reads the whole directory at once."""
+        # zipfile reads the whole directory at once.
         if (size or 0) > _DIRECTORY:
             raise zipfile.BadZipFile("it has too many members")
         return super().read(size)
@@ -264,16 +222,10 @@ def npz(path: Path, growth: int | None = GROWTH) -> Iterator[dict[str, LazyArray
 
     The content of an array can be read until the context ends. Files whose arrays claim more bytes
     than the file can contain are refused. An uncompressed array cannot have more bytes than the
-    file, and a compressed one cannot have more than 1032 times as many.
-
-    Args:
-      path: the path of the file.
-      growth: all arrays together have at most this many times the bytes of the file, and 64 MiB;
-        None if the caller compares the shapes of the arrays before it reads them.
-
-    Raises:
-      ValueError: the file is not an .npz file, is damaged, or contains arrays of objects.
-      OSError: the file cannot be read.
+    file, and a compressed one cannot have more than 1032 times as many. All arrays together have at
+    most `growth` times the bytes of the file, and 64 MiB; None if the caller compares the shapes of
+    the arrays before it reads them. ValueError is raised for other files, damage, and arrays of
+    objects.
     """
     with open_file(path) as file:
         with _said_of(path.name):
@@ -306,7 +258,6 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:
         raise ValueError(f"{member.filename} does not have the {count:,} bytes of {shape} {dtype}")
 
     def read() -> np.ndarray:
-        """Reads and returns the array; raises ValueError if it is damaged."""
         content = np.empty(count, np.uint8)
         with _said_of(member.filename), archive.open(member) as file:
             file.read(begin)

@@ -15,9 +15,9 @@ from brt import output
 
 
 def directory() -> Path | None:
-    """Returns $XDG_CACHE_HOME/brt or ~/.cache/brt; None if the user has no home directory.
+    """Returns $XDG_CACHE_HOME/brt or ~/.cache/brt; None without a home directory. Creates nothing.
 
-    A relative $XDG_CACHE_HOME is ignored, as the XDG specification says. Nothing is created.
+    A relative $XDG_CACHE_HOME is ignored, as the XDG specification says.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(place):
@@ -31,9 +31,6 @@ def private(name: str) -> Path | None:
 
     Returns None if the directory cannot be written, belongs to another user, or can be written by
     other users. A message on stderr says so once.
-
-    Args:
-      name: the name of the directory inside the user's cache directory.
     """
     try:
         place = _written() / name
@@ -49,8 +46,8 @@ def private(name: str) -> Path | None:
 def writable() -> Path:
     """Creates and returns the cache directory, for data that brt verifies when it reads them.
 
-    If the cache directory cannot be written, a temporary directory is returned, which is deleted
-    when the process ends. A message on stderr says so once.
+    If it cannot be written, a message says so once, and a temporary directory is returned, which is
+    deleted when the process ends.
     """
     try:
         return _written()
@@ -60,11 +57,7 @@ def writable() -> Path:
 
 
 def make(place: Path) -> None:
-    """Creates the directory `place` and its missing parents, with permissions for the user alone.
-
-    Raises:
-      OSError: a directory cannot be created.
-    """
+    """Creates a directory and its missing parents, with permissions for the user alone."""
     for path in (*reversed(place.parents), place):
         if not path.is_dir():
             path.mkdir(mode=0o700, exist_ok=True)

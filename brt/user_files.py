@@ -18,8 +18,7 @@ _executed: list[str] = []
 def execute(path: str) -> None:
     """Executes a Python file as a module of its own, unless it has been executed before.
 
-    Raises:
-      ConfigError: the file does not exist, raises an exception, or registers a name that is taken.
+    Errors of the file, such as a name that is taken, become ConfigErrors.
     """
     file = Path(path).resolve()
     if str(file) in _executed:

@@ -17,16 +17,9 @@ _THREADS = 4  # This number of arrays is read at a time.
 def read(path: Path, stored: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Reads arrays of a checkpoint, after they were read in a child process with bounds.
 
-    Args:
-      path: the directory of a checkpoint that Orbax wrote, `state` or `frozen`.
-      stored: the shape and dtype of every array to read, by the array's name, and its sharding; an
-        array without a sharding is read to the default device.
-
-    Returns:
-      The arrays, by name.
-
-    Raises:
-      ValueError: an array is missing, or is not stored as it should be.
+    `path` is the directory `state` or `frozen`. `stored` has the shape and dtype of every array to
+    read, and its sharding (without one: the default device). ValueError is raised if an array is
+    missing, or is not stored as it should be.
     """
     described = {name: ([*leaf.shape], np.dtype(leaf.dtype).name) for name, leaf in stored.items()}
     # Orbax does not store arrays without elements.

@@ -24,22 +24,11 @@ _NO_LINKS = {
 
 
 def link(directory: Path, step: int, names: Collection[str], target: Path) -> dict[str, str] | None:
-    """Creates hard links to the frozen arrays of a checkpoint in the directory of a new checkpoint.
+    """Links the files of the frozen arrays of the checkpoint `step` into a new checkpoint.
 
-    Args:
-      directory: the `checkpoints` directory of a run.
-      step: the step of the checkpoint whose arrays are linked.
-      names: names of the arrays that the new checkpoint shares.
-      target: directory of the new checkpoint, which is being written.
-
-    Returns:
-      The SHA-256 checksum of each linked file, by its path in the checkpoint, as in the manifest of
-      the earlier checkpoint. None if nothing was linked and the arrays have to be written, because
-      the frozen arrays of the earlier checkpoint are not exactly `names`, or because its files
-      cannot be linked.
-
-    Raises:
-      OSError: the disk is full or fails.
+    Returns the SHA-256 checksum of each linked file, by its path in the checkpoint; None if the
+    arrays have to be written, because the frozen arrays of the earlier checkpoint are not exactly
+    `names`, or because its files cannot be linked. OSError is raised if the disk is full or fails.
     """
     source = directory / str(step)
     try:

@@ -22,10 +22,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes MANIFEST.sha256 for all files below `directory`, and flushes all files to disk.
 
-    Args:
-      directory: the directory of a checkpoint.
-      known: SHA-256 checksums (hexadecimal) that are already known, by the path of the file
-        relative to `directory`. These files are not read.
+    Files with a `known` checksum, by the path relative to `directory`, are not read.
     """
     lines = []
     for path in files(directory):
@@ -42,16 +39,10 @@ def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> N
 def verify(
     directory: Path, only: Collection[str] | None = None, *, arrays: int | None = None
 ) -> list[str]:
-    """Compares the files below `directory` with the checksums in its MANIFEST.sha256.
+    """Compares a checkpoint with its MANIFEST.sha256; returns a phrase for each problem.
 
-    Args:
-      directory: the directory of a checkpoint.
-      only: paths of the files that are read, relative to `directory`; None for all files.
-      arrays: the number of bytes of the checkpoint's arrays; no file is read if the files have far
-        more. None if it is not known.
-
-    Returns:
-      A phrase for each problem; [] if all files are intact.
+    Only files whose relative paths are in `only` are read (None: all), and none if the files have
+    far more bytes than the `arrays` of the checkpoint (None: not known).
     """
     try:
         expected = read(directory)
@@ -69,16 +60,9 @@ def verify(
 
 
 def read(directory: Path) -> dict[str, str]:
-    """Returns the SHA-256 checksum of each file that MANIFEST.sha256 lists.
+    """Returns the checksum (hexadecimal) of each file that MANIFEST.sha256 lists, by relative path.
 
-    Args:
-      directory: the directory of a checkpoint, which contains MANIFEST.sha256.
-
-    Returns:
-      The checksums (hexadecimal), by the path of the file relative to `directory`.
-
-    Raises:
-      ValueError: the manifest is missing or damaged; the message says how.
+    ValueError is raised if the manifest is missing or damaged; the message says how.
     """
     try:
         text = untrusted.read_file(directory / NAME).decode("ascii")
@@ -98,10 +82,7 @@ def read(directory: Path) -> dict[str, str]:
 
 
 def files(directory: Path) -> list[Path]:
-    """Returns the paths of all files of a checkpoint except the manifest.
-
-    A link to a directory counts as a file.
-    """
+    """Returns the paths of all files of a checkpoint except the manifest; links count as files."""
     paths = [
         Path(root) / name
         for root, directories, names in os.walk(directory)

@@ -49,48 +49,30 @@ absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 
 
 class VerifiedCheckpoint(NamedTuple):
-    """A checkpoint whose checksums are right; its arrays have not been read.
+    """A checkpoint whose checksums are right; its arrays have not been read."""
 
-    Attributes:
-      step: the number of completed training steps, which is the name of the checkpoint.
-      meta: the content of meta.json.
-      problems: a sentence about each newer checkpoint that is damaged and was therefore not
-        returned.
-      requested: the step for which the caller of `find` asked; None if the caller asked for the
-        newest intact checkpoint.
-    """
-
-    step: int
-    meta: dict[str, Any]
-    problems: list[str]
-    requested: int | None = None
+    step: int  # number of completed training steps, the name of the checkpoint
+    meta: dict[str, Any]  # the content of meta.json
+    problems: list[str]  # a sentence about each newer checkpoint that was not taken, as damaged
+    requested: int | None = None  # the step that `find` was asked for; None for the newest
 
 
 class Restored(NamedTuple):
-    """A checkpoint with its arrays.
-
-    Attributes:
-      step: the number of completed training steps, which is the name of the checkpoint.
-      state: pytree of arrays.
-      meta: the content of meta.json.
-      problems: a sentence about each newer checkpoint that is damaged and was therefore not
-        restored.
-    """
+    """A checkpoint with its arrays; the other fields are those of `VerifiedCheckpoint`."""
 
     step: int
-    state: Any
+    state: Any  # pytree of arrays
     meta: dict[str, Any]
     problems: list[str]
+
+
+# In the functions below, `directory` is the directory `checkpoints` of a run.
 
 
 def present(directory: Path) -> list[int]:
     """Returns the steps of all checkpoints whose directory is not empty, oldest first.
 
-    Damaged and incomplete checkpoints are included. `directory` is the `checkpoints` directory of a
-    run.
-
-    Raises:
-      CheckpointError: the directory cannot be listed.
+    Damaged and incomplete checkpoints are included.
     """
     try:
         names = [name for name in os.listdir(directory) if re.fullmatch(r"0|[1-9][0-9]*", name)]
@@ -106,27 +88,13 @@ def present(directory: Path) -> list[int]:
 
 
 def steps(directory: Path) -> list[int]:
-    """Returns the steps of complete checkpoints, oldest first, without verifying their checksums.
-
-    `directory` is the `checkpoints` directory of a run.
-
-    Raises:
-      CheckpointError: the directory cannot be listed.
-    """
+    """Returns the steps of complete checkpoints, oldest first; checksums are not verified."""
     paths = {step: directory / str(step) / manifest.NAME for step in present(directory)}
     return [step for step, path in paths.items() if os.path.isfile(path)]
 
 
 def verify(directory: Path, step: int) -> list[str]:
-    """Verifies the checksums of a checkpoint.
-
-    Args:
-      directory: the `checkpoints` directory of a run.
-      step: the step of the checkpoint.
-
-    Returns:
-      A phrase for each problem; [] if the checkpoint is intact.
-    """
+    """Verifies the checksums of a checkpoint; returns a phrase for each problem."""
     path = directory / str(step)
     if path.is_symlink() and not os.path.isdir(path):
         return [f"it is a link to {os.readlink(path)}, where no directory is"]
@@ -147,13 +115,6 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
     The content is the metadata that the trainer saved, and the entries `step`, `format` and
     `arrays` (the dtype and shape of each array), and `frozen` (names of frozen arrays, if any).
-
-    Args:
-      directory: the `checkpoints` directory of a run.
-      step: the step of the checkpoint.
-
-    Raises:
-      CheckpointError: the file cannot be read, or is not as brt writes it.
     """
     path = directory / str(step) / META
     try:
@@ -168,14 +129,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def check_json(content: Any, schema: Any, where: str) -> None:
-    """Raises CheckpointError if a JSON value does not have the expected types.
-
-    Args:
-      content: the parsed JSON value.
-      schema: the expected types, such as {"step": int}, as the function `untrusted.check` takes
-        them.
-      where: the file that contains the value, for the error message.
-    """
+    """Raises CheckpointError if JSON of the file `where` has not the structure `schema`."""
     try:
         untrusted.check(content, schema)
     except ValueError as error:
@@ -183,17 +137,7 @@ def check_json(content: Any, schema: Any, where: str) -> None:
 
 
 def last_saved(directory: Path) -> int | None:
-    """Returns the step that was saved last, even if the checkpoint has been removed since.
-
-    Args:
-      directory: the `checkpoints` directory of a run.
-
-    Returns:
-      The step, or None if nothing was ever saved.
-
-    Raises:
-      CheckpointError: last_checkpoint.txt is damaged.
-    """
+    """Returns the step of the last save, even of a removed checkpoint; None if there was none."""
     path = directory.parent / LAST
     try:
         text = untrusted.read_file(path, _LAST_BYTES).strip()
@@ -207,7 +151,6 @@ def last_saved(directory: Path) -> int | None:
 
 
 def warn_on_stderr(message: str) -> None:
-    """Prints `message` to stderr as a warning."""
     output.say(f"warning: {message}")
 
 
@@ -220,17 +163,9 @@ def find(
 ) -> VerifiedCheckpoint:
     """Verifies checksums, and returns the newest intact checkpoint, or the checkpoint of `step`.
 
-    Args:
-      directory: the `checkpoints` directory of a run.
-      step: the requested step; None for the newest intact checkpoint.
-      warn: a function that is called with a sentence about every damaged checkpoint that is passed
-        over, if an older checkpoint is intact.
-      warned: sentences about damaged checkpoints (`problems` of an earlier result of `find`), for
-        which `warn` is not called again.
-
-    Raises:
-      CheckpointError: there is no intact checkpoint; the requested checkpoint is missing or
-        damaged; or the checkpoint was written by a version of brt that is too old.
+    `warn` is called with a sentence about every damaged checkpoint that is passed over, unless
+    `warned` (`problems` of an earlier result) has this sentence. CheckpointError is raised if there
+    is no such checkpoint, or if a version of brt wrote it that is too old.
     """
     problems: dict[int, str] = {}
     # Every round of the loop lists the directory again, because a trainer may be removing old
@@ -279,23 +214,17 @@ def restore(
     """Reads a checkpoint with its arrays, which are restored bit by bit.
 
     Args:
-      directory: the `checkpoints` directory of a run.
       target: pytree of `jax.ShapeDtypeStruct`, or of arrays, which has the structure of the result
-        and says the shape, dtype and sharding of each array. An array without a sharding is
-        restored to the default device. None restores all arrays to the default device, as a
-        dictionary from names to arrays.
-      step: the requested step; None for the newest intact checkpoint.
+        and says the shape, dtype and sharding of each array (None: the default device). None
+        restores all arrays to the default device, as a dictionary from names to arrays.
       checkpoint: the result of `find`, whose checksums are not verified again; None finds the
-        checkpoint of `step`.
+        checkpoint of `step`, or the newest intact one.
       partial: True reads only the arrays that `target` names.
-      warn: a function that is called with a sentence about every damaged checkpoint that is passed
-        over.
 
     Raises:
       CheckpointError: no checkpoint is intact, or its arrays do not match `target`.
       NonFiniteError: an array holds NaN or infinity, which no trainer saves.
-      Exception: there is not enough memory; the function `brt.allocator.exhausted` recognizes
-        errors of this kind.
+      Exception: there is not enough memory; `brt.allocator.exhausted` recognizes such errors.
     """
     while True:
         checkpoint = checkpoint or find(directory, step, warn=warn)
@@ -353,16 +282,6 @@ def _has_content(path: Path) -> bool:
 def _read_arrays(
     directory: Path, leaves: Mapping[str, Any], frozen: Collection[str]
 ) -> dict[str, jax.Array]:
-    """Reads arrays of a checkpoint.
-
-    Args:
-      directory: the directory of the checkpoint.
-      leaves: the shapes, dtypes and shardings of the arrays, by name.
-      frozen: the names of the arrays that are in the directory `frozen`.
-
-    Raises:
-      ValueError: an array is not stored as it should be.
-    """
     arrays = {}
     for store, of_frozen in ((STATE, False), (FROZEN, True)):
         stored = {name: x for name, x in leaves.items() if (name in frozen) == of_frozen}
@@ -373,7 +292,6 @@ def _read_arrays(
 def _no_checkpoint(
     directory: Path, step: int | None, listed: list[int], problems: Mapping[int, str]
 ) -> str:
-    """Returns the error message that says why `find` has no result."""
     if step is not None and problems:
         return f"{directory}: {problems[step]}; choose another of {listed}"
     if step is not None and listed:

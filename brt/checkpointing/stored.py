@@ -22,19 +22,9 @@ _SECONDS_PER_GB = 20
 
 
 def open_array(directory: Path, name: str, shape: list[int], dtype: str) -> Any:
-    """Opens an array that Orbax wrote.
+    """Opens an array that Orbax wrote, as a `tensorstore.TensorStore` that has not read the array.
 
-    Args:
-      directory: the directory `state` or `frozen` of a checkpoint.
-      name: the name of the array.
-      shape: the shape that the array must have.
-      dtype: the dtype that the array must have.
-
-    Returns:
-      A `tensorstore.TensorStore`, which has not read the array.
-
-    Raises:
-      ValueError: the array is missing, or has another shape, dtype or encoding.
+    ValueError is raised if the array is missing, or has another shape, dtype or encoding.
     """
     base = {"driver": "file", "path": f"{directory.absolute()}/"}
     array = tensorstore.open(
@@ -59,12 +49,8 @@ def open_array(directory: Path, name: str, shape: list[int], dtype: str) -> Any:
 def check(directory: Path, arrays: Mapping[str, tuple[list[int], str]]) -> None:
     """Reads arrays in a child process, unless the same checkpoint was read so before.
 
-    Args:
-      directory: the directory `state` or `frozen` of a checkpoint, whose checksums are right.
-      arrays: the shape and dtype of each array, by name.
-
-    Raises:
-      ValueError: an array is not stored as it should be, or takes too much memory.
+    The checksums of the checkpoint must be right. ValueError is raised if an array is not stored as
+    it should be, or takes too much memory.
     """
     sums = untrusted.read_file(directory.parent / manifest.NAME)
     if not arrays or bounded.trusted(bounded.key(sums)):

@@ -45,7 +45,6 @@ _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 
 def check_disk(directory: Path, needed: int, remedy: str = "") -> None:
-    """Raises CheckpointError, which names a `remedy`, if fewer than `needed` bytes are free."""
     free = _free_bytes(directory)
     if free < needed:
         raise CheckpointError(
@@ -58,21 +57,17 @@ class CheckpointWriter:
     """Saves checkpoints in a background thread.
 
     If a save fails in the background, the next call of `check`, `wait`, `save` or `close` raises
-    the error. Creating a writer removes the files that killed runs left behind, so only a trainer
-    that holds the lock of the run directory may create a writer. With several processes, each
-    process writes its shards of the arrays, and the first process writes everything else. A writer
-    is a context manager that closes itself.
+    CheckpointError. Creating a writer removes the files that killed runs left behind, so only a
+    trainer that holds the lock of the run directory may create a writer. With several processes,
+    each process writes its shards of the arrays, and the first process writes everything else.
 
     Args:
       directory: the `checkpoints` directory of a run, which is created if it does not exist.
       keep: number of the newest checkpoints that are not removed.
       keep_every: checkpoints at multiples of this number of steps are never removed, either; 0 for
         no such checkpoints.
-      in_background: a function that is called with the name of a phase ("committing"), and returns
-        a context. The background thread enters this context while it completes a checkpoint.
-
-    Raises:
-      CheckpointError: the directory cannot be written.
+      in_background: called with the name of a phase, "committing"; the background thread enters the
+        returned context while it completes a checkpoint.
     """
 
     def __init__(
@@ -136,11 +131,8 @@ class CheckpointWriter:
     def freeze(self, names: Collection[str], step: int | None) -> None:
         """Declares arrays that no step changes, so that checkpoints share their files.
 
-        Args:
-          names: names of these arrays, such as "params/embedding": their paths in the pytrees that
-            are passed to `save`.
-          step: the step of an existing checkpoint in whose files these arrays can be found; None if
-            there is no such checkpoint.
+        `names` are paths in the pytrees that are passed to `save`, such as "params/embedding".
+        `step` is an existing checkpoint in whose files these arrays can be found.
         """
         self._frozen, self._frozen_step = frozenset(names), step
 
@@ -149,13 +141,8 @@ class CheckpointWriter:
 
         The method first waits for the previous save. It returns when the arrays have been copied,
         so that the caller may then donate the arrays to a jitted function. If the step was saved by
-        the previous call, the method does nothing.
-
-        Args:
-          step: the number of completed training steps, which is the name of the checkpoint.
-          state: pytree of arrays.
-          meta: JSON content of meta.json, to which the method adds `step`, `format`, `arrays` (the
-            dtype and shape of each array) and, if there are frozen arrays, their names.
+        the previous call, the method does nothing. To `meta`, which becomes meta.json, it adds the
+        entries that `reader.read_meta` lists.
 
         Raises:
           NonFiniteError: an array holds NaN or infinity; nothing is saved.
@@ -193,12 +180,7 @@ class CheckpointWriter:
     def _save_frozen(self, partial: Path, arrays: Mapping[str, Any]) -> dict[str, str]:
         """Links the files of the frozen arrays, or writes them if there is nothing to link.
 
-        Args:
-          partial: directory of the checkpoint, which is being written.
-          arrays: all arrays of the checkpoint, by name.
-
-        Returns:
-          The checksums of linked files, by their paths in the checkpoint.
+        Returns the checksums of linked files, by their paths in the checkpoint.
         """
         checksums = None
         if processes.is_first() and self._frozen_step is not None:
@@ -215,9 +197,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save in progress; raises CheckpointError if the save failed, or if the
-        directory has been moved or removed.
-        """
+        """Waits for the save in progress, and checks that the directory has not been moved."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -239,11 +219,7 @@ class CheckpointWriter:
         )
 
     def close(self) -> None:
-        """Waits for the save in progress, and verifies the checkpoint that was saved last.
-
-        Raises:
-          CheckpointError: the save failed, or the checkpoint is damaged.
-        """
+        """Waits for the save in progress, and verifies the checkpoint that was saved last."""
         try:
             self.wait()
             if self._last_step is not None and (
@@ -272,13 +248,7 @@ class CheckpointWriter:
                 ) from error
 
     def _finish(self, step: int, meta: str, checksums: Mapping[str, str]) -> None:
-        """Completes a save in the background thread, once orbax has written the arrays.
-
-        Args:
-          step: step of the checkpoint.
-          meta: content of meta.json.
-          checksums: known checksums of files, by their paths in the checkpoint.
-        """
+        """Completes a save in the background thread, once orbax has written the arrays."""
         partial = self._directory / f"{step}.partial"
         try:
             # After this call, all processes have written their arrays.
@@ -354,12 +324,10 @@ def _remove(path: Path) -> None:
 
 
 def _discard(partial: Path) -> None:
-    """Removes the files of a failed save.
-
-    Orbax stops at the first array that fails, while writes of other arrays are still running and
-    may create the directory again. There is no way to wait for these writes, so the directory is
-    polled until it is no longer created again.
-    """
+    """Removes the files of a failed save."""
+    # Orbax stops at the first array that fails, while writes of other arrays are still running and
+    # may create the directory again. There is no way to wait for these writes, so the directory is
+    # polled until it is no longer created again.
     shutil.rmtree(partial, ignore_errors=True)
     for _ in range(_LATE_LOOKS):
         time.sleep(_LATE_SECONDS)
@@ -369,7 +337,6 @@ def _discard(partial: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a directory, or a symbolic link without the link's target."""
     if path.is_symlink():
         path.unlink()
     else:

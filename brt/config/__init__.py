@@ -80,9 +80,7 @@ class Config:
 
     @property
     def evaluation_segment_length(self) -> int:
-        """Number of tokens of each document that evaluation reads at a time:
-        `Evaluation.segment_length`, or `Training.segment_length` if it is 0.
-        """
+        """Number of tokens of each document that evaluation reads at a time."""
         return self.evaluation.segment_length or self.training.segment_length
 
 

@@ -69,9 +69,7 @@ class Attention:
     def check_length(self, length: int, phrase: str) -> None:
         """Refuses `clusters` and `top_k` if they exceed the length of the longest sequence.
 
-        Args:
-          length: the length of the longest sequence.
-          phrase: a phrase that names this length and its origin, for the error message.
+        `phrase` names this length and its origin, for the error message.
         """
         # Sequences shorter than `min_length` use exact attention, which reads neither setting.
         if length < self.min_length:

@@ -18,7 +18,6 @@ MAX_LAYERS = 1024  # Models have at most this number of layers. Compiling more w
 
 
 def check(condition: bool, message: str) -> None:
-    """Raises ConfigError with the message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
@@ -28,16 +27,11 @@ def name_of(section: object, field: str) -> str:
 
     A section may have another name in .gin files than its class: users write "Data.train" for the
     field `train` of the class `Pairs`, because each task has its own class for the section `Data`.
-
-    Args:
-      section: an instance of the section's class.
-      field: the name of the field in that class.
     """
     return public_name(f"{type(section).__name__}.{field}")
 
 
 def check_finite(section: Any) -> None:
-    """Refuses a section in which a number is infinite or NaN."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         for number in value if isinstance(value, tuple) else (value,):
@@ -56,12 +50,7 @@ def settle_paths(section: Any) -> None:
 
 
 def check_positive(section: object, *names: str) -> None:
-    """Refuses a section in which a field is not above 0, or is an integer that exceeds an int32.
-
-    Args:
-      section: the section.
-      names: the names of the fields to check, which contain numbers.
-    """
+    """Refuses fields that are not above 0, or are integers that exceed an int32."""
     for name in names:
         value = getattr(section, name)
         if not value > 0:
@@ -70,12 +59,7 @@ def check_positive(section: object, *names: str) -> None:
 
 
 def check_not_negative(section: object, *names: str) -> None:
-    """Refuses a section in which a field is negative, or is an integer that exceeds an int32.
-
-    Args:
-      section: the section.
-      names: the names of the fields to check, which contain numbers.
-    """
+    """Refuses fields that are negative, or are integers that exceed an int32."""
     for name in names:
         value = getattr(section, name)
         if not value >= 0:
@@ -84,15 +68,9 @@ def check_not_negative(section: object, *names: str) -> None:
 
 
 def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
-    """Refuses a tuple with items that are not in `known`. Otherwise, sets the field to the tuple in
-    the order of `known` and without duplicates.
+    """Refuses a tuple with items that are not in `known`, and brings the items into its order.
 
     Sections in which users wrote the same items in another order are then equal.
-
-    Args:
-      section: the section.
-      name: the name of the field with the tuple.
-      known: the items that are allowed.
     """
     value = getattr(section, name)
     unknown = [item for item in value if item not in known]
@@ -105,12 +83,7 @@ def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
 
 
 def check_layers(section: object, *names: str) -> None:
-    """Refuses a section in which a number of layers is below 1 or exceeds `MAX_LAYERS`.
-
-    Args:
-      section: the section.
-      names: the names of the fields that contain numbers of layers, such as "encoder_layers".
-    """
+    """Refuses numbers of layers that are below 1 or exceed `MAX_LAYERS`."""
     check_positive(section, *names)
     for name in names:
         value = getattr(section, name)
@@ -125,9 +98,7 @@ def _check_counts(section: object, name: str) -> None:
 
 
 def check_buckets(section: Any) -> None:
-    """Refuses a section with buckets (lengths to which batches are padded) unless the buckets are
-    above 0, ascend, and end with the section's `max_length`. A section without buckets is allowed.
-    """
+    """Refuses buckets (padded lengths) unless they ascend from above 0 to `max_length`."""
     buckets, limit = section.buckets, section.max_length
     check(
         not buckets or (min(buckets) > 0 and list(buckets) == sorted({*buckets})),
@@ -145,12 +116,6 @@ def fill_held_out_rows(section: Any) -> None:
     If the user named training rows but no rows for a split, the split becomes 5 % of the training
     rows. If the training rows are the default or generated, the split has the default sources that
     the section declares.
-
-    Args:
-      section: the section of the data, which is changed in place.
-
-    Raises:
-      ConfigError: the share of a split is not between 0 and 0.5.
     """
     fill_held_out(section, (f"{PART}0.05",))
     for split in ("validation", "test"):
@@ -160,14 +125,7 @@ def fill_held_out_rows(section: Any) -> None:
 def share_of(section: Any, split: str) -> float:
     """Returns the share of the training rows that a split holds out, or 0.0 if it names sources.
 
-    Args:
-      section: the section of the data.
-      split: the name of the section's field for the split, "validation" or "test". The value of
-        the field is ("part:SHARE",) or names sources.
-
-    Raises:
-      ConfigError: the split names "part:SHARE" together with other sources, or the share is not
-        between 0 and 0.5.
+    The value of the section's field `split` is ("part:SHARE",) or names sources.
     """
     names = getattr(section, split)
     if not any(name.startswith(PART) for name in names):

@@ -10,20 +10,12 @@ from brt.config.checks import check
 
 
 def column(section: Any, role: str, usual: str = "") -> str:
-    """Returns the column that a section names for a role, or `usual` if it names none.
-
-    Args:
-      section: a section whose field `columns` has items ROLE=COLUMN, such as "text=article".
-      role: the content of the column, such as "text".
-      usual: the result if no item has this role.
-    """
+    """Returns the column that a section names for a role, or `usual` if it names none."""
     return dict(pair.split("=", 1) for pair in section.columns).get(role, usual)
 
 
 def check_columns(section: Any, *roles: str) -> None:
-    """Raises ConfigError if an item of a section's field `columns` does not have the form
-    ROLE=COLUMN, has a role that is not among `roles`, or has the role of another item.
-    """
+    """Refuses `columns` unless each item is ROLE=COLUMN, with a role of its own."""
     form = " or ".join(f"'{role}=COLUMN'" for role in roles)
     for pair in section.columns:
         role, _, name = pair.partition("=")

@@ -81,5 +81,4 @@ class Encoder:
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head: `model_dim` divided by the number of heads."""
         return self.model_dim // self.heads

@@ -39,72 +39,42 @@ MEMORY = "memory:"  # Sources with this prefix are memory tasks (docs/memory.md)
 
 
 class Setting(NamedTuple):
-    """The declaration of a field.
+    """The declaration of a field."""
 
-    Attributes:
-      resume: True if a resumed run may change the field.
-      warm_start: the value in a run that starts from weights: "own" takes the value of the run's
-        config, "inherited" the value of the weights, and "adaptable" the value of the weights
-        unless the config sets another one.
-      cached: True if the value determines prepared data; or the names of properties of the section
-        that determine prepared data instead of the value itself.
-      path: "read" or "written" if the value names files that brt reads or writes; otherwise "".
-      derived: True if the data or converted weights determine the value, and no .gin file can bind
-        the field.
-    """
-
-    resume: bool
+    resume: bool  # True if a resumed run may change the field
+    # Where a run that starts from weights takes the value from: its config ("own"), the weights
+    # ("inherited"), or the weights unless the config sets another value ("adaptable").
     warm_start: Literal["own", "inherited", "adaptable"]
+    # True if the value determines prepared data; or the names of properties that do so instead.
     cached: bool | str | tuple[str, ...]
-    path: Path = ""
-    derived: bool = False
+    path: Path = ""  # "read" or "written" if the value names files that brt reads or writes
+    derived: bool = False  # True if the data or converted weights determine the value
 
 
 def free(default: T, *, cached: bool | str | tuple[str, ...] = False, path: Path = "") -> T:
-    """Declares a field that a resumed run may change.
-
-    Args:
-      default: the default of the field.
-      cached: True if the value determines prepared data; or the names of properties of the section
-        that determine prepared data instead of the value itself.
-      path: "read" or "written" if the value names files that brt reads or writes; otherwise "".
-    """
+    """Declares a field that a resumed run may change."""
     return _field(default, Setting(True, "own", cached, path))
 
 
 def sources(default: T) -> T:
-    """Declares a field, which a resumed run may change, that names the sources of training data.
-
-    Args:
-      default: the default of the field.
-    """
+    """Declares a field, which a resumed run may change, that names the sources of training data."""
     return _field(default, Setting(True, "own", _SOURCES, "read"))
 
 
 def held_out(usual: T) -> T:
     """Declares a field that names the sources of a held-out split (validation or test).
 
-    The default of the field is ("auto",), which `fill_held_out` replaces when the section is made.
-
-    Args:
-      usual: the sources that replace ("auto",) if the section's field `train` has its default or
-        names only generated data.
+    The default of the field is ("auto",), which `fill_held_out` replaces when the section is made:
+    by `usual` if the section's field `train` has its default or names only generated data.
     """
     setting = {_DECLARED: Setting(True, "own", _SOURCES, "read"), _USUAL: usual}
     return dataclasses.field(default=_AUTO, metadata=setting)
 
 
 def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
-    """Sets the fields declared by `held_out` that the user did not set.
+    """Sets the fields declared by `held_out` that the user did not set; called by `__post_init__`.
 
-    A section calls this function in `__post_init__`. If the section's field `train` has its default
-    or names only generated data, each of these fields is set to the argument `usual` with which
-    `held_out` was called.
-
-    Args:
-      section: the section, which is changed in place.
-      otherwise: the value of the fields if `train` names data of the user, who wants to evaluate on
-        data of the same kind.
+    They get `otherwise` if `train` names data of the user, who wants to evaluate on such data.
     """
     made_up = all(name.startswith(GENERATED) for name in section.train)
     usual = section.train == type(section).train or made_up
@@ -115,25 +85,14 @@ def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
 
 
 def fixed(default: T, *, cached: bool | str = False) -> T:
-    """Declares a field that a resumed run must not change. A run that starts from weights does not
-    take the value from them.
-
-    Args:
-      default: the default of the field.
-      cached: True if the value determines prepared data; or the name of a property of the section
-        that determines prepared data instead of the value itself.
-    """
+    """Declares a field that a resumed run must not change, and that no weights determine."""
     return _field(default, Setting(False, "own", cached))
 
 
 def inherited(default: T) -> T:
     """Declares a field that describes the weights of a model, such as the width of a layer.
 
-    A resumed run must not change the field, and a run that starts from weights takes the value that
-    the weights were trained with.
-
-    Args:
-      default: the default of the field.
+    A resumed run must not change it, and a run that starts from weights takes their value.
     """
     return _field(default, Setting(False, "inherited", False))
 
@@ -141,45 +100,28 @@ def inherited(default: T) -> T:
 def adaptable(default: T) -> T:
     """Declares a field that weights were trained with but that can be changed, such as a window.
 
-    A resumed run must not change the field. A run that starts from weights takes the value that
-    the weights were trained with, unless the config sets another value.
-
-    Args:
-      default: the default of the field.
+    A resumed run must not change it. A run that starts from weights takes their value, unless the
+    config sets another one.
     """
     return _field(default, Setting(False, "adaptable", False))
 
 
 def derived(default: T, *, inherited: bool = True) -> T:
-    """Declares a field that no .gin file binds, because data or converted weights determine it.
-
-    Args:
-      default: the value before the data or weights are read.
-      inherited: True if a run that starts from weights takes the value from them.
-    """
+    """Declares a field that no .gin file binds, because data or converted weights determine it."""
     return _field(default, Setting(False, "inherited" if inherited else "own", False, derived=True))
 
 
 def nested(default: T) -> T:
-    """Declares a field that contains a section or a tuple of sections, and is no setting itself.
-
-    Args:
-      default: the default of the field.
-    """
+    """Declares a field that contains a section or a tuple of sections, and is no setting itself."""
     return dataclasses.field(default=default, metadata={_NESTED: True})
 
 
 def is_declared(field: "dataclasses.Field[Any]") -> bool:
-    """Returns True if a function of this module declared the field of a section."""
     return any(key in field.metadata for key in (_DECLARED, _NESTED))
 
 
 def settings(section: type) -> dict[str, Setting]:
-    """Returns the declaration of every setting of a section, by the name of the field.
-
-    Raises:
-      KeyError: a field is not declared by a function of this module.
-    """
+    """Returns the declaration of every setting of a section, by the name of the field."""
     return {
         field.name: field.metadata[_DECLARED]
         for field in dataclasses.fields(section)
@@ -188,14 +130,10 @@ def settings(section: type) -> dict[str, Setting]:
 
 
 def cached_settings(section: Any) -> dict[str, Any]:
-    """Returns the values of a section that determine prepared data: {name of the field or property:
-    value}.
+    """Returns the values of a section that determine prepared data, by name of field or property.
 
     The fields that name sources are left out, because hashes of the files represent them. Of other
     files only the suffix is returned, for the same reason: a moved file has the same content.
-
-    Args:
-      section: an instance of a section, such as `Config.data`.
     """
     names: set[str] = set()
     for name, setting in settings(type(section)).items():

@@ -24,85 +24,45 @@ class KindSection:
     A subclass is a frozen dataclass, whose name is the name of the section in .gin files. The field
     `layers` of the subclass has the indices of the layers of this kind. Negative indices count from
     the last layer. Every field is declared by a function of `brt.config.fields`.
-
-    Attributes:
-      kind: the name of the kind, which is part of the names of the layers' parameters.
-      any_window: True if a layer of this kind may see more or fewer tokens than a block has, or
-        has no window at all.
-      grouped_keys: True if a layer of this kind supports fewer heads of keys than of queries
-        (`SelfAttention.kv_heads`) and sinks (`Window.sinks`).
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # The name of the kind is part of the names of the layers' parameters.
+    # True if a layer of this kind may see more or fewer tokens than a block has, or has no window.
     any_window: ClassVar[bool] = False
+    # True if a layer of this kind supports fewer heads of keys than of queries
+    # (`SelfAttention.kv_heads`) and sinks (`Window.sinks`).
     grouped_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_finite(self)
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of the layers that the section names, by the name of their kind:
-        {"recurrent": (-3,)}. Sections of several kinds of layers override this method.
-        """
+        """Returns the indices of the section's layers by kind, {"recurrent": (-3,)}."""
         layers: tuple[int, ...] = getattr(self, "layers", ())
         return {self.kind: layers}
 
     def field_of(self, kind: str) -> str:
-        """Returns the name of the setting that lists the indices of the layers of a kind, such as
-        "Recurrence.layers".
-
-        Args:
-          kind: the name of the kind, a key of `layers_by_kind`.
-        """
+        """Returns the setting that lists the layers of a kind, such as "Recurrence.layers"."""
         return f"{type(self).__name__}.layers"
 
     def check_model(self, model: "Model") -> None:
-        """Refuses settings of this section that contradict settings of the model. Sections without
-        such settings inherit this method, which does nothing.
-
-        Args:
-          model: the model that has this section.
-
-        Raises:
-          ConfigError: the settings contradict each other.
-        """
+        """Raises ConfigError if settings of this section contradict settings of the model."""
 
     def check_segment(self, name: str, length: int) -> None:
-        """Refuses lengths of segments that layers of this kind cannot read. Sections whose layers
-        read any length inherit this method, which does nothing.
-
-        Args:
-          name: the setting that gives the length, for the error message.
-          length: the number of tokens in a segment.
-
-        Raises:
-          ConfigError: layers of this kind cannot read segments of this length.
-        """
+        """Raises ConfigError if these layers cannot read segments of this length."""
 
 
 _SECTIONS: dict[str, type[KindSection]] = {}
 
 
 def register_section(section: type[KindSection]) -> None:
-    """Allows .gin files and saved configs to have settings of a section.
-
-    Args:
-      section: the class of the section.
-
-    Raises:
-      ConfigError: another section has the same name.
-    """
+    """Allows .gin files and saved configs to have settings of a section."""
     name = section.__name__
     if _SECTIONS.setdefault(name, section) is not section:
         raise ConfigError(f"there are two sections named {name!r}; rename one of them")
 
 
 def kind_sections() -> Mapping[str, type[KindSection]]:
-    """Returns the classes of the sections of all registered kinds, by the names of the classes.
-
-    Raises:
-      AssertionError: no kind is registered, because `brt.models` has not been imported.
-    """
     if not _SECTIONS:
         raise AssertionError("no kinds of layers are registered: import brt.models first")
     return _SECTIONS
@@ -112,13 +72,6 @@ def layer_kinds(kinds: tuple[Any, ...], layers: int) -> tuple[str, ...]:
     """Returns the name of the kind of each layer of a model, lowest layer first.
 
     Layers that no section names have the kind "window".
-
-    Args:
-      kinds: the sections of the kinds of layers that the model has (`Model.kinds`).
-      layers: the number of layers.
-
-    Raises:
-      ConfigError: a layer does not exist or has two kinds.
     """
     names, fields = ["window"] * layers, [""] * layers
     for field, kind, index, indices in _placements(kinds):

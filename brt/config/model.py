@@ -110,9 +110,7 @@ class Model:
         )
 
     def _check_kinds(self) -> None:
-        """Refuses layers with two kinds, and sorts `kinds`, so that the order of sections in a
-        .gin file makes no difference.
-        """
+        """Refuses layers with two kinds, and sorts `kinds`, whose order has no meaning."""
         ordered = tuple(sorted(self.kinds, key=lambda section: type(section).__name__))
         object.__setattr__(self, "kinds", ordered)
         types = [type(section) for section in ordered]
@@ -127,7 +125,6 @@ class Model:
         self._check_windows()
 
     def _check_windows(self) -> None:
-        """Refuses windows that some kind of layers cannot have."""
         fixed = [section for section in self.kinds if not section.any_window]
         others = {kind for section in fixed for kind in section.layers_by_kind()}
         for layer, (kind, window) in enumerate(zip(self.layer_types, self.windows, strict=True)):
@@ -165,7 +162,6 @@ class Model:
 
     @property
     def block_length(self) -> int:
-        """Number of tokens of a block: `Window.block`, or `Model.window` if `Window.block` is 0."""
         return self.sliding.block or self.window
 
     @property
@@ -176,25 +172,19 @@ class Model:
 
     @property
     def window_is_block(self) -> bool:
-        """True if `Model.window` is the length of a block."""
         return self.window == self.block_length
 
     @property
     def key_heads(self) -> int:
-        """Number of heads of keys and values: `SelfAttention.kv_heads`, or `heads` if it is 0."""
         return self.attention.kv_heads or self.heads
 
     def has_own_window(self, layer: int) -> bool:
-        """Returns True if Window.by_layer, and not Model.window, sets the window of the layer
-        with this index, counted from 0.
-        """
+        """Returns True if Window.by_layer, and not Model.window, sets the window of a layer."""
         pattern = self.sliding.by_layer or (0,)
         return bool(pattern[layer % len(pattern)])
 
     def beyond_context(self) -> str:
-        """Returns a warning if a token attends to more tokens than the context of pretraining has
-        (`Rotary.context`), and "" otherwise.
-        """
+        """Returns a warning if a token sees more tokens than `Rotary.context`; otherwise ""."""
         reach, context = self.window + self.sliding.sinks, self.rotary.context
         if not context or reach <= context:
             return ""
@@ -207,9 +197,9 @@ class Model:
     def for_layer(self, layer: int) -> "Model":
         """Returns a copy of the settings for the layer with this index, counted from 0.
 
-        In the copy, `window` is the window of the layer; the length of a block does not change.
-        If Window.by_layer sets the window of the layer, the copy has no sinks, and rotary
-        angles with the base `Rotary.local_base` (unless this base is 0).
+        In the copy, `window` is the window of the layer; the length of a block does not change. If
+        Window.by_layer sets the window of the layer, the copy has no sinks, and rotary angles with
+        the base `Rotary.local_base` (unless this base is 0).
         """
         if not self.sliding.by_layer:
             return self
@@ -233,36 +223,22 @@ class Model:
         return layer_kinds(self.kinds, self.layers)
 
     def of(self, section: type[T]) -> T:
-        """Returns the model's settings of a kind of layers.
-
-        Args:
-          section: the class of the kind's section, such as `Recurrence`.
-
-        Returns:
-          The instance of this class in `kinds`, or one with all defaults if there is none.
-        """
+        """Returns the model's section of this class in `kinds`, or one with all defaults."""
         return next((own for own in self.kinds if type(own) is section), section())
 
     def with_kinds(self, *sections: KindSection) -> "Model":
-        """Returns the same model with these sections of kinds of layers. A section replaces the
-        model's section of the same class.
-        """
+        """Returns the same model with these sections, in place of those of the same classes."""
         new = {type(section): section for section in (*self.kinds, *sections)}
         return dataclasses.replace(self, kinds=tuple(new.values()))
 
     def without(self, *sections: type[KindSection]) -> "Model":
-        """Returns the same model without layers of some kinds, which become sliding-window layers.
-
-        Args:
-          sections: the classes of these kinds' sections, such as `Recurrence`.
-        """
+        """Returns the same model in which layers of some kinds become sliding-window layers."""
         left = tuple(section for section in self.kinds if type(section) not in sections)
         return dataclasses.replace(self, kinds=left)
 
     def parity(self) -> "Model":
-        """Returns the same model with the arithmetic of the authors' code of Block-Recurrent
-        Transformers (google-research/meliad), so that the results of both codes can be compared.
-        """
+        """Returns the same model with the arithmetic of the authors' code, for comparisons."""
+        # The code of Block-Recurrent Transformers is google-research/meliad.
         return dataclasses.replace(
             self,
             attention=dataclasses.replace(self.attention, bias_before_scale=True, scale_init=1.0),

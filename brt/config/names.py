@@ -22,20 +22,14 @@ _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTI
 
 
 def section_types() -> Mapping[str, type]:
-    """Returns the class of every section by the section's name.
-
-    The sections of the model's parts (such as `Window`) and of the kinds of layers (such as
-    `Recurrence`) come directly after `Model`.
-    """
+    """Returns the class of every section by the section's name."""
     return _section_types(_kinds())
 
 
 def _kinds() -> tuple[tuple[str, type], ...]:
-    """Returns the sections of all registered kinds.
-
-    The cached functions of this file take them as an argument, because kinds may be registered
-    after the first call.
-    """
+    """Returns the sections of all registered kinds."""
+    # The cached functions of this file take them as an argument, because kinds may be registered
+    # after the first call.
     return tuple(kind_sections().items())
 
 
@@ -45,11 +39,7 @@ def _section_types(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, type]:
 
 
 def section_of(config: Config, name: str) -> Any:
-    """Returns the section of a config that has the given name, such as "Model" or "Recurrence".
-
-    If the section is for a kind of layers that the model does not have, the result is a section
-    with all defaults.
-    """
+    """Returns a section by its name, such as "Recurrence"; defaults if the model lacks it."""
     if name in SECTIONS:
         return getattr(config, SECTIONS[name])
     if name in PARTS:
@@ -60,8 +50,8 @@ def section_of(config: Config, name: str) -> Any:
 def has_section(config: Config, name: str) -> bool:
     """Returns True if the model of a config uses the section `name`.
 
-    A section is not used if it is for a kind of layers that the model does not have, or if it is
-    `Rotary` and the model has no rotary positions.
+    Sections of kinds of layers that the model lacks are not used, nor is `Rotary` without rotary
+    positions.
     """
     if name in SECTIONS or name in PARTS:
         return name != "Rotary" or config.model.positions == "rotary"
@@ -71,26 +61,22 @@ def has_section(config: Config, name: str) -> bool:
 def field_types() -> dict[str, Any]:
     """Returns the type of every setting by its name in .gin files: {"Model.layers": int, ...}.
 
-    If several sections have a setting (`brt.config.shared`), its type allows the values that any of
-    these sections allows.
+    The type of a setting of several sections allows the values that any of them allows.
     """
     return _setting_types(_kinds())
 
 
 def class_field_types() -> dict[str, Any]:
-    """Returns the type of every field by its name: {"Seq2Seq.dropout": float, ...}.
+    """Returns the type of every field by its name in its class: {"Seq2Seq.dropout": float, ...}.
 
-    The names are those of the fields of the sections' classes, such as "Pairs.buckets" and
-    "Speech.buckets". (In .gin files, both fields are set by "Data.buckets", which is the name that
-    `field_types` has.) Derived fields, which .gin files cannot bind, are included.
+    .gin files set "Pairs.buckets" and "Speech.buckets" by "Data.buckets", the name in
+    `field_types`. Derived fields, which .gin files cannot bind, are included.
     """
     return _field_types(_kinds())
 
 
 def derived_fields() -> list[str]:
-    """Returns the names of all derived fields, which no .gin file can set: ["Encoder.features",
-    ...].
-    """
+    """Returns the names of all derived fields, which no .gin file can set."""
     return [
         f"{section}.{name}"
         for section, cls in section_types().items()
@@ -130,42 +116,24 @@ def _union(kinds: list[Any]) -> Any:
 
 
 def fields_of(name: str) -> list[str]:
-    """Returns the names of the fields that a setting may stand for, one for each section that has
-    the setting: ["Pairs.buckets", "Speech.buckets", ...] for the setting `name` "Data.buckets".
-    """
+    """Returns the fields that a setting may stand for: "Pairs.buckets" for "Data.buckets"."""
     return [own for own in field_names(name) if own in class_field_types()]
 
 
 def task_field(name: str, task: str) -> str | None:
-    """Returns the name of the field that a setting stands for in runs of a task, such as
-    "Pairs.train" for "Data.train"; None if the sections of the task do not have the setting.
-
-    Args:
-      name: the name of the setting in .gin files.
-      task: the name of the task, such as "summarization".
-    """
+    """Returns the field that a setting stands for in runs of a task; None if the task lacks it."""
     own = field_name(name, task)
     return own if own in class_field_types() else None
 
 
 def declaration(name: str) -> Setting:
-    """Returns the declaration of the setting `name`, such as "Data.train". The declaration is the
-    same in all sections that have the setting.
-
-    A `Setting` says whether a resumed run may change the value, which value a run that starts from
-    weights has, whether prepared data depend on the value, whether the value names a path, and
-    whether the field is derived (computed by brt, so that users cannot set it).
-    """
+    """Returns the declaration of a setting, which is the same in all sections that have it."""
     section, _, field = fields_of(name)[0].partition(".")
     return settings(section_types()[section])[field]
 
 
 def default_of(name: str) -> Any:
-    """Returns the default of the field or setting `name`, such as "Pairs.train" or "Data.train".
-
-    If several sections have the setting, their defaults may differ. The result is then the default
-    of the first section that has the setting.
-    """
+    """Returns the default of a field or setting; that of the first section if several have it."""
     section, _, field = fields_of(name)[0].partition(".")
     return getattr(_defaults(section_types()[section]), field)
 

@@ -54,9 +54,7 @@ class Rotary:
         )
 
     def local(self) -> "Rotary":
-        """Returns the settings of layers whose window Window.by_layer sets: with `local_base` as
-        the base and without scaling, or these settings if `local_base` is 0.
-        """
+        """Returns the settings of layers whose window Window.by_layer sets."""
         if not self.local_base:
             return self
         return Rotary(base=self.local_base, times_pi=self.times_pi, context=self.context)

@@ -104,9 +104,7 @@ class Seq2Seq:
 
     @property
     def scale_logits(self) -> bool:
-        """True if the decoder's output is multiplied by model_dim ** -0.5 before the logits are
-        computed from it.
-        """
+        """True if the decoder's output is multiplied by model_dim ** -0.5 before the logits."""
         return self.logits.endswith("scaled")
 
 
@@ -195,13 +193,6 @@ class CrossAttention:
         position must have a segment, and there must be enough positions to read all segments
         (unless `allow_skipped_segments` is True). Cross-attention of the kind "full" has no
         segments and no limits.
-
-        Args:
-          max_source_length: largest number of tokens of a source.
-          max_target_length: largest number of tokens of a target.
-
-        Raises:
-          ConfigError: the lengths do not fit; the message names the setting to change.
         """
         if self.kind == "full":
             return

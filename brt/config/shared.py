@@ -56,15 +56,10 @@ def public_name(name: str) -> str:
 
 
 def field_name(name: str, task: str) -> str:
-    """Returns the field that a setting refers to in runs of a task: "Pairs.train" for "Data.train"
-    in runs of summarisation. `public_name` is the inverse.
+    """Returns the field that a setting refers to in runs of a task; the inverse of `public_name`.
 
     The section of the task may lack this field. For language models, for example, the result for
     `Data.buckets` is "Data.buckets", although `Data` has no such field.
-
-    Args:
-      name: the name that .gin files have for the setting.
-      task: the name of a task. A task that is not registered has the sections `Model` and `Data`.
     """
     section, _, field = name.partition(".")
     if field in SHARED.get(section, ()):
@@ -74,16 +69,15 @@ def field_name(name: str, task: str) -> str:
 
 
 def tasks_with(name: str) -> list[str]:
-    """Returns the names of the tasks that read the section of a field: ["summarization"] for the
-    field `name` "Pairs.train".
-    """
+    """Returns the tasks that read the section of a field: ["summarization"] for "Pairs.train"."""
     section = name.partition(".")[0]
     return [task for task, sections in TASK_SECTIONS.items() if section in sections]
 
 
 def field_names(name: str) -> Iterator[str]:
-    """Yields the names of the fields that the setting `name` may refer to: for "Data.buckets" the
-    names "Data.buckets", "Pairs.buckets" and so on. Some of these sections may lack the field.
+    """Yields the fields that a setting may refer to: "Data.buckets", "Pairs.buckets" and so on.
+
+    Some of these sections may lack the field.
     """
     section, _, field = name.partition(".")
     yield name

@@ -103,7 +103,6 @@ class Speech:
 
     @property
     def longest(self) -> int:
-        """Number of frames, after `stack` and `stride`, of the longest utterance that is read; 0
-        means that there is no limit.
-        """
+        """Number of frames of the longest utterance that is read; 0 means no limit."""
+        # Buckets count the frames after `stack` and `stride`.
         return self.buckets[-1] if self.buckets else 0

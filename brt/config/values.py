@@ -12,16 +12,14 @@ from brt.errors import ConfigError
 
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean 'NAME'?` with the known name that is most similar to `wrong`, for the
-    end of an error message; "" if no known name is similar.
-    """
+    """Returns "; did you mean 'NAME'?" with the most similar known name; "" if none is similar."""
     near = nearest(wrong, known)
     return f"; did you mean {near!r}?" if near else ""
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to `wrong`, ignoring case; None if no known name
-    is similar.
+    """Returns the known name that is most similar to `wrong`, ignoring case; None if none is
+    similar.
 
     Known names with which `wrong` ends, after an underscore, are preferred: "layers" for
     "number_layers".
@@ -33,17 +31,10 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
 
 
 def converted(name: str, annotation: Any, value: Any) -> Any:
-    """Returns a value converted to the type of a setting.
+    """Returns a value converted to a type: bool, int, float, str, a Literal or a tuple of these.
 
-    For example, an int becomes a float if the setting is a float, and a list becomes a tuple.
-
-    Args:
-      name: the name of the setting, for error messages.
-      annotation: the type of the setting: bool, int, float, str, a Literal or a tuple of these.
-      value: the value that the user wrote.
-
-    Raises:
-      ConfigError: the value has another type.
+    An int becomes a float if the type is float, for example, and a list a tuple. Any other value is
+    refused; `name` is that of the setting.
     """
     if typing.get_origin(annotation) is Literal:
         choices = typing.get_args(annotation)

@@ -4,7 +4,6 @@ import argparse
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `start` reads to `parser`, the parser of a command."""
     parser.add_argument("--coordinator_address", metavar="HOST:PORT", help="address of process 0")
     parser.add_argument("--process_count", type=int, metavar="N", help="number of processes")
     parser.add_argument(
@@ -20,13 +19,6 @@ def start(args: argparse.Namespace) -> None:
     """Connects this process to the other processes of the run, as the flags or the cluster say.
 
     Without these flags and outside of a cluster with several processes, the function does nothing.
-
-    Args:
-      args: the parsed flags of a command, which include the flags that `add` defines.
-
-    Raises:
-      ConfigError: the flags are not valid.
-      PeerError: not all processes connected.
     """
     # The import is inside the function because it loads jax, which --help does not need.
     from brt.distributed import processes

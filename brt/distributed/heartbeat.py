@@ -26,19 +26,12 @@ _BEAT_SECONDS = 1.0
 class Heartbeat:
     """Threads that publish this process's heartbeat and watch the heartbeats of other processes.
 
-    This process exits if the heartbeat of another process stops.
-
-    Args:
-      client: the client of JAX's key-value service, through which processes exchange short texts.
-      index: the index of this process, from 0.
-      count: the number of processes.
-      peer: a function from the index of a process to its name in messages.
-
-    Attributes:
-      doing: a function that returns the current activity of this process, such as "stepping after
-        step 3". Other processes mention the activity in their messages.
+    This process exits if the heartbeat of another process stops. `client` is the client of JAX's
+    key-value service, and `peer` a function from the index of a process to its name in messages.
     """
 
+    # Returns the current activity of this process, such as "stepping after step 3", which the other
+    # processes mention in their messages.
     doing: Callable[[], str] = str
 
     def __init__(self, client: Any, index: int, count: int, peer: Callable[[int], str]):
@@ -54,9 +47,7 @@ class Heartbeat:
             thread.start()
 
     def last_activities(self) -> list[str]:
-        """Returns a phrase about the last activity of each other process whose activity is known,
-        such as "process 1 of 2 was stepping after step 3".
-        """
+        """Returns phrases such as "process 1 of 2 was stepping after step 3"."""
         return [
             f"{self._peer(index)} was {activity}"
             for index, (beat, _) in self._seen.items()
@@ -64,13 +55,11 @@ class Heartbeat:
         ]
 
     def close(self) -> None:
-        """Stops the threads, so that this process no longer exits when another process ends.
-
-        The method waits for the threads, because Python aborts if it exits while a thread is inside
-        the code of the key-value service (see `hanging.leave`).
-        """
+        """Stops the threads, so that this process no longer exits when another process ends."""
         self._over.set()
         for thread in self._threads:
+            # Python aborts if it exits while a thread is inside the code of the key-value service
+            # (see `hanging.leave`).
             hanging.join(thread, JOIN_SECONDS)
 
     def _beat(self) -> None:

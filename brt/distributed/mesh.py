@@ -2,7 +2,7 @@
 
 The mesh has the axes "data", "fsdp", "tensor" and "sequence". Every axis of an array has a name,
 such as "heads". The table `RULES` in `brt.distributed.rules` maps this name to the axes of the mesh
-over which the array's axis is sharded. A lane is a row of the batch.
+over which the array's axis is sharded. The code calls a row of the batch a lane.
 """
 
 import contextlib
@@ -31,15 +31,7 @@ AXES = ("data", "fsdp", "tensor", "sequence")
 def shape_of(mesh: MeshSettings, devices: int) -> dict[str, int]:
     """Returns the number of devices along each axis of the mesh, by the axis's name.
 
-    An axis whose setting is -1 gets all remaining devices: its size is the number of devices
-    divided by the product of the sizes of the other axes.
-
-    Args:
-      mesh: the settings of the mesh, which give the size of each axis.
-      devices: the number of devices.
-
-    Raises:
-      ConfigError: there are too few devices, or the other axes do not divide their number.
+    An axis whose setting is -1 gets all devices that remain after the other axes.
     """
     shape = {axis: getattr(mesh, axis) for axis in AXES}
     named = {axis: size for axis, size in shape.items() if size > 1}
@@ -60,26 +52,16 @@ def shape_of(mesh: MeshSettings, devices: int) -> dict[str, int]:
 
 
 def nearest(wanted: int, number: int) -> int:
-    """Returns the divisor of `number` that is nearest to `wanted`, and the smaller one of two
-    divisors that are equally near.
-    """
+    """Returns the divisor of `number` that is nearest to `wanted`, the smaller one of two."""
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
 
 
 def build(
     mesh: MeshSettings, needs: DivisibleSizes, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns the JAX mesh that the settings describe, made of the first devices of a list.
+    """Returns the mesh that the settings describe, made of the first of `devices` (None: of all).
 
-    Args:
-      mesh: the settings of the mesh, which give the number of devices along each axis.
-      needs: sizes that must be divisible by the number of devices that shard them; see
-        `DivisibleSizes`.
-      devices: the list of devices; None stands for all devices.
-
-    Raises:
-      ConfigError: there are too few devices, a size is not divisible, or the mesh does not use all
-        devices although there are several processes.
+    `needs` are the sizes that the devices have to divide.
     """
     devices = jax.devices() if devices is None else devices
     shape = shape_of(mesh, len(devices))
@@ -94,13 +76,9 @@ def build(
 
 
 def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:
-    """Returns an error message about a size that is not divisible by the number of devices that
-    shard it; None if all sizes are divisible.
+    """Returns an error message about a size that its devices do not divide; None if there is none.
 
-    Args:
-      shape: the number of devices along each axis of the mesh, by the axis's name.
-      needs: sizes that must be divisible by the number of devices that shard them; see
-        `DivisibleSizes`.
+    `shape` is the number of devices along each axis of the mesh.
     """
     for name, (what, size) in needs.items():
         over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
@@ -115,16 +93,7 @@ def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -
 
 
 def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
-    """Checks that a mesh uses all devices if there are several processes, so that no process is
-    without devices.
-
-    Args:
-      used: the number of devices of the mesh.
-      devices: the devices of all processes.
-
-    Raises:
-      ConfigError: there are several processes, and the mesh does not use all devices.
-    """
+    """Raises ConfigError if a process of several would be without devices of the mesh."""
     count = len({device.process_index for device in devices})
     if count > 1 and used < len(devices):
         raise ConfigError(
@@ -135,9 +104,7 @@ def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
 
 @contextlib.contextmanager
 def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Context in which `mesh` is JAX's current mesh (`jax.set_mesh`), over whose devices traced
-    code is partitioned. For a mesh of one device, no mesh is set.
-    """
+    """Context in which `mesh`, unless it has one device, is JAX's current mesh."""
     with contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
         yield
 
@@ -151,16 +118,11 @@ def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
     """Returns the arrays of `tree`, committed to the device of the parameters (`jax.device_put`).
 
     If the parameters are on several devices, `tree` is returned unchanged.
-
-    The function prevents a second compilation. jax.jit compiles a program again if an argument that
-    was not committed to a device becomes committed. The initial state of a loop over segments is
-    not committed, but the state that the program returns for the next segment is, so the loop would
-    otherwise compile its program twice.
-
-    Args:
-      tree: arrays, such as the initial caches and recurrent states of a model.
-      params: the parameters of the model.
     """
+    # The function prevents a second compilation. jax.jit compiles a program again if an argument
+    # that was not committed to a device becomes committed. The initial state of a loop over
+    # segments is not committed, but the state that the program returns for the next segment is, so
+    # the loop would otherwise compile its program twice.
     sharding = jax.tree.leaves(params)[0].sharding
     if sharding.num_devices > 1:
         return tree
@@ -170,19 +132,12 @@ def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
 
 
 def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding over the devices of `mesh` of arrays whose first axis is lanes (rows of
-    the batch).
-    """
+    """Returns the sharding of arrays whose first axis is rows of the batch."""
     return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))
 
 
 def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
-    """Returns the indices of the lanes that are on this process's devices, in ascending order.
-
-    Args:
-      mesh: the mesh over which the lanes are sharded.
-      lanes: the number of lanes of all processes.
-    """
+    """Returns the indices of those of all `lanes` rows that are on this process's devices."""
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 
@@ -190,37 +145,24 @@ def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
 def global_array(
     mesh: jax.sharding.Mesh, x: np.ndarray, lane_indices: Sequence[int], lanes: int
 ) -> Array:
-    """Returns the global array of all lanes, to which every process contributes its own rows.
+    """Returns the global array of all rows, to which every process contributes its own rows, x.
 
-    Args:
-      mesh: the mesh over which the lanes are sharded.
-      x: the rows of this process, one for each of its lanes.
-      lane_indices: the index of each row of x in the global array, as `local_lanes` returns them.
-      lanes: the number of lanes of all processes, which is the length of the global array.
+    `lane_indices` are the places of the rows of x in the global array, whose length is `lanes`.
     """
     row = {lane: place for place, lane in enumerate(lane_indices)}
 
     def rows_of_device(cut: tuple[slice, ...]) -> np.ndarray:
-        """Returns the rows of one device of this process. The first element of `cut` is the range
-        of lanes that the device holds.
-        """
         return x[[row[lane] for lane in range(lanes)[cut[0]]]]
 
     return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), rows_of_device)
 
 
 def mesh_for_evaluation(mesh: MeshSettings, needs: DivisibleSizes) -> MeshSettings:
-    """Returns the settings of a mesh with which a trained run can be evaluated on the devices of
-    this machine.
+    """Returns the settings of a mesh with which this machine can evaluate a trained run.
 
-    The result is the mesh of the run if there are enough devices. Otherwise the function tries a
-    mesh that shards the parameters in the same way, then a mesh that shards the parameters over all
-    devices, and finally returns a mesh of one device.
-
-    Args:
-      mesh: the settings of the mesh with which the run was trained.
-      needs: sizes of the model; see `DivisibleSizes`. Only the number of heads has to be divisible
-        by the number of devices that shard the heads.
+    If there are enough devices, this is the mesh of the run, otherwise a mesh that shards the
+    parameters in the same way, or over all devices, or a mesh of one device. Of the sizes in
+    `needs`, only the number of heads has to be divisible.
     """
     devices = len(jax.devices())
     inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}

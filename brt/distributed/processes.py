@@ -38,29 +38,20 @@ class Launch(NamedTuple):
 
     The first three flags are None if there is only one process, or if the environment of a cluster
     provides their values.
-
-    Attributes:
-      coordinator_address: "HOST:PORT" of process 0.
-      process_count: the number of processes.
-      process_index: the index of this process, from 0.
-      distributed: True if there are several processes and the environment provides the values of
-        the other flags. In jobs of SLURM, Open MPI and TPUs, this is noticed without the flag.
     """
 
-    coordinator_address: str | None = None
+    coordinator_address: str | None = None  # "HOST:PORT" of process 0
     process_count: int | None = None
-    process_index: int | None = None
+    process_index: int | None = None  # counted from 0
+    # True if there are several processes and the environment provides the other values. In jobs of
+    # SLURM, Open MPI and TPUs, this is noticed without the flag.
     distributed: bool = False
 
 
 def start(launch: Launch) -> None:
     """Connects this process to the other processes of the run and starts the heartbeat.
 
-    The function does nothing if the process is the only one. The call must precede any use of
-    devices.
-
-    Args:
-      launch: the flags that say how to find the other processes.
+    The function does nothing if the process is the only one. It must precede any use of devices.
 
     Raises:
       ConfigError: the flags are not valid, or the environment lacks what they leave open.
@@ -160,7 +151,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def several() -> bool:
-    """Returns True if this process is one of several processes of a run."""
     return jax.process_count() > 1
 
 
@@ -170,9 +160,7 @@ def is_first() -> bool:
 
 
 def service() -> Any:
-    """Returns this process's client of JAX's key-value service, through which the processes of a
-    run exchange short texts; None if there is only one process.
-    """
+    """Returns the client of JAX's key-value service for short texts; None for a single process."""
     # JAX has no public interface to its key-value service.
     from jax._src import distributed
 
@@ -195,22 +183,15 @@ def _exchange_hosts(address: str | None) -> None:
 
 
 def peer(index: int) -> str:
-    """Returns the name that messages give to the process with this index, such as "process 1 of 4
-    on host-b".
-    """
+    """Returns the name that messages give to a process, such as "process 1 of 4 on host-b"."""
     host = f" on {_hosts[index]}" if index < len(_hosts) else ""
     return f"process {index} of {jax.process_count()}{host}"
 
 
 def gather(name: str, text: str) -> list[str]:
-    """Returns the texts that all processes pass to this function under the same name, in the order
-    of the processes' indices.
+    """Returns the texts that all processes pass under the same name, by the processes' indices.
 
     The call waits until all processes have called the function with this name.
-
-    Args:
-      name: a name of the exchange, which must be equal on all processes.
-      text: the text of this process.
 
     Raises:
       PeerError: a process has stopped, or does not answer for PATIENCE_SECONDS.
@@ -247,10 +228,7 @@ def _refuse_if_stopped(client: Any) -> None:
 
 
 def announce_end(reason: str) -> None:
-    """Tells the other processes that this process ends early, so that they do not wait for it.
-
-    `reason` is a sentence that the other processes print.
-    """
+    """Tells the other processes why this process ends early, so that they do not wait for it."""
     if several():
         # Errors are ignored: if the key-value service is gone, other processes cannot be told.
         with contextlib.suppress(Exception):
@@ -258,8 +236,7 @@ def announce_end(reason: str) -> None:
 
 
 def report_activity(doing: Callable[[], str]) -> None:
-    """Registers `doing`, a function that returns the current activity of this process, such as
-    "stepping after step 3".
+    """Registers a function that returns the current activity, such as "stepping after step 3".
 
     Other processes report the last known activity if this process's heartbeat stops.
     """
@@ -268,36 +245,23 @@ def report_activity(doing: Callable[[], str]) -> None:
 
 
 def last_activities() -> list[str]:
-    """Returns a phrase about the last known activity of each other process, such as "process 1 of 2
-    was stepping after step 3".
-    """
+    """Returns the last known activities of the other processes; see `Heartbeat`."""
     return _heartbeat.last_activities() if _heartbeat else []
 
 
 def wait_for_all(name: str) -> None:
-    """Waits until all processes have called this function with the same name."""
     gather(name, "")
 
 
 def from_first(value: Any, name: str = "decision") -> Any:
-    """Returns, on all processes, the value that process 0 passes to this function.
-
-    Args:
-      value: a JSON value; the values of processes other than 0 are ignored.
-      name: a name of the exchange, which must be equal on all processes.
-    """
+    """Returns, on all processes, the JSON value that process 0 passes under the same name."""
     return json.loads(gather(name, json.dumps(value))[0])
 
 
 def check_same(facts: Mapping[str, str]) -> None:
-    """Checks that all processes have the same values, such as the same version of a library.
+    """Raises ConfigError on all processes if they have different values under a name in `facts`.
 
-    Args:
-      facts: the values of this process as texts, by a name for each value ("config", "versions"),
-        which the error message mentions.
-
-    Raises:
-      ConfigError: two processes have different values. All processes raise the error.
+    The names, such as "config" or "versions", are part of the message.
     """
     everyone = [json.loads(text) for text in gather("facts", json.dumps(dict(facts)))]
     for index, others in enumerate(everyone):
@@ -317,15 +281,9 @@ def _difference(first: str, other: str) -> str:
 
 
 def check_shared(directory: Any) -> None:
-    """Checks that all processes see the same files in a directory.
+    """Raises ConfigError on all processes unless all see the same files in a directory.
 
     For the check, process 0 writes a file to the directory and removes the file again.
-
-    Args:
-      directory: path (`pathlib.Path`) of the directory.
-
-    Raises:
-      ConfigError: a process does not see the file of process 0.
     """
     name = from_first(durable.partial_name(), "shared")
     if is_first():

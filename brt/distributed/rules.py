@@ -1,9 +1,9 @@
 """Sharding rules: every axis of every array has a name, and a table maps names to mesh axes.
 
 The code that creates an array names the array's axes; for parameters this is
-`brt.layers.basic.parameter`. An axis is not sharded if the number of devices does not divide its
-size. A lane is a row of the batch. The current mesh is the mesh that the context
-`brt.distributed.mesh.use` has set for the traced code.
+`brt.layers.basic.parameter`. An axis whose name is None is not sharded, nor is one whose size the
+number of devices does not divide. The code calls a row of the batch a lane. The current mesh is the
+mesh that the context `brt.distributed.mesh.use` has set for the traced code.
 """
 
 import functools
@@ -26,7 +26,7 @@ REPLICAS = "data"
 
 # RULES maps the name of an array's axis to the axes of the mesh that shard it.
 RULES: Mapping[str, tuple[str, ...]] = {
-    # Lanes are axis 0 of batches, activations, caches and states.
+    # Rows of the batch are axis 0 of batches, activations, caches and states.
     "lanes": ("data", "fsdp"),
     "tokens": ("sequence",),
     "blocks": ("sequence",),
@@ -53,15 +53,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
 def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Returns the partition spec of an array on the given mesh.
 
-    Args:
-      names: the names of the array's axes; an axis whose name is None is not sharded.
-      shape: the shape of the array.
-      mesh: the mesh.
-
-    Raises:
-      ConfigError: a name is not in RULES.
-      ValueError: the number of names differs from the number of axes, or the same axis of the mesh
-        would shard two axes of the array.
+    ValueError is raised if the same axis of the mesh would shard two axes of the array.
     """
     check_names(names, f"an array with the axes {names}")
     if len(names) != len(shape):
@@ -81,15 +73,7 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def check_names(names: Names, shown: str) -> None:
-    """Checks that RULES has every name of an axis.
-
-    Args:
-      names: the names of an array's axes; None for an axis that is never sharded.
-      shown: the array or the function that names its axes, for the error message.
-
-    Raises:
-      ConfigError: RULES does not have a name.
-    """
+    """Raises ConfigError if RULES lacks a name; the message says that `shown` has the axis."""
     for name in names:
         if name is not None and name not in RULES:
             raise ConfigError(
@@ -99,14 +83,7 @@ def check_names(names: Names, shown: str) -> None:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of a parameter: a matrix is sharded as `spec` says, and a vector
-    is replicated.
-
-    Args:
-      names: the names of the parameter's axes.
-      shape: the shape of the parameter.
-      mesh: the mesh.
-    """
+    """Returns the partition spec of a matrix, as `spec`; a vector is replicated."""
     return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 
 
@@ -130,7 +107,7 @@ def partitioned() -> bool:
 
 
 def automatic_axes() -> frozenset[str]:
-    """Returns the names of the current mesh's axes over which XLA partitions the traced code.
+    """Returns the current mesh's axes over which XLA partitions the traced code.
 
     Inside of `shard_map`, these are the axes that are not manual.
     """
@@ -139,119 +116,73 @@ def automatic_axes() -> frozenset[str]:
 
 
 def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the partition spec of an array with this shape on the current mesh.
-
-    `names` has the name of each axis of the array, or None for an axis that is not sharded.
-    """
+    """Returns the partition spec of an array on the current mesh."""
     return spec(names, shape, jax.sharding.get_abstract_mesh())
 
 
 def shard_count(name: str, size: int) -> int:
-    """Returns the number of devices of the current mesh over which an array's axis is sharded; 1 if
-    the axis is not sharded.
-
-    Args:
-      name: the name of the axis, as in RULES.
-      size: the size of the axis.
-    """
+    """Returns the number of devices of the current mesh that shard an axis of this size."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
 
 
 def round_up(name: str, size: int) -> int:
-    """Returns `size`, rounded up to a multiple of the number of devices of the current mesh that
-    shard axes called `name`, so that an axis of this size can be sharded.
-    """
+    """Returns `size`, rounded up so that the current mesh can shard an axis of this size."""
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(_devices(axis, mesh) for axis in RULES[name])
     return -(-size // devices) * devices
 
 
 def is_sharded(name: str) -> bool:
-    """Returns True if array axes called `name` are sharded over several devices of the current mesh
-    (unless the number of devices does not divide their size).
-    """
+    """Returns True if the current mesh has several devices along the axes that shard this name."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and any(_devices(axis, mesh) > 1 for axis in RULES[name])
 
 
 def can_merge_axes(axes: int) -> bool:
-    """Returns True if it is certain that the first `axes` axes of an array, of which the first is
-    the axis of lanes, can be merged to one axis without moving data between devices.
+    """Returns True if merging the first axes of an array certainly moves no data between devices.
 
-    This is certain if the code is not partitioned, or if at most two axes are merged and the mesh
-    shards no axis called "tokens", "embed" or "heads". The function does not know the names of the
-    merged axes.
-
-    Args:
-      axes: the number of axes that are merged.
+    The first of these axes is the rows of the batch; the names of the others are not known. It is
+    certain if the code is not partitioned, or if at most two axes are merged and the mesh shards no
+    axis called "tokens", "embed" or "heads".
     """
     only_lanes = not any(map(is_sharded, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
 
 
 def in_replica() -> bool:
-    """Returns True if the traced code is inside a `shard_map` over the replicas of the parameters,
-    where it sees only the lanes of one replica (see `brt.training.replicas`).
-    """
+    """Returns True inside a `shard_map` over replicas, where code sees rows of one replica."""
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def lane_indices(count: int) -> Int[Array, " count"]:
-    """Returns the index in the global batch of each of the lanes that the traced code processes.
-
-    Inside a `shard_map` over replicas, the traced code processes only the lanes of one replica.
-
-    Args:
-      count: the number of lanes that the traced code processes.
-
-    Returns:
-      int32 [count].
-    """
+    """Returns the indices in the global batch of the `count` rows that the code processes."""
     indices = jnp.arange(count)
     return indices + count * jax.lax.axis_index(REPLICAS) if in_replica() else indices
 
 
 def lane_keys(key: Array, count: int) -> Array:
-    """Returns a random key for each of the lanes that the traced code processes.
+    """Returns a random key for each of the `count` rows that the traced code processes.
 
-    The key of a lane depends on `key` and on the lane's index in the global batch, but not on the
-    number of lanes or of devices.
-
-    Args:
-      key: the random key from which the keys are derived.
-      count: the number of lanes that the traced code processes.
+    A key depends on the row's index in the global batch, but not on the number of rows or devices.
     """
     return jax.vmap(jax.random.fold_in, (None, 0))(key, lane_indices(count))
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Returns x, constrained to the sharding that RULES gives to axes of these names.
-
-    Args:
-      x: an array. If the traced code is not partitioned over devices, x is returned unchanged.
-      *names: the names of the axes of x; None stands for an axis that is not sharded.
-    """
+    """Returns x, constrained to the sharding that RULES gives to axes of these names."""
     if not partitioned():
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(*names, shape=x.shape))
 
 
 def gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
-    """Returns a parameter for a matrix product, gathered along axes called "embed".
-
-    Without this constraint, XLA may multiply with the shards of a parameter one after the other.
-    It then moves, adds up and copies partial products, which takes longer than one product. The
-    parameter is gathered in the dtype of the product, which rounds its numbers as the product
-    would do, and is returned in its own dtype. Its gradient is not rounded. It is summed over
-    devices as a whole, because XLA would also compute a sharded gradient shard by shard. If no axis
-    called "embed" is sharded, x is returned unchanged.
-
-    Args:
-      x: the parameter.
-      dtype: the dtype of the product.
-      names: the names of the axes of x.
-    """
+    """Returns a parameter for a matrix product, gathered along axes called "embed"."""
+    # Without this constraint, XLA may multiply with the shards of a parameter one after the other.
+    # It then moves, adds up and copies partial products, which takes longer than one product. The
+    # parameter is gathered in the dtype of the product, which rounds its numbers as the product
+    # would do, and is returned in its own dtype. Its gradient is not rounded. It is summed over
+    # devices as a whole, because XLA would also compute a sharded gradient shard by shard.
     return _gathered(x, dtype, names) if is_sharded("embed") else x
 
 
@@ -271,23 +202,17 @@ _gathered.defvjp(
 
 
 def replicated(tree: PyTree[Array]) -> PyTree[Array]:
-    """Returns the arrays of `tree`, constrained to be replicated on all devices, so that every
-    process can read the arrays.
-    """
+    """Constrains arrays to be replicated on all devices, so that every process can read them."""
     if not partitioned():
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """Returns `jax.jit` of `function`, with its results replicated on all devices.
-
-    Every process can then read the results. `options` are keyword arguments of `jax.jit`.
-    """
+    """Returns `jax.jit` of `function`, with its results `replicated`."""
 
     @functools.wraps(function)
     def replicated_function(*args: Any, **kwargs: Any) -> PyTree[Array]:
-        """Returns the results of `function` for these arguments, constrained to be replicated."""
         return replicated(function(*args, **kwargs))
 
     return jax.jit(replicated_function, **options)

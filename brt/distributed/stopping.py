@@ -14,8 +14,7 @@ from brt.errors import PeerError
 
 
 class AgreedRequest:
-    """A request to one process, such as a signal to stop, that all processes carry out at the same
-    step.
+    """A request to one process, such as a signal to stop, that all carry out at the same step.
 
     Every process calls `reason_if_due` equally often, for example once per step. The process that
     receives a request publishes the request. A thread of each process then publishes how often its
@@ -25,13 +24,9 @@ class AgreedRequest:
 
     Args:
       name: the name of the request, which must be equal on all processes.
-      requester: a function that returns a phrase about who or what has made the request to this
-        process, such as the name of a signal; None if there is no request.
-      announce: a function that is called with the reason if the request was made to another
-        process.
-
-    Attributes:
-      reason: a phrase about who or what made the request; None if there is no request.
+      requester: returns a phrase about who or what has made the request to this process, such as
+        the name of a signal; None if there is no request.
+      announce: called with the reason if the request was made to another process.
     """
 
     def __init__(
@@ -48,11 +43,10 @@ class AgreedRequest:
         self._thread.start()
 
     def reason_if_due(self) -> str | None:
-        """Returns the reason of the request if this process must carry out the request now, and
-        None otherwise. All processes must call the method equally often.
+        """Returns the reason of the request if this process must carry it out now; otherwise None.
 
-        Raises:
-          PeerError: a process did not answer.
+        All processes must call the method equally often. PeerError is raised if one does not
+        answer.
         """
         with self._lock:
             waits = self._frozen
@@ -74,13 +68,11 @@ class AgreedRequest:
         self._done.set()
 
     def close(self) -> None:
-        """Stops the thread; `reason_if_due` must not be called any more.
-
-        The method waits for the thread, because Python aborts if it exits while a thread is inside
-        the code of the key-value service (see `hanging.leave`).
-        """
+        """Stops the thread; `reason_if_due` must not be called any more."""
         self._over = True
         self._done.set()
+        # Python aborts if it exits while a thread is inside the code of the key-value service (see
+        # `hanging.leave`).
         hanging.join(self._thread, JOIN_SECONDS)
 
     def _watch(self) -> None:

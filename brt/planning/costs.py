@@ -47,85 +47,54 @@ _FREE = {
 
 
 class Cost(NamedTuple):
-    """Costs of one step on one device.
+    """Costs of one step on one device."""
 
-    Attributes:
-      flops: floating-point operations of matrix products.
-      bytes: bytes read from and written to the main memory (HBM).
-      cycles: cycles that the step takes at least, without waiting for other devices; 0 if unknown.
-        They are the compiler's estimates and, for Pallas kernels, the longest of three: the
-        schedule, the products at the chip's peak and the bytes at its bandwidth.
-      bytes_anywhere: bytes read from and written to any memory, including on-chip memory; copies
-        from one memory to another do not count.
-    """
-
-    flops: float = 0.0
-    bytes: float = 0.0
+    flops: float = 0.0  # floating-point operations of matrix products
+    bytes: float = 0.0  # bytes read from and written to the main memory (HBM)
+    # The least cycles of the step, without waiting for other devices; 0 if unknown. They are the
+    # compiler's estimates and, for Pallas kernels, the longest of three: the schedule, the products
+    # at the chip's peak and the bytes at its bandwidth.
     cycles: float = 0.0
+    # Bytes read from and written to any memory, including on-chip memory; copies from one memory to
+    # another do not count.
     bytes_anywhere: float = 0.0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
-        """Returns the sum of this cost and of `times` executions that cost `other` each."""
         return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 class CollectiveCost(NamedTuple):
-    """Costs of one kind of collective operation, such as all-reduce, in a step on one device.
+    """Costs of one kind of collective operation, such as all-reduce, in a step on one device."""
 
-    Attributes:
-      times: the number of executions.
-      bytes: the bytes of the results of all executions.
-    """
-
-    times: int = 0
-    bytes: int = 0
+    times: int = 0  # number of executions
+    bytes: int = 0  # of the results of all executions
 
 
 class InstructionGroup(NamedTuple):
-    """Instructions that differ only in the numbers in their names, such as the same instruction of
-    each layer.
+    """Instructions that differ only in the numbers in their names, such as one of each layer."""
 
-    Attributes:
-      part: the part of the model.
-      operation: the name of the instruction without its numbers.
-      result: the HLO type of the result, without its layout.
-      source: the path of names in the model under which JAX traced the instructions, with # for
-        numbers.
-      times: the number of executions of all instructions in a step.
-      cost: the total cost of all instructions in the group.
-    """
-
-    part: str
-    operation: str
-    result: str
-    source: str
-    times: int
-    cost: Cost
+    part: str  # the part of the model
+    operation: str  # the name of the instruction without its numbers
+    result: str  # the HLO type of the result, without its layout
+    source: str  # the path of names under which JAX traced the instructions, with # for numbers
+    times: int  # the number of executions of all instructions in a step
+    cost: Cost  # the total of all instructions
 
 
 class Costs(NamedTuple):
-    """Costs of one step on one device, by part of the model.
-
-    Attributes:
-      parts: the cost of each part of the model.
-      collectives: the cost of each kind of collective.
-      unknown: names of Pallas kernels whose cycles are unknown.
-      instructions: groups of all instructions except collectives, most expensive first.
-      overlaps: those of the collectives that run beside other instructions.
-      cycles_at_peak: cycles of the kernels whose products or bytes take longer at the chip's peak
-        rates than their schedules.
-    """
+    """Costs of one step on one device, by part of the model."""
 
     parts: Mapping[str, Cost]
-    collectives: Mapping[str, CollectiveCost]
-    unknown: tuple[str, ...] = ()
-    instructions: tuple[InstructionGroup, ...] = ()
-    overlaps: tuple[Overlap, ...] = ()
+    collectives: Mapping[str, CollectiveCost]  # by kind
+    unknown: tuple[str, ...] = ()  # names of Pallas kernels whose cycles are unknown
+    instructions: tuple[InstructionGroup, ...] = ()  # most expensive first, without collectives
+    overlaps: tuple[Overlap, ...] = ()  # collectives that run beside other instructions
+    # Cycles of the kernels whose products or bytes take longer at the chip's peak rates than their
+    # schedules.
     cycles_at_peak: float = 0.0
 
     @property
     def total(self) -> Cost:
-        """The sum of the costs of all parts."""
         total = Cost()
         for cost in self.parts.values():
             total = total.plus(cost)
@@ -133,12 +102,10 @@ class Costs(NamedTuple):
 
 
 def costs(text: str, chip: str = "") -> Costs:
-    """Returns the costs of a compiled step on a chip.
+    """Returns the costs of a compiled step on a chip of `topologies.CHIPS`.
 
-    Args:
-      text: the optimized HLO module of the step, as `jax.stages.Compiled.as_text` returns it.
-      chip: the name of the chip in `topologies.CHIPS`. With "", the chip is unknown, and the cycles
-        of Pallas kernels are not computed.
+    `text` is the optimized HLO module of the step, as `jax.stages.Compiled.as_text` returns it. If
+    the chip is "", the cycles of Pallas kernels are not computed.
     """
     module = Module(text)
     parts: dict[str, Cost] = collections.defaultdict(Cost)
@@ -185,11 +152,7 @@ def _group_key(instruction: Instruction, source: str) -> tuple[str, str, str]:
 
 
 def part_of(source: str) -> str:
-    """Returns the part of the model, such as "attention", to which an instruction belongs.
-
-    Args:
-      source: the path of names under which the instruction was traced, as in `Instruction.source`.
-    """
+    """Returns the part of the model, such as "attention", of an instruction with this `source`."""
     return next((part for scope, part in PARTS.items() if scope in source), OTHER)
 
 

@@ -24,33 +24,16 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 class Shape(NamedTuple):
-    """An array in an HLO type.
+    """An array in an HLO type."""
 
-    Attributes:
-      dtype: XLA's name of the dtype.
-      dimensions: the sizes of the axes.
-      bytes: the bytes of the elements without padding.
-      on_chip: True if the array is in on-chip memory instead of the main memory (HBM).
-    """
-
-    dtype: str
+    dtype: str  # XLA's name of the dtype
     dimensions: tuple[int, ...]
-    bytes: int
-    on_chip: bool
+    bytes: int  # without padding
+    on_chip: bool  # True if the array is in on-chip memory instead of the main memory (HBM)
 
 
 class Instruction(NamedTuple):
-    """A line of HLO: `%name = type operation(operands), attributes`.
-
-    Attributes:
-      name: the name of the result.
-      type: the type of the result.
-      operation: the name of the operation.
-      operands: the names of the operands.
-      body: the text in the parentheses after the name of the operation.
-      attributes: the text after these parentheses.
-      is_root: True if the result of the instruction is the result of its computation.
-    """
+    """A line of HLO: `%name = type operation(body), attributes`; the body names the operands."""
 
     name: str
     type: str
@@ -58,18 +41,15 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     body: str
     attributes: str
-    is_root: bool
+    is_root: bool  # True if the result is the result of the computation
 
     @property
     def shapes(self) -> list[Shape]:
-        """The arrays in the type of the result."""
         return shapes(self.type)
 
     @property
     def source(self) -> str:
-        """The path of names, such as module and function names, under which JAX traced the
-        instruction; "" if the compiler inserted the instruction.
-        """
+        """The path of names under which JAX traced the instruction; "" if XLA inserted it."""
         match = _NAME.search(self.attributes)
         return match[1] if match else ""
 
@@ -80,19 +60,14 @@ class Instruction(NamedTuple):
         return int(match[1]) if match else 0
 
     def called(self, key: str) -> str | None:
-        """Returns the name of a computation that the instruction calls, which is the value of the
-        attribute `key`, such as "body"; None if it has no such attribute.
-        """
+        """Returns the name of the computation that an attribute such as "body" names, or None."""
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def shapes(text: str) -> list[Shape]:
-    """Returns all arrays of an HLO type; the type of a tuple has several arrays.
-
-    `text` is the type as it is written in HLO, such as "f32[8,128]{1,0}".
-    """
+    """Returns all arrays of an HLO type, such as "f32[8,128]{1,0}"; a tuple has several."""
     arrays = []
     for dtype, dimensions, layout in _ARRAY.findall(text):
         sizes = tuple(int(d) for d in dimensions.split(",") if d)
@@ -102,23 +77,15 @@ def shapes(text: str) -> list[Shape]:
 
 
 def size(text: str) -> int:
-    """Returns the total number of bytes of all arrays of an HLO type.
-
-    `text` is the type as it is written in HLO, such as "f32[8,128]{1,0}".
-    """
+    """Returns the total number of bytes of all arrays of an HLO type."""
     return sum(shape.bytes for shape in shapes(text))
 
 
 class Module:
-    """A parsed HLO module.
+    """A parsed HLO module, from the text that `jax.stages.Compiled.as_text` returns.
 
-    Args:
-      text: the text of the module, as `jax.stages.Compiled.as_text` returns it.
-
-    Attributes:
-      computations: dict from the name of a computation to its instructions, which are in a dict by
-        name.
-      entry: the name of the computation that runs first.
+    `computations` has the instructions of each computation, both by name; `entry` is the name of
+    the computation that runs first.
     """
 
     def __init__(self, text: str):
@@ -137,11 +104,7 @@ class Module:
                 current[instruction.name] = instruction
 
     def trip_count(self, loop: Instruction) -> int:
-        """Returns the number of iterations of a loop; 1 if the module does not state the number.
-
-        Args:
-          loop: a `while` instruction.
-        """
+        """Returns the number of iterations of a `while` instruction; 1 if it is not stated."""
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
         if stated:
             return int(stated[1])
@@ -156,18 +119,11 @@ class Module:
     def executed_instructions(
         self, computation: str = "", times: int = 1
     ) -> Iterator[tuple[str, Instruction, int]]:
-        """Yields every instruction that a computation executes, with its number of executions.
+        """Yields (name of its computation, instruction, number of executions) for each instruction.
 
-        The instructions in the computation's loops, branches and calls are included. Instructions
-        within a fusion are not, because the fusion runs as one instruction.
-
-        Args:
-          computation: the name of the computation; "" stands for the entry of the module.
-          times: number of executions of the computation.
-
-        Yields:
-          A tuple: the name of the computation that contains the instruction, the instruction, and
-          its number of executions.
+        These are the instructions that `computation` ("": the entry) executes, when it runs `times`
+        times, with those in its loops, branches and calls. Instructions within a fusion are left
+        out, because the fusion runs as one instruction.
         """
         computation = computation or self.entry
         for instruction in self.computations[computation].values():

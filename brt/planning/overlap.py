@@ -16,26 +16,18 @@ _FUSED_START, _FUSED_DONE = "async-collective-start", "async-collective-done"
 
 
 class Overlap(NamedTuple):
-    """A collective that runs beside other instructions.
+    """A collective that runs beside other instructions."""
 
-    Attributes:
-      kind: the kind of collective, such as all-gather.
-      times: the number of executions in a step.
-      bytes: the bytes of the result of one execution.
-      cycles: cycles of the instructions that run between the start and the end of one execution.
-    """
-
-    kind: str
-    times: int
-    bytes: int
-    cycles: float
+    kind: str  # such as all-gather
+    times: int  # number of executions in a step
+    bytes: int  # of the result of one execution
+    cycles: float  # of the instructions between the start and the end of one execution
 
 
 class Overlaps:
     """Finds the overlapping collectives of a program, whose instructions it reads in their order.
 
-    Attributes:
-      found: the collectives that have ended.
+    `found` are the collectives that have ended.
     """
 
     def __init__(self, module: Module):
@@ -45,12 +37,7 @@ class Overlaps:
         self._running: dict[str, Overlap] = {}
 
     def started(self, instruction: Instruction, times: int) -> Overlap | None:
-        """Returns the collective that an instruction starts; None if it starts none.
-
-        Args:
-          instruction: the next instruction of the program.
-          times: the number of its executions.
-        """
+        """Returns the collective that the next instruction starts; None if it starts none."""
         if not (collective := self._collective(instruction)):
             return None
         kind = collective.operation.removesuffix("-start")
@@ -87,10 +74,8 @@ class Overlaps:
 
 
 def result_bytes(instruction: Instruction) -> int:
-    """Returns the bytes of an instruction's results.
-
-    The type of an asynchronous start lists operands first, then results, then contexts.
-    """
+    """Returns the bytes of an instruction's results."""
+    # The type of an asynchronous start lists operands first, then results, then contexts.
     result_shapes, count = instruction.shapes, len(instruction.operands)
     if instruction.operation.endswith("-start") and instruction.operation != "all-reduce-start":
         result_shapes = result_shapes[count : 2 * count]

@@ -30,40 +30,26 @@ class DoesNotFitError(ConfigError):
 
 
 class Plan(NamedTuple):
-    """Properties of the compiled step; values are per device and step unless stated otherwise.
+    """Properties of the compiled step; values are per device and step unless stated otherwise."""
 
-    Attributes:
-      topology: the machine that the step was compiled for.
-      mesh: number of devices along each axis.
-      parameters: bytes of the parameters.
-      optimizer: bytes of the optimizer's moments.
-      carry: bytes of the caches and recurrent states that one step hands to the next.
-      model_state: bytes of the values that are learned without gradients, such as running means.
-      temporaries: bytes of intermediate results.
-      peak: bytes of the train state, the batch and the intermediate results together.
-      costs: operations, bytes and cycles by part of the model.
-      tokens: tokens or frames, including padding, that all devices together read in a step.
-      model_flops: FLOPs that the model needs for a step on all devices together, without
-        recomputation; None if unknown.
-      seconds: compile time.
-      low_effort: True if options told the compiler to save compile time. Memory and collectives are
-        then accurate to within 1 to 17 %, and the cycles are not meaningful.
-      dropped: options for saving compile time that this compiler does not have.
-    """
-
-    topology: Topology
-    mesh: Mapping[str, int]
-    parameters: int
-    optimizer: int
-    carry: int
-    model_state: int
-    temporaries: int
-    peak: int
-    costs: Costs
-    tokens: int
+    topology: Topology  # the machine that the step was compiled for
+    mesh: Mapping[str, int]  # number of devices along each axis
+    parameters: int  # bytes of the parameters
+    optimizer: int  # bytes of the optimizer's moments
+    carry: int  # bytes of the caches and recurrent states that one step hands to the next
+    model_state: int  # bytes of the values that are learned without gradients
+    temporaries: int  # bytes of intermediate results
+    peak: int  # bytes of the train state, the batch and the intermediate results together
+    costs: Costs  # operations, bytes and cycles by part of the model
+    tokens: int  # tokens or frames, including padding, that all devices together read in a step
+    # FLOPs that the model needs for a step on all devices together, without recomputation; None if
+    # unknown.
     model_flops: int | None
-    seconds: float
+    seconds: float  # compile time
+    # True if options told the compiler to save compile time. Memory and collectives are then
+    # accurate to within 1 to 17 %, and the cycles are not meaningful.
     low_effort: bool
+    # Options for saving compile time that this compiler does not have.
     dropped: tuple[str, ...] = ()
 
     @property
@@ -74,7 +60,6 @@ class Plan(NamedTuple):
 
     @property
     def used(self) -> int:
-        """The number of devices in the mesh."""
         return math.prod(self.mesh.values())
 
     @property
@@ -107,8 +92,10 @@ class Plan(NamedTuple):
 
     @property
     def covered_seconds(self) -> float:
-        """Seconds of the collectives at the bandwidth of the links during which the device computes
-        something else; 0 if the chip or its clock is unknown.
+        """Seconds of collectives, at the links' bandwidth, while the device computes something
+        else.
+
+        The value is 0 if the chip or its clock is unknown.
         """
         chip = self.topology.chip
         if chip is None or not chip.clock:
@@ -131,14 +118,8 @@ def _transfers(kind: str) -> float:
 def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Plan:
     """Compiles the train step of a config for a machine, and returns the properties of the step.
 
-    Args:
-      config: the config of the run.
-      topology: the machine.
-      low_effort: True tells the compiler to save compile time; see `Plan.low_effort`.
-
-    Raises:
-      ConfigError: the mesh does not fit the machine, sizes depend on data that cannot be read, or
-        the compiler rejects the step.
+    ConfigError is raised if the mesh does not fit the machine, sizes depend on data that cannot be
+    read, or the compiler rejects the step.
     """
     begin = time.perf_counter()
     with dispatch.use_backend(topology.backend, topology.devices[0]):
@@ -169,18 +150,9 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
 def compile_with_known_options(
     lowered: Any, options: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Compiles a program, and leaves out the options that this version of the compiler does not
-    have.
+    """Compiles a `jax.stages.Lowered` with those options that this version of the compiler has.
 
-    Args:
-      lowered: a jax.stages.Lowered.
-      options: compiler options by name.
-
-    Returns:
-      The compiled program, and the options that were not left out.
-
-    Raises:
-      jax.errors.JaxRuntimeError: the compiler rejects the program for another reason.
+    These options are returned as well.
     """
     known = dict(options)
     while True:
@@ -194,13 +166,11 @@ def compile_with_known_options(
 
 
 def shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
-    """Returns everything that is needed to lower the train step and to report about it.
+    """Returns what lowering the train step and a report about it need.
 
-    The data are read only if sizes depend on the data.
-
-    Returns:
-      The config with all sizes filled in, the shapes of the run, a batch, the batch's number of
-      positions, and its FLOPs (None if unknown).
+    These are the config with all sizes filled in, the shapes of the run, a batch, the batch's
+    number of positions, and its FLOPs (None if unknown). The data are read only if sizes depend on
+    the data.
     """
     task, reader = tasks.from_config(config), None
     batch = task.example_row(config) if task.sizes_are_configured(config) else None
@@ -208,7 +178,7 @@ def shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int
         config, _, reader = runs.prepare(config)
         batch = reader.largest()
     shapes = runs.compute_shapes(config, topology.devices)
-    # The batch may have only some of the lanes of the step. Its FLOPs and positions are therefore
+    # The batch may have only some of the rows of the step. Its FLOPs and positions are therefore
     # multiplied by `share`, the number of such batches in the step.
     share = config.training.batch_size // len(jax.tree.leaves(batch)[0])
     flops = task.flops(config, batch)
@@ -235,15 +205,7 @@ def _bytes(tree: PyTree) -> int:
 
 
 def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
-    """Returns all meshes of a number of devices that are possible for a config.
-
-    A mesh is possible if the number of devices along each axis divides all sizes that are sharded
-    over this axis.
-
-    Args:
-      config: the config of a run.
-      devices: the number of devices.
-    """
+    """Returns all meshes of a number of devices whose axes divide the sizes that they shard."""
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     meshes = []
@@ -265,16 +227,8 @@ def sweep(
     """Compiles the train step for several meshes, and returns the plan of each, the best first.
 
     Meshes whose step fits into memory come before others, and faster meshes before slower ones. The
-    compiler is told to save compile time.
-
-    Args:
-      config: the config of the run, whose mesh is replaced.
-      topology: the machine.
-      say: a function that is called with a line about each mesh.
-      limit: the largest number of meshes; meshes with few axes are tried first.
-
-    Raises:
-      ConfigError: no mesh divides all devices, or the step fits with none of the meshes.
+    compiler is told to save compile time. At most `limit` meshes are tried, those with few axes
+    first. `say` is called with a line about each.
     """
     devices = len(topology.devices)
     candidates = meshes_of(config, devices)
@@ -300,11 +254,7 @@ def sweep(
         raise last
 
     def sort_key(plan: Plan) -> tuple[bool, float, int]:
-        """Returns the key of a plan by which plans are sorted.
-
-        Plans that fit into memory come first, then plans with a shorter step at the chip's peak
-        rates, then plans that need less memory.
-        """
+        """Fitting plans come first, then faster ones, then those that need less memory."""
         return plan.fits is False, plan.step_seconds.get("roofline", 0.0), plan.peak
 
     return sorted(plans, key=sort_key)
@@ -326,8 +276,5 @@ def _undivided(config: Config, devices: int) -> ConfigError:
 
 
 def format_mesh(mesh: Mapping[str, int]) -> str:
-    """Returns a mesh as text for people, such as "data 4 x tensor 2".
-
-    `mesh` is the number of devices along each axis.
-    """
+    """Returns a mesh as text for people, such as "data 4 x tensor 2"."""
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"

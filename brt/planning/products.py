@@ -7,14 +7,7 @@ from brt.planning.hlo import Instruction, Module, shapes
 
 
 def flops(module: Module, computation: str, instruction: Instruction) -> float:
-    """Returns the FLOPs of the matrix products of an instruction; the products inside of a fusion
-    are included.
-
-    Args:
-      module: the module.
-      computation: the name of the computation that contains the instruction.
-      instruction: the instruction.
-    """
+    """Returns the FLOPs of the matrix products of an instruction, also of those inside a fusion."""
     if instruction.operation == "fusion":
         called = instruction.called("calls") or ""
         fused = module.computations[called].values()
@@ -64,12 +57,6 @@ def _summands(instruction: Instruction, left: tuple[int, ...], right: tuple[int,
     text = window[1] if window else ""
 
     def window_numbers(key: str, default: str) -> list[str]:
-        """Returns a property of the convolution's window as text, for each spatial axis.
-
-        Args:
-          key: the name of the property, such as "stride".
-          default: the text for each axis if the window does not state the property.
-        """
         match = re.search(rf"\b{key}=([\dx_\-]+)", text)
         return match[1].split("x") if match else [default] * len(sizes)
 

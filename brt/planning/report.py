@@ -78,12 +78,7 @@ def _effort(plan: Plan) -> str:
 
 
 def plan_text(plan: Plan, config: Config) -> str:
-    """Returns the report about a plan, as text for people.
-
-    The report contains the memory, the costs of each part of the model, the collectives, the step
-    time, and a sentence that says whether the step fits into memory. `config` is the config of the
-    run that was planned.
-    """
+    """Returns the report about a plan, as text for people."""
     lines = [
         f"{plan.topology.name}: {_devices(plan)}; compiled in {plan.seconds:.0f} s{_effort(plan)}. "
         "Of one device and step:",
@@ -181,13 +176,7 @@ def _pace(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan, config: Config) -> str:
-    """Returns text for people: that the step fits into memory, or which settings would make it fit,
-    or that the memory of the device is unknown.
-
-    Args:
-      plan: the plan.
-      config: the config of the run that was planned.
-    """
+    """Says whether the step fits into memory, or which settings would make it fit."""
     chip = plan.topology.chip
     if chip is None:
         return "Whether it fits: this device does not say how much memory it has."
@@ -237,12 +226,7 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
 
 
 def best_meshes(plans: list[Plan], count: int = 3) -> str:
-    """Returns a text about the best plans for a run, with the flags that select their meshes.
-
-    Args:
-      plans: plans with different meshes, best first, as `brt.planning.plan.sweep` returns them.
-      count: the maximum number of plans in the text.
-    """
+    """Returns a text about the first of some plans, with the flags that select their meshes."""
     hasty = any(plan.low_effort for plan in plans)
     note = "; at low effort memory and collectives hold, the schedule does not" * hasty
     lines = [f"The best meshes{note}:"]

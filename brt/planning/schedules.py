@@ -142,16 +142,11 @@ _FLOPS, _BYTES = (
 
 
 def cycles(attributes: str, chip: str) -> float:
-    """Returns the cycles of one call of a Pallas kernel on a chip, or 0 if the table BUNDLES does
-    not have the kernel for this chip.
+    """Returns the cycles of one call of a Pallas kernel on a chip; 0 if BUNDLES lacks them.
 
     The attributes of the instruction that calls a kernel contain the kernel's name, and the name
     contains the sizes and the number of grid steps. If the table has the kernel only with other
     sizes, the cycles of these sizes are scaled by the amount of work.
-
-    Args:
-      attributes: the attributes of the instruction, as in `Instruction.attributes`.
-      chip: the name of the chip in `topologies.CHIPS`.
     """
     match = _NAME.search(attributes)
     if not match:
@@ -172,11 +167,9 @@ def cycles(attributes: str, chip: str) -> float:
 
 
 def kernels(attributes: str) -> set[str]:
-    """Returns the name of the Pallas kernel that an instruction calls, or an empty set if it calls
-    none. The result is a set so that callers can unite the results of several instructions.
+    """Returns the name, with sizes and dtype, of the Pallas kernel that an instruction calls.
 
-    The name contains the sizes and the dtype. `attributes` are the attributes of the instruction,
-    as in `Instruction.attributes`.
+    The result is a set, empty without a kernel, so that callers can unite several results.
     """
     match = _NAME.search(attributes)
     return {"_".join(match.groups()[:3])} if match else set()
@@ -193,21 +186,12 @@ def _work(name: str) -> int:
 
 
 def flops(attributes: str) -> float:
-    """Returns the FLOPs that a Pallas kernel states in its cost estimate; 0 if it states none.
-
-    `attributes` are the attributes of the instruction that calls the kernel, as in
-    `Instruction.attributes`.
-    """
+    """Returns the FLOPs that a Pallas kernel states in its cost estimate; 0 if it states none."""
     match = _FLOPS.search(attributes)
     return float(match[1]) if match else 0.0
 
 
 def bytes_accessed(attributes: str) -> int:
-    """Returns the bytes of HBM that a Pallas kernel states in its cost estimate; 0 if it states
-    none.
-
-    `attributes` are the attributes of the instruction that calls the kernel, as in
-    `Instruction.attributes`.
-    """
+    """Returns the bytes of HBM that a Pallas kernel states in its cost estimate; 0 if none."""
     match = _BYTES.search(attributes)
     return int(match[1]) if match else 0

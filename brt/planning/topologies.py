@@ -14,24 +14,16 @@ _GIB = 1 << 30
 
 
 class Chip(NamedTuple):
-    """Peak rates and memory of one device according to its manufacturer.
+    """Peak rates and memory of one device according to its manufacturer."""
 
-    Attributes:
-      name: the name of the chip, with which the names of machines begin, such as v5e:4x4.
-      memory: bytes of the main memory.
-      flops: bfloat16 FLOPs per second.
-      bandwidth: bytes per second of the main memory.
-      network: bytes per second that a device sends over all of its links together, which is half of
-        the bidirectional bandwidth. Slices without the links that close a torus have fewer links.
-      clock: cycles per second of the compiler's estimates; 0 if the compiler gives none.
-    """
-
-    name: str
-    memory: int
-    flops: float
-    bandwidth: float
+    name: str  # the beginning of the names of machines, such as v5e:4x4
+    memory: int  # bytes of the main memory
+    flops: float  # bfloat16 FLOPs per second
+    bandwidth: float  # bytes per second of the main memory
+    # Bytes per second that a device sends over all of its links together, which is half of the
+    # bidirectional bandwidth. Slices without the links that close a torus have fewer links.
     network: float
-    clock: float = 0.0
+    clock: float = 0.0  # cycles per second of the compiler's estimates; 0 if it gives none
 
 
 # The rates are from cloud.google.com/tpu/docs (pages v4, v5e, v5p and v6e) and from NVIDIA's data
@@ -84,25 +76,16 @@ _KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p
 
 
 class Topology(NamedTuple):
-    """A machine to compile for: its devices and their properties.
-
-    Attributes:
-      name: the name of the machine.
-      devices: the devices, or descriptions of devices that are not present.
-      backend: 'cpu', 'gpu' or 'tpu'.
-      chip: peak rates and memory of a device; None if unknown, as for CPUs.
-      here: True if the devices belong to this machine.
-    """
+    """A machine to compile for: its devices and their properties."""
 
     name: str
-    devices: Sequence[Any]
-    backend: str
-    chip: Chip | None
-    here: bool
+    devices: Sequence[Any]  # descriptions of devices if they are not present
+    backend: str  # 'cpu', 'gpu' or 'tpu'
+    chip: Chip | None  # None if unknown, as for CPUs
+    here: bool  # True if the devices belong to this machine
 
 
 def present() -> Topology:
-    """Returns the devices of this machine as a `Topology`."""
     devices = jax.devices()
     kind = devices[0].device_kind
     names = (name for name in CHIPS if name in kind.lower() or _KINDS.get(kind) == name)
@@ -112,10 +95,9 @@ def present() -> Topology:
 
 
 def named(name: str) -> Topology:
-    """Returns the devices of the machine `name`, such as v5e:4x4 (a TPU slice) or h100x8 (GPUs).
+    """Returns the devices of a machine, such as v5e:4x4 (a TPU slice) or h100x8 (GPUs).
 
-    Raises:
-      ConfigError: the name is unknown, or the compiler for it is not installed.
+    ConfigError is raised if the name is unknown, or the compiler for it is not installed.
     """
     kind, colon, shape = name.partition(":")
     if colon and kind in _TPUS:

@@ -17,13 +17,9 @@ _STARTS = {"copy-start": 0, "slice-start": 1}
 
 
 def traffic(module: Module, computation: str, instruction: Instruction, anywhere: bool) -> int:
-    """Returns the bytes that an instruction reads and writes.
+    """Returns the bytes that an instruction reads and writes in the main memory (HBM).
 
-    Args:
-      module: the module of the instruction.
-      computation: the name of the computation that has the instruction.
-      instruction: the instruction.
-      anywhere: True counts the bytes in all memories, False only those in the main memory (HBM).
+    If `anywhere` is True, the bytes in all memories are counted.
     """
     inside = module.computations[computation]
     sources = [shapes(inside[o].type) if o in inside else [] for o in instruction.operands]
@@ -65,10 +61,7 @@ def _copies_between_memories(instruction: Instruction, sources: list[list[Shape]
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:
-    """Returns the bytes that the fused computation `called` reads, by parameter index.
-
-    Only parameters are included that the fusion reads in slices, not whole.
-    """
+    """Returns the bytes of each parameter, by index, that a fused computation slices."""
     inside = module.computations[called].values()
     sizes = {
         int(instruction.body): _sliced(module, called, instruction.name)

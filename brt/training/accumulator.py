@@ -22,15 +22,12 @@ class MetricAccumulator:
     The state is saved in checkpoints, so that a resumed run reports the same numbers.
 
     Args:
-      saved: the totals in a checkpoint, as the method `state` returned them; None at step 0.
-      spike_factor: Training.spike_factor: a step is bad if its loss exceeds this multiple of the
-        median of recent losses; 0 sets no limit.
-      on_skip: a function that is called with the number of every step that left the train state
-        unchanged, and with a phrase that says why.
+      saved: the result of `state` in a checkpoint; None at step 0.
+      spike_factor: Training.spike_factor; see `RecentLosses`.
+      on_skip: called with the number of every step that left the train state unchanged, and why.
 
     Attributes:
-      tokens_seen: number of scored tokens (targets that are not padding) since step 0, without
-        the tokens of skipped steps.
+      tokens_seen: scored tokens (targets that are not padding) since step 0, without skipped steps.
       skipped: number of steps since step 0 without an update.
     """
 
@@ -45,11 +42,7 @@ class MetricAccumulator:
         self.restore(saved)
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Replaces all totals, and drops the metrics of a step that is still running.
-
-        Args:
-          saved: the totals in a checkpoint, as `state` returned them; None resets all to zero.
-        """
+        """Replaces all totals, by 0 if `saved` is None, and drops the metrics of a running step."""
         self.tokens_seen = self.skipped = 0
         self._restart()
         self._recent = RecentLosses(self._factor, saved.get("usual", ()) if saved else ())
@@ -63,21 +56,12 @@ class MetricAccumulator:
         self._pending: tuple[int, StepMetrics] | None = None
 
     def limit(self, step: int) -> float:
-        """Returns the loss, in nats per token, above which the step `step` counts as bad."""
         return self._recent.limit(step)
 
     def add(self, step: int, metrics: StepMetrics) -> None:
-        """Stores the metrics of a step, and adds the metrics of the previous step to the totals.
+        """Stores the metrics of a step without waiting for it, and adds those of the previous step.
 
-        The call does not wait for the step that it stores, which may still be running.
-
-        Args:
-          step: number of the step, counted from 1.
-          metrics: the metrics that the train step returned, as arrays on devices.
-
-        Raises:
-          BadStep: the loss or gradients of the previous step were not finite, or its loss exceeded
-            the limit; see `flush`.
+        It raises BadStep for the previous step; see `flush`.
         """
         self.flush()
         self._pending = step, metrics
@@ -128,11 +112,9 @@ class MetricAccumulator:
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 
     def report(self) -> dict[str, float]:
-        """Returns the averages of the metrics since the last call, and resets them.
+        """Returns the averages of the metrics since the last call, by tag, and resets them.
 
-        Returns:
-          The averages by tag, such as "train/bits_per_token". One entry is not an average:
-          "data/tokens", the number of scored tokens since step 0.
+        "data/tokens" is not an average, but the number of scored tokens since step 0.
         """
         tokens = max(self._tokens, 1.0)
         values = {
@@ -151,10 +133,7 @@ class MetricAccumulator:
         self._others = Counter()
 
     def state(self) -> dict[str, Any]:
-        """Returns the totals as JSON, for a checkpoint.
-
-        `flush` has to be called first, because the totals lack the step that `add` stored last.
-        """
+        """Returns the totals as JSON, for a checkpoint; `flush` has to be called first."""
         return {
             "tokens_seen": self.tokens_seen,
             "nats": self._nats,

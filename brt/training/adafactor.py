@@ -27,43 +27,29 @@ _DECAY = -0.8  # The exponent in optax's formula of the decay of the second mome
 
 
 class Rules(NamedTuple):
-    """What an update of Adafactor depends on, except arrays.
+    """What an update of Adafactor depends on, except arrays."""
 
-    Attributes:
-      transform: `optax.adafactor`, for parameters without a kernel.
-      schedule: the learning rate of the step after a number of completed steps.
-      axes: names of each parameter's axes, by the parameter's path.
-      factor: a function from a parameter's path to the factor of its learning rate.
-      smallest: if a dimension of a matrix is below this number, its second moments are not
-        factored.
-      implementation: the implementation of the op; see `brt.config.Kernels`.
-    """
-
-    transform: optax.GradientTransformation
+    transform: optax.GradientTransformation  # `optax.adafactor`, for parameters without a kernel
+    # A function from the number of completed steps to the learning rate of the next step.
     schedule: Callable[[Int[Array, ""]], Float[Array, ""]]
-    axes: Axes
-    factor: Callable[[str], float]
-    smallest: int
-    implementation: str
+    axes: Axes  # names of each parameter's axes, by the parameter's path
+    factor: Callable[[str], float]  # from a parameter's path to the factor of its learning rate
+    smallest: int  # matrices with a smaller dimension do not have factored second moments
+    implementation: str  # of the op; see `brt.config.Kernels`
 
 
 class _Arrays(NamedTuple):
     """The arrays of parameters that are all outside of stacks, or in stacks of equally many layers.
 
-    Attributes:
-      depth: the number of layers, or "" if the arrays have no axis of layers.
-      gradients, params: arrays by path, reshaped to matrices; in the separate form of
-        `brt.training.layer_forms`, lists with an array for each layer.
-      state: the state of the optimizer; a list of states in the separate form.
+    The separate form (`brt.training.layer_forms`) has lists, by layer, of arrays and of states.
     """
 
-    depth: str
-    gradients: Group
-    state: Any
-    params: Group
+    depth: str  # the number of layers, or "" if the arrays have no axis of layers
+    gradients: Group  # by path, reshaped to matrices
+    state: Any  # the state of the optimizer
+    params: Group  # by path, reshaped to matrices
 
     def layers(self) -> list["_Arrays"]:
-        """Returns the arrays of each layer; the arrays must be in the separate form."""
         gradients, params = (
             layerwise.layers_of(group, len(self.state)) for group in (self.gradients, self.params)
         )
@@ -71,25 +57,15 @@ class _Arrays(NamedTuple):
 
 
 class _Updated(NamedTuple):
-    """The result of a step for the arrays of an `_Arrays`.
-
-    Attributes:
-      params, state: the new parameters and the new state, in the form of the old ones.
-      squares: the sum of the squared gradients, after their division.
-    """
+    """The new arrays of an `_Arrays`, in the form of the old ones."""
 
     params: Group
     state: Any
-    squares: Float[Array, ""]
+    squares: Float[Array, ""]  # the sum of the squared gradients, after their division
 
 
 class _Stack(NamedTuple):
-    """A stack of matrices with a kernel: the first inputs of the op `brt.ops.adafactor`.
-
-    Attributes:
-      gradient, parameter: [L, A, *columns], the gradients and the values.
-      moments: the state.
-    """
+    """A stack of matrices [L, A, *columns] with a kernel: the first inputs of the op."""
 
     gradient: Array
     parameter: Array
@@ -110,15 +86,9 @@ def step(
 ) -> Stepped:
     """Returns the new parameters, the new state of the optimizer, and the norm of the gradients.
 
-    The kernels divide the gradients that they read, and return the sums of their squares.
-
-    Args:
-      gradients: gradients of the parameters.
-      state: state of the optimizer `layerwise.layerwise(rules.transform)`.
-      params: the parameters.
-      divisor: the gradients are first divided by this number.
-      plain: the same function without kernels.
-      rules: settings of Adafactor.
+    The kernels divide the gradients by `divisor` as they read them, and return the sums of their
+    squares. `state` is that of `layerwise.layerwise(rules.transform)`; `plain` is the same function
+    without kernels.
     """
     outside, stacked = layerwise.split(gradients, rules.axes)
     p_outside, p_stacked = layerwise.split(params, rules.axes)
@@ -141,7 +111,6 @@ def step(
 
 
 def _has_kernels(group: _Arrays, shapes: Shapes, rules: Rules) -> bool:
-    """Returns True if a matrix of a group has a kernel."""
     if isinstance(group.state, list):
         group, *_ = group.layers()
     return bool(_stacks(group, shapes, rules))
@@ -171,14 +140,7 @@ def _stacks(group: _Arrays, shapes: Shapes, rules: Rules) -> dict[str, _Stack]:
 
 
 def _of_group(group: _Arrays, divisor: Float[Array, ""], shapes: Shapes, rules: Rules) -> _Updated:
-    """Returns the new parameters of a group, its new state, and the sum of its squared gradients.
-
-    Args:
-      group: the arrays.
-      divisor: the gradients are first divided by this number.
-      shapes: shapes of the parameters.
-      rules: settings of Adafactor.
-    """
+    """Returns the new parameters and state of a group; optax updates matrices without kernels."""
     if isinstance(group.state, list):
         layers = [_of_group(layer, divisor, shapes, rules) for layer in group.layers()]
         squares = jnp.sum(jnp.stack([one.squares for one in layers]))
@@ -212,23 +174,17 @@ def _of_group(group: _Arrays, divisor: Float[Array, ""], shapes: Shapes, rules: 
 
 
 def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Returns the vectors of rows and columns from optax's v_row and v_col, or the reverse.
-
-    optax calls the shorter vector v_row.
-    """
+    """Returns the vectors of rows and columns; optax calls the shorter one v_row."""
     rows, columns = shape
     return (first, second) if rows <= columns else (second, first)
 
 
 def _part(state: Any, kind: type) -> Any:
-    """Returns the part of optax's state that has the given type."""
     return next(part for part in state if isinstance(part, kind))
 
 
 def _restricted(state: Any, names: Iterable[str]) -> Any:
-    """Returns the part of a group, or of its state, that belongs to the parameters with these
-    paths.
-    """
+    """Returns the part of a group, or of its state, that belongs to parameters of these paths."""
     return jax.tree.map(
         lambda x: {n: x[n] for n in names} if isinstance(x, dict) else x, state,
         is_leaf=lambda x: isinstance(x, dict),
@@ -236,13 +192,7 @@ def _restricted(state: Any, names: Iterable[str]) -> Any:
 
 
 def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
-    """Returns optax's state with the moments of further parameters.
-
-    Args:
-      state: the state of the other parameters.
-      found: moments by path.
-      depth: the number of layers, or "" if the arrays have no axis of layers.
-    """
+    """Adds the moments of parameters with a kernel, by path, to optax's state of the others."""
     vectors, unused, momenta = {}, {}, {}
     for name, (rows, columns, momentum) in found.items():
         vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])
@@ -251,7 +201,6 @@ def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
         momenta[name] = momentum
 
     def completed(part: Any) -> Any:
-        """Returns a part of the state with the arrays of the matrices."""
         if isinstance(part, optax.FactoredState):
             short, long = ({n: pair[i] for n, pair in vectors.items()} for i in range(2))
             return part._replace(

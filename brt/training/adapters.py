@@ -27,20 +27,12 @@ ROOT = "adapters"
 
 
 def with_new_adapters(params: PyTree, config: Config, key: Array) -> PyTree:
-    """Returns the parameters of a model together with the initial values of its adapters.
+    """Returns the boxed parameters of a model together with the initial values of its adapters.
 
     The adapter of a kernel [in, out] consists of two matrices: A has the shape [in, rank] and
     normal elements with the variance 1 / in, and B has the shape [rank, out] and is zero. The
-    adapters therefore do not change the model at first.
-
-    Args:
-      params: the parameters, each in a Flax box (`nn.Partitioned`) with the names of its axes.
-        Arrays without a box get no adapters.
-      config: the config of the run. If Adapter.rank is 0, `params` are returned unchanged.
-      key: random key of the run.
-
-    Raises:
-      ConfigError: a kernel that Adapter.kernels names cannot have an adapter; see `_check`.
+    adapters therefore do not change the model at first. Arrays without a box (`nn.Partitioned`) get
+    no adapters.
     """
     adapter = config.adapter
     if not adapter.rank:
@@ -61,14 +53,7 @@ def with_new_adapters(params: PyTree, config: Config, key: Array) -> PyTree:
 
 
 def merge_into_kernels(params: PyTree[Array], adapter: Adapter, axes: Axes) -> PyTree[Array]:
-    """Returns the parameters of the model, in which each kernel with an adapter is replaced by
-    kernel + alpha / rank * A B, where A and B are the matrices of the adapter.
-
-    Args:
-      params: parameters of the model and of its adapters.
-      adapter: settings of the adapters, such as alpha and rank.
-      axes: names of the axes of each parameter of the model, by the parameter's path.
-    """
+    """Adds alpha / rank * A B to each kernel with an adapter; returns the model's parameters."""
     model, factors = split(params)
     flat, factors = flatten_dict(model, sep="/"), flatten_dict(factors, sep="/")
     for path in dict.fromkeys(factor.rpartition("/")[0] for factor in factors):
@@ -80,27 +65,13 @@ def merge_into_kernels(params: PyTree[Array], adapter: Adapter, axes: Axes) -> P
 
 
 def split(params: PyTree) -> tuple[PyTree, PyTree]:
-    """Separates the parameters of the model from the parameters of its adapters.
-
-    Returns:
-      The tree of the model's parameters, and the tree of the adapters' parameters, which is {} if
-      there are no adapters.
-    """
+    """Separates the parameters of the model from those of its adapters ({} without adapters)."""
     model = {name: value for name, value in params.items() if name != ROOT}
     return model, params.get(ROOT, {})
 
 
 def _check(params: PyTree[nn.Partitioned], config: Config) -> None:
-    """Checks that the kernels that Adapter.kernels names can have adapters.
-
-    Args:
-      params: the parameters of the model, or their shapes, boxed with the names of their axes.
-      config: the config.
-
-    Raises:
-      ConfigError: a pattern matches no kernel, a kernel is trained whole, or has a smaller rank
-        than its adapter.
-    """
+    """Refuses adapters of kernels that do not exist, are trained whole, or have a smaller rank."""
     adapter, trainable = config.adapter, config.training.trainable
     kernels = _kernels(params)
     parameter_paths.check("Adapter.kernels", adapter.kernels, kernels, "kernels of the model")
@@ -123,11 +94,9 @@ def _check(params: PyTree[nn.Partitioned], config: Config) -> None:
 
 
 def _adapted(params: PyTree[nn.Partitioned], adapter: Adapter) -> list[str]:
-    """Returns the paths of the kernels that have adapters."""
     return [path for path in _kernels(params) if parameter_paths.matches(path, adapter.kernels)]
 
 
 def _kernels(params: PyTree[nn.Partitioned]) -> list[str]:
-    """Returns the paths of all kernels."""
     boxes = flatten_dict(params, sep="/").items()
     return [path for path, box in boxes if is_kernel(getattr(box, "names", ()))]

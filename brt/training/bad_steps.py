@@ -37,14 +37,9 @@ _RECORD = {"step": int, "policy": str, "from?": int, "reason": str, "batch": lis
 
 
 class BadStep(NonFiniteError):
-    """An error which says that the update of a training step must not be used.
+    """An error which says that the update of a training step, counted from 1, must not be used."""
 
-    Args:
-      step: number of the bad step, counted from 1.
-      reason: a phrase that says what is wrong with the step.
-      remedy: a phrase that says what the user can do; a part of the message.
-    """
-
+    # `reason` and `remedy` are phrases: what is wrong, and what the user can do.
     def __init__(self, step: int, reason: str, remedy: str):
         super().__init__(f"step {step}: {reason}; {remedy}")
         self.step, self.reason = step, reason
@@ -53,13 +48,10 @@ class BadStep(NonFiniteError):
 class RecentLosses:
     """Losses of recent steps, and the limit above which the loss of the next step is a jump.
 
-    A step is started while the previous step may still be running. The limit for step n therefore
-    uses the losses up to step n - 2, even if the loss of step n - 1 is already known, so that the
-    limit does not depend on timing.
-
-    Args:
-      factor: Training.spike_factor: the limit is this multiple of the median loss; 0 sets no limit.
-      saved: pairs of step and loss in a checkpoint, as the method `state` returned them.
+    The limit is `factor` (Training.spike_factor) times the median loss; 0 sets no limit. A step is
+    started while the previous step may still be running. The limit for step n therefore uses the
+    losses up to step n - 2, even if the loss of step n - 1 is already known, so that the limit does
+    not depend on timing.
     """
 
     def __init__(self, factor: float, saved: Iterable[Sequence[int | float]] = ()):
@@ -67,12 +59,11 @@ class RecentLosses:
         self._losses = deque(((int(s), float(x)) for s, x in saved), maxlen=RECENT + 1)
 
     def add(self, step: int, loss: float) -> None:
-        """Adds the loss, in nats per token, of a step that was not bad."""
         if self._factor:
             self._losses.append((step, loss))
 
     def limit(self, step: int) -> float:
-        """Returns the loss, in nats per token, above which the loss of the step `step` is a jump.
+        """Returns the loss, in nats per token, above which the loss of a step is a jump.
 
         The limit is infinite while fewer than FEWEST losses are known.
         """
@@ -87,18 +78,13 @@ class RecentLosses:
 
 
 class BadSteps:
-    """The bad steps of a run, which are recorded in the file bad_batches.jsonl.
+    """The bad steps of a run, which process 0 records in the file bad_batches.jsonl.
 
     Args:
-      training: the config section Training of the run.
-      file: bad_batches.jsonl, which process 0 writes.
       start: the step that the run starts from. Records of skipped steps after `start` are deleted,
         because the run reaches these steps again.
       describe: function from the index of a batch (0 for step 1) to a description of the documents
         in the batch, as JSON.
-
-    Raises:
-      CheckpointError: the file is damaged.
     """
 
     def __init__(
@@ -111,43 +97,21 @@ class BadSteps:
 
     @property
     def rolls_back(self) -> bool:
-        """True if the run returns to its newest checkpoint after a bad step."""
         return self._training.on_bad_step == "rollback"
 
     def skip_to(self, step: int) -> int:
-        """Returns the number of the last step whose batch the run leaves out after a rollback.
-
-        Args:
-          step: number of completed steps, to which the run has rolled back.
-
-        Returns:
-          The number of the step; 0 if the batch of the next step is used.
-        """
+        """Returns the last step whose batch is left out after a rollback to `step`; 0 for none."""
         return max((r["step"] for r in self._records if r.get("from") == step), default=0)
 
     def record_skip(self, step: int, reason: str) -> str:
         """Records a step that left the train state unchanged; returns a message for the user.
 
-        Args:
-          step: the bad step.
-          reason: a phrase that says what is wrong with the step.
-
-        Raises:
-          NonFiniteError: the run has more bad steps than Training.max_bad_steps.
+        NonFiniteError is raised if the run has more bad steps than Training.max_bad_steps.
         """
         return self._record(step, {}, reason, "the step changed nothing")
 
     def record_rollback(self, step: int, reason: str, checkpoint: int) -> str:
-        """Records that the run returned to a checkpoint; returns a message for the user.
-
-        Args:
-          step: the bad step.
-          reason: a phrase that says what is wrong with the step.
-          checkpoint: step of the checkpoint; 0 if the run starts from the beginning.
-
-        Raises:
-          NonFiniteError: the run has more bad steps than Training.max_bad_steps.
-        """
+        """Records the return to a checkpoint, or to step 0; otherwise like `record_skip`."""
         self._drop_skips_after(checkpoint)
         consequence = f"continuing after it from the state of step {checkpoint}"
         return self._record(step, {"from": checkpoint}, reason, consequence)
@@ -188,14 +152,10 @@ class BadSteps:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the records of the file bad_batches.jsonl, one dict for each bad step; [] if the file
-    does not exist.
+    """Returns the records of a file bad_batches.jsonl, one for each bad step; [] without the file.
 
     A record has the entries "step", "policy" (Training.on_bad_step), "reason" and "batch" and,
     after a rollback, "from", the step of the checkpoint to which the run returned.
-
-    Raises:
-      CheckpointError: the file is damaged.
     """
     records = []
     try:

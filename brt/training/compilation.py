@@ -10,11 +10,7 @@ _DIRECTORY = "jax_compilation_cache_dir"
 
 
 def use_cache() -> None:
-    """Makes JAX store compiled programs in the user's cache, where the next command finds them.
-
-    The function does nothing if JAX's environment variables, or the program that imports brt, have
-    already configured the cache.
-    """
+    """Makes JAX store compiled programs in the user's cache, unless its cache is configured."""
     variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
     if any(name in os.environ for name in variables) or getattr(jax.config, _DIRECTORY):
         return

@@ -22,31 +22,18 @@ _REPORT = {
 
 
 class Evaluated(NamedTuple):
-    """The report of an evaluation, in the forms in which it was written.
+    """The report of an evaluation, in the forms in which it was written."""
 
-    Attributes:
-      report: the metrics and the step of the checkpoint, as JSON.
-      text: the report as text for people, with a title.
-      line: one line with the step, the split and the most important metrics.
-    """
-
-    report: dict[str, Any]
-    text: str
-    line: str
+    report: dict[str, Any]  # the metrics and the step of the checkpoint, as JSON
+    text: str  # the report as text for people, with a title
+    line: str  # one line with the step, the split and the most important metrics
 
 
 def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
-    """Returns the common prefix, such as "eval/validation", of the tags under which the metrics of
-    a split are logged.
+    """Returns the prefix, such as "eval/validation", of the tags of a split's metrics.
 
-    If training usually evaluates only a part of the split, metrics of the whole split get another
+    If training usually evaluates a part of the split, metrics of the whole split get another
     prefix, because the two kinds of numbers cannot be compared and must not share a curve.
-
-    Args:
-      split: name of the split.
-      evaluator: the evaluator of the split; `evaluator.partial` is True if the evaluator usually
-        evaluates only a part of the split.
-      whole: True if the metrics are computed on the whole split.
     """
     return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
 
@@ -54,16 +41,7 @@ def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics of an evaluation that are logged as curves, by their full tags, such as
-    "eval/validation/bits_per_byte".
-
-    Args:
-      task: the task, whose method `select_metrics` chooses the metrics.
-      evaluator: the evaluator of the split.
-      split: name of the split.
-      report: all metrics of the evaluation, by name.
-      whole: True if the metrics are computed on the whole split; see `tag`.
-    """
+    """Returns the metrics that are logged as curves, by tag: "eval/validation/bits_per_byte"."""
     prefix = tag(split, evaluator, whole)
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
 
@@ -80,21 +58,9 @@ def write(
     """Writes the files of an evaluation, and returns the evaluation's report.
 
     The JSON file with the metrics is written last, so its existence shows that the other files
-    (JSON lines, text, plot and page) are complete. With several processes, only the first process
-    writes.
-
-    Args:
-      workdir: the run directory.
-      step: the step of the evaluated checkpoint.
-      split: the evaluated split.
-      result: the result that the evaluator returned.
-      on_report: a function that is called with the report before the files are written, so that the
-        user sees the report even if writing fails.
-      stored: False writes nothing, because the run directory is read-only.
-
-    Raises:
-      ConfigError: the directory cannot be written.
-      CheckpointError: the storage fails.
+    (JSON lines, text, plot and page) are complete. Only the first process writes. First,
+    `on_report` is called with the report, so that the user sees it even if writing fails. `stored`
+    = False writes nothing, because the run directory is read-only.
     """
     directory, name = workdir.evaluations / str(step), f"{split}{result.name}"
     report = {"step": step, **result.metrics}
@@ -119,10 +85,5 @@ def write(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file that `write` wrote: the metrics and the step.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: the file is not the report of an evaluation.
-    """
+    """Returns the content of a JSON file that `write` wrote; raises OSError or ValueError."""
     return untrusted.read_json(path, _REPORT)

@@ -26,11 +26,6 @@ def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> Ex
       plain: True exports a language model as a class of the library transformers, even if this
         class attends to the whole context in layers where the model of brt has a window.
       adapter: True exports the low-rank adapters of the run alone, in PEFT's format.
-
-    Raises:
-      ConfigError: `adapter` is True, but the run has no low-rank adapters, or no base.
-      CheckpointError: the directory has neither a checkpoint nor weights, or other libraries have
-        no such model.
     """
     if not reader.present(Workdir(directory).checkpoints):
         if adapter:
@@ -63,7 +58,6 @@ def _trained(params: PyTree[Array], config: Config) -> PyTree[Array]:
 
 
 def _check_adapters(directory: Path, config: Config) -> None:
-    """Raises ConfigError if a run has no adapters, or no model that they belong to."""
     if not config.adapter.rank:
         raise _no_adapters(directory)
     if not config.training.init_from:

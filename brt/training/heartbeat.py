@@ -31,16 +31,11 @@ def write_regularly(path: Path, phases: PhaseTracker) -> Iterator[None]:
 
     The file is replaced as a whole, so that no reader sees half of it. If the file cannot be
     written, training continues.
-
-    Args:
-      path: the file, in the directory `heartbeat` of the run directory.
-      phases: tracks the status that is written.
     """
     over, changed = threading.Event(), threading.Event()
     phases.listen(lambda now: changed.set())
 
     def keep_updated() -> None:
-        """Writes the file again and again until the context ends; the thread runs this function."""
         while not over.is_set():
             _write(path, phases.now)
             changed.wait(EVERY_SECONDS)

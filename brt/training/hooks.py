@@ -22,11 +22,7 @@ Hook: TypeAlias = Callable[[Session], None]
 
 
 def stop_if_requested(session: Session) -> None:
-    """Saves a checkpoint and ends the run if a signal (SIGTERM or Ctrl-C) has arrived.
-
-    Raises:
-      Preempted: a signal has arrived.
-    """
+    """Saves a checkpoint and raises Preempted if a signal (SIGTERM or Ctrl-C) has arrived."""
     if session.requests.stop():
         session.save(wait=True)
         raise _preempted(session)
@@ -81,9 +77,7 @@ def report(session: Session) -> None:
 
 
 def probe(session: Session) -> None:
-    """Writes metrics of the recurrent states and gates, every Training.probe_every steps and after
-    the last step.
-    """
+    """Writes metrics of the recurrent states and gates, every Training.probe_every steps."""
     every = session.run.config.training.probe_every
     if session.probe is None or not session.is_time(every):
         return
@@ -127,11 +121,9 @@ def evaluate(session: Session) -> None:
 
 
 def sample(session: Session) -> None:
-    """Generates a text with the model, and writes the text to a file.
+    """Generates a text and writes it to samples/<step>.txt, every Training.sample_every steps.
 
-    This happens every Training.sample_every steps and after the last step. The file is
-    samples/<step>.txt in the run directory. A resumed run repeats the sample at its checkpoint only
-    if the file is missing.
+    A resumed run repeats the sample at its checkpoint only if the file is missing.
     """
     if not session.is_time(session.run.config.training.sample_every):
         return
@@ -160,10 +152,7 @@ def answer_requests(session: Session) -> None:
     """Fulfils requests that the user made by creating a file in the run directory.
 
     A file called `checkpoint_now` requests a checkpoint. A file called `stop_after_evaluation`
-    requests a checkpoint and the end of the run after the next evaluation.
-
-    Raises:
-      Preempted: the run has to end before its last step.
+    requests a checkpoint and the end of the run, by Preempted, after the next evaluation.
     """
     step, requests = session.completed, session.requests
     if requests.checkpoint():

@@ -21,21 +21,11 @@ from brt.training.workdir import Workdir
 
 
 def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice) -> Iterator[str]:
-    """Writes a decoder in Hugging Face's format as a run directory with a checkpoint at step 0, and
-    yields lines of text for the user that report what was done.
+    """Writes a decoder in Hugging Face's format as a run directory with a checkpoint at step 0.
 
-    Args:
-      source: the directory in Hugging Face's format.
-      target: the run directory to write.
-      verified: True compares the arrays and the logits of the converted model with those of the
-        original.
-      window: the window and the number of sinks (first tokens that stay visible) with which the
-        model is to read text.
-
-    Raises:
-      ConfigError: `target` is not empty.
-      CheckpointError: `source` cannot be converted, or with `verified` the result differs.
-      DataError: the tokenizer of `source` cannot be used.
+    Yields lines of text for the user. If `verified`, the arrays and the logits of the converted
+    model are compared with the original's. `window` says with which window and number of sinks
+    (first tokens that stay visible) the model is to read text.
     """
     from brt.checkpointing.writer import CheckpointWriter  # It imports Orbax.
 
@@ -72,12 +62,7 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice)
 
 
 def config_of(decoder: PretrainedDecoder, tokenizer: Path) -> Config:
-    """Returns the config of a run whose model is this decoder.
-
-    Args:
-      decoder: the decoder that was read from a directory in Hugging Face's format.
-      tokenizer: the file of the decoder's tokenizer.
-    """
+    """Returns the config of a run whose model is this decoder."""
     length = max(decoder.model.window, decoder.model.block_length)
     return Config(
         model=decoder.model,
@@ -90,17 +75,13 @@ def config_of(decoder: PretrainedDecoder, tokenizer: Path) -> Config:
 def open_model(directory: Path, step: int | None, change: Callable[[Config], Config]) -> SavedModel:
     """Returns the trained model of a run, or a decoder in Hugging Face's format.
 
-    Args:
-      directory: the directory of the run, or a directory in Hugging Face's format.
-      step: the step of the checkpoint; None for the newest one.
-      change: a function from the config of the model to the config that is used, with the changes
-        that the user requests.
+    `change` is a function from the config of the model to the one that the user requests; `step`
+    None stands for the newest checkpoint.
 
     Raises:
       ConfigError: the directory does not exist, or the requested config is not valid or would
         change the model of the run.
-      CheckpointError: there is no complete checkpoint, or none of this step; or the decoder cannot
-        be read.
+      CheckpointError: there is no such complete checkpoint; or the decoder cannot be read.
     """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}; name the directory of a run")
@@ -129,7 +110,5 @@ def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:
 
 
 def metadata(decoder: PretrainedDecoder, config: Config) -> dict[str, Any]:
-    """Returns the metadata for a checkpoint of a decoder: the config, the fingerprint of the
-    decoder's tokenizer, and the seed 0, because every checkpoint states a seed.
-    """
+    """Returns the metadata for a checkpoint of a decoder; every checkpoint states a seed."""
     return {"config": saved_json(config), "tokenizer": decoder.tokenizer.fingerprint, "seed": 0}

@@ -32,21 +32,12 @@ _META = {
 
 
 def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
-    """Verifies all checkpoints of a run directory, and describes one of them.
+    """Verifies all checkpoints of a run, and describes one of them (None: the newest intact).
 
-    Args:
-      workdir: the run directory.
-      step: the step of the checkpoint to describe; None for the newest intact one.
-
-    Returns:
-      The description, as JSON. `steps` lists the steps of all checkpoints. `checkpoints` has an
-      entry for each checkpoint, whose `whole` is True if the checkpoint is intact. `metrics` has
-      the last value of each metric. The keys that describe one checkpoint (`step`, `parameters`,
-      `config` ...) are missing if no checkpoint is intact, or if the requested one is not.
-
-    Raises:
-      ConfigError: the workdir does not exist.
-      CheckpointError: the described checkpoint does not have the metadata of a training run.
+    The description is JSON. `steps` lists the steps of all checkpoints. `checkpoints` has an entry
+    for each checkpoint, whose `whole` is True if the checkpoint is intact. `metrics` has the last
+    value of each metric. The keys that describe one checkpoint (`step`, `parameters`, `config` ...)
+    are missing if no checkpoint is intact, or if the requested one is not.
     """
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")
@@ -85,12 +76,7 @@ def _verified_checkpoints(directory: Path) -> list[dict[str, Any]]:
 
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
-    """Returns the number of all parameters of a checkpoint, and the number without the token
-    embedding.
-
-    Args:
-      meta: the checkpoint's metadata, which list the shape of every array.
-    """
+    """Returns the number of parameters of a checkpoint, and the number without token embedding."""
     return counts_of_sizes(
         {
             name.removeprefix("params/"): math.prod(entry["shape"])
@@ -101,8 +87,7 @@ def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
 
 
 def state_hash(workdir: Workdir, step: int) -> str:
-    """Returns a SHA-256 hash of everything that a resumed run restores from the checkpoint of the
-    step `step` in a run directory.
+    """Returns a SHA-256 hash of everything that a resumed run restores from a checkpoint.
 
     Runs with equal hashes continue identically.
     """
@@ -113,19 +98,10 @@ def state_hash(workdir: Workdir, step: int) -> str:
 def add_state_hash(
     workdir: Workdir, result: dict[str, Any], step: int | None = None
 ) -> dict[str, Any]:
-    """Returns the result of `survey` with an additional entry `state_hash`.
+    """Adds the entry `state_hash` to a result of `survey` for which `check` raised no error.
 
     If a trainer has removed the described checkpoint since the survey, the newest checkpoint is
-    described and hashed instead.
-
-    Args:
-      workdir: the run directory.
-      result: the result of `survey`, for which `check` raised no error.
-      step: the step of the checkpoint that the user requested, which no other checkpoint may
-        replace; None if the user requested the newest one.
-
-    Raises:
-      CheckpointError: the checkpoint cannot be read, or the requested checkpoint was removed.
+    described and hashed instead, unless the user requested the checkpoint of one `step`.
     """
     while True:
         try:
@@ -138,15 +114,7 @@ def add_state_hash(
 
 
 def verify_data(workdir: Workdir) -> dict[str, str]:
-    """Verifies the checksums of a run's prepared data.
-
-    Returns:
-      For each split, a phrase that names the directory of the split's data and says that the data
-      are intact.
-
-    Raises:
-      DataError: the data are damaged or missing.
-    """
+    """Verifies the checksums of a run's prepared data; returns a phrase about each split."""
     manifest = data_manifest.read(workdir)
     directory = Path(manifest.directory)
     splits = [split for split in manifest.splits if (directory / split).is_dir()]
@@ -158,11 +126,9 @@ def verify_data(workdir: Workdir) -> dict[str, str]:
 
 
 def check(result: dict[str, Any], step: int | None = None) -> None:
-    """Raises CheckpointError if a checkpoint is damaged or does not exist.
+    """Raises CheckpointError if a checkpoint (None: the newest) is damaged or does not exist.
 
-    Args:
-      result: the result of `survey`, which verified all checkpoints.
-      step: the step of the checkpoint; None for the newest one.
+    `result` is the result of `survey`, which verified all checkpoints.
     """
     steps, directory = result["steps"], Workdir(Path(result["workdir"])).checkpoints
     if not steps or step not in (None, *steps):
@@ -234,7 +200,7 @@ def _described(directory: Path, step: int) -> dict[str, Any]:
 
 
 def last_metrics(path: Path) -> dict[str, Any]:
-    """Returns the last value of each metric in the file metrics.jsonl at `path`, by tag.
+    """Returns the last value of each metric of a file metrics.jsonl, by tag.
 
     The entry "step" is the last step in the file.
     """

@@ -48,13 +48,7 @@ def separates(config: Config) -> bool:
 
 
 def separated(state: TrainState, axes: Axes) -> TrainState:
-    """Returns a train state, or its shapes, in the separate form.
-
-    Args:
-      state: a train state with stacks.
-      axes: names of each parameter's axes, by the parameter's path; those of stacks start with
-        "layers".
-    """
+    """Returns a train state with stacks, or its shapes, in the separate form."""
     params = _separated_params(state.params, axes)
     return state._replace(params=params, optimizer=_separated_optimizer(state.optimizer))
 
@@ -69,7 +63,6 @@ def _separated_params(params: PyTree, axes: Axes) -> PyTree:
 
 def _separated_optimizer(state: Any) -> Any:
     def separate(part: Any) -> Any:
-        """Returns a part of the optimizer's state in the separate form."""
         if not isinstance(part, LayerwiseState):
             return part
         stacked = {
@@ -97,7 +90,6 @@ def stacked(tree: PyTree[Array]) -> PyTree[Array]:
     """Returns parameters, or an optimizer's state, of either form with stacks of layers."""
 
     def stack(part: Any) -> Any:
-        """Returns a list as a tree of stacks, and other parts of the tree as they are."""
         if not isinstance(part, list):
             return part
         return jax.tree.map(lambda *layers: jnp.stack(layers), *part)
@@ -111,11 +103,6 @@ def step_shapes(config: Config, shapes: TrainState, mesh: Mesh) -> TrainState:
     If each replica holds a shard of the optimizer's state, it also holds only this shard of the
     parameters in the separate form. The step then gathers the parameters at its beginning, in the
     dtype in which it computes, and can gather the parameters of a layer while it computes another.
-
-    Args:
-      config: the config of the run.
-      shapes: shapes and shardings of the train state with stacks.
-      mesh: the mesh of devices.
     """
     if not separates(config):
         return shapes
@@ -125,7 +112,6 @@ def step_shapes(config: Config, shapes: TrainState, mesh: Mesh) -> TrainState:
         return state
 
     def sharded(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """Returns the shape of a parameter, with another sharding."""
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     specs = replicas.optimizer_shards(state.params, axes, mesh)
@@ -133,15 +119,10 @@ def step_shapes(config: Config, shapes: TrainState, mesh: Mesh) -> TrainState:
 
 
 class LayerForms:
-    """Converts a train state on devices to the form of the compiled step, and back.
+    """Converts a train state of either form to the form of the compiled step, and back to stacks.
 
     A conversion deletes the arrays that it is given. Parameters and optimizer state are converted
     one after the other, so that a conversion needs no more memory than a step, which has gradients.
-
-    Args:
-      config: the config of the run.
-      shapes: shapes and shardings of the train state with stacks.
-      mesh: the mesh of devices.
     """
 
     def __init__(self, config: Config, shapes: TrainState, mesh: Mesh):
@@ -151,22 +132,18 @@ class LayerForms:
 
     @functools.cached_property
     def _separate(self) -> tuple[Conversion, Conversion]:
-        """The conversions to the form of the compiled step."""
         separate = partial(_separated_params, axes=parameter_axes(self._config))
         return _programs(separate, _separated_optimizer, self._of_step)
 
     @functools.cached_property
     def _stack(self) -> tuple[Conversion, Conversion]:
-        """The conversions to stacks of layers."""
         return _programs(stacked, stacked, self._shapes)
 
     def for_step(self, state: TrainState) -> TrainState:
-        """Returns a train state of either form in the form of the compiled step."""
         converted = self._structure == jax.tree.structure(state.params)
         return state if converted else _converted(state, self._separate)
 
     def stacked(self, state: TrainState) -> TrainState:
-        """Returns a train state of either form with stacks of layers."""
         differ = self._of_step is not self._shapes
         separate = differ and self._structure == jax.tree.structure(state.params)
         return _converted(state, self._stack) if separate else state
@@ -175,12 +152,7 @@ class LayerForms:
 def _programs(
     params: Conversion, optimizer: Conversion, result: TrainState
 ) -> tuple[Conversion, Conversion]:
-    """Returns compiled conversions of the parameters and of the optimizer's state.
-
-    Args:
-      params, optimizer: the conversions.
-      result: shapes and shardings of the converted train state.
-    """
+    """Compiles the conversions of parameters and of the optimizer's state."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, result)
     return (
         jax.jit(params, out_shardings=shardings.params, donate_argnums=0),

@@ -26,29 +26,20 @@ Group: TypeAlias = dict[str, Any]
 
 
 class LayerwiseState(NamedTuple):
-    """State of an optimizer that treats layers separately.
+    """State of an optimizer that treats layers separately."""
 
-    Attributes:
-      outside: state of the parameters that are not stacked by layer.
-      stacked: states of stacked parameters, by the number of layers in the stack (as a string).
-        Every array of these states has a first axis of layers. In the separate form, there is a
-        list with a state for each layer instead.
-    """
-
-    outside: optax.OptState
+    outside: optax.OptState  # state of the parameters that are not stacked by layer
+    # States of stacked parameters, by the number of layers in the stack (as a string). Every array
+    # of these states has a first axis of layers. In the separate form, there is a list with a state
+    # for each layer instead.
     stacked: dict[str, Any]
 
 
 def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
-    """Separates the parameters in a tree that are stacked by layer from all others.
+    """Returns the parameters outside of stacks, and those in stacks of layers, as matrices by path.
 
-    Args:
-      tree: the parameters, or an array for each parameter.
-      axes: names of each parameter's axes, by the parameter's path.
-
-    Returns:
-      A dict from paths to the other parameters; and for each number of layers, as a string, a dict
-      from paths to the parameters in stacks of this number of layers.
+    `axes` has the names of each parameter's axes, by path. The stacks are grouped by their number
+    of layers, as a string.
     """
     outside: Group = {}
     stacked: dict[str, Group] = {}
@@ -65,16 +56,9 @@ def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
 
 
 def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
-    """Returns matrices by path as a tree with the structure and the shapes of `like`.
-
-    Args:
-      matrices: an array for each parameter, with the shape that `split` returns.
-      like: a tree of all parameters, or of arrays of their shapes.
-      axes: names of each parameter's axes, by the parameter's path.
-    """
+    """Returns matrices as a tree with the structure and shapes of `like`; inverts `split`."""
 
     def kernel(name: str, leaf: Any) -> Any:
-        """Returns the parameter `name`, whose shape is that of `leaf`."""
         names, matrix = axes.get(name, ()), matrices[name]
         if not isinstance(leaf, list):
             return from_matrix(names, matrix, leaf.shape)
@@ -86,30 +70,18 @@ def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
 
 
 def layers_of(group: Group, layers: int) -> list[Group]:
-    """Returns the group of each layer from a group of lists; the inverse of `lists_of`.
-
-    Args:
-      group: lists with an array for each layer.
-      layers: the number of layers.
-    """
+    """Returns the group of each layer from a group of lists; the inverse of `lists_of`."""
     return [{name: leaf[i] for name, leaf in group.items()} for i in range(layers)]
 
 
 def lists_of(groups: list[Group]) -> Group:
-    """Returns a group of lists, with an array for each layer, from the groups of the layers."""
     return {name: [group[name] for group in groups] for name in groups[0]}
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
-    """Returns an optimizer that treats each layer of a stack separately, and kernels as matrices.
-
-    Args:
-      transform: the optimizer that is applied to each layer.
-      axes: names of each parameter's axes, by the parameter's path.
-    """
+    """Returns an optimizer that applies `transform` to each layer of a stack, as matrices."""
 
     def init(params: Parameters) -> LayerwiseState:
-        """Returns the initial state of the optimizer for the parameters `params`."""
         outside, stacked = split(params, axes)
         state = {depth: jax.vmap(transform.init)(group) for depth, group in stacked.items()}
         return LayerwiseState(transform.init(outside), state)
@@ -117,13 +89,6 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
     def update(
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
-        """Returns the updates that are added to the parameters, and the new state of the optimizer.
-
-        Args:
-          gradients: gradients of the parameters.
-          state: state of the optimizer before the update.
-          params: the parameters.
-        """
         (outside, stacked), (p_outside, p_stacked) = split(gradients, axes), split(params, axes)
         updates, outside_state = transform.update(outside, state.outside, p_outside)
         stacked_states = {}
@@ -140,9 +105,7 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
 def _update_stack(
     transform: optax.GradientTransformation, gradients: Group, state: Any, params: Group
 ) -> tuple[Group, Any]:
-    """Returns the updates and the new state of all parameters with the same number of layers, for
-    each layer separately.
-    """
+    """Updates all parameters with the same number of layers, for each layer separately."""
     if not isinstance(state, list):
         return jax.vmap(transform.update)(gradients, state, params)
     layers = layers_of(gradients, len(state)), state, layers_of(params, len(state))

@@ -35,22 +35,10 @@ AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)
 
 
 def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Run, Workdir]:
-    """Trains in a run directory until step Training.steps.
+    """Trains in a run directory until Training.steps, from its newest checkpoint if there is one.
 
-    If the directory has checkpoints, the run continues from the newest one.
-
-    Args:
-      config: config of the run.
-      path: the run directory.
-      allowed: names of settings, such as "Training.seed", that may differ from the config of the
-        checkpoint, although a run with another value is a different run.
-
-    Returns:
-      The run, and the paths of its directory.
-
-    Raises:
-      Preempted: the run was asked to stop, and everything is saved.
-      BrtError: any other failure that a user can correct.
+    `allowed` is that of `Session.open`. Preempted is raised if the run was asked to stop, and
+    everything is saved; other failures are BrtErrors.
     """
     with Session.open(config, path, allowed) as session:
         if session.resumed:

@@ -2,8 +2,8 @@
 
 Optimizers such as Muon and Adafactor treat the two axes of a matrix differently. Attention kernels
 have more than two axes: D (the model dimension), H (heads), K (the dimension of a head), and n if
-several kernels are stacked. H, K and n are merged into one axis, so that [n, H, K, D] becomes
-[HnK, D].
+several kernels are stacked. H, K and n are merged into one axis, so that [n, H, K, D] becomes [HnK,
+D], and [D, H, K] becomes [D, HK]. The functions get the names of a kernel's axes.
 """
 
 import math
@@ -26,24 +26,12 @@ TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
 
 
 def is_kernel(axes: Names) -> bool:
-    """Returns True if a parameter whose axes have these names is the matrix of a linear map, or a
-    stack of such matrices by layer.
-
-    Returns False if the parameter is a vector or a table.
-    """
+    """Returns True for the matrix of a linear map, or a stack of them by layer; not for a table."""
     names = matrix_names(axes)
     return len(names[names[:1] == ("layers",) :]) == 2 and not TABLES & set(names)
 
 
 def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that a kernel has after it was reshaped to a matrix.
-
-    For example, [D, H, K] becomes [D, HK], and [n, H, K, D] becomes [HnK, D].
-
-    Args:
-      axes: names of the kernel's axes.
-      shape: shape of the kernel.
-    """
     if "head_dim" not in axes:
         return shape
     merged = _merged(axes)
@@ -54,12 +42,8 @@ def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_names(axes: Names) -> Names:
     """Returns the names of the axes that a kernel has after it was reshaped to a matrix.
 
-    The axes of heads, of the dimension of a head, and of stacked kernels are merged into one axis.
-    If the kernel has an axis called "heads" or "kv_heads", the merged axis gets this name, so that
-    it is sharded like the axis of heads. Otherwise the name of the merged axis is None.
-
-    Args:
-      axes: names of the kernel's axes.
+    The merged axis is called "heads" or "kv_heads" like the axis of heads, so that it is sharded
+    like this axis; without heads, its name is None.
     """
     if "head_dim" not in axes:
         return axes
@@ -69,35 +53,21 @@ def matrix_names(axes: Names) -> Names:
 
 
 def ends_with_heads(axes: Names) -> bool:
-    """Returns True if `as_matrix` only merges the last axes of a kernel, such as [D, H, K].
-
-    Args:
-      axes: names of the kernel's axes.
-    """
+    """Returns True if `as_matrix` only merges the last axes of a kernel, such as [D, H, K]."""
     return axes[-1:] == ("head_dim",) and _order(axes) == list(range(len(axes)))
 
 
 def as_matrix(axes: Names, x: Array) -> Array:
-    """Returns a kernel, reshaped to a matrix whose shape is the result of `matrix_shape`.
+    """Returns a kernel, reshaped to a matrix; () in place of names leaves an array as it is.
 
     Heads come first within the merged axis, so that a device with some of the heads has adjacent
     rows or columns of the matrix.
-
-    Args:
-      axes: names of the kernel's axes; () for an array that stays as it is.
-      x: the kernel.
     """
     return x.transpose(_order(axes)).reshape(matrix_shape(axes, x.shape)) if axes else x
 
 
 def from_matrix(axes: Names, matrix: Array, shape: tuple[int, ...]) -> Array:
-    """Reshapes a matrix back to the shape of a kernel; the inverse of `as_matrix`.
-
-    Args:
-      axes: names of the kernel's axes; () for an array that `as_matrix` left as it is.
-      matrix: result of `as_matrix`, or an update of the same shape.
-      shape: shape of the kernel.
-    """
+    """Reshapes a matrix back to a kernel of the shape `shape`; the inverse of `as_matrix`."""
     if not axes:
         return matrix
     order = _order(axes)
@@ -106,7 +76,6 @@ def from_matrix(axes: Names, matrix: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _merged(axes: Names) -> slice:
-    """Returns the range of adjacent axes that are merged."""
     places = [i for i, name in enumerate(axes) if name in _MERGED]
     return slice(places[0], places[-1] + 1)
 

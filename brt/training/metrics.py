@@ -45,19 +45,11 @@ class MetricsWriter:
     """Writes metrics to metrics.jsonl, one line per step, and to TensorBoard and other trackers.
 
     Each step has one line, however often the run is restarted: a new writer removes the lines of
-    steps after `resume_step`, because the run trains these steps again. If lines are damaged, the
-    writer copies the file to metrics.damaged_1.jsonl (or the next free number) before it removes
-    the lines. If TensorBoard fails, training continues after one warning. Every line has the entry
-    "perf/time", the time at which the first metric of the step was written, in seconds since 1970.
-
-    Args:
-      workdir: the run directory, which contains metrics.jsonl.
-      resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
-      warn: called with a message about damaged lines, or about TensorBoard's failure.
-      trackers: further receivers of the metrics.
-
-    Raises:
-      CheckpointError: metrics.jsonl cannot be written.
+    steps after `resume_step` (0 for a new run), because the run trains these steps again. If lines
+    are damaged, the writer copies the file to metrics.damaged_1.jsonl (or the next free number)
+    before it removes the lines. Every line has the entry "perf/time", the time at which the first
+    metric of the step was written, in seconds since 1970. `warn` is called with a message about
+    damaged lines, or once if TensorBoard fails.
     """
 
     def __init__(
@@ -86,27 +78,17 @@ class MetricsWriter:
             self._offset -= len(_encode(self._line))
 
     def rewind(self, step: int) -> None:
-        """Removes the metrics of steps after `step` from metrics.jsonl and TensorBoard.
-
-        Other trackers keep these metrics.
-        """
+        """Removes the metrics of steps after `step`, except for those in other trackers."""
         with self._explain_errors():
             self._file.close()
         self._open(step)
         self._tensorboard.rewind(step)
 
     def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
-        """Writes metrics of a step.
+        """Writes metrics by tag, such as "train/loss"; numbers that are not finite become null.
 
-        The metrics are in the file when the call returns. Numbers that are not finite become null.
-
-        Args:
-          step: the step of the previous call, whose line gets more metrics, or a later step.
-          values: scalars by tag, such as "train/loss".
-
-        Raises:
-          ValueError: `step` is before the step of the previous call.
-          CheckpointError: metrics.jsonl cannot be written.
+        The metrics are in the file when the call returns. `step` is the step of the previous call,
+        whose line gets more metrics, or a later step.
         """
         last = self._line.get("step", -1)
         if step < last:
@@ -125,13 +107,10 @@ class MetricsWriter:
             tracker.write(step, numbers)
 
     def has(self, step: int, tag: str) -> bool:
-        """Returns True if the last line of metrics.jsonl belongs to `step` and has a value of
-        `tag`.
-        """
+        """Returns True if the last line of metrics.jsonl is of `step` and has a value of `tag`."""
         return self._line.get("step") == step and tag in self._line
 
     def close(self) -> None:
-        """Closes metrics.jsonl, TensorBoard and the trackers."""
         for tracker in (self._tensorboard, *self._trackers):
             tracker.close()
         with self._explain_errors():
@@ -149,7 +128,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of the file metrics.jsonl at `path`, ordered by step.
+    """Returns the records of a file metrics.jsonl, ordered by step.
 
     A record has the entry "step" and a number, or None, for each tag. Damaged lines are left out.
     """
@@ -159,7 +138,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def damaged_lines(path: Path) -> list[int]:
-    """Returns the numbers, from 1, of the damaged lines of the file metrics.jsonl at `path`.
+    """Returns the numbers, from 1, of the damaged lines of a file metrics.jsonl.
 
     An incomplete last line does not count, because the end of a process may have interrupted it.
     """
@@ -170,32 +149,23 @@ def damaged_lines(path: Path) -> list[int]:
 
 
 def describe_damage(damaged: Sequence[int]) -> str:
-    """Returns a phrase that names the first three damaged lines; `damaged` has their numbers."""
+    """Returns a phrase that names the first three damaged lines."""
     more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
     return f"damaged: cannot read line {', '.join(map(str, damaged[:_SHOWN]))}{more}"
 
 
 class Rate(NamedTuple):
-    """Speed of training over an interval, without pauses.
-
-    Attributes:
-      tokens_per_second: tokens per second.
-      step_seconds: mean number of seconds of a step.
-      flops_per_second: FLOPs per second; None if the FLOPs of a step are not known.
-    """
+    """Speed of training over an interval, without pauses."""
 
     tokens_per_second: float
-    step_seconds: float
-    flops_per_second: float | None
+    step_seconds: float  # mean over the steps
+    flops_per_second: float | None  # None if the FLOPs of a step are not known
 
 
 class Throughput:
     """Measures the speed of training: tokens per second, without pauses.
 
     Steps run asynchronously, so `rate` has to be called after waiting for the last step's result.
-
-    Args:
-      clock: returns the current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -206,12 +176,7 @@ class Throughput:
         self._flops: int | None = 0
 
     def step(self, tokens: int, flops: int | None = None) -> None:
-        """Counts a step.
-
-        Args:
-          tokens: number of tokens of the step.
-          flops: FLOPs of the step; if they are None, the FLOPs of the whole interval are unknown.
-        """
+        """Counts a step; if its FLOPs are None, the FLOPs of the whole interval are unknown."""
         self._tokens += tokens
         self._flops = None if flops is None or self._flops is None else self._flops + flops
         self._steps += 1
@@ -233,10 +198,7 @@ class Throughput:
                 self._created, self._started, self._paused = now, now, 0.0
 
     def rate(self) -> Rate:
-        """Returns the speed since the last call, and starts a new interval.
-
-        At least one step has to be counted between two calls.
-        """
+        """Returns the speed since the last call; at least one step has to be counted in between."""
         now = self._clock()
         seconds = now - self._started - self._paused
         flops = None if self._flops is None else self._flops / seconds
@@ -246,22 +208,14 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Returns the expected number of seconds for `steps` more steps, with as many pauses per
-        step as so far.
-        """
+        """Returns the expected time of `steps` more steps, with pauses as so far."""
         return (self._clock() - self._created) / self._all_steps * steps
 
 
 class TensorBoard:
-    """Writes TensorBoard events from the calling thread.
+    """Writes TensorBoard events from the calling thread, until writing fails for the first time.
 
     tensorboardX's own writer uses a thread, and would block the trainer if that thread died.
-
-    Args:
-      directory: the directory for the file of events, which is created if it does not exist.
-      resume_step: the step that the run resumes from; TensorBoard hides events of later steps.
-      warn: called with a message when writing fails for the first time; no events are written
-        afterwards.
     """
 
     def __init__(self, directory: Path, resume_step: int, warn: Callable[[str], None]):
@@ -284,12 +238,6 @@ class TensorBoard:
             self._add(Event(step=step + 1, session_log=purge))
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Writes metrics of a step.
-
-        Args:
-          step: the step.
-          metrics: numbers by tag; None stands for a number that is not finite.
-        """
         with self._tolerate_errors():
             for tag, value in metrics.items():
                 value = math.nan if value is None else value
@@ -299,7 +247,6 @@ class TensorBoard:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Closes the file of events."""
         with self._tolerate_errors():
             if self._writer:
                 self._writer.close()
@@ -325,11 +272,7 @@ class TensorBoard:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Returns the lines of a file, and the text after its last newline; [] if there is no file.
-
-    Raises:
-      CheckpointError: the file cannot be read, or is too large.
-    """
+    """Returns the lines of a file, and the text after its last newline; [] if there is no file."""
     try:
         return untrusted.read_file(path).split(b"\n") if path.is_file() else []
     except OSError as error:

@@ -37,11 +37,6 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     concatenated over all layers, and their updates are made orthogonal by batched matmuls, because
     many small matmuls in sequence leave most of a device idle. If parameters are sharded, each
     device processes some of these matrices, and never a part of a matrix.
-
-    Args:
-      optimizer: settings of the optimizer.
-      schedule: function from the number of completed updates to the learning rate.
-      axes: names of each parameter's axes, by the parameter's path.
     """
     steps = optimizer.orthogonal_steps
     transform = muon(
@@ -55,19 +50,11 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     )  # fmt: skip
 
     def init(params: PyTree[Array]) -> optax.OptState:
-        """Returns the initial state of the optimizer for the parameters `params`."""
         return transform.init(_grouped(params, axes))
 
     def update(
         gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
     ) -> tuple[PyTree[Array], optax.OptState]:
-        """Returns the updates that are added to the parameters, and the new state of the optimizer.
-
-        Args:
-          gradients: gradients of the parameters.
-          state: state of the optimizer before the update.
-          params: the parameters.
-        """
         updates, new_state = transform.update(
             _grouped(gradients, axes), state, _grouped(params, axes)
         )
@@ -96,8 +83,7 @@ def _matrices(params: PyTree[Array], axes: Axes) -> dict[str, tuple[int, int, in
 def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
     """Concatenates kernels of the same shape into one array [matrices, rows, columns].
 
-    Returns:
-      "matrices": these arrays, by shape; "others": the remaining parameters, by path.
+    "matrices" has these arrays, by shape; "others" the remaining parameters, by path.
     """
     others, groups = flatten_dict(params, sep="/"), {}
     for name, shape in _matrices(params, axes).items():
@@ -111,7 +97,7 @@ def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
 def _ungrouped(
     grouped: dict[str, dict[str, Array]], like: PyTree[Array], axes: Axes
 ) -> PyTree[Array]:
-    """Returns the tree of parameters whose `_grouped` is given; `like` has its shapes."""
+    """The inverse of `_grouped`; `like` has the shapes of the result."""
     flat, offsets = dict(grouped["others"]), dict.fromkeys(grouped["matrices"], 0)
     shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
     for name, (count, rows, columns) in _matrices(like, axes).items():

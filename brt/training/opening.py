@@ -47,47 +47,28 @@ from brt.training.workdir import Workdir
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class OpenRun:
-    """A run whose files are open, at the step from which it trains.
-
-    Attributes:
-      run: config, task, data, devices and optimizer of the run.
-      workdir: the run directory; a temporary directory in all processes except for the first.
-      state: the train state, in either form of `layer_forms`. A training step donates its memory to
-        the next state.
-      completed: number of completed steps, as in `state`.
-      resumed: True between the restoring of a checkpoint and the next step.
-      writer: writes checkpoints.
-      metrics: writes metrics.jsonl.
-      progress: shows the progress to the user, and writes log.txt.
-      phases: tracks the phase that the run is in.
-      requests: requests of the user, by signals or files, to stop or to save.
-      profile: records a profiler trace.
-      batches: iterator over the batches of this process.
-      accumulator: totals of the metrics since the last report.
-      bad_steps: the steps so far whose loss or gradients were not usable, and what was done.
-      evaluator: evaluates the model on held-out data, and generates sample texts.
-      probe: function from parameters and carry (caches and recurrent states) to metrics of the
-        recurrent states; None if the task has no such metrics.
-      provenance: versions, machine, command and config changes, as JSON for provenance.json.
-    """
+    """A run whose files are open, at the step from which it trains."""
 
     run: Run
-    workdir: Workdir
+    workdir: Workdir  # a temporary directory in all processes except for the first
+    # The state has either form of `layer_forms`. A training step donates its memory to the next.
     state: TrainState
-    completed: int
-    resumed: bool
+    completed: int  # number of completed steps, as in `state`
+    resumed: bool  # True between the restoring of a checkpoint and the next step
     writer: CheckpointWriter
     metrics: MetricsWriter
     progress: Progress
     phases: PhaseTracker
     requests: Requests
     profile: Profile
-    batches: BatchIterator
-    accumulator: MetricAccumulator
+    batches: BatchIterator  # the batches of this process
+    accumulator: MetricAccumulator  # totals of the metrics since the last report
     bad_steps: BadSteps
-    evaluator: Evaluator
+    evaluator: Evaluator  # evaluates held-out data, and generates sample texts
+    # A function from parameters and carry (caches and recurrent states) to metrics of the recurrent
+    # states; None if the task has no such metrics.
     probe: Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]] | None
-    provenance: dict[str, object]
+    provenance: dict[str, object]  # versions, machine, command, config changes: provenance.json
 
 
 def open_files(
@@ -102,7 +83,6 @@ def open_files(
     """Restores or creates a run, opens the files that it writes, and returns the opened run.
 
     Args:
-      run: the run.
       workdir: the run directory, as `enter_workdir` returned it.
       checkpoint: the checkpoint that was the newest before the workdir was locked; None if there
         was none.
@@ -111,9 +91,6 @@ def open_files(
       stop: receives SIGTERM and Ctrl-C.
       phases: the tracker to which the function reports the phases "restoring" and "seeking".
       stack: the exit stack that closes the files at the end of the run.
-
-    Raises:
-      BrtError: the run cannot start.
     """
     config = run.config
     settings = config.checkpoint
@@ -179,11 +156,8 @@ def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
     """Locks the run directory for this trainer, and returns the directory to write to.
 
     With several processes, only the first process locks the run directory and writes to it. Each of
-    the other processes writes to a temporary directory.
-
-    Args:
-      workdir: the run directory, which exists.
-      stack: the exit stack that releases the lock and removes the temporary directory.
+    the other processes writes to a temporary directory. The exit stack releases the lock and
+    removes the temporary directory.
 
     Raises:
       ConfigError: another trainer holds the lock, or processes do not share the directory.
@@ -200,13 +174,8 @@ def _find_again(
 ) -> tuple[VerifiedCheckpoint | None, ConfigChanges | None]:
     """Returns the checkpoint to resume from, and the differences between its config and the run's.
 
-    Args:
-      checkpoint: the checkpoint that was the newest before the workdir was locked.
-      allowed: settings that may differ; see `config_changes.check_resumable`.
-
-    Raises:
-      ConfigError: a setting differs that must not differ.
-      CheckpointError: checkpoints exist, and none is intact.
+    `checkpoint` is the one that was the newest before the workdir was locked; `allowed` as in
+    `config_changes.check_resumable`.
     """
     steps = reader.steps(workdir.checkpoints)
     if steps and (checkpoint is None or steps[-1] > checkpoint.step):
@@ -266,10 +235,7 @@ def _open_batches(
 def _write_description(
     run: Run, workdir: Workdir, provenance: Mapping[str, object], progress: Progress, *, new: bool
 ) -> None:
-    """Writes the files that describe a run, and tells the user what is about to be trained.
-
-    `new` is False for a run that is resumed from a checkpoint.
-    """
+    """Writes the files that describe a run, and tells the user what is about to be trained."""
     for line in data_manifest.describe_splits(run.dataset.described()):
         progress.message(line)
     data_manifest.write(workdir, run.dataset, run.weights, new=new)
@@ -289,9 +255,6 @@ def _write_description(
 
 
 def _evaluator(run: Run) -> Evaluator:
-    """Returns the evaluator of held-out data.
-
-    If there are no held-out data, the evaluator has training data, and only draws samples.
-    """
+    """Returns the evaluator of held-out data; without such data it only draws samples."""
     split = SPLIT if SPLIT in run.dataset.splits else "train"
     return run.task.evaluator(EvaluationRequest(run.config, run.dataset, split, compare_exact=True))

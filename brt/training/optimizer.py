@@ -35,10 +35,6 @@ def learning_rate(
 
     "cosine" and "linear" stay at `final_learning_rate` after step `steps`. Rounding never takes a
     learning rate beyond this value, so no learning rate is negative.
-
-    Args:
-      optimizer: settings, such as `learning_rate`, `final_learning_rate` and `warmup_steps`.
-      steps: Training.steps, the number of steps of the run.
     """
     top, low, warmup = (
         optimizer.learning_rate,
@@ -54,7 +50,6 @@ def learning_rate(
     shape, decays = shapes[optimizer.schedule], optimizer.schedule in ("cosine", "linear")
 
     def rate(step: Int[Array, ""] | Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the learning rate of a step, which is counted from 1."""
         t = jnp.maximum(jnp.asarray(step, jnp.float32), max(warmup, 1))
         warm = jnp.minimum(jnp.asarray(step, jnp.float32) / max(warmup, 1), 1.0)
         if not decays:
@@ -67,24 +62,16 @@ def learning_rate(
 def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AUTO) -> Stepper:
     """Returns the optimizer of a run: Adafactor, AdamW or Muon, with its learning-rate schedule.
 
-    The `update` of the optimizer needs the parameters as third argument. If Optimizer.clip_norm is
-    set, every optimizer first clips the norm of the gradients. Adafactor is used as in the code of
-    Block-Recurrent Transformers: the second moments of matrices are factored, and its updates are
-    clipped to a root mean square of 1, multiplied by the learning rate and the scale of the
-    parameter, and smoothed by momentum.
-
-    Args:
-      optimizer: settings.
-      steps: Training.steps, the number of steps of the run.
-      axes: names of each parameter's axes, by the parameter's path; see `state.parameter_axes`.
-        The names say which axes are heads. All three optimizers treat an attention kernel as a
-        matrix (see `brt.training.matrices`), which is possible only if its axes have names.
-      implementation: the implementation of the op "adafactor"; see `brt.config.Kernels`.
+    If Optimizer.clip_norm is set, every optimizer first clips the norm of the gradients. Adafactor
+    is used as in the code of Block-Recurrent Transformers: the second moments of matrices are
+    factored, and its updates are clipped to a root mean square of 1, multiplied by the learning
+    rate and the scale of the parameter, and smoothed by momentum. All three optimizers treat an
+    attention kernel as a matrix (`brt.training.matrices`), which is possible only if `axes` has the
+    names of its axes, by the parameter's path. `implementation` is that of the op "adafactor".
     """
     rate = learning_rate(optimizer, steps)
 
     def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
-        """Returns the learning rate of the step after `count` completed steps."""
         # optax counts steps from 0, and the learning rate of step 0 would be 0.
         return rate(count + 1)
 
@@ -115,17 +102,13 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
 
 
 def _clipped(built: Stepper, norm: float) -> Stepper:
-    """Returns an optimizer that first clips the norm of the gradients.
-
-    Its state is that of `optax.chain`.
-    """
+    """Returns an optimizer that first clips the norm of the gradients, as `optax.chain` does."""
     clip = optax.clip_by_global_norm(norm)
     chained = optax.chain(clip, optax.GradientTransformation(built.init, built.update))
 
     def step(
         gradients: Parameters, state: Any, params: Parameters, divisor: Float[Array, ""]
     ) -> Stepped:
-        """Returns the result of a step; see `Stepper`."""
         before, inner = state
         gradients = divided(gradients, divisor)
         norm = optax.tree.norm(gradients)

@@ -14,23 +14,11 @@ _SHOWN = 6  # An error lists at most this number of parameters.
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
-    """Returns True if one of the patterns, such as "*/cell/*", matches the path of a parameter."""
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def check(setting: str, patterns: Sequence[str], paths: Collection[str], kind: str) -> None:
-    """Checks that every pattern of a setting matches a path.
-
-    Args:
-      setting: name of the setting, for the error message.
-      patterns: the patterns that the setting contains.
-      paths: paths of the parameters among which the setting chooses.
-      kind: a description of these parameters for the error message, such as "parameters of the
-        model".
-
-    Raises:
-      ConfigError: a pattern matches none of the paths.
-    """
+    """Raises ConfigError if a pattern of a setting matches no path of a parameter."""
     for pattern in patterns:
         if any(matches(path, [pattern]) for path in paths):
             continue

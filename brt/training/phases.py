@@ -18,33 +18,25 @@ _INTERRUPTIBLE = ("stepping", "evaluating", "sampling")
 
 
 class RunStatus(NamedTuple):
-    """The activity of a run at one moment.
+    """The activity of a run at one moment."""
 
-    Attributes:
-      phase: "starting", "compiling", "restoring" (a checkpoint), "seeking" (the position in the
-        data), "stepping" (training), "evaluating", "sampling", "saving" (copying the arrays for a
-        checkpoint), "committing" (completing a checkpoint) or "ending".
-      step: number of completed training steps.
-      last_progress: `time.monotonic` of the last sign of progress, such as a completed step, an
-        evaluated batch, a sampled token, or the beginning of a phase.
-      background: the phase of the thread that saves in the background; "" while this thread is
-        idle.
-    """
-
+    # "starting", "compiling", "restoring" (a checkpoint), "seeking" (the position in the data),
+    # "stepping" (training), "evaluating", "sampling", "saving" (copying the arrays for a
+    # checkpoint), "committing" (completing a checkpoint) or "ending".
     phase: str
-    step: int
+    step: int  # number of completed training steps
+    # The time (`time.monotonic`) of the last sign of progress, such as a completed step, an
+    # evaluated batch, a sampled token, or the beginning of a phase.
     last_progress: float
-    background: str = ""
+    background: str = ""  # the phase of the thread that saves in the background; "" while idle
 
 
 class PhaseTracker:
     """Holds the current status of a run, and notifies listeners of new phases.
 
     The main thread changes the status. Every thread may read the status (`now`), because it is a
-    single value that is replaced as a whole.
-
-    Args:
-      clock: returns the current time in seconds.
+    single value that is replaced as a whole. A `step` of None leaves the number of completed steps
+    as it is.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -55,22 +47,13 @@ class PhaseTracker:
 
     @property
     def now(self) -> RunStatus:
-        """The current status."""
         return self._status._replace(background=self._background)
 
     def listen(self, listener: Callable[[RunStatus], None]) -> None:
-        """Registers the function `listener`, which is called with the new status when a phase
-        begins, and when work in the background begins or ends.
-        """
+        """Registers a function to call when a phase, or work in the background, begins or ends."""
         self._listeners.append(listener)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begins a phase.
-
-        Args:
-          phase: name of the phase; see `RunStatus`.
-          step: the new number of completed steps; None if it is unchanged.
-        """
         completed = self._status.step if step is None else step
         self._status = RunStatus(phase, completed, self._clock())
         self._notify()
@@ -80,10 +63,6 @@ class PhaseTracker:
         """Context that begins a phase, and begins the previous phase again at the context's end.
 
         If an error is raised within the context, the status keeps the phase of the error.
-
-        Args:
-          phase: name of the phase.
-          step: the new number of completed steps; None if it is unchanged.
         """
         previous = self._status.phase
         self.enter(phase, step)
@@ -92,9 +71,7 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def in_background(self, phase: str) -> Iterator[None]:
-        """Context for the thread that saves in the background: within the context, the attribute
-        `background` of the status is `phase`.
-        """
+        """Context that sets `background` of the status, for the thread that saves."""
         self._background = phase
         self._notify()
         try:
@@ -104,19 +81,13 @@ class PhaseTracker:
             self._notify()
 
     def progressed(self, step: int | None = None) -> None:
-        """Records progress within a phase; cheap enough to be called for every step or batch.
-
-        Args:
-          step: the new number of completed steps; None if it is unchanged.
-        """
+        """Records progress within a phase; cheap enough to be called for every step or batch."""
         completed = self._status.step if step is None else step
         self._status = self._status._replace(step=completed, last_progress=self._clock())
 
     @property
     def uninterruptible(self) -> str:
-        """Name of the current phase if a request to stop has to wait until the phase ends;
-        otherwise "".
-        """
+        """Name of the current phase if a request to stop has to wait for its end; otherwise ""."""
         return "" if self._status.phase in _INTERRUPTIBLE else self._status.phase
 
     def _notify(self) -> None:

@@ -28,17 +28,8 @@ def draw(
 ) -> list[Path]:
     """Draws the curves of a run as PNG files in plots/, and returns the paths of the files.
 
-    Args:
-      workdir: the run directory.
-      metric: the task's primary metric, such as bits per byte.
-      units_per_token: number of units of the metric (such as bytes) per training token. Training
-        logs bits per token, which are divided by this number.
-      baseline: name and metric of a simpler method on the held-out data, drawn as a horizontal
-        line; None for no line.
-
-    Raises:
-      DataError: metrics.jsonl records no training step.
-      ConfigError: the directory cannot be written.
+    Training logs bits per token, which are divided by `units_per_token`, the number of units of the
+    metric (such as bytes) per training token. The baseline is a horizontal line.
     """
     records = read_metrics(workdir.metrics)
     if not any(record.get("train/bits_per_token") is not None for record in records):

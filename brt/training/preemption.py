@@ -28,7 +28,6 @@ def stop_at_once() -> Iterator[None]:
     """
 
     def stop(*_: object) -> None:
-        """Handles the signal by raising Preempted."""
         raise Preempted("SIGTERM: stopped outside of training; run the same command again")
 
     old = signal.signal(signal.SIGTERM, stop)
@@ -46,10 +45,9 @@ class StopSignal:
     of the main thread, where Python cannot catch signals, the context does nothing.
 
     Args:
-      announce: a function that is called in the thread with a message for the user about what
-        happens next.
-      uninterruptible: a function that returns the name of the current phase, such as "compiling",
-        if the phase has to end before the run can stop; otherwise it returns "".
+      announce: called in the thread with a message for the user about what happens next.
+      uninterruptible: returns the name of the current phase, such as "compiling", if the phase has
+        to end before the run can stop; otherwise "".
     """
 
     def __init__(

@@ -26,9 +26,7 @@ _PEAKS = {
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """Returns the peak FLOP/s of a device for bfloat16 matmuls; None if the peak is not known, as
-    for CPUs.
-    """
+    """Returns the peak FLOP/s of a device for bfloat16 matmuls; None if not known, as for CPUs."""
     kind = device.device_kind
     if kind in _PEAKS:
         return _PEAKS[kind]
@@ -37,16 +35,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns the model FLOPs utilization (MFU): the FLOPs per second of the training, divided by
-    the peak FLOP/s of all devices.
-
-    Args:
-      flops_per_second: FLOPs per second of the training on all devices; None if not known.
-      mesh: the devices.
-
-    Returns:
-      The metric as a dict, {"perf/mfu": ...}; {} if the FLOPs or the peak are not known.
-    """
+    """Returns {"perf/mfu": FLOPs per second / peak of all devices}; {} if not known."""
     peak = peak_flops(mesh.devices.flat[0])
     if not (flops_per_second and peak):
         return {}
@@ -54,18 +43,13 @@ def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict
 
 
 class Profile:
-    """Records a profiler trace of a range of steps, which TensorBoard shows.
-
-    Args:
-      steps: the first and the last step to trace; () for none.
-      workdir: the run directory, in whose directory `tensorboard` the trace is written.
-    """
+    """Records a profiler trace of steps: `steps` are the first and the last one; () for none."""
 
     def __init__(self, steps: tuple[int, ...], workdir: Workdir):
         self._steps, self._workdir, self._running = steps, workdir, False
 
     def before(self, step: int) -> None:
-        """Starts the trace if `step`, the step that is about to run, is the first one to trace."""
+        """Starts the trace if `step`, which is about to run, is the first one to trace."""
         if self._steps and step == self._steps[0] and not self._running:
             # The profiler would follow symbolic links to places outside of the run directory.
             refuse_links(self._workdir)
@@ -73,15 +57,7 @@ class Profile:
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:
-        """Ends the trace if `step` is the last step to trace.
-
-        Args:
-          step: the step that was started last.
-          wait_for: arrays that the step computes; the trace ends when they are computed.
-
-        Returns:
-          True if the trace was ended.
-        """
+        """If `step` is the last one to trace, ends the trace after `wait_for`; returns True."""
         if not (self._running and step >= self._steps[1]):
             return False
         jax.block_until_ready(wait_for)
@@ -89,11 +65,8 @@ class Profile:
         return True
 
     def close(self) -> None:
-        """Ends a trace that is still running.
-
-        If the run directory has been moved, the trace is left, for the profiler would create the
-        directory again.
-        """
+        """Ends a trace that is still running."""
+        # If the run directory has been moved, the profiler would create it again.
         if self._running and self._workdir.tensorboard.is_dir():
             self._running = False
             # jax raises RuntimeError if another part of the program has already stopped the trace.

@@ -91,14 +91,7 @@ class Progress:
     def report(
         self, step: int, *, bits_per_token: float, tokens_per_second: float, seconds_left: float
     ) -> None:
-        """Shows the metrics of the steps since the last report, in the bar or as a line.
-
-        Args:
-          step: number of completed steps.
-          bits_per_token: mean training loss since the last report.
-          tokens_per_second: speed since the last report.
-          seconds_left: expected number of seconds until the end of the run.
-        """
+        """Shows the metrics of the steps since the last report, in the bar or as a line."""
         metrics = (
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
             f"ETA {clock(seconds_left)}"
@@ -106,21 +99,11 @@ class Progress:
         self._show_metrics(step, metrics)
 
     def report_first_step(self, step: int, bits_per_token: float) -> None:
-        """Shows the loss of the first step, so that the user need not wait for the first report.
-
-        Args:
-          step: number of completed steps.
-          bits_per_token: training loss of the step.
-        """
+        """Shows the loss of the first step, so that the user need not wait for the first report."""
         self._show_metrics(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, summary: str) -> None:
-        """Shows the summary of an evaluation as a line, and in the bar until the next evaluation.
-
-        Args:
-          step: number of completed steps.
-          summary: a text of one line, such as "validation 2.275 bits/byte".
-        """
+        """Shows the summary of an evaluation as a line, and in the bar until the next one."""
         self._evaluation = summary
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
         self._refresh_bar(step)
@@ -138,9 +121,6 @@ class Progress:
         """Announces the beginning of a phase; after restoring or compiling, says how long it took.
 
         On a terminal the bar shows the name of the phase until the phase ends.
-
-        Args:
-          now: the status of the run at the beginning of the phase.
         """
         if now.phase == self._phase:
             return

@@ -19,11 +19,7 @@ _LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 
 
 def describe_process() -> dict[str, Any]:
-    """Returns a description of this process as JSON.
-
-    The description has the command, the versions of Python and of libraries, the commit of brt, the
-    machine, the devices, and the time of the call.
-    """
+    """Returns a description of this process as JSON: command, versions, machine and devices."""
     return {
         "command": redacted(sys.argv),
         "started": current_time(),
@@ -60,7 +56,6 @@ def _git(checkout: Path) -> dict[str, Any] | None:
         return None
 
     def git(*arguments: str) -> str:
-        """Runs git with these arguments in the checkout, and returns its output."""
         return subprocess.run(
             ["git", "-C", str(checkout), *arguments],
             capture_output=True, text=True, check=True, timeout=10,

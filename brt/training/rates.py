@@ -16,18 +16,12 @@ from brt.training import parameter_paths
 def with_rates(
     transform: optax.GradientTransformation, optimizer: Optimizer
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that multiplies the learning rates and weight decays of parameters by
-    the factors in Optimizer.rates.
+    """Returns an optimizer with the factors of learning rates and weight decays in Optimizer.rates.
 
-    The updates of Adafactor, AdamW and Muon are proportional to the learning rate. The updates are
-    therefore multiplied by the factor of the learning rate. AdamW and Muon use the parameters only
-    for weight decay. The parameters that these optimizers get are therefore multiplied by the
-    factor of the weight decay. Adafactor uses the parameters for another purpose, and has no weight
-    decay.
-
-    Args:
-      transform: the optimizer without these factors, which is returned if Optimizer.rates is empty.
-      optimizer: settings, such as `rates` and the name of the optimizer.
+    The updates of Adafactor, AdamW and Muon are proportional to the learning rate, so the updates
+    are multiplied by its factor. AdamW and Muon use the parameters only for weight decay, so the
+    parameters that they get are multiplied by the factor of the weight decay. Adafactor uses the
+    parameters for another purpose, and has no weight decay.
     """
     if not optimizer.rates:
         return transform
@@ -35,13 +29,6 @@ def with_rates(
     def update(
         gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
     ) -> tuple[PyTree[Array], optax.OptState]:
-        """Returns the updates, multiplied by the factors, and the new state of the optimizer.
-
-        Args:
-          gradients: gradients of the parameters.
-          state: state of the optimizer before the update.
-          params: the parameters.
-        """
         if optimizer.name != "adafactor":
             params = _multiplied(params, optimizer, 1)
         updates, state = transform.update(gradients, state, params)
@@ -51,13 +38,7 @@ def with_rates(
 
 
 def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree[Array]:
-    """Returns the arrays of a tree, multiplied by their factors.
-
-    Args:
-      tree: an array for each parameter.
-      optimizer: settings.
-      which: 0 for the factor of the learning rate, 1 for the factor of the weight decay.
-    """
+    """Multiplies arrays by the factors of the learning rate (`which` = 0) or weight decay (1)."""
     flat = flatten_dict(tree, sep="/")
     for path, leaf in flat.items():
         if (factor := factors_of(path, optimizer)[which]) != 1:
@@ -66,15 +47,7 @@ def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree
 
 
 def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
-    """Returns two factors for a parameter: of its learning rate, and of its weight decay.
-
-    The first pattern in Optimizer.rates that matches the parameter determines the factors. Without
-    such a pattern, both factors are 1.
-
-    Args:
-      path: path of the parameter.
-      optimizer: settings.
-    """
+    """Returns the factors of learning rate and weight decay of the first pattern that matches."""
     for pattern, rate, decay in optimizer.rates:
         if parameter_paths.matches(path, [pattern]):
             return rate, decay
@@ -82,16 +55,7 @@ def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
 
 
 def check(trained: PyTree, optimizer: Optimizer) -> None:
-    """Checks that every pattern of Optimizer.rates matches a parameter, and that the learning rate
-    of at least one parameter is above 0.
-
-    Args:
-      trained: the tree of the trained parameters, or of their shapes.
-      optimizer: settings.
-
-    Raises:
-      ConfigError: a pattern matches no trained parameter, or all learning rates are 0.
-    """
+    """Raises ConfigError if a pattern matches no trained parameter, or all learning rates are 0."""
     paths = list(flatten_dict(trained, sep="/"))
     patterns = [pattern for pattern, _, _ in optimizer.rates]
     parameter_paths.check("Optimizer.rates", patterns, paths, "trained parameters")
@@ -103,15 +67,7 @@ def check(trained: PyTree, optimizer: Optimizer) -> None:
 
 
 def describe(trained: PyTree, optimizer: Optimizer) -> str:
-    """Returns a message that lists the factors of Optimizer.rates other than 1, each with the
-    number of parameters that it applies to.
-
-    The message is "" if there are no such factors.
-
-    Args:
-      trained: the tree of the trained parameters, or of their shapes.
-      optimizer: settings.
-    """
+    """Lists the factors of Optimizer.rates other than 1, and how many parameters they change."""
     sizes: dict[tuple[float, float], int] = {}
     for path, leaf in flatten_dict(trained, sep="/").items():
         factors = factors_of(path, optimizer)

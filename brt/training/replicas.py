@@ -1,14 +1,14 @@
 """Data parallelism: replicas, the devices along `Mesh.data` that each hold a whole model.
 
-Every replica computes the loss and the gradients of its own lanes (rows of the batch) as a single
-device would. One sum over the replicas (`psum`) follows. If XLA's SPMD partitioner distributed this
+Every replica computes the loss and the gradients of its own rows of the batch as a single device
+would. One sum over the replicas (`psum`) follows. If XLA's SPMD partitioner distributed this
 computation, every loop that uses a parameter would sum the parameter's gradient over the devices in
 every iteration.
 
 If parameters are sharded over devices (`Mesh.fsdp`, `Mesh.tensor`), the SPMD partitioner has to
 distribute the whole computation, because it cannot partition an embedding lookup inside of a
-`shard_map` over replicas (jax 0.10 aborts). In this case `count` returns 1, and the other functions
-are not used.
+`shard_map` over replicas (jax 0.10 aborts). Then `count` returns 1, and other functions are not
+used. A mesh of None stands for JAX's current mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,18 +25,14 @@ from brt.distributed.rules import Names
 from brt.ops import dispatch
 
 _AXIS = rules.REPLICAS
-# This spec shards an array whose first axis is lanes (rows of the batch).
+# This spec shards an array whose first axis is rows of the batch.
 LANES = PartitionSpec(_AXIS)
 # The optimizer's state may be sharded over the replicas along axes with these names.
 _SHARDED = "embed", "mlp", "vocab"
 
 
 def count(mesh: rules.Mesh | None = None) -> int:
-    """Returns the number of replicas; 1 if parameters are sharded over devices.
-
-    Args:
-      mesh: the mesh of devices; None for JAX's current mesh.
-    """
+    """Returns the number of replicas; 1 if parameters are sharded over devices."""
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     shared = any(shape.get(axis, 1) > 1 for axis in ("fsdp", "tensor"))
     return 1 if shared else shape.get(_AXIS, 1)
@@ -45,14 +41,8 @@ def count(mesh: rules.Mesh | None = None) -> int:
 def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
     """Returns True if each replica holds only a shard of the optimizer's state.
 
-    Such sharding is the first stage of ZeRO (Rajbhandari et al. 2019). By default, the state is not
-    sharded if the optimizer is Muon or the backend is a CPU. On CPUs the shards of each array would
-    be sent separately, which would take more time than sharding saves.
-
-    Args:
-      optimizer: settings. Optimizer.state is "shared" for shards, "whole" for a copy of the whole
-        state on each replica, or "auto" for the default of the backend.
-      mesh: the mesh of devices; None for JAX's current mesh.
+    This is the first stage of ZeRO (Rajbhandari et al. 2019). By default ("auto"), Muon and CPUs
+    have no shards: a CPU would send the shards of each array separately, which takes longer.
     """
     if count(mesh) == 1:
         return False
@@ -62,16 +52,10 @@ def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bo
 
 
 def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
-    """Returns the partition spec that shards a parameter, or an array of the optimizer's state,
-    over replicas.
+    """Returns the spec that shards a parameter, or its optimizer state, over replicas.
 
     The first axis that is called "embed", "mlp" or "vocab", and whose size is a multiple of the
     number of replicas, is sharded. If the array has no such axis or is a vector, it is replicated.
-
-    Args:
-      names: names of the array's axes.
-      shape: shape of the array.
-      replicas: number of replicas.
     """
     for axis, name in enumerate(names):
         if name in _SHARDED and rules.is_matrix(names) and shape[axis] % replicas == 0:
@@ -82,22 +66,10 @@ def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> Partition
 def optimizer_shards(
     params: PyTree, axes: Mapping[str, Names], mesh: rules.Mesh | None = None
 ) -> PyTree[PartitionSpec]:
-    """Returns the partition specs by which replicas share the work of the optimizer: each replica
-    updates one shard of each parameter.
-
-    The specs are those of `shard_spec`, in a tree with the structure of `params`.
-
-    Args:
-      params: the parameters, or their shapes.
-      axes: names of each parameter's axes, by the parameter's path.
-      mesh: the mesh of devices; None for JAX's current mesh.
-    """
+    """Returns the `shard_spec` of each parameter; each replica updates one shard."""
 
     def parameter_shard_spec(path: tuple, parameter: Any) -> PartitionSpec:
-        """Returns the `shard_spec` of one parameter, whose path in the tree is `path`.
-
-        A layer of a stack is an entry of a list, and has the names of the stack without "layers".
-        """
+        # A layer of a stack is an entry of a list, and has the stack's names without "layers".
         keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
         names = axes.get("/".join(keys), ())[len(path) - len(keys) :]
         return shard_spec(names, parameter.shape, count(mesh))
@@ -106,32 +78,20 @@ def optimizer_shards(
 
 
 def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array]:
-    """Returns the arrays of a tree, each constrained to a sharding over the replicas by
-    `jax.lax.with_sharding_constraint`.
-
-    Args:
-      tree: arrays.
-      specs: the spec of each array, in a tree of the same structure.
-    """
+    """Constrains each array to the sharding over the replicas that its spec says."""
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 
 
 def gathered(tree: PyTree[Array]) -> PyTree[Array]:
-    """Returns the arrays of a tree, each constrained to be whole on every device."""
+    """Constrains each array to be whole on every device."""
     whole = PartitionSpec()
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), tree)
 
 
 def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
-    """Returns specs that shard the axis "lanes" of every array over the replicas.
-
-    Args:
-      tree: arrays of all lanes.
-      names: names of the axes of each array, in a tree whose leaves are tuples of names.
-    """
+    """Returns specs that shard the axis "lanes" (rows of the batch), by the names of the axes."""
 
     def lane_spec(_: Array, names: Names) -> PartitionSpec:
-        """Returns the spec of an array whose axes are called `names`."""
         return PartitionSpec(*(_AXIS if name == "lanes" else None for name in names))
 
     return jax.tree.map(lane_spec, tree, names)
@@ -140,13 +100,7 @@ def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpe
 def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Returns a function that runs `function` on every replica (`jax.shard_map`).
 
-    An output whose spec lacks the replicas' axis of the mesh has to be the same on all replicas,
-    which is not checked.
-
-    Args:
-      function: the function, which each replica calls with its shards of the arguments.
-      in_specs: partition specs of the arguments, or tree prefixes of these specs.
-      out_specs: partition specs of the outputs, or tree prefixes of these specs.
+    An output that is not sharded over replicas has to be the same on all, which is not checked.
     """
     shape = jax.sharding.get_abstract_mesh().shape
     # The axes of size 1 are manual axes of the shard_map, too, because jax refuses Pallas kernels
@@ -161,16 +115,10 @@ def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Ca
 def psum(
     tree: PyTree[Array], optimizer_shards: PyTree[PartitionSpec] | None = None
 ) -> PyTree[Array]:
-    """Returns the sum over the replicas of every array of a tree. The function has to be called
-    inside of `shard_map`.
+    """Returns the sum over the replicas of every array of a tree, inside of `shard_map`.
 
-    On CPUs, where the time of a message hardly depends on its size, whole sums are computed with
-    one message: all arrays are concatenated first.
-
-    Args:
-      tree: arrays of one replica.
-      optimizer_shards: partition spec of each array; each replica receives only its shard of every
-        sum. None if each replica receives the whole sums.
+    With `optimizer_shards`, each replica receives only its shard of every sum. CPUs send one
+    message, all arrays concatenated, because the time of a message hardly depends on its size.
     """
     with jax.named_scope("replicas"):
         if optimizer_shards is not None:

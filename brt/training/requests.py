@@ -28,16 +28,8 @@ class Requests:
     A user requests a checkpoint, or a stop after the next evaluation, by creating a file in the run
     directory. Only the first process looks for these files, and tells the other processes. The file
     is removed after the request has been fulfilled. If the run is killed before, it fulfils the
-    request when it is started again.
-
-    Args:
-      stop: receives SIGTERM and Ctrl-C.
-      workdir: the directory in which users create the files.
-      phases: the tracker in which every call of `stop` is recorded as progress, because the run
-        calls `stop` regularly while it trains, evaluates or samples.
-      evaluates: True if the run evaluates held-out data.
-      say: a function that is called with messages for the user.
-      stack: the exit stack that closes the threads through which several processes agree.
+    request when it is started again. Every call of `stop` counts as progress in `phases`, because
+    the run calls `stop` regularly while it trains, evaluates or samples.
     """
 
     def __init__(
@@ -64,19 +56,12 @@ class Requests:
                 stack.callback(agreed.close)
 
     def stop(self) -> str | None:
-        """Returns a phrase that names the signal which asks the run to stop now; None without a
-        signal.
-
-        The result is the same on all processes.
-        """
+        """Returns the name of the signal that asks the run to stop now; None without a signal."""
         self._phases.progressed()
         return self._agreed[0].reason_if_due() if self._agreed else self._stop.requested
 
     def checkpoint(self) -> bool:
-        """Returns True if the user requested a checkpoint.
-
-        The result is the same on all processes. The method has to be called after every step.
-        """
+        """Returns True if the user requested a checkpoint; has to be called after every step."""
         looks = self._is_time_to_look()
         if looks and not self._announced_stop and self._exists(STOP):
             self._announced_stop = True
@@ -87,20 +72,15 @@ class Requests:
         return looks and self._exists(CHECKPOINT)
 
     def checkpoint_done(self, step: int) -> None:
-        """Removes the file that requested a checkpoint, after step `step` was saved."""
         self._fulfil(CHECKPOINT, f"{CHECKPOINT}: step {step} is saved")
         if self._agreed:
             self._agreed[1].done()
 
     def stop_after_evaluation(self) -> bool:
-        """Returns True if the user requested a stop after an evaluation.
-
-        The result is the same on all processes. The method is called after each evaluation.
-        """
+        """Returns True if the user requested a stop; called after each evaluation."""
         return bool(processes.from_first(self._exists(STOP)))
 
     def stop_after_evaluation_done(self, step: int) -> None:
-        """Removes the file that requested a stop, after step `step` was evaluated and saved."""
         self._fulfil(STOP, f"{STOP}: step {step} is evaluated and saved")
 
     def _checkpoint_of_first(self) -> str | None:

@@ -36,37 +36,22 @@ from brt.training.workdir import Workdir
 
 
 class Shapes(NamedTuple):
-    """Devices, optimizer and array shapes of a run, which follow from the run's config.
-
-    Attributes:
-      mesh: the devices.
-      optimizer: the optimizer.
-      state_shapes: the train state with `jax.ShapeDtypeStruct` (shape, dtype, sharding) as arrays.
-    """
+    """Devices, optimizer and array shapes of a run, which follow from the run's config."""
 
     mesh: jax.sharding.Mesh
     optimizer: Stepper
+    # The train state with `jax.ShapeDtypeStruct` (shape, dtype, sharding) in place of arrays.
     state_shapes: TrainState
 
 
 class Run(NamedTuple):
-    """A run that is ready to be trained.
+    """A run that is ready to be trained."""
 
-    Attributes:
-      config: the config, in which sizes that depend on data and machine are filled in.
-      task: the task that Training.task names.
-      dataset: the splits of the data, and the tokenizer.
-      reader: reads the batches of the training data.
-      weights: the weights that Training.init_from names; None if the setting is empty.
-      mesh, optimizer, state_shapes: devices, optimizer, and shapes of the train state; see
-        `Shapes`.
-    """
-
-    config: Config
+    config: Config  # sizes that depend on data and machine are filled in
     task: Task
-    dataset: Dataset
-    reader: Reader
-    weights: Weights | None
+    dataset: Dataset  # the splits of the data, and the tokenizer
+    reader: Reader  # reads the batches of the training data
+    weights: Weights | None  # what Training.init_from names; None if the setting is empty
     mesh: jax.sharding.Mesh
     optimizer: Stepper
     state_shapes: TrainState
@@ -80,18 +65,8 @@ def build(
 ) -> Run:
     """Prepares the data of a run, computes the shapes of its arrays, and returns the run.
 
-    Args:
-      config: the config.
-      resumed: the run directory, and the checkpoint that the run resumes from; None for a new run.
-        They replace the weights of Training.init_from and the file of Data.tokenizer, which may
-        have been removed.
-      progress: True shows the progress of preparing the data.
-
-    Raises:
-      ConfigError: settings contradict each other, the data or the weights.
-      CheckpointError: Training.init_from names a place without weights, or weights of another kind
-        of model.
-      DataError: the data cannot be read.
+    `resumed` is the run directory, and the checkpoint that the run resumes from. They replace the
+    weights of Training.init_from and the file of Data.tokenizer, which may have been removed.
     """
     compilation.use_cache()
     weights = warm_start.find_weights(config, resumed and resumed[1])
@@ -102,11 +77,9 @@ def build(
 
 
 def without_data(config: Config) -> Shapes | None:
-    """Returns the mesh, the optimizer and the shapes of the train state of a run without opening
-    the run's data.
+    """Returns the shapes of a run without opening its data; None if they depend on the data.
 
-    The result is None if the shapes are not known without the data, for example because the data
-    determine the size of the vocabulary, or if the run starts from weights (Training.init_from).
+    They do if the data determine the size of the vocabulary, or if Training.init_from is set.
     """
     task = tasks.from_config(config)
     if config.training.init_from or not task.sizes_are_configured(config):
@@ -118,10 +91,8 @@ def without_data(config: Config) -> Shapes | None:
 def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
     """Returns the mesh and the optimizer of a run, and the shapes of its train state.
 
-    Args:
-      config: the config, in which sizes that depend on the data are filled in.
-      devices: the devices of the mesh, which may be descriptions of hardware that this machine
-        lacks; None for the devices of this machine.
+    In `config`, sizes that depend on the data are filled in. `devices` may be descriptions of
+    hardware that this machine lacks; None stands for the devices of this machine.
     """
     mesh = meshes.build(config.mesh, tasks.from_config(config).sharded_sizes(config), devices)
     axes = parameter_axes(config)
@@ -146,19 +117,8 @@ def prepare(
 ) -> tuple[Config, Dataset, Reader]:
     """Opens the data of a run, which are tokenized and stored first if necessary.
 
-    Args:
-      config: the config.
-      weights: the weights that Training.init_from names; None if the setting is empty.
-      own_tokenizer: the run's copy of its tokenizer; None for a new run.
-      progress: True shows the progress of preparing the data.
-
-    Returns:
-      A tuple: the config, in which sizes that depend on the data are filled in; the dataset with
-      the splits and the tokenizer; and the reader of the training batches.
-
-    Raises:
-      ConfigError: settings contradict each other, the data or the weights.
-      DataError: the data cannot be read.
+    `own_tokenizer` is a resumed run's copy of its tokenizer. The returned config has the sizes that
+    depend on the data, and the reader reads the training batches.
     """
     task = tasks.from_config(config)
     if weights:
@@ -176,16 +136,8 @@ def prepare(
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """Returns the train state at step 0, on the devices of the run.
 
-    Parameters are initialized randomly, or taken from the weights that Training.init_from names.
-
-    Args:
-      run: the run.
-      say: a function that is called with a message if the weights lack parameters of the model, or
-        have parameters that the model lacks.
-
-    Raises:
-      CheckpointError: the weights of Training.init_from cannot be read, or have other shapes.
-      NonFiniteError: the weights hold NaN or infinity.
+    Parameters are random, or the weights that Training.init_from names. `say` is called with a
+    message if these lack parameters of the model, or have others.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state_shapes)
     init = partial(initial_state, run.config, run.optimizer)
@@ -219,9 +171,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
 
 
 def local_reader(run: Run) -> Reader:
-    """Returns the run's reader of training batches, restricted to the lanes (rows of the batch)
-    that are on this process's devices.
-    """
+    """Returns the run's reader, restricted to the rows that are on this process's devices."""
     if not processes.several():
         return run.reader
     lanes = meshes.local_lanes(run.mesh, run.config.training.batch_size)
@@ -229,14 +179,9 @@ def local_reader(run: Run) -> Reader:
 
 
 def put(run: Run, batch: Any) -> Any:
-    """Puts a batch onto the devices of a run, sharded by lane (row of the batch).
+    """Puts a batch onto the devices of a run, sharded by row.
 
-    Args:
-      run: the run.
-      batch: NumPy arrays from `local_reader`, whose first axis is the lanes of this process.
-
-    Returns:
-      The batch as jax arrays, whose first axis is the lanes of all processes.
+    `batch` has the rows of this process (`local_reader`), the result those of all processes.
     """
     if not processes.several():
         return jax.device_put(batch, by_lane(run.mesh))
@@ -246,42 +191,22 @@ def put(run: Run, batch: Any) -> Any:
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """Returns a number as a jax array of shape [] that is replicated on the devices of the run.
-
-    All processes must pass the same number (`value`).
-    """
+    """Returns a number, which all processes pass, as an array [] that is on all devices."""
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 
 def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
-    """Returns the train step, lowered and ready to be compiled.
+    """Returns the train step, lowered for Training.batch_size rows and the other sizes of `batch`.
 
-    The step is lowered for batches that have `Training.batch_size` lanes and, on all other axes,
-    the sizes of `batch`.
-
-    The arguments of the lowered step are the two results of `step_inputs` for a train state in the
-    form of `layer_forms.step_shapes`, a batch, the random key and, if `skips_spikes` is True, the
-    loss above which the step leaves the train state unchanged.
-
-    Args:
-      config: the config of the run.
-      shapes: the run's mesh, optimizer and shapes of the train state.
-      batch: arrays or shapes. The length of their first axis has no effect: in a run of several
-        processes it is the number of lanes of one process.
+    Its arguments are the two results of `step_inputs` for a train state in the form of
+    `layer_forms.step_shapes`, a batch, the random key and, if `skips_spikes` is True, the loss
+    above which the step leaves the train state unchanged.
     """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
     state_shapes = layer_forms.step_shapes(config, shapes.state_shapes, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes)
 
     def step(params: Any, rest: TrainState, *inputs: Any) -> tuple[TrainState, StepMetrics]:
-        """Returns the train state after a step, and the step's metrics.
-
-        Args:
-          params: the parameters before the step.
-          rest: the train state before the step, without parameters.
-          *inputs: the other arguments of `train_step`: the batch, the random key, and the limit of
-            the loss if there is one.
-        """
         state = rest._replace(params=params)
         return train_step(state, *inputs, config=config, optimizer=shapes.optimizer)
 
@@ -294,11 +219,8 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     # `out_shardings` has a sharding for each array of the state, and one for all metrics.
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 
+    # In a run of several processes, `x` may have only the rows of this process.
     def with_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
-        """Returns the shape, dtype and sharding that an array of the batch has on the devices.
-
-        The first axis is the lanes of all processes, even if `x` has only some of the lanes.
-        """
         shape = (config.training.batch_size, *x.shape[1:])
         # NumPy arrays may have the dtype int64, which jax converts to int32 when it puts a batch
         # onto devices.
@@ -314,27 +236,17 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
 
 
 def step_inputs(state: TrainState) -> tuple[Any, TrainState]:
-    """Returns the parameters, and the train state with None in place of the parameters.
-
-    Both are arguments of the compiled step. They are separate arguments, so that the step can
-    donate the memory of one without the other.
-    """
+    """Returns the parameters, and the train state without them, which a step donates separately."""
     return state.params, state._replace(params=None)
 
 
 def skips_spikes(config: Config) -> bool:
-    """Returns True if steps have a limit of the loss, above which a step leaves the train state
-    unchanged.
-    """
+    """Returns True if a step whose loss exceeds a limit leaves the train state unchanged."""
     return config.training.on_bad_step == "skip" and bool(config.training.spike_factor)
 
 
 class CompiledStep:
-    """The train step, which is compiled once for each shape of its batches.
-
-    Args:
-      run: the run whose config, devices and optimizer the step uses.
-    """
+    """The train step, which is compiled once for each shape of its batches."""
 
     def __init__(self, run: Run):
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
@@ -355,23 +267,16 @@ class CompiledStep:
             processes.wait_for_all("compiled")
 
     def prepared(self, batch: Any) -> bool:
-        """Returns True if the step is compiled for batches with the shapes of `batch`."""
         return _shape(batch) in self._compiled
 
     def __call__(
         self, state: TrainState, batch: Any, limit: float = math.inf
     ) -> tuple[TrainState, StepMetrics]:
-        """Runs a step, which is compiled first if necessary.
+        """Runs a step, which is compiled first if necessary; the memory of `state` is donated.
 
-        Args:
-          state: the train state in either form of `layer_forms`. Its memory is donated to the
-            result.
-          batch: a batch on the devices, the result of `put`.
-          limit: the loss in nats per token above which the step leaves the state unchanged; used
-            only if `skips_spikes` is True.
-
-        Returns:
-          The train state after the step, in the form of the compiled step, and the step's metrics.
+        `state` has either form of `layer_forms`, and the result that of the compiled step. `limit`
+        is the loss in nats per token above which the step leaves the state unchanged (see
+        `skips_spikes`).
         """
         self.prepare(batch)
         state = self._forms.for_step(state)
@@ -379,41 +284,27 @@ class CompiledStep:
         return self._compiled[_shape(batch)](*step_inputs(state), batch, self._key, *limits)
 
     def stacked(self, state: TrainState) -> TrainState:
-        """Returns a train state of either form with stacks of layers. Its memory is donated to the
-        result.
-        """
+        """Returns a train state of either form with stacks of layers, and donates its memory."""
         return self._forms.stacked(state)
 
 
 def compiled_step(run: Run) -> CompiledStep:
-    """Returns the train step of a run, compiled for the largest batch of the run's reader."""
     step = CompiledStep(run)
     step.prepare(run.reader.largest())
     return step
 
 
 def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of a batch's arrays without the axis of lanes.
-
-    The number of lanes is the same in all batches of a process, so it need not be compared.
-    """
+    """Returns the shapes of a batch's arrays without the axis of rows, which has one length."""
     return tuple(x.shape[1:] for x in batch)
 
 
 def _key(run: Run) -> jax.Array:
-    """Returns the random key of the run's seed."""
     return jax.random.key(run.config.training.seed)
 
 
 def initial_state(config: Config, optimizer: Stepper, key: Array | None = None) -> TrainState:
-    """Returns the train state at step 0. The function can be traced by `jax.eval_shape` and
-    `jax.jit`.
-
-    Args:
-      config: config of the run.
-      optimizer: optimizer of the run.
-      key: random key; None for the key of Training.seed.
-    """
+    """Returns the train state at step 0; a `key` of None stands for the key of Training.seed."""
     task, params = tasks.from_config(config), nn.meta.unbox(initial_params(config, key))
     return TrainState(
         step=jnp.zeros((), jnp.int32),

@@ -32,14 +32,10 @@ def parameters(run: Run | Shapes) -> str:
 
 
 def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
-    """Returns what `brt.train --dry_run` prints about a run, as JSON: counts of parameters, tokens
-    and steps, and sizes in bytes.
+    """Returns what `brt.train --dry_run` prints about a run, as JSON: counts and sizes in bytes.
 
-    Args:
-      run: the run; or the `Shapes` of a run whose data are not open. In this case the counts of
-        tokens and steps are left out.
-      directory: the run directory, whose free disk space is reported; None for the current
-        directory.
+    Without data (`Shapes`), the counts of tokens and steps are left out. The free disk space is
+    that of `directory`; None for the current directory.
     """
     total, non_embedding = parameter_counts(run.state_shapes.params)
     return {
@@ -71,8 +67,7 @@ def _existing(directory: str | None) -> str:
 def draw(run: Run, workdir: Workdir) -> Baseline | None:
     """Draws the plots of a run if Training.plots is True.
 
-    Returns:
-      The baseline that the plots show; None if the task has none.
+    Returns the baseline that the plots show; None if the task has none.
     """
     baseline = run.task.baseline(run.config, run.dataset)
     if run.config.training.plots:
@@ -89,14 +84,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     """Draws the plots of a run that has ended, and returns a summary as text.
 
     The summary has the last evaluation, the data, the files of the run, and commands to type next.
-
-    Args:
-      run: the run.
-      workdir: the run directory.
-      begin: value of `time.perf_counter()` at the start of the command.
-
-    Raises:
-      CheckpointError: data.json or provenance.json is damaged.
+    `begin` is the value of `time.perf_counter()` at the start of the command.
     """
     baseline, metric = draw(run, workdir), run.task.primary_metric(run.dataset)
     records = read_metrics(workdir.metrics)
@@ -119,11 +107,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
 
 
 def changes(workdir: Workdir) -> list[str]:
-    """Returns a line for each config change that the user allowed with --allow_config_change.
-
-    Raises:
-      CheckpointError: provenance.json is damaged.
-    """
+    """Returns a line for each config change that the user allowed with --allow_config_change."""
     try:
         provenance = untrusted.read_json(workdir.provenance, checkpoints.PROVENANCE)
     except (OSError, ValueError) as error:

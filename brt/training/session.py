@@ -35,26 +35,16 @@ from brt.types import Variables
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Session(OpenRun):
-    """A run while it trains.
+    """A run while it trains: the operations that `brt.training.loop` calls.
 
-    The context `open` restores or creates the run and opens its files. `compile` compiles the train
-    step, `step` trains on a batch, `save` writes a checkpoint, `rewind` returns to the newest
-    checkpoint after a bad step, and `close` waits for the last checkpoint.
-
-    Attributes:
-      steps: Training.steps, the step at which the run ends.
-      first: number of completed steps when the current series of steps began. A series begins when
-        the run is started or resumed, after batches were left out, and after a rewind. The loss of
-        the first step of a series is shown to the user.
-      cut_short: True if a request to stop interrupted the evaluation or the sample of this step.
-      program: the compiled train step; None before `compile`.
-      throughput: measures the speed of training.
-      learning_rate: function from a step, counted from 1, to the learning rate.
+    `first` is the number of completed steps when the current series of steps began. A series begins
+    when the run is started or resumed, after batches were left out, and after a rewind. The loss of
+    the first step of a series is shown to the user.
     """
 
     throughput: Throughput = dataclasses.field(default_factory=Throughput)
-    program: CompiledStep | None = None
-    cut_short: bool = False
+    program: CompiledStep | None = None  # None before `compile`
+    cut_short: bool = False  # True if a request to stop interrupted evaluation or sample
 
     def __post_init__(self) -> None:
         config, self.first = self.run.config, self.completed
@@ -66,14 +56,9 @@ class Session(OpenRun):
     def open(cls, config: Config, path: Path, allowed: Collection[str] = ()) -> Iterator["Session"]:
         """Context that opens a run for training, yields its session, and closes all its files.
 
-        Args:
-          config: config of the run.
-          path: the run directory; if it has checkpoints, the run resumes from the newest one.
-          allowed: names of settings, such as "Training.seed", that may differ from the config of
-            the checkpoint, although a run with another value is a different run.
-
-        Raises:
-          BrtError: the run cannot start.
+        If the directory has checkpoints, the run resumes from the newest one. `allowed` names
+        settings that may differ from its config, although a run with another value is a different
+        run.
         """
         # This call raises an error if a tracking service cannot be used. It comes first, because
         # preparing the data may take long.
@@ -99,10 +84,7 @@ class Session(OpenRun):
 
     @property
     def variables(self) -> Variables:
-        """The parameters and the model state with which the model computes.
-
-        If the run trains low-rank adapters, their products are added to the parameters.
-        """
+        """The parameters, with low-rank adapters merged in, and the model state of the model."""
         state = self._stacked_state()
         return Variables(merged_params(self.run.config, state.params), state.model_state)
 
@@ -123,12 +105,8 @@ class Session(OpenRun):
     def step(self) -> None:
         """Trains on the next batch.
 
-        Steps run asynchronously, so the metrics of a step are read only in the next call.
-
-        Raises:
-          BadStep: the loss or gradients of the previous step were not finite, or its loss exceeded
-            the limit.
-          CheckpointError: a save in the background failed.
+        Steps run asynchronously, so the metrics of a step are read, and BadStep is raised for it,
+        only in the next call. CheckpointError is raised if a save in the background failed.
         """
         assert self.program, "compile() comes first"
         self.resumed = self.cut_short = False
@@ -148,19 +126,16 @@ class Session(OpenRun):
         self.progress.step(number)
 
     def _count(self, batch: Any) -> None:
-        """Counts the tokens and FLOPs of a step, summed over the lanes of all processes."""
+        """Counts the tokens and FLOPs of a step, summed over the rows of all processes."""
         run = self.run
         parts = run.config.training.batch_size // len(batch[0])
         flops = run.task.flops(run.config, batch)
         self.throughput.step(parts * run.reader.positions(batch), flops and parts * flops)
 
     def skip_bad_batches(self) -> bool:
-        """Leaves out the next batches if the run rolled back to this step because of a bad batch.
+        """After a rollback to this step, leaves out the batches up to the bad one.
 
-        All batches up to the bad batch are left out, and count as completed steps.
-
-        Returns:
-          True if batches were left out.
+        They count as completed steps. Returns True if batches were left out.
         """
         ahead = min(self.bad_steps.skip_to(self.completed), self.steps)
         if not ahead:
@@ -175,16 +150,7 @@ class Session(OpenRun):
         return True
 
     def rewind(self, step: int, reason: str) -> None:
-        """Returns to the newest checkpoint, or to the beginning, because of a bad step.
-
-        Args:
-          step: the bad step.
-          reason: a phrase that says what is wrong with the step.
-
-        Raises:
-          NonFiniteError: the run has more bad steps than Training.max_bad_steps.
-          CheckpointError: no checkpoint is intact.
-        """
+        """Returns to the newest checkpoint, or to the beginning, because `step` was bad."""
         del self.state  # The restored train state needs the memory of the present one.
         with self.pause("restoring"):
             self.writer.wait()
@@ -205,7 +171,6 @@ class Session(OpenRun):
         self._begin_series(target)
 
     def _seek(self, step: int) -> None:
-        """Moves the iterator of batches to a step."""
         self.batches.set_state({**self.batches.get_state(), "step": step})
 
     def _begin_series(self, step: int) -> None:
@@ -214,15 +179,10 @@ class Session(OpenRun):
         self.phases.enter("stepping", step)
 
     def save(self, *, wait: bool = False) -> None:
-        """Starts to save a checkpoint with everything that a resumed run needs.
+        """Starts to save everything that a resumed run needs; `wait` also completes the save.
 
-        Args:
-          wait: True waits until the checkpoint is complete.
-
-        Raises:
-          BadStep: the state is not finite, and the run returns to a checkpoint after bad steps.
-          NonFiniteError: the state is not finite, and the run ends after bad steps.
-          CheckpointError: this save, or the one before it, failed.
+        If the state is not finite, BadStep or NonFiniteError is raised, as Training.on_bad_step
+        says. CheckpointError is raised if this save, or the one before it, failed.
         """
         self.accumulator.flush()
         with self.pause("saving"):
@@ -238,7 +198,6 @@ class Session(OpenRun):
                 self.writer.wait()
 
     def _metadata(self) -> dict[str, object]:
-        """Returns the metadata that a checkpoint stores in addition to arrays, as JSON."""
         return {
             "seed": self.run.config.training.seed,
             "data": self.batches.get_state(),
@@ -251,9 +210,7 @@ class Session(OpenRun):
     def close(self) -> None:
         """Waits for the last save, and for the other processes of the run.
 
-        Raises:
-          CheckpointError: the last save failed.
-          Preempted: a request to stop interrupted the evaluation of the last step.
+        Preempted is raised if a request to stop interrupted the evaluation of the last step.
         """
         with self.phases.during("committing"):
             self.writer.wait()
@@ -269,16 +226,11 @@ class Session(OpenRun):
             yield
 
     def is_time(self, every: int) -> bool:
-        """Returns True if the current step is a multiple of `every`, or the last step of the run.
-
-        Args:
-          every: an interval in steps; 0 stands for never, and the result is False.
-        """
+        """Returns True at multiples of `every` (0 for never) and at the last step of the run."""
         at_end = self.completed >= self.steps
         return bool(every) and (at_end or self.completed % every == 0)
 
     @property
     def evaluates_now(self) -> bool:
-        """True if held-out data are evaluated at this step."""
         every = self.run.config.training.evaluate_every
         return SPLIT in self.run.dataset.splits and self.is_time(every)

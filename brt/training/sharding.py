@@ -26,21 +26,12 @@ def state_shardings(
 ) -> TrainState:
     """Returns the sharding of every array of a train state, as a train state of shardings.
 
-    Args:
-      mesh: mesh of the run.
-      config: config of the run.
-      state: shapes and dtypes of the train state.
-      axes: names of each parameter's axes, by the parameter's path; see `state.parameter_axes`.
+    `state` has the shapes and dtypes of the arrays, and `axes` the names of each parameter's axes,
+    by the parameter's path (see `state.parameter_axes`).
     """
     shapes = {name: leaf.shape for name, leaf in flatten_dict(state.params, sep="/").items()}
 
     def optimizer_sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """Returns the sharding of one array of the optimizer's state.
-
-        Args:
-          path: keys that lead to the array in the optimizer's state.
-          leaf: shape and dtype of the array.
-        """
         names = _moment_names(path, leaf.shape, axes, shapes)
         spec = rules.spec(names, leaf.shape, mesh)
         if replicas.shards_optimizer(config.optimizer, mesh):
@@ -64,21 +55,9 @@ def state_shardings(
 def parameter_shardings(
     mesh: jax.sharding.Mesh, params: PyTree[jax.ShapeDtypeStruct], axes: Axes
 ) -> PyTree[NamedSharding]:
-    """Returns the sharding of every parameter, which follows from the names of its axes.
-
-    Args:
-      mesh: mesh of the run.
-      params: shapes of the parameters.
-      axes: names of the parameters' axes, by path.
-    """
+    """Returns the sharding of every parameter, which follows from the names of its axes."""
 
     def parameter_sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """Returns the sharding of one parameter.
-
-        Args:
-          path: keys that lead to the parameter in the tree.
-          leaf: shape of the parameter.
-        """
         names = axes.get("/".join(key.key for key in path), (None,) * leaf.ndim)
         return NamedSharding(mesh, rules.parameter_spec(names, leaf.shape, mesh))
 
@@ -88,19 +67,15 @@ def parameter_shardings(
 def _moment_names(
     path: tuple, shape: tuple[int, ...], axes: Axes, shapes: dict[str, tuple[int, ...]]
 ) -> Names:
-    """Names the axes of an array of the optimizer's state.
+    """Names the axes of an array of the optimizer's state; None for an axis that is not sharded.
 
-    The array belongs to the parameter whose name is in its path. It has the shape of that
-    parameter as a matrix, or lacks one axis of the matrix (Adafactor's factored moments).
+    The array belongs to the parameter whose name is in `path`, the array's path in the optimizer's
+    state. It has the shape of that parameter as a matrix, or lacks one axis of the matrix
+    (Adafactor's factored moments).
 
     Args:
-      path: path of the array in the optimizer's state.
-      shape: shape of the array.
       axes: names of the parameters' axes, by path.
       shapes: shapes of the parameters, by path.
-
-    Returns:
-      A name for each axis; None for an axis that is not sharded.
     """
     keys = [getattr(key, "key", getattr(key, "name", None)) for key in path]
     replicated: Names = (None,) * len(shape)

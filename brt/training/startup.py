@@ -12,10 +12,7 @@ from brt.training.workdir import Workdir
 
 
 def describe(run: Run, workdir: Workdir) -> str:
-    """Returns a line about a run: devices, parameters, tokens, memory and directory.
-
-    The line gives the memory of the train state, without activations.
-    """
+    """Returns a line about a run; its memory is that of the train state, without activations."""
     total, non_embedding = parameter_counts(run.state_shapes.params)
     tokens = run.reader.positions(run.reader.largest())
     patterns = trainable.patterns(run.config)
@@ -35,10 +32,7 @@ def describe(run: Run, workdir: Workdir) -> str:
 
 
 def idle_devices(run: Run) -> str:
-    """Returns a message which says that devices are idle and which setting would use them.
-
-    The message is "" if no device is idle.
-    """
+    """Returns a message which says that devices are idle, and what would use them; else ""."""
     available, used = len(jax.devices()), run.mesh.size
     if used == available:
         return ""
@@ -46,12 +40,7 @@ def idle_devices(run: Run) -> str:
 
 
 def replicated_keys(run: Run) -> str:
-    """Returns a message which says that each of the Mesh.tensor devices holds all heads of keys and
-    values.
-
-    The message is "" if the number of these heads is divisible by Mesh.tensor, so that each device
-    holds only a part of the heads, or if SelfAttention.kv_heads is 0.
-    """
+    """Returns a message if each Mesh.tensor device holds all heads of keys and values; else ""."""
     devices = run.mesh.shape.get("tensor", 1)
     model = getattr(run.config, run.task.model)
     heads = model.attention.kv_heads if isinstance(model, Model) else 0
@@ -64,9 +53,7 @@ def replicated_keys(run: Run) -> str:
 
 
 def describe_rate_factors(run: Run) -> str:
-    """Returns a message that lists the factors of Optimizer.rates, by which learning rates and
-    weight decays are multiplied; "" if there are none.
-    """
+    """Returns a message that lists the factors of Optimizer.rates, or ""."""
     trained, _ = trainable.split(run.state_shapes.params, trainable.patterns(run.config))
     return rates.describe(trained, run.config.optimizer)
 

@@ -20,31 +20,22 @@ EMBEDDINGS = (
 
 
 class TrainState(NamedTuple):
-    """All arrays that a training step changes. The position in the data follows from `step`.
+    """All arrays that a training step changes. The position in the data follows from `step`."""
 
-    Attributes:
-      step: int32, number of completed steps.
-      params: float32 parameters, by the names of the model's modules.
-      optimizer: state of the optimizer.
-      carry: caches, recurrent states and memories of all lanes (rows of the batch), from which the
-        next step continues; empty if the model has none.
-      model_state: statistics that the model learns without gradients.
-    """
-
-    step: Int[Array, ""]
-    params: PyTree[Array]
-    optimizer: PyTree[Array]
+    step: Int[Array, ""]  # int32, number of completed steps
+    params: PyTree[Array]  # float32, by the names of the model's modules
+    optimizer: PyTree[Array]  # state of the optimizer
+    # Caches, recurrent states and memories of all rows of the batch, from which the next step
+    # continues; empty if the model has none.
     carry: PyTree[Array]
-    model_state: PyTree[Array]
+    model_state: PyTree[Array]  # statistics that the model learns without gradients
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
-    """Returns the parameters of a new model and of its adapters, each in a Flax box
-    (`nn.Partitioned`) with the names of its axes.
+    """Returns the parameters of a new model and of its adapters, boxed with the names of their
+    axes.
 
-    Args:
-      config: config of the run.
-      key: random key; None for the key of Training.seed.
+    The boxes are `nn.Partitioned`. A `key` of None stands for the key of Training.seed.
     """
     key = jax.random.key(config.training.seed) if key is None else key
     params = tasks.from_config(config).initial_params(config, key)
@@ -52,13 +43,7 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
 
 
 def merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
-    """Returns the parameters that the model computes with: the product of each low-rank adapter is
-    added to the adapter's kernel.
-
-    Args:
-      config: config of the run.
-      params: the parameters of a train state.
-    """
+    """Returns the parameters that the model computes with: adapters are added to their kernels."""
     return _merged_params(config, params) if config.adapter.rank else params
 
 
@@ -68,23 +53,15 @@ def _merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of the axes of each parameter, by the parameter's path.
-
-    Parameters whose axes have no names are left out.
-    """
+    """Returns the names of the axes of each parameter whose axes have names, by its path."""
     boxed = flatten_dict(jax.eval_shape(lambda: initial_params(config)), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 
 
 def constant_arrays(config: Config, state: TrainState) -> list[str]:
-    """Returns the names of the arrays of a train state that no step changes.
+    """Returns the names of the arrays that no step changes, such as "params/embedding".
 
-    The names are those that checkpoints use, such as "params/embedding". Checkpoints of a run share
-    the files of these arrays.
-
-    Args:
-      config: config of the run.
-      state: the train state, or the shapes of its arrays.
+    Checkpoints of a run share the files of these arrays.
     """
     _, frozen = trainable.split(state.params, trainable.patterns(config))
     constant = tasks.from_config(config).constant_model_state(config)
@@ -93,21 +70,13 @@ def constant_arrays(config: Config, state: TrainState) -> list[str]:
 
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:
-    """Returns the number of all parameters, and the number without the token embedding.
-
-    Args:
-      params: tree of arrays, or of their shapes.
-    """
+    """Returns the number of all parameters, and the number without the token embedding."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     sizes = {jax.tree_util.keystr(path, simple=True, separator="/"): x.size for path, x in leaves}
     return counts_of_sizes(sizes)
 
 
 def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the number of all parameters, and the number without the token embedding.
-
-    Args:
-      sizes: number of elements of each parameter array, by its path, such as "decoder/embedding".
-    """
+    """Like `parameter_counts`, from the size of each array by path: "decoder/embedding"."""
     total = sum(sizes.values())
     return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)

@@ -20,51 +20,27 @@ DROPOUT = 1
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one training step, as float32 scalars.
+    """Metrics of one training step, as float32 scalars."""
 
-    Attributes:
-      nats: cross-entropy, summed over the scored tokens.
-      tokens: number of scored tokens (targets that are not padding).
-      gradient_norm: norm of the gradients of the mean loss, before clipping.
-      others: further metrics of the task, by name.
-      skipped: 1 if the step left the state unchanged, otherwise 0; None if steps are never skipped.
-    """
-
-    nats: Float[Array, ""]
-    tokens: Float[Array, ""]
-    gradient_norm: Float[Array, ""]
-    others: dict[str, Float[Array, ""]]
+    nats: Float[Array, ""]  # cross-entropy, summed over the scored tokens
+    tokens: Float[Array, ""]  # number of scored tokens (targets that are not padding)
+    gradient_norm: Float[Array, ""]  # of the gradients of the mean loss, before clipping
+    others: dict[str, Float[Array, ""]]  # further metrics of the task, by name
+    # 1 if the step left the state unchanged, otherwise 0; None if steps are never skipped.
     skipped: Float[Array, ""] | None = None
 
 
 def _loss_and_gradients(
     state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
 ) -> tuple[Aux, PyTree[Array]]:
-    """Computes the loss and the gradients of the trained parameters, accumulated over microbatches
-    of the lanes.
-    """
+    """Computes the loss and the gradients of trained parameters, summed over microbatches."""
     loss = tasks.from_config(config).loss
     trained, frozen = trainable.split(state.params, trainable.patterns(config))
 
     def microbatch_gradients(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
     ) -> tuple[Aux, PyTree[Array]]:
-        """Returns the results of the task's loss function for one microbatch (`Aux`, such as the
-        sum of nats), and the gradients of the summed loss with respect to the trained parameters.
-
-        Args:
-          carry: carry of the microbatch's lanes.
-          model_state: the model state before the microbatch.
-          batch: the microbatch.
-          key: random key.
-        """
-
         def summed_loss(trained: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-            """Returns the loss, summed over the tokens of the microbatch, and the additional
-            results of the task's loss function.
-
-            `trained` are the parameters with respect to which the loss is differentiated.
-            """
             params = layer_forms.stacked(trainable.merge(trained, frozen))
             params = merged_params(config, params)
             return loss(config, params, LossInputs(batch, key, carry, model_state))
@@ -77,23 +53,13 @@ def _loss_and_gradients(
         return microbatch_gradients(carry, state.model_state, batch, key)
 
     def split(x: Array) -> Array:
-        """Reshapes an array from [lanes, ...] to [microbatches, lanes of a microbatch, ...]."""
-        # Microbatch i consists of the lanes i, i + count, ... A device has adjacent lanes, so every
-        # device has lanes of each microbatch.
+        # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...]. Microbatch i
+        # consists of the rows i, i + count, ... A device has adjacent rows, so every device has
+        # rows of each microbatch.
         return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
 
+    # The function is the body of the scan over microbatches. It adds nats, tokens and gradients.
     def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
-        """Adds the results of a microbatch to the sums; the body of the scan over microbatches.
-
-        Args:
-          sums: a tuple of the model state and of sums over the previous microbatches: nats, tokens
-            and gradients.
-          microbatch: a tuple of the microbatch's index, carry and batch.
-
-        Returns:
-          A tuple with the new model state and sums, and a tuple with the new carry and the metrics
-          of the microbatch.
-        """
         (model_state, *totals), (index, carry, part) = sums, microbatch
         part_key = jax.random.fold_in(key, index)
         aux, gradients = microbatch_gradients(carry, model_state, part, part_key)
@@ -118,9 +84,9 @@ def _over_replicas(
     config: Config,
     optimizer_shards: PyTree[PartitionSpec] | None,
 ) -> tuple[Aux, PyTree[Array]]:
-    """Computes the loss and its gradients over the lanes of all replicas.
+    """Computes the loss and its gradients over the rows of all replicas.
 
-    A model state is learned from all lanes at once, so models that have one leave it to the SPMD
+    A model state is learned from all rows at once, so models that have one leave it to the SPMD
     partitioner to distribute the computation.
 
     Args:
@@ -132,21 +98,11 @@ def _over_replicas(
             state = state._replace(params=replicas.gathered(state.params))
         return _loss_and_gradients(state, carry, batch, key, config)
 
+    # A replica has its own rows of the batch. All results but the new carry are summed over the
+    # replicas.
     def summed_gradients(
         params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array
     ) -> tuple:
-        """Computes the loss and gradients of a replica's lanes, and sums them over the replicas.
-
-        Args:
-          params: the parameters.
-          carry: carry of the replica's lanes.
-          batch: the part of the batch with the replica's lanes.
-          key: random key.
-
-        Returns:
-          A tuple of results over all replicas (sum of nats, number of tokens, means of the metrics,
-          and sums of the gradients), and the new carry of the replica's lanes.
-        """
         replica_state = state._replace(params=params)
         aux, gradients = _loss_and_gradients(replica_state, carry, batch, key, config)
         sums = aux.nats, aux.count, aux.metrics
@@ -179,22 +135,17 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Computes one training step: loss, gradients, and the update of the train state.
 
-    The loss is the mean over all scored tokens of the batch. The batch has one segment of every
-    lane, or, in tasks without lanes, one example in every row. This function is the only place
-    where gradients are stopped at the carry, so that they do not flow into the previous segment.
+    The loss is the mean over all scored tokens of the batch. Every row of the batch is one segment
+    or, in tasks without segments, one example. This function is the only place where gradients are
+    stopped at the carry, so that they do not flow into the previous segment.
 
     Args:
-      state: the train state before the step, in either form of `brt.training.layer_forms`.
-      batch: arrays whose first axis is lanes or rows.
+      state: the train state before the step, in either form of `brt.training.layer_forms`. The
+        returned state has the same form.
       key: random key of Training.seed, the same at every step. The key is an argument, so that runs
         with different seeds share one compiled program.
       limit: the loss, in nats per token, above which the step leaves the train state unchanged if
         Training.on_bad_step is "skip"; None for no limit.
-      config: config of the run.
-      optimizer: optimizer of the run.
-
-    Returns:
-      The train state after the step, in the same form, and the metrics of the step.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry, optimizer_shards = jax.lax.stop_gradient(state.carry), None

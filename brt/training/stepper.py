@@ -11,33 +11,22 @@ from brt.training.layerwise import Parameters
 
 
 class Stepped(NamedTuple):
-    """The result of a step of an optimizer.
-
-    Attributes:
-      params: the new parameters.
-      state: the new state of the optimizer.
-      gradient_norm: the norm of the divided gradients, before they are clipped.
-    """
+    """The result of a step of an optimizer."""
 
     params: Parameters
     state: Any
-    gradient_norm: Float[Array, ""]
+    gradient_norm: Float[Array, ""]  # of the divided gradients, before they are clipped
 
 
 class Stepper(NamedTuple):
-    """An optimizer that returns new parameters.
-
-    Attributes:
-      init: returns the initial state for parameters.
-      update: returns the updates, which are added to the parameters, and the new state, from the
-        gradients, the state and the parameters.
-      step: returns the new parameters, the new state and the norm of the gradients from the same
-        arguments as `update` and a number by which the gradients are first divided, such as the
-        number of tokens. It may compute them without computing the updates.
-    """
+    """An optimizer that returns new parameters."""
 
     init: Callable[[Parameters], optax.OptState]
+    # From gradients, state and parameters to the updates, which are added to the parameters, and
+    # the new state.
     update: Callable[[Parameters, Any, Parameters], tuple[Parameters, optax.OptState]]
+    # From the same arguments and a number by which the gradients are first divided, such as the
+    # number of tokens, to the new parameters. It may compute them without computing the updates.
     step: Callable[[Parameters, Any, Parameters, Float[Array, ""]], Stepped]
 
 
@@ -47,7 +36,6 @@ def stepper(transform: optax.GradientTransformation) -> Stepper:
     def step(
         gradients: Parameters, state: Any, params: Parameters, divisor: Float[Array, ""]
     ) -> Stepped:
-        """Returns the result of a step; see `Stepper`."""
         gradients = divided(gradients, divisor)
         norm = optax.tree.norm(gradients)
         updates, state = transform.update(gradients, state, params)
@@ -57,5 +45,4 @@ def stepper(transform: optax.GradientTransformation) -> Stepper:
 
 
 def divided(gradients: Parameters, divisor: Float[Array, ""]) -> Parameters:
-    """Returns the gradients, divided by a number."""
     return jax.tree.map(lambda g: g / divisor, gradients)

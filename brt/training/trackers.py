@@ -29,12 +29,7 @@ _IDS = {"wandb?": str, "mlflow?": str, "directory?": _PLACE}
 
 
 class _Service:
-    """A tracking service, whose failures never stop a run.
-
-    Args:
-      module: the service's Python module.
-      warn: called once when the service fails; nothing is sent to it afterwards.
-    """
+    """A tracking service, whose failures never stop a run; `warn` is called at the first one."""
 
     name: str  # The Python module, and the extra of brt that installs the module, have this name.
     _begin: Callable[[Config, Workdir, str | None], str]
@@ -45,9 +40,7 @@ class _Service:
         self._module, self._warn, self._on = module, warn, True
 
     def refuses(self) -> str:
-        """Returns the reason why the service cannot record metrics on this machine; "" if it can
-        record metrics.
-        """
+        """Returns the reason why the service cannot record metrics here; "" if it can."""
         return ""
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -56,20 +49,10 @@ class _Service:
         self._tolerated(lambda: self._log(step, finite))
 
     def close(self) -> None:
-        """Ends the run in the service."""
         self._tolerated(self._end)
 
     def begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str | None:
-        """Starts or continues a run in the service.
-
-        Args:
-          config: config of the run, which the service records.
-          workdir: the run directory, whose name becomes the name of the run in the service.
-          run_id: id of the service's run that is continued; None to start a new one.
-
-        Returns:
-          The id of the service's run; None if the service failed.
-        """
+        """Starts or continues a run in the service; returns its id, or None after a failure."""
         return self._tolerated(lambda: self._begin(config, workdir, run_id))
 
     def _tolerated(self, call: Callable[[], Any]) -> Any:
@@ -104,11 +87,7 @@ class _Mlflow(_Service):
     name = "mlflow"
 
     def refuses(self) -> str:
-        """Returns the reason why MLflow's database or directory cannot be opened; "" if it can be
-        opened.
-
-        If MLflow records on a server, the server is not contacted.
-        """
+        """Tries to open MLflow's database or directory; a server is not contacted."""
         where = self._module.get_tracking_uri()
         try:
             self._module.MlflowClient()
@@ -138,12 +117,7 @@ class _Mlflow(_Service):
 def requested(config: Config, warn: Warn) -> list[_Service]:
     """Returns the tracking services that the config asks for, without starting runs in them.
 
-    Args:
-      config: config of the run.
-      warn: a function that is called with a message if a service fails later.
-
-    Raises:
-      ConfigError: a service is not installed, or cannot record anything on this machine.
+    ConfigError is raised if one is not installed, or cannot record anything on this machine.
     """
     settings = {
         "Logging.wandb_project": (config.logging.wandb_project, _Wandb),
@@ -171,15 +145,6 @@ def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
     """Starts a run in each tracking service that the config asks for, and returns the services.
 
     If the run directory was trained before, the service continues its earlier run.
-
-    Args:
-      config: config of the run.
-      workdir: the run directory.
-      warn: called with a message if a service fails.
-
-    Raises:
-      ConfigError: a service is not installed, or cannot record anything on this machine.
-      CheckpointError: trackers.json is damaged.
     """
     services, file = requested(config, warn), workdir.path / "trackers.json"
     if not services:
@@ -204,15 +169,10 @@ def _place(workdir: Workdir) -> dict[str, Any]:
 
 
 def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
-    """Returns True if a run directory is a copy of the directory for which trackers.json was
-    written.
+    """Returns True if a run directory (`now`) is a copy of the one that trackers.json names.
 
     A renamed directory keeps its inode, also on a disk that another machine mounts. On the same
     machine, a directory that has replaced the original is the original, wherever it is.
-
-    Args:
-      saved: the directory for which trackers.json was written; None if the file does not say it.
-      now: the run directory.
     """
     if saved is None or saved["inode"] == now["inode"]:
         return False
@@ -222,17 +182,7 @@ def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Returns the content of trackers.json: the id of the run in each tracking service, by the name
-    of the service, and the "directory" for which the file was written.
-
-    The result is {} if the file does not exist.
-
-    Args:
-      file: path of trackers.json.
-
-    Raises:
-      CheckpointError: the file is damaged.
-    """
+    """Returns the ids of the services' runs, and the "directory"; {} without trackers.json."""
     try:
         return untrusted.read_json(file, _IDS)
     except FileNotFoundError:

@@ -13,27 +13,16 @@ from brt.training import adapters, parameter_paths
 
 
 def patterns(config: Config) -> tuple[str, ...]:
-    """Returns patterns that match the paths of trained parameters; () if all parameters are
-    trained.
+    """Returns patterns of the paths of trained parameters; () if all are trained.
 
-    If the model has adapters, only the adapters and the parameters that Training.trainable names
-    are trained.
+    If the model has adapters, these and the parameters of Training.trainable are trained.
     """
     own = config.training.trainable
     return (*own, f"{adapters.ROOT}/*") if config.adapter.rank else own
 
 
 def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
-    """Separates the parameters that are trained from those that are frozen.
-
-    Args:
-      params: the tree of all parameters.
-      patterns: the result of `patterns`; without patterns, all parameters are trained.
-
-    Returns:
-      The tree of the trained parameters, and the tree of the frozen parameters. Both trees have the
-      structure of `params`, but each lacks the parameters of the other.
-    """
+    """Separates the trained parameters, which match `patterns`, from the frozen ones."""
     if not patterns:
         return params, {}
     trained, frozen = {}, {}
@@ -43,9 +32,6 @@ def split(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
 
 
 def merge(trained: PyTree, frozen: PyTree) -> PyTree:
-    """Returns the tree of all parameters from the trees of trained and of frozen parameters; the
-    inverse of `split`.
-    """
     if not frozen:
         return trained
     flat = flatten_dict(trained, sep="/") | flatten_dict(frozen, sep="/")
@@ -53,14 +39,6 @@ def merge(trained: PyTree, frozen: PyTree) -> PyTree:
 
 
 def check(params: PyTree, patterns: Sequence[str]) -> None:
-    """Checks that every pattern matches the path of a parameter.
-
-    Args:
-      params: the tree of all parameters, or of their shapes.
-      patterns: Training.trainable.
-
-    Raises:
-      ConfigError: a pattern matches no parameter.
-    """
+    """Raises ConfigError if a pattern of Training.trainable matches no parameter."""
     paths = list(flatten_dict(params, sep="/"))
     parameter_paths.check("Training.trainable", patterns, paths, "parameters of the model")

@@ -37,12 +37,7 @@ _STDERR = 2
 def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[None]:
     """Context in which this process writes a heartbeat file, and a watchdog checks its progress.
 
-    Args:
-      workdir: the run directory; files are written to its directory `heartbeat`.
-      phases: tracks the status that is written and watched, and that is reported to the other
-        processes of the run.
-      seconds: Training.watchdog_seconds: the process is ended after this number of seconds without
-        progress (see `watching`); 0 for no limit.
+    `seconds` is Training.watchdog_seconds: the limit of `watching`.
     """
     index = str(jax.process_index())
     processes.report_activity(lambda: _described(phases.now))
@@ -61,7 +56,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
     Phases without such signs (`phases.WITHOUT_PROGRESS`) may take PATIENCE times as long. Time in
     which the whole process is suspended (Ctrl-Z) does not count, unless it exceeds twice the limit.
     Before the process ends with the exit code HUNG, the stacks of all Python threads are written to
-    stderr and to a file.
+    stderr and to the file `stacks`.
 
     A thread watches the progress, because the main thread may be stuck in C code. If the C code
     holds Python's global interpreter lock, no thread can run. In this case `faulthandler`, which
@@ -69,9 +64,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
     code is 1.
 
     Args:
-      phases: tracks the status that is watched.
       seconds: the limit of the time without progress; 0 for no limit.
-      stacks: the file to which the stacks are written.
     """
     if not seconds:
         yield
@@ -80,16 +73,11 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
     with contextlib.suppress(OSError):
         stacks.unlink()  # The file may be left from an earlier start of the run.
 
+    # The timer works even if C code holds the global interpreter lock. Each call restarts it.
     def exit_without_python(limit: float) -> None:
-        """Starts or restarts a timer, which ends the process after little more than twice `limit`
-        (in seconds).
-
-        The timer works even if C code holds Python's global interpreter lock.
-        """
         faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
 
     def watch() -> None:
-        """Checks the progress regularly, and ends the process if there is none for too long."""
         pause = min(seconds / _CHECKS, _LONGEST_PAUSE)
         previous, idle, checked = phases.now, 0.0, time.monotonic()
         while not over.wait(pause):

@@ -28,124 +28,93 @@ _LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """Paths of the files and directories in a run directory; the object creates none of them.
-
-    Attributes:
-      path: the run directory.
-    """
+    """Paths of the files and directories in a run directory; the object creates none of them."""
 
     path: Path
 
     @property
     def config_gin(self) -> Path:
-        """Path of the run's config as a .gin file."""
         return self.path / "config.gin"
 
     @property
     def config_json(self) -> Path:
-        """Path of the run's config as JSON."""
         return self.path / "config.json"
 
     @property
     def provenance(self) -> Path:
-        """Path of the description of the versions, machine and command that train the run."""
+        """The description of the versions, machine and command that train the run."""
         return self.path / "provenance.json"
 
     @property
     def tokenizer(self) -> Path:
-        """Path of the directory that contains the tokenizer's file."""
         return self.path / "tokenizer"
 
     @property
     def data(self) -> Path:
-        """Path of the description of the run's data, with checksums."""
+        """The description of the run's data, with checksums."""
         return self.path / "data.json"
 
     @property
     def checkpoints(self) -> Path:
-        """Path of the directory of checkpoints; raises ConfigError if it is not UTF-8."""
+        """The directory of checkpoints; raises ConfigError if its path is not UTF-8."""
         return durable.utf8_path(self.path / "checkpoints")
 
     @property
     def bad_batches(self) -> Path:
-        """Path of the record of the batches of bad steps.
+        """The record of the batches of bad steps, which all processes read.
 
-        All processes of a run read this record, but all processes except for the first have their
-        other files in a temporary directory (`_Shadow`). The record is therefore next to the
-        checkpoints, whose directory all processes share.
+        It is next to the checkpoints, whose directory all processes share; see `_Shadow`.
         """
         return self.checkpoints.parent / "bad_batches.jsonl"
 
     @property
     def metrics(self) -> Path:
-        """Path of the record of metrics, one line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Path of the directory of TensorBoard's events."""
         return self.path / "tensorboard"
 
     @property
     def samples(self) -> Path:
-        """Path of the directory of texts that the model generated during training."""
+        """The directory of texts that the model generated during training."""
         return self.path / "samples"
 
     @property
     def evaluations(self) -> Path:
-        """Path of the directory of reports of evaluations."""
         return self.path / "evaluations"
 
     @property
     def plots(self) -> Path:
-        """Path of the directory of plots."""
         return self.path / "plots"
 
     @property
     def heartbeat(self) -> Path:
-        """Path of the directory of files that say what each process is doing."""
+        """The directory of files that say what each process is doing."""
         return self.path / "heartbeat"
 
     @property
     def log(self) -> Path:
-        """Path of the log of the messages that were shown to the user."""
         return self.path / "log.txt"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shadow(Workdir):
-    """A temporary workdir with the checkpoints and heartbeat files of a real workdir.
-
-    Attributes:
-      shared: the real workdir.
-    """
+    """A temporary workdir with the checkpoints and heartbeat files of the real workdir `shared`."""
 
     shared: Workdir = Workdir(Path())
 
     @property
     def checkpoints(self) -> Path:
-        """Path of the real workdir's directory of checkpoints, which all processes share."""
         return self.shared.checkpoints
 
     @property
     def heartbeat(self) -> Path:
-        """Path of the real workdir's directory of heartbeat files, one for each process."""
         return self.shared.heartbeat
 
 
 def create(path: Path) -> Workdir:
-    """Creates the directories of a run, unless they exist.
-
-    Args:
-      path: the run directory.
-
-    Returns:
-      The paths in the run directory.
-
-    Raises:
-      ConfigError: a directory cannot be created, or a path that a run writes to is a link.
-      CheckpointError: the storage fails.
-    """
+    """Creates the directories of a run, unless they exist, and refuses links in them."""
     workdir = Workdir(path)
     with explain_write_errors(path):
         # The directory of checkpoints may be a link to another disk, which `exist_ok` accepts.
@@ -157,19 +126,11 @@ def create(path: Path) -> Workdir:
 
 
 def check_writable(directory: Path, *, below: Path | None = None) -> None:
-    """Creates a directory, tests that files can be written to it, and removes partial files.
+    """Creates a directory, tests that it is writable, and removes abandoned partial files.
 
-    Partial files are left by processes that were killed while they wrote.
-
-    Args:
-      directory: the directory.
-      below: the run directory, which is not created, because it may have been moved since the run
-        began; no part of the path below it may be a link. None also creates the parents of
-        `directory`, and allows links.
-
-    Raises:
-      ConfigError: the directory cannot be created or written, or is reached by a link.
-      CheckpointError: the storage fails.
+    `below` is the run directory, which is not created, because it may have been moved since the run
+    began; no part of the path below it may be a link. None also creates the parents of `directory`,
+    and allows links.
     """
     with explain_write_errors(directory, existed=below is not None):
         if below is None:
@@ -182,8 +143,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
 def refuse_links(workdir: Workdir) -> None:
     """Raises ConfigError if a path that a run writes to is a link; `checkpoints` may be a link.
 
-    The test is needed because TensorBoard, the profiler and tracking services, which also write to
-    the workdir, would follow links.
+    TensorBoard, the profiler and tracking services, which also write here, would follow links.
     """
     path = workdir.path
     with explain_write_errors(path):
@@ -213,12 +173,8 @@ def _is_of_run(name: str) -> bool:
 def shadow(workdir: Workdir) -> Iterator[Workdir]:
     """Context that yields a temporary workdir with the checkpoints and heartbeats of a real one.
 
-    All other files of the temporary workdir are removed at the end of the context. If a run has
-    several processes, the first process writes to the real workdir, and all others to temporary
-    workdirs.
-
-    Args:
-      workdir: the real workdir.
+    If a run has several processes, the first process writes to the real workdir, and all others to
+    temporary workdirs.
     """
     with tempfile.TemporaryDirectory(prefix="brt-") as directory:
         create(Path(directory))
@@ -226,11 +182,7 @@ def shadow(workdir: Workdir) -> Iterator[Workdir]:
 
 
 def saved_config(path: Path | str) -> Config | None:
-    """Returns the config of the run in the directory `path`; None if it contains no run.
-
-    Raises:
-      ConfigError: config.json cannot be read, or brt did not write it.
-    """
+    """Returns the config of the run in a directory; None if it contains no run."""
     file = Workdir(Path(path)).config_json
     try:
         return config_from_json(untrusted.read_json(file, {str: dict}))
@@ -244,18 +196,10 @@ def saved_config(path: Path | str) -> Config | None:
 
 @contextlib.contextmanager
 def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
-    """Context that locks a run directory.
+    """Context that locks a run directory; the lock ends with the process, even if that is killed.
 
-    The operating system releases the lock even if the process is killed.
-
-    Args:
-      workdir: the run directory.
-      warn: called with a message if the previous trainer did not end in an orderly way, or if the
-        file system has no locks.
-
-    Raises:
-      ConfigError: another trainer holds the lock, or the directory is not writable.
-      CheckpointError: the storage fails.
+    `warn` is called with a message if the previous trainer did not end in an orderly way, or if the
+    file system has no locks. ConfigError is raised if another trainer holds the lock.
     """
     path = workdir.path / ".lock"
     with contextlib.ExitStack() as stack:
@@ -269,8 +213,8 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
             file.write(holder.encode())
             _remove_partial_files(workdir)
 
+        # An empty lock file shows that the trainer was not killed.
         def empty() -> None:
-            """Empties the lock file, which shows that the trainer was not killed."""
             with explain_write_errors(path), permission_errors_as_checkpoint_errors(path):
                 file.truncate(0)
 
@@ -293,40 +237,31 @@ def _acquire(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]
 
 
 def _remove_partial_files(workdir: Workdir) -> None:
-    """Removes partial files of a killed trainer.
-
-    Other commands may be writing to `evaluations` now, so only abandoned files are removed there.
-    """
+    """Removes partial files of a killed trainer."""
     w = workdir
     directories = w.path, w.tokenizer, w.samples, w.plots, w.heartbeat
     for path in itertools.chain.from_iterable(map(durable.partial_files, directories)):
         path.unlink(missing_ok=True)
+    # Other commands may be writing to `evaluations` now.
     for directory in (workdir.evaluations, *workdir.evaluations.glob("*")):
         durable.remove_abandoned(directory)
 
 
 def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
-    """Writes a JSON value (`content`) atomically; `write_bytes` explains `below` and the errors."""
     write_text(path, json.dumps(content, indent=1) + "\n", below=below)
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes a text in UTF-8, with escapes for other bytes of names, as `write_bytes` explains."""
+    """Writes a text in UTF-8, with escapes for other bytes of names; see `write_bytes`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"), below=below)
 
 
 def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> None:
     """Writes a file atomically, so that no reader sees half of it.
 
-    Args:
-      path: the file.
-      content: the new content of the file.
-      below: the run directory; no part of the path below this directory may be a link. None stands
-        for the directory of the file, so that only the file itself may not be a link.
-
-    Raises:
-      ConfigError: the file cannot be written at this place.
-      CheckpointError: the storage fails, or permission was withdrawn.
+    No part of the path below the run directory `below` may be a link. None stands for the directory
+    of the file, so that only the file itself may not be a link. Errors are those of
+    `explain_write_errors` and `permission_errors_as_checkpoint_errors`.
     """
     with (
         explain_write_errors(path, existed=below is not None),

@@ -13,14 +13,8 @@ from brt.errors import BrtError, CheckpointError, ConfigError
 def explain_write_errors(path: Path, *, existed: bool = False) -> Iterator[None]:
     """Context that turns an OSError into an error whose message names a path and a remedy.
 
-    Args:
-      path: the path that is written within the context.
-      existed: True if the path is in a run directory that existed when the command began.
-
-    Raises:
-      ConfigError: the path cannot be written.
-      CheckpointError: the storage fails, so that the same command may succeed later, or the run
-        directory has been moved or removed.
+    It is a CheckpointError if the same command may succeed later (the storage fails), or if a run
+    directory that `existed` when the command began is gone; otherwise a ConfigError.
     """
     try:
         yield
@@ -39,14 +33,7 @@ def explain_write_errors(path: Path, *, existed: bool = False) -> Iterator[None]
 def permission_errors_as_checkpoint_errors(path: Path) -> Iterator[None]:
     """Context that turns a PermissionError into a CheckpointError.
 
-    The path was writable when the run started, so the same command may succeed after the permission
-    has been restored.
-
-    Args:
-      path: the path that is written within the context.
-
-    Raises:
-      CheckpointError: a PermissionError was raised within the context.
+    The path was writable when the run started, so permission may be restored.
     """
     try:
         yield
@@ -57,11 +44,6 @@ def permission_errors_as_checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def _unwritable(path: Path, error: OSError) -> BrtError:
-    """Returns the error for a path that cannot be written.
-
-    If the storage fails, the error is a CheckpointError, because the same command may succeed
-    later. Otherwise it is a ConfigError.
-    """
     if error.errno == errno.ELOOP:
         return ConfigError(
             f"cannot write to {path}: {error.filename} is a symbolic link, which is not followed "

@@ -33,17 +33,9 @@ def find(
 ) -> VerifiedCheckpoint:
     """Returns the newest intact checkpoint of a training run, or the checkpoint of one step.
 
-    Args:
-      directory: the `checkpoints` directory of a run.
-      step: the step of the checkpoint; None for the newest intact one.
-      warned: sentences about damaged checkpoints (`VerifiedCheckpoint.problems`) of which the user
-        has already been warned.
-      to_resume: True if training continues from the checkpoint. The metadata must then have the
-        position in the data and the accumulated metrics, in addition to the config.
-
-    Raises:
-      CheckpointError: the checkpoint does not exist, no checkpoint is intact, or the checkpoint
-        does not have the metadata of a training run.
+    `warned` are problems (`VerifiedCheckpoint.problems`) of which the user has already been warned.
+    If training continues from the checkpoint (`to_resume`), its metadata must have the position in
+    the data and the accumulated metrics. CheckpointError is raised if there is no such checkpoint.
     """
     checkpoint = reader.find(directory, step, warned=warned)
     meta, where = checkpoint.meta, f"{directory / str(checkpoint.step) / reader.META}"
@@ -58,14 +50,7 @@ def find(
 def newest(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | None:
     """Returns the newest intact checkpoint of a run directory; None if the run never saved one.
 
-    Args:
-      path: the run directory.
-      warned: sentences about damaged checkpoints (`VerifiedCheckpoint.problems`) of which the user
-        has already been warned.
-
-    Raises:
-      CheckpointError: no checkpoint is intact, or all checkpoints that were saved have been
-        removed.
+    CheckpointError is raised if none is intact, or if all that were saved have been removed.
     """
     directory = Workdir(path).checkpoints
     checkpoint = None

@@ -19,24 +19,14 @@ from brt.training.state import TrainState
 
 
 class ConfigChanges(NamedTuple):
-    """Differences between the config of a checkpoint and the config of the resuming run.
+    """Differences between the config of a checkpoint and the config of the resuming run."""
 
-    Attributes:
-      lines: every difference as "Section.field: old -> new".
-      allowed: names of changed settings that a resumed run may change only with
-        --allow_config_change.
-    """
-
-    lines: list[str]
-    allowed: list[str]
+    lines: list[str]  # every difference as "Section.field: old -> new"
+    allowed: list[str]  # the names of those that need --allow_config_change
 
 
 def may_change(name: str) -> bool:
-    """Returns True if a resumed run may change a setting without --allow_config_change.
-
-    Args:
-      name: name of the setting as "Section.field".
-    """
+    """Returns True if a resumed run may change a setting without --allow_config_change."""
     return declaration(name).resume
 
 
@@ -50,22 +40,16 @@ def check_names(names: Collection[str]) -> None:
 def check_resumable(
     saved: Config, config: Config, allowed: Collection[str] | None = None, *, possible: bool = True
 ) -> list[str]:
-    """Checks the differences between two configs, and returns all of them.
+    """Returns the differences between two configs as "Section.field: old -> new".
 
     Args:
-      saved: the config in the checkpoint.
-      config: the config of the run or command that uses the checkpoint.
-      allowed: names of settings that the user allows to differ (--allow_config_change), although a
-        run with another value is a different run. None if the checkpoint is only read; in this case
-        the error does not mention --allow_config_change.
+      allowed: names of settings that the user allows to differ (--allow_config_change). None if the
+        checkpoint is only read; in this case the error does not mention --allow_config_change.
       possible: False if not even --allow_config_change makes the differences possible.
 
-    Returns:
-      The differences as "Section.field: old -> new".
-
     Raises:
-      ConfigError: a setting differs that a resumed run must not change, and that the user did not
-        allow to change.
+      ConfigError: a setting differs that must not change, and that the user did not allow to
+        change.
     """
     differences = difference(saved, config)
     refused = {
@@ -91,19 +75,10 @@ def compare(
     state_shapes: TrainState,
     allowed: Collection[str],
 ) -> ConfigChanges:
-    """Returns the differences between the config of a checkpoint and the config of the resuming
-    run.
+    """Returns the differences between the config of a checkpoint and that of the resuming run.
 
-    Args:
-      checkpoint: the checkpoint.
-      config: the config of the run.
-      state_shapes: shapes and dtypes of the run's train state.
-      allowed: settings that the user allows to change; see `check_resumable`.
-
-    Raises:
-      ConfigError: a difference is not allowed, or a setting has changed and the saved arrays have
-        other shapes than the arrays of the run. A resumed run can never change the shapes of its
-        arrays, not even with --allow_config_change.
+    Besides the errors of `check_resumable`, a ConfigError is raised if a change has changed the
+    shapes of arrays, which not even --allow_config_change permits.
     """
     saved = config_from_json(checkpoint.meta["config"])
     names = [name for name, *_ in difference(saved, config) if not may_change(name)]
@@ -120,12 +95,7 @@ def compare(
 
 
 def history(meta: Mapping[str, Any] | None, changes: ConfigChanges | None) -> list[dict[str, Any]]:
-    """Returns all config changes of a run so far, as JSON for provenance.json.
-
-    Args:
-      meta: metadata of the checkpoint that the run resumes from; None for a new run.
-      changes: differences between the config of that checkpoint and the run's; None for a new run.
-    """
+    """Returns all config changes of a run so far, as JSON for provenance.json."""
     if not meta or not changes:
         return []
     earlier = meta.get("provenance", {}).get("config_changes", [])
@@ -138,14 +108,8 @@ def resumed_data_position(
 ) -> dict[str, Any]:
     """Returns the position in the data from which a resumed run continues to read batches.
 
-    The step is always the step of the checkpoint. If the user allowed changes with
-    --allow_config_change, the entries that determine the order of the data (such as the seed) are
-    taken from the new iterator of batches.
-
-    Args:
-      saved: the iterator's state in the checkpoint.
-      current: the state of the run's new iterator.
-      changes: differences between the checkpoint's config and the run's; None for a new run.
+    The step is always the checkpoint's. If the user allowed changes, the entries that determine the
+    order of the data (such as the seed) are taken from the new iterator's state, `current`.
     """
     order = {name: value for name, value in current.items() if name not in ("step", "store")}
     return {**saved, **(order if changes and changes.allowed else {})}

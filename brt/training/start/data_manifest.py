@@ -41,29 +41,20 @@ SplitDescription = Mapping[str, Any]
 
 
 class DataManifest(NamedTuple):
-    """The content of data.json.
+    """The content of data.json."""
 
-    Attributes:
-      directory: path of the directory in which the data were prepared.
-      splits: a description of each split, by the split's name: its size, documents and checksums.
-    """
-
-    directory: str = ""
-    splits: Mapping[str, SplitDescription] = {}
+    directory: str = ""  # where the data were prepared
+    splits: Mapping[str, SplitDescription] = {}  # by the name of the split
 
 
 def write(
     workdir: Workdir, dataset: Dataset, weights: Weights | None = None, *, new: bool = True
 ) -> None:
-    """Writes the tokenizer of `dataset`, and data.json, which describes the splits of `dataset`,
-    into a run directory.
+    """Writes the tokenizer of `dataset`, and data.json, into a run directory.
 
-    Args:
-      workdir: the run directory.
-      dataset: the data of the run.
-      weights: the weights that the run starts from. The files beside their tokenizer are kept,
-        because prepared data may be shared by models with the same tokenizer.
-      new: False keeps the files that a resumed run has beside its tokenizer.
+    The files beside the tokenizer of `weights`, from which the run starts, are kept, because
+    prepared data may be shared by models with the same tokenizer. `new` = False keeps the files
+    that a resumed run has beside its tokenizer.
     """
     beside = dataset.tokenizer.beside
     if new:
@@ -79,11 +70,7 @@ def write(
 
 
 def read(workdir: Workdir) -> DataManifest:
-    """Returns the content of data.json; an empty manifest if the run has not written one yet.
-
-    Raises:
-      CheckpointError: data.json is damaged.
-    """
+    """Returns the content of data.json; an empty manifest if the run has not written one yet."""
     try:
         content = untrusted.read_json(workdir.data, _MANIFEST)
         for name, split in content["splits"].items():
@@ -98,14 +85,7 @@ def read(workdir: Workdir) -> DataManifest:
 def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
     """Returns the tokenizer that is stored in a run directory.
 
-    Args:
-      workdir: the run directory.
-      task: the run's task, which knows the format of the file.
-      fingerprint: the fingerprint that the tokenizer must have, from the checkpoint.
-
-    Raises:
-      CheckpointError: the file is missing, or the tokenizer has another fingerprint.
-      DataError: the file is damaged.
+    CheckpointError is raised if there is none, or if its fingerprint differs from `fingerprint`.
     """
     file = _tokenizer_file(workdir)
     if file is None:
@@ -121,20 +101,13 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
 
 
 class OwnTokenizer(NamedTuple):
-    """The copy of the tokenizer in a run directory.
+    """The copy of the tokenizer in a run directory."""
 
-    Attributes:
-      setting: Data.tokenizer in the config of the run's checkpoint.
-      file: the copy.
-    """
-
-    setting: str
-    file: Path
+    setting: str  # Data.tokenizer in the config of the run's checkpoint
+    file: Path  # the copy
 
     def applied(self, config: Config) -> Config:
-        """Returns a config that names the copy instead of the file that the run named when it
-        began, which may be gone. If the file has other content by now, a message says so.
-        """
+        """Returns a config that names the copy instead of the original file, which may be gone."""
         name = tasks.from_config(config).data
         section = getattr(config, name)
         if section.tokenizer != self.setting:
@@ -149,13 +122,7 @@ class OwnTokenizer(NamedTuple):
 
 
 def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokenizer | None:
-    """Returns the copy of the tokenizer in a run directory; None if the directory has none, or if
-    the run's config names no file.
-
-    Raises:
-      CheckpointError: the copy is not the tokenizer of the checkpoint.
-      DataError: the copy is damaged.
-    """
+    """Returns the copy of the tokenizer in a run directory; None if the config names no file."""
     config = config_from_json(checkpoint.meta["config"])
     task = tasks.from_config(config)
     setting, file = getattr(getattr(config, task.data), "tokenizer", ""), _tokenizer_file(workdir)
@@ -172,13 +139,7 @@ def _tokenizer_file(workdir: Workdir) -> Path | None:
 
 
 def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> CheckpointError:
-    """Returns an error which says that the run's model was trained with another tokenizer.
-
-    Args:
-      workdir: the run directory.
-      expected: fingerprint of the tokenizer that the model was trained with.
-      actual: the tokenizer that was read.
-    """
+    """Returns an error which says that the run's model was trained with another tokenizer."""
     return CheckpointError(
         f"{workdir.path} was trained with another tokenizer than {actual.name} "
         f"({expected[:_HASH]}, not {actual.fingerprint[:_HASH]}); use its own tokenizer"
@@ -186,12 +147,7 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
 
 
 def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
-    """Returns a line of text for each split: the size, the names of some documents, the checksum
-    and, if the split was held out of other data, a phrase about these data.
-
-    Args:
-      splits: descriptions of the splits, by name, as in `DataManifest`.
-    """
+    """Returns a line about each split: size, some documents, checksum, and origin."""
     lines = []
     for name, split in splits.items():
         unit, count = _size(split)
@@ -206,12 +162,7 @@ def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
 
 
 def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) -> None:
-    """Raises DataError if the training data have changed since the run began.
-
-    Args:
-      workdir: the run directory, whose data.json describes the data at the beginning.
-      splits: descriptions of the data as they are now, by the name of the split.
-    """
+    """Raises DataError if the training data have changed since the run wrote data.json."""
     before, now = read(workdir).splits.get("train"), splits["train"]
     if not before or before["sha256"] == now["sha256"]:
         return

@@ -29,28 +29,16 @@ from brt.types import Variables
 
 
 class SavedModel(NamedTuple):
-    """The parameters of a checkpoint, with the config and metadata that they were saved with.
-
-    Attributes:
-      workdir: the run directory.
-      step: number of completed training steps.
-      config: config of the checkpoint, with the changes that the user of the model requested.
-      meta: metadata of the checkpoint.
-      params: the parameters of the model, on the devices of `mesh`. If the run trained low-rank
-        adapters, their products are added to the parameters.
-      model_state: arrays that the model learned without gradients.
-      mesh: the mesh that the parameters are sharded over; None if they are on the default device.
-      own_tokenizer: the tokenizer of a model that is not in a run directory, but in Hugging Face's
-        format; None for the tokenizer that the run directory stores.
-    """
+    """The parameters of a checkpoint, with the config and metadata that they were saved with."""
 
     workdir: Workdir
     step: int
-    config: Config
-    meta: dict[str, Any]
-    params: PyTree[Array]
-    model_state: PyTree[Array] = {}
-    mesh: jax.sharding.Mesh | None = None
+    config: Config  # of the checkpoint, with the changes that the user of the model requested
+    meta: dict[str, Any]  # metadata of the checkpoint
+    params: PyTree[Array]  # on the devices of `mesh`; products of low-rank adapters are added
+    model_state: PyTree[Array] = {}  # arrays that the model learned without gradients
+    mesh: jax.sharding.Mesh | None = None  # None if the arrays are on the default device
+    # The tokenizer of a model in Hugging Face's format; None for that of the run directory.
     own_tokenizer: Tokenizer | None = None
 
     @property
@@ -66,20 +54,9 @@ class SavedModel(NamedTuple):
 def load_config(
     workdir: Path, step: int | None = None
 ) -> tuple[Workdir, VerifiedCheckpoint, Config]:
-    """Finds a checkpoint and reads its config, but no arrays.
+    """Finds a checkpoint (None: the newest intact one) and reads its config, but no arrays.
 
     Settings of the config that say where a run writes are reset to their defaults.
-
-    Args:
-      workdir: path of the run directory.
-      step: the step of the checkpoint; None for the newest intact one.
-
-    Returns:
-      A tuple: the paths of the run directory, the checkpoint, and the config.
-
-    Raises:
-      ConfigError: the workdir does not exist, or has a decoder in Hugging Face's format.
-      CheckpointError: the workdir has no intact checkpoint, or none of this step.
     """
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist")
@@ -94,30 +71,17 @@ def load_config(
 
 
 def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
-    """Loads the model of a checkpoint, and adds its low-rank adapters to their kernels;
-    `load_unmerged` has the arguments and errors.
-    """
+    """Loads a model, with its adapters merged into the kernels; see `load_unmerged`."""
     model = load_unmerged(workdir, checkpoint, config)
     with model.on_devices():
         return model._replace(params=merged_params(config, model.params))
 
 
 def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
-    """Loads the parameters of a checkpoint, and of its low-rank adapters, onto the devices of the
-    run's mesh.
+    """Loads the parameters of a checkpoint, and of its low-rank adapters, onto the run's mesh.
 
-    If this machine has fewer devices than the mesh, the model is loaded onto fewer devices.
-
-    Args:
-      workdir: the run directory.
-      checkpoint: the checkpoint that `load_config` returned.
-      config: config of the checkpoint. The caller may have changed settings that a resumed run may
-        change.
-
-    Raises:
-      ConfigError: a setting that a resumed run must not change differs from the checkpoint.
-      CheckpointError: the arrays of the checkpoint cannot be read.
-      NonFiniteError: an array holds NaN or infinity.
+    If this machine has fewer devices than the mesh, the model is loaded onto fewer devices. In
+    `config`, the caller may have changed settings that a resumed run may change.
     """
     compilation.use_cache()
     check_resumable(config_from_json(checkpoint.meta["config"]), config)
@@ -164,13 +128,7 @@ def _shardings(
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:
-    """Returns the tokenizer of a model: `model.own_tokenizer`, or the tokenizer that is stored in
-    the run directory.
-
-    Raises:
-      CheckpointError: the tokenizer is missing, or is not the tokenizer of the checkpoint.
-      DataError: the file of the tokenizer is damaged.
-    """
+    """Returns the tokenizer of a model: its own, or the one that the run directory stores."""
     if model.own_tokenizer is not None:
         return model.own_tokenizer
     task = tasks.from_config(model.config)
@@ -179,13 +137,6 @@ def tokenizer(model: SavedModel) -> Tokenizer:
 
 def open_split(model: SavedModel, split: str) -> Dataset:
     """Opens one split of the data that the model's config names, encoded with the run's tokenizer.
-
-    Args:
-      model: the model.
-      split: name of the split, such as "test".
-
-    Returns:
-      A dataset that contains this split.
 
     Raises:
       ConfigError: the config names another tokenizer than the run's.

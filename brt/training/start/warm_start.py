@@ -27,15 +27,8 @@ _BYTES = Data().tokenizer
 def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -> Weights | None:
     """Returns the weights that Training.init_from names; None if the setting is empty.
 
-    Training.init_from names a run directory, or a directory of weights that brt.convert wrote.
-
-    Args:
-      config: config of the run.
-      checkpoint: the checkpoint that the run resumes from, which describes the weights, so that
-        nothing is read where they were; None for a new run.
-
-    Raises:
-      CheckpointError: the directory has no weights, or weights of another kind of model.
+    Training.init_from names a run directory, or a directory of weights that brt.convert wrote. If
+    the run resumes from a checkpoint, the checkpoint describes the weights, and nothing is read.
     """
     where, task = config.training.init_from, tasks.from_config(config)
     if not where:
@@ -65,15 +58,8 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
     """Returns a `Weights` that only describes the weights of a run and cannot load their arrays.
 
     A resumed run needs only the description, because its parameters come from its own checkpoint.
-
-    Args:
-      where: directory of the run, as Training.init_from names it.
-      config: the config of the run that starts.
-      source_config: the config of the run that trained the weights.
-      tokenizer: fingerprint of the tokenizer that the weights were trained with.
-
-    Raises:
-      CheckpointError: the run trained another kind of model.
+    `where` is as in Training.init_from, `source_config` the config of the run that trained the
+    weights, and `tokenizer` a fingerprint.
     """
     task, source_task = tasks.from_config(config), tasks.from_config(source_config)
     if source_task.model != task.model:
@@ -84,7 +70,6 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
         )
 
     def load() -> Any:
-        """Raises AssertionError, because these weights are only described and have no arrays."""
         raise AssertionError("a resumed run takes its parameters from its own checkpoint")
 
     return Weights(
@@ -99,14 +84,7 @@ def with_model(config: Config, weights: Weights) -> Config:
     Each setting of the model declares in `brt.config` where its value comes from. The value of an
     "own" setting comes from the new run, and the value of an "inherited" setting from the weights.
     The value of an "adaptable" setting comes from the new run if it is not the default there,
-    otherwise from the weights.
-
-    Args:
-      config: config of the new run.
-      weights: the weights that the new run starts from.
-
-    Raises:
-      ConfigError: the config contradicts the weights, or the weights are of another task.
+    otherwise from the weights. ConfigError is raised if the config contradicts the weights.
     """
     task = tasks.from_config(config)
     task.check_weights(weights)
