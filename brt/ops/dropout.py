@@ -98,9 +98,7 @@ class DropoutMask:
         return keep.swapaxes(-1, -2) if self.transposed else keep
 
     def packed_words(self) -> UInt32[Array, "H G R"]:
-        """Packs the C entries of each row of the mask [H, R, C] into G words
-        (`dropout_bits.pack`).
-        """
+        """Packs the C entries of each row of the mask [H, R, C] into G words (`dropout_bits`)."""
         keep = self.keep if self.transposed else self.keep.swapaxes(-1, -2)
         return _draw_once(dropout_bits.pack(keep))
 

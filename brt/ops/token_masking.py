@@ -1,5 +1,4 @@
-"""Masked language modelling: the random choice of tokens to predict (BERT, Devlin et al. 2019,
-3.1).
+"""Masked language modelling: the random choice of tokens to predict (Devlin et al. 2019, 3.1).
 
 A row has R slots, each of which holds a token to predict or is unused.
 """
