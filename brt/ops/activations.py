@@ -37,9 +37,10 @@ relu.defvjp(_relu_forward, _relu_backward)
 def activation(
     x: Float[Array, "..."], name: str, *, saves_result: bool = False
 ) -> Float[Array, "..."]:
-    """Returns the activation of every number of x: "relu", "gelu" (exact), "gelu_tanh" or "silu".
+    """Returns the activation of every number of x.
 
-    `saves_result` is for "relu" only.
+    `name` is "relu", "gelu" (exact), "gelu_tanh" (its approximation by a tanh) or "silu". Only
+    "relu" uses `saves_result`.
     """
     if name == "relu":
         return relu(x, saves_result)

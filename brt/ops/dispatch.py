@@ -55,7 +55,8 @@ class BackendPolicy(NamedTuple):
     Code that depends on a difference between backends reads it here, through `policy()`.
     """
 
-    dtype: str = "bfloat16"  # of activations and caches if the setting for this dtype is 'auto'
+    # the dtype of activations and caches if the setting for this dtype is 'auto'
+    dtype: str = "bfloat16"
     orders_memory: bool = True  # The compiler chooses the memory order of arrays well by itself.
     # A matrix product is faster if a transposed factor is first stored in memory than if the
     # product reads the factor against its memory order.
@@ -119,7 +120,8 @@ _POLICIES = {
 class Op(NamedTuple):
     """An operation and its implementations, in the order in which `auto` prefers them."""
 
-    # stands in errors and profiles; a key of `brt.config.kernels.OPERATIONS` if it is a setting
+    # the name in errors and profiles; one of `brt.config.kernels.OPERATIONS` if a setting selects
+    # the implementation
     name: str
     implementations: tuple[Implementation, ...]
 

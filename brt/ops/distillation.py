@@ -16,7 +16,7 @@ Logits = Float[Array, "B T V"]
 
 
 def divergence(student: Logits, teacher: Logits, temperature: float) -> Float[Array, "B T"]:
-    """Returns the KL divergence in nats, times temperature^2 (Hinton et al. 2015, section 2)."""
+    """Returns KL(teacher || student) in nats, times temperature^2 (Hinton et al. 2015)."""
     ours, theirs = (jax.nn.log_softmax(logits / temperature) for logits in (student, teacher))
     return temperature**2 * jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
 
@@ -35,8 +35,7 @@ def summed_divergence(
     """Returns the sum of `divergence` over the tokens where `mask` is True.
 
     Each token has its last hidden vector in both models, and its logits are scale * vector @
-    weights.T. The teacher gets no gradient. The logits of `chunk` tokens of a row exist at once, at
-    most.
+    weights.T. At most `chunk` tokens of a row have logits at once. The teacher gets no gradient.
     """
     teacher, teacher_weights = jax.lax.stop_gradient((teacher, teacher_weights))
     chunk = chunk_length(student.shape[1], chunk)

@@ -17,16 +17,18 @@ _BITS = 32  # A word has this many bits.
 
 
 def bit_layout(rows: int) -> tuple[int, int, int]:
-    """Returns the numbers of groups, of registers (bits) of a group and of rows of a register."""
+    """Returns how `pack` splits rows into groups of registers.
+
+    The result has the number of groups, of registers of a group (the bits of a word in use), and of
+    rows of a register; their product is `rows`.
+    """
     register_rows = math.gcd(rows, _ROWS)
     bits = max(n for n in range(1, _BITS + 1) if rows // register_rows % n == 0)
     return rows // (register_rows * bits), bits, register_rows
 
 
 def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
-    """Returns the mask of each head as a matrix of 32-bit words; G is groups times register
-    rows.
-    """
+    """Returns the masks as 32-bit words; G is groups times rows of a register (`bit_layout`)."""
     heads, rows, columns = mask.shape
     cut = mask.reshape(heads, *bit_layout(rows), columns)
     bit = jax.lax.broadcasted_iota(jnp.uint32, cut.shape, 2)

@@ -16,10 +16,12 @@ from brt.ops.dense import dense
 class GateWeights(NamedTuple):
     """Weights of one gate; fields that the kind of gate does not use are None."""
 
-    bias: Float[Array, " D"]  # of the fixed gate, the forget gate (lstm) or the update gate (gru)
-    kernel: Float[Array, "*M D"] | None = None  # of the forget gate (lstm) or the update gate (gru)
-    input_bias: Float[Array, " D"] | None = None  # of the input gate (lstm)
-    input_kernel: Float[Array, "*M D"] | None = None  # of the input gate (lstm)
+    # The bias of the fixed gate, the forget gate (lstm) or the update gate (gru).
+    bias: Float[Array, " D"]
+    # The kernel of the forget gate (lstm) or the update gate (gru).
+    kernel: Float[Array, "*M D"] | None = None
+    input_bias: Float[Array, " D"] | None = None  # the bias of the input gate (lstm)
+    input_kernel: Float[Array, "*M D"] | None = None  # the kernel of the input gate (lstm)
 
 
 def _sigmoid(

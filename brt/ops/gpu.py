@@ -34,7 +34,7 @@ class LaunchShape(NamedTuple):
 
 
 def capability_refusal() -> str | None:
-    """Returns the reason why the kernels do not support the GPU that is compiled for, or None."""
+    """Returns why the kernels do not support the GPU that is compiled for, or None."""
     capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
     if capability != _CAPABILITY:
         return f"is cut for GPUs of compute capability {_CAPABILITY} (H100, H200), not {capability}"
@@ -42,9 +42,7 @@ def capability_refusal() -> str | None:
 
 
 def triton_refusal() -> str | None:
-    """Returns the reason why a Triton kernel cannot run on the GPU that is compiled for, or
-    None.
-    """
+    """Returns why a Triton kernel cannot run on the GPU that is compiled for, or None."""
     if triton is None:
         return "needs Pallas' Triton backend, which this jax does not have"
     return capability_refusal()

@@ -22,11 +22,10 @@ from brt.ops.dropout import DropoutMask
 
 
 def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns attention to grouped heads, by calls of `attend`, which knows only ungrouped heads.
+    """Returns a function for grouped heads that calls `attend`, which needs ungrouped heads.
 
-    Both functions have the contract of `brt.ops.window_attention.api.window_part`. `attend` is
-    called R times, each time with one head of queries from every group; it therefore reads the keys
-    R times.
+    Both have the contract of `brt.ops.window_attention.api.window_part`. `attend` is called R
+    times, each time with one head of queries from every group; it therefore reads the keys R times.
     """
 
     @functools.wraps(attend)
@@ -62,7 +61,7 @@ def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def heads_to_tokens(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, "B TR G K"]:
-    """Returns queries with as many heads as the keys: R heads become R consecutive tokens.
+    """Returns the queries with as many heads as the keys: R heads become R consecutive tokens.
 
     This suits attention in which the result for a query does not depend on the other queries.
     `tokens_to_heads` restores the order in the results.
@@ -85,10 +84,10 @@ def tokens_to_heads(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B
 
 
 def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> Array:
-    """Returns keys or values whose heads can be sharded over the devices of the `heads` of queries.
+    """Returns keys or values whose heads can be sharded over the same devices as the queries.
 
     Heads are repeated only if the number of devices does not divide the number of heads of keys.
-    The logical names of the axes of x include "heads".
+    `names` are the logical names of the axes of x, with "heads" for the axis of heads.
     """
     axis = names.index("heads")
     groups, devices = x.shape[axis], rules.shard_count("heads", heads)

@@ -61,7 +61,10 @@ def are_separate(kernels: PyTree[Array]) -> bool:
 
 
 def of_layer(kernels: Array | SeparateKernels, layer: Int[Array, ""]) -> Array | LayerKernel:
-    """Returns the parameter of a layer; an array `kernels` has an axis of layers in front."""
+    """Returns the parameter of a layer from those of all layers.
+
+    An array has an axis of layers in front.
+    """
     if isinstance(kernels, SeparateKernels):
         return LayerKernel(kernels, layer)
     return jax.lax.dynamic_index_in_dim(kernels, layer, keepdims=False)

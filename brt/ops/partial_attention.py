@@ -31,7 +31,10 @@ def attend_to_part(
     values: Float[Array, "*B S K"],
     dropout: Dropout | None = None,
 ) -> AttentionPart:
-    """Returns float32 attention to keys with given float32 logits (`softmax.MASKED` if unseen)."""
+    """Returns the float32 attention with given logits to a subset of the keys.
+
+    The logits are float32, with the value `softmax.MASKED` where a query must not see a key.
+    """
     return _forward(logits, values, dropout)[0]
 
 

@@ -98,10 +98,10 @@ def l2_normalize_rows_backward(
     gradient: Float[Array, "*B R K"],
     inverse: Float[Array, "*B R 1"] | None = None,
 ) -> tuple[Float[Array, "*B R K"], Float[Array, "*B R 1"]]:
-    """Returns the gradient of x from that of x / |x|, and their dot products with x / |x|; float32.
+    """Returns the gradient of x from that of u = x / |x|, and the dot products of the latter and u.
 
-    The dot products give the gradient of a scale. If `inverse` (1 / |x|) is None, it is computed
-    again, which takes longer than the rest of the function.
+    Both are float32. The dot products give the gradient of a scale. If `inverse` (1 / |x|) is None,
+    it is computed again, which takes longer than the rest of the function.
     """
     if inverse is None:
         direction, inverse = l2_normalize_rows(x)
@@ -121,7 +121,7 @@ def head_block_spec(*shape: int) -> Any:
 
 
 def parallel_heads(axes: int) -> pltpu.CompilerParams:
-    """Returns compiler parameters for a grid of `axes` axes; cores divide the first, the heads."""
+    """Returns compiler parameters for a grid whose first axis, the heads, is split over cores."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", *["arbitrary"] * (axes - 1)), vmem_limit_bytes=VMEM_BYTES
     )

@@ -58,7 +58,7 @@ def oracle_top_k(
     included, so the order of the keys does not matter. A query that sees no key gets zeros.
 
     Args:
-      queries: without `scale`, the factor of the logits.
+      queries: not yet multiplied by `scale`, the factor of the logits.
       valid: False for padding, which no query sees.
       causal: True hides the keys of later tokens.
     """
@@ -131,7 +131,8 @@ def attend_in_chunks(
     Tokens of one bucket stay in the order of their positions. A query that sees no key gets zeros.
 
     Args:
-      queries: without `scale`, the factor of the logits; also the keys after normalization.
+      queries: not yet multiplied by `scale`, the factor of the logits; also the keys after
+        normalization.
       valid: False for padding, which no query sees.
       dropout: of each round's attention weights [B, H, N, C, 2C].
       chunk: C; T need not be a multiple of C.

@@ -82,10 +82,12 @@ def memory_scan(
 ) -> tuple[CentroidMemory, CentroidMemory]:
     """Returns the memory that the block after the segment reads, and those that its N blocks read.
 
+    The latter are stacked on a first axis N.
+
     Args:
       keys, values: of the cached block (the last before the segment), then of the segment; without
         rotary embedding.
-      cache_mask: False where a new document begins in block n, which then reads an empty memory.
+      cache_mask: False where block n begins a new document and reads an empty memory.
       past: the memory that the first block of the segment reads.
     """
     return dispatch.run(MEMORY_SCAN, implementation, keys, values, cache_mask, past, centroids)

@@ -35,7 +35,8 @@ class CentroidMemory(NamedTuple):
     The memory that a block reads covers all blocks before the previous one.
     """
 
-    # with the largest logits, in descending order; zeros if missing
+    # The R keys with the largest logits for the centroid, in descending order; zeros if there are
+    # fewer keys.
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
     # The centroid's float32 attention output over all other keys. The logit of such a key k for
@@ -82,7 +83,8 @@ def memory_after(
 ) -> CentroidMemory:
     """Returns the memory after one more block of keys and values is added.
 
-    `cache_mask` is False where the block after it belongs to another document; the result is empty.
+    `cache_mask` is False where the added block and the block after it belong to different
+    documents; the result is then an empty memory.
     """
     past = empty_memory_unless(past, cache_mask)
     slots, width = past.keys.shape[3], keys.shape[2]
@@ -143,7 +145,7 @@ def _take_old_or_new(
     new: Float[Array, "B H W K"],
     indices: Int[Array, "B H C R"],
 ) -> Float[Array, "B H C R K"]:
-    """Indexes the R vectors of each centroid, followed by the W that all of them share."""
+    """Returns vectors of a list: the R of each centroid, then the W that all centroids share."""
     slots = old.shape[3]
     old_vectors = jnp.take_along_axis(old, jnp.minimum(indices, slots - 1)[..., None], axis=3)
     new_vectors = take(new, jnp.maximum(indices - slots, 0))

@@ -42,7 +42,7 @@ def _clustered_op(
 def _kernels(
     module: Any, function: Callable[..., Array], on_gpus: tuple[Callable[..., Array], ...]
 ) -> list[Implementation]:
-    """`on_gpus` has the kernel for GPUs, and the same kernel in Pallas's interpreter."""
+    """Returns implementations by kernels; `on_gpus` has that for GPUs, compiled and interpreted."""
     kernel, interpreted = on_gpus
     return [
         Implementation("pallas_tpu", function, ("tpu",), ("tpu",), module.refusal),
@@ -96,11 +96,11 @@ def attend(
     and queries of an example without keys, get zeros.
 
     Args:
-      queries: without `scale`, the factor of the logits.
+      queries: not yet multiplied by `scale`, the factor of the logits.
       valid: False for padding, which no query sees and which does not affect the result.
-      config: short sequences have only T clusters and X best keys.
+      config: there are at most T clusters and at most X best keys.
       dropout: of the centroids' weights [B, H, C, X], which the members of a cluster share, and of
-        each query's own weights.
+        each query's own weights of the best keys.
       queries_valid: None stands for `valid`, if queries and keys belong to the same tokens.
       bias: a relative position bias for each distance.
     """

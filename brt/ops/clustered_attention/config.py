@@ -13,7 +13,7 @@ class ClusteredConfig:
     # centroid attends to most.
     kind: str
     clusters: int  # the number of clusters of a head's queries; short sequences have fewer
-    iterations: int  # of k-means
+    iterations: int  # the number of iterations of k-means
     fit_queries: int  # the number of random queries that k-means is fitted to; 0 stands for all
     top_k: int  # the number of keys for which the members of a cluster compute their own logits
     # How much of a member's attention goes to these `top_k` keys, and how much to all other keys.

@@ -15,7 +15,7 @@ from brt.ops.clustered_attention.members import member_counts
 def mean_bias(
     row: Float[Array, "H O"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C X"]:
-    """Returns the mean of the biases between a key and the queries of a cluster."""
+    """Returns the bias between a cluster and a key, the mean of its queries' biases."""
     # The product of two Fourier transforms is the transform of a circular convolution. The entries
     # of the convolution that wrap around are sliced off below.
     tokens, size = labels.shape[-1], row.shape[-1] + 1
@@ -31,7 +31,7 @@ def pair_bias(
     keys: Int[Array, "B H N R"],
     tokens: int,
 ) -> Float[Array, "B H N M R"]:
-    """Returns the bias between the query and key positions of a tile."""
+    """Returns the bias between each query and each key of a tile, from their positions."""
     places = keys[..., None, :] - queries[..., None] + tokens - 1
     per_head = jax.vmap(lambda row, places: row.at[places].get(mode="clip"), in_axes=(0, 1))
     return jnp.moveaxis(per_head(row, places), 0, 1)

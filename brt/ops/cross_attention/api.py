@@ -75,9 +75,10 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention of the T target positions from t0 on, and `srformer`'s metrics.
+    """Returns the attention output of the T target positions from t0 on, and metrics.
 
-    Training uses this function. Decoding uses `prefill` and `step`.
+    The metrics describe the neurons of `srformer`; they are None for other kinds. Training uses
+    this function. Decoding uses `prefill` and `step`.
 
     Args:
       queries: already multiplied by any scale.
@@ -107,9 +108,10 @@ def prefill(
 
 
 def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
-    """Returns the cache for decoding at target position t, which must not decrease, and later.
+    """Returns the cache for decoding steps at target position t and later.
 
-    Only `srformer` with `cache = "carry"` changes it: the state of the recurrence at one position.
+    t must not decrease from call to call. Only `srformer` with `cache = "carry"` changes its cache,
+    which holds the state of the recurrence at one position.
     """
     return segmented.advance(cache, t, config)
 
@@ -122,6 +124,7 @@ def step(
 ) -> Float[Array, "B N T H K"]:
     """Returns the result of `attend` for T target positions from t on, for all beams.
 
-    The cache is for position t. If beams are reordered, it stays as it is, because they share it.
+    The cache, from `prefill` or `advance`, is for position t. If beams are reordered, it stays as
+    it is, because all beams of a source share it.
     """
     return segmented.step(queries, cache, t, config)

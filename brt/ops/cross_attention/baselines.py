@@ -1,8 +1,8 @@
 """Kinds of cross-attention that the paper compares `srformer` with (see `api`).
 
-`xl_memory` and `local_global` are the original code's; the latter is its LongT5. In
-`transformer_xl` the previous segment has no gradient. In shapes, B is the number of sources, X of
-source positions, M of segments, S of positions of a segment, and A = H * K.
+`xl_memory` and `local_global` follow the original code (the latter its LongT5). In `transformer_xl`
+the previous segment has no gradient. In shapes, B is the number of sources, X of source positions,
+M of segments, S of positions of a segment, and A = H * K.
 """
 
 from typing import NamedTuple
@@ -46,11 +46,11 @@ def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H 
 def with_previous(
     segments: Float[Array, "M B H S K"], memory: Float[Array, "M B H S K"] | None
 ) -> Float[Array, "M B H Y K"]:
-    """Returns the keys or values of each segment after the memory of the previous segment, Y = 2S.
+    """Puts the memory of the previous segment before the keys or values of each segment.
 
-    The first segment has its own memory before it, as in the original code. If `memory` is None, it
-    is the segment itself, without a gradient, and zeros, which `previous_mask` masks, precede the
-    first.
+    A memory has a vector for each position, so Y = 2S. The first segment's own memory precedes it,
+    as in the original code. If `memory` is None, the memory of a segment is the segment itself,
+    without a gradient, and zeros, which `previous_mask` masks, precede the first segment.
     """
     if memory is None:
         memory = jax.lax.stop_gradient(segments)
@@ -74,9 +74,9 @@ def segment_means(
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
 ) -> SharedKeys:
-    """Returns the means of every segment over `counted` positions, which all targets read.
+    """Returns the means of every segment over its `counted` positions, as keys for all targets.
 
-    Segments without such positions are masked.
+    Segments without such positions are masked in the result.
     """
     numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)
 

@@ -1,8 +1,8 @@
 """Cross-entropy loss and token scores over a vocabulary, without storing all logits at once.
 
 In shapes, D is the number of numbers of a token's vector, and V of tokens of the vocabulary. The
-logits are scale * hidden @ embedding.T + bias. Of at most `chunk` tokens of a row, they exist at
-once on a device; the TPU kernels ignore this number.
+logits are scale * hidden @ embedding.T + bias. At most `chunk` tokens of a row have logits at once
+on a device; the TPU kernels ignore this number.
 """
 
 from jaxtyping import Array, Bool, Float, Int

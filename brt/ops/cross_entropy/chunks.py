@@ -22,7 +22,7 @@ def chunk_length(tokens: int, limit: int) -> int:
 def split_chunks(x: Array, chunk: int) -> Array:
     """Splits an array x [B, T, ...] into chunks of C tokens, [number of chunks, B, C, ...].
 
-    A chunk has `chunk` tokens of each device among which a row is divided, so none moves.
+    A chunk has `chunk` tokens of each device among which a row is divided; every token stays there.
     """
     batch, tokens = x.shape[:2]
     devices = shard_count("tokens", tokens)
@@ -42,6 +42,6 @@ def scores_by_chunk(
     targets: Int[Array, "B T"],
     chunk: int,
 ) -> TokenScores:
-    """Returns the scores of all targets from those of chunks of vectors [B, C, D] and targets."""
+    """Returns all scores, by calls of `score_chunk` with vectors [B, C, D] and targets [B, C]."""
     pieces = split_chunks(hidden, chunk), split_chunks(targets, chunk)
     return TokenScores(*(join_chunks(x, chunk) for x in jax.lax.map(score_chunk, pieces)))

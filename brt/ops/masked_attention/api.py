@@ -69,9 +69,9 @@ def attend_part(
     *,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns the attention to the keys that a query sees, without repeating grouped keys.
+    """Returns attention without repeating grouped keys, for `partial_attention.merge_parts`.
 
-    The logits are q.k. A query that sees no key gets zeros and `softmax.FLOOR`.
+    The logits are q.k. The result for a query that sees no key is zeros and `softmax.FLOOR`.
     """
     heads, groups = queries.shape[2], keys.shape[2]
     if mask.shape[1] > 1:
@@ -102,7 +102,7 @@ def attend_to_valid(
 
 
 def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:
-    """Returns the mask [B, 1, X] of valid keys, or [B, T, X] without the keys after each query."""
+    """Returns the mask [B, 1, X] of valid keys; if `causal`, [B, T, X] without later keys."""
     if not causal:
         return valid[:, None]
     return valid[:, None] & np.tri(tokens, valid.shape[1], dtype=bool)[None]

@@ -31,9 +31,10 @@ def draw_words(keys: UInt32[Array, "T 2"], lanes: int, each: int) -> Int[Array, 
 def kept(
     place: Int[Array, "..."], first: Int[Array, "..."], second: Int[Array, "..."], rate: float
 ) -> Bool[Array, "..."]:
-    """Returns True for weights that dropout keeps, from the words of the weight's query.
+    """Returns True for weights that dropout keeps.
 
-    The place of a weight is the index of its head times the number of keys, plus that of its key.
+    `place` is the index of a weight's head times the number of keys, plus the index of its key;
+    `first` and `second` are the words of its query (`draw_words`).
     """
     drawn = _mix_bits(_mix_bits(place * _int32(_GOLDEN) + first) ^ second)
     dropped = min(round(rate * 2**32), 2**32 - 1)

@@ -29,7 +29,7 @@ def attend_part(
     *,
     tile: int | None = None,
 ) -> AttentionPart:
-    """Splits queries so that `tile` logits (or those of one query) exist on a device."""
+    """Implements `api.attend_part` with `tile` logits (or those of one query) on a device."""
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])

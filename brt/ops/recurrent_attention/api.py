@@ -64,6 +64,8 @@ def state_scan(
 ) -> tuple[Float[Array, "B S D"], StateKV]:
     """Returns the states after the segment, and the state keys and values that each block reads.
 
+    The latter have the axes [B, N, S, H, K].
+
     Args:
       initial: the learned states at the start of a document.
       vectors: the states before the segment, float32.
@@ -72,13 +74,12 @@ def state_scan(
         caller.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
-      taps: for callers that scan over blocks of one-block segments themselves: the block's part of
-        `scan.state_taps`.
+      taps: for callers that scan over blocks themselves: the block's part of `scan.state_taps`.
       unroll: the number of blocks that one iteration of the scan's loop processes.
-      options: `kind` of gate (`brt.ops.gates`); `tanh`, which bounds updates before the gate:
-        'original' that of the single layout, 'paper' those of lstm gates; `normalize_qk`;
-        `null_keys`, which keeps unreadable keys in the softmax as zeros; `attention`, an
-        implementation of attention.
+      options: `kind` is the gate (`brt.ops.gates`). `tanh` bounds updates before the gate:
+        'original' that of the single layout, 'paper' those of lstm gates. `normalize_qk` is for
+        queries and keys. `null_keys` keeps unreadable keys in the softmax as zeros. `attention` is
+        an implementation.
     """
     return dispatch.run(
         OP, implementation, weights, initial, vectors, cached, keys, values, cache_mask,

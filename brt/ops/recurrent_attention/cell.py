@@ -19,23 +19,26 @@ from brt.ops.normalization import l2_normalize, rms_norm
 class CellWeights(NamedTuple):
     """Weights of the recurrent cell, with which the states are updated after each block."""
 
-    norm: Float[Array, " D"]  # scale of the norm before the projections
-    # identity vectors, added to the normalised states so that they differ (3.3)
+    norm: Float[Array, " D"]  # the scale of the norm before the projections
+    # Learned identity vectors, which are added to the normalised states so that they differ
+    # (section 3.3).
     ids: Float[Array, "S D"]
     keys: Float[Array, "D H K"]
     values: Float[Array, "D H K"]
-    queries: Float[Array, "D H K"]  # that attend to states
-    cross_queries: Float[Array, "D H K"]  # that attend to tokens
+    queries: Float[Array, "D H K"]  # the projection to queries that attend to states
+    cross_queries: Float[Array, "D H K"]  # the projection to queries that attend to tokens
     scale: Float[Array, " H"]  # the factor of each head's `queries`
     cross_scale: Float[Array, " H"]  # the factor of each head's `cross_queries`
-    # of both attention outputs; None in the single layout
+    # The projection of both attention outputs; None in the single layout.
     output: Float[Array, "2 H K D"] | None = None
-    output_gate: GateWeights | None = None  # of the attention's residual; None in the single layout
-    mlp_norm: Float[Array, " D"] | None = None  # None except in the dual layout
-    # [D, F] (dual) or [2, H, K, F] (single); None without an MLP
+    # The gate of the attention's residual connection; None in the single layout.
+    output_gate: GateWeights | None = None
+    # the scale of the norm before the MLP; dual layout only
+    mlp_norm: Float[Array, " D"] | None = None
+    # The MLP's first kernel, [D, F] (dual) or [2, H, K, F] (single); None without an MLP.
     mlp_in: Float[Array, "*M F"] | None = None
     mlp_out: Float[Array, "F D"] | None = None
-    mlp_gate: GateWeights | None = None  # of the MLP's residual; None without an MLP
+    mlp_gate: GateWeights | None = None  # the gate of the MLP's residual connection
 
 
 class StateKV(NamedTuple):

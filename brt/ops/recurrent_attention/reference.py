@@ -81,7 +81,7 @@ def _next_states(
     kind: str,
     tanh: str,
 ) -> Float[Array, "B S D"]:
-    """Applies the first residual connection (skip), the second (single) or both (dual)."""
+    """Returns the states after the first (skip), second (single) or both (dual) connections."""
     single = weights.output is None
     bounded = single if tanh == "original" else kind == "lstm"
     bound = jnp.tanh if bounded else lambda z: z

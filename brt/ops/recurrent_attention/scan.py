@@ -146,7 +146,7 @@ def state_scan(
     unroll: int = 1,
     **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Computes `api.state_scan`; `options` also has `read` of `state_update`."""
+    """Implements `api.state_scan`; `options` also has `read` of `state_update`."""
     batch, blocks = cache_mask.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     if taps is None:

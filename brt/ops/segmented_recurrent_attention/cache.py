@@ -39,9 +39,9 @@ from brt.ops.segmented_recurrent_attention.windows import (
 class NeuronCarry(NamedTuple):
     """The accumulate-and-fire neurons of each source, as they are at one segment of the source."""
 
-    segment: Int[Array, " B"]  # -1 before the first segment
-    membrane: Float[Array, "B H K K"]  # float32, U before the reset
-    states: Float[Array, "B H K K"]  # R of the segment
+    segment: Int[Array, " B"]  # the index of the segment; -1 before the first segment
+    membrane: Float[Array, "B H K K"]  # float32, the potential U before the reset
+    states: Float[Array, "B H K K"]  # the states R of the segment
     total: Float[Array, "B H K K"]  # float32, the sum of A_j = K_j^T V_j of all segments
     parameters: RecurrenceParameters
 
@@ -58,8 +58,9 @@ class DecodingCache(NamedTuple):
     counts: Int[Array, " B"]  # the number of segments of each source
     shared: SharedKeys | None  # keys and values that queries of all segments read, too
     table: Float[Array, "B M H K K"] | None  # the states R; None if the form is "carry"
-    carry: NeuronCarry | None  # at the current segment; None if the form is "table"
-    scale: Float[Array, "B H 1 K"] | None  # of each output feature of the recurrence; None for 1
+    carry: NeuronCarry | None  # the current neurons; None if the form is "table"
+    # The factor of each output feature of the recurrence; None for 1.
+    scale: Float[Array, "B H 1 K"] | None
     # The learned weight of the segment's softmax attention, while the recurrence has the weight 1 -
     # sigma; None if both have the weight 1.
     sigma: Float[Array, ""] | None

@@ -25,7 +25,7 @@ from brt.ops.segmented_recurrent_attention.windows import (
 class DenseKernels(NamedTuple):
     """Kernels for the form "dense"."""
 
-    read_states: Callable[..., Array]  # as `states_tpu.read_states`
+    read_states: Callable[..., Array]  # has the contract of `states_tpu.read_states`
     unit: int  # the kernels take a multiple of so many queries and of so many keys
     most: int  # the kernels take at most so many queries of a source
 
@@ -45,7 +45,8 @@ def attend_densely(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query, where `own` is the segment of each query.
 
-    See `xla.attend` and `windows.combine_outputs`; `kernels` None computes in plain XLA.
+    The other arguments are those of `xla.attend` and `windows.combine_outputs`; None as `kernels`
+    selects plain XLA.
     """
     if kernels is not None and windows.shared is None:
         return _attend_by_kernels(

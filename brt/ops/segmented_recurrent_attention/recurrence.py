@@ -18,13 +18,18 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
-    """Float32 parameters of a layer, shared by its heads; None if they are not used."""
+    """Learned float32 parameters of the recurrence of a layer, shared by all heads.
 
-    kernel: Float[Array, "K K"] | None = None  # W, from value features to the inputs of the neurons
+    Parameters that the configuration does not use are None.
+    """
+
+    # The matrix W, from value features to the inputs of the neurons.
+    kernel: Float[Array, "K K"] | None = None
     leak: Float[Array, ""] | None = None  # as stored; see `leak_and_threshold`
     threshold: Float[Array, ""] | None = None
     bias: Float[Array, " K"] | None = None  # added to the inputs of the neurons
-    sigma: Float[Array, ""] | None = None  # the weight of the softmax; the recurrence has 1 - sigma
+    # The weight of the softmax attention; the recurrence has the weight 1 - sigma.
+    sigma: Float[Array, ""] | None = None
     gate: Float[Array, ""] | None = None  # the factor of the output of the recurrence
 
 

@@ -16,8 +16,8 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 class SegmentSchedule(NamedTuple):
     """The rule by which target positions are distributed over the segments, known at trace time.
 
-    `positions` target positions read each segment or, if `shared_by_segments`, all segments
-    together.
+    Either `positions` target positions read each segment, or, if `shared_by_segments`, `positions`
+    target positions together read all segments of a source.
     """
 
     positions: int
@@ -30,7 +30,7 @@ class SegmentSchedule(NamedTuple):
         return segment * self.positions
 
     def most_positions(self, count: int, end: int) -> int:
-        """Returns a bound of the number of positions before `end` that read one segment."""
+        """Returns an upper bound of the positions before `end` that read the same segment."""
         usual = -(-self.positions // count) if self.shared_by_segments else self.positions
         # All positions after the last regular one read the last segment, too.
         return min(max(usual, end - int(self.first_position(count - 1, count))), end)

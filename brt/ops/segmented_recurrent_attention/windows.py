@@ -22,7 +22,7 @@ class SharedKeys(NamedTuple):
 
 
 class SegmentWindows(NamedTuple):
-    """The windows of segments; one may have more keys than the segment has positions.
+    """The windows of segments; a window may have more keys than its segment has positions.
 
     Segments are the first axis, because the recurrence scans over them.
     """
@@ -87,7 +87,10 @@ def attend_to_window(
 def combine_outputs(
     attended: Float[Array, "*B"] | None, recurrent: Float[Array, "*B"] | None, sigma: Array | None
 ) -> Float[Array, "*B"]:
-    """Returns sigma * attended + (1 - sigma) * recurrent, the plain sum, or the only output."""
+    """Returns sigma * attended + (1 - sigma) * recurrent, or the sum of both without sigma.
+
+    If one of the two is None, the result is the other one.
+    """
     if attended is None or recurrent is None:
         return next(x for x in (attended, recurrent) if x is not None)
     if sigma is None:

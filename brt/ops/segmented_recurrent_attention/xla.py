@@ -53,7 +53,7 @@ def attend(
     recur: Callable[..., RecurrentStates] = recurrence,
     kernels: DenseKernels | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Computes `api.attend`; `recur` computes `recurrence.recurrence`.
+    """Implements `api.attend`; `recur` has the contract of `recurrence.recurrence`.
 
     If there are `kernels` for the form "dense", the setting "auto" selects this form.
     """
@@ -102,7 +102,9 @@ def _attend_by_form(
 
 
 def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -> int:
-    """Returns G, enough for all queries of a source with 1 to `count` segments."""
+    """Returns G, the slots of a row: enough for all queries of a source with 1 to `count`
+    segments.
+    """
 
     # This is the largest number of queries of a segment, divided by its rows.
     def needed_slots(segments: int) -> int:
@@ -116,7 +118,7 @@ class SlotAssignment(NamedTuple):
     """The assignment of the queries of each source to the Y = M * G slots of its rows."""
 
     segment: Int[Array, "B M"]  # the segment that each row reads
-    query_of_slot: Int[Array, "B Y"]  # arbitrary for unused slots
+    query_of_slot: Int[Array, "B Y"]  # an arbitrary query for unused slots
     slot: Int[Array, "B T"]  # the slot of each query
 
 

@@ -45,7 +45,9 @@ def ring_attention(
     attend_to_self: bool = True,
     null_keys: bool = False,
 ) -> AttentionPart:
-    """Returns the attention of T tokens, at most W, to their windows; see `api.window_part`.
+    """Returns the attention output of T tokens, at most W, over their windows.
+
+    The contract is that of `api.window_part`, with these exceptions.
 
     Args:
       queries: normalized, rotated and multiplied by any scale.

@@ -28,8 +28,9 @@ class _Settings(NamedTuple):
 
 
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
-    """Returns entry [h, r, c] = bias[h, (r - c) mod W], without gather or (backward) scatter."""
+    """Returns the array with entries [h, r, c] = bias[h, (r - c) mod W]."""
     heads, window = bias.shape
+    # This needs no gather, and the gradient no scatter.
     # The vector of W numbers is repeated. If the repeated numbers are cut into rows of W + 1
     # entries, each row is shifted by one place from the row before.
     repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, rows + 1))[:, : rows * (window + 1)]

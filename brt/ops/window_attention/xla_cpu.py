@@ -136,11 +136,12 @@ def _key_stretches(x: Float[Array, "B Z H _ _"], tiles: int) -> list[Float[Array
 def _visible_keys_backward(
     gradient: Float[Array, "B M H S K"], tiles: int, mask: Bool[Array, "B M S"] | None, rows: int
 ) -> Float[Array, "B Z H R K"]:
-    """Computes the gradient of `_visible_keys`; a tile's range j belongs to the j-th tile on."""
+    """Computes the gradient of `_visible_keys`."""
     if mask is not None:
         gradient = jnp.where(mask[:, :, None, :, None], gradient, 0)
     stretches = jnp.split(gradient, gradient.shape[3] // rows, axis=3)
     last = len(stretches) - 1
+    # Range j of a tile belongs to the tile j places on.
     padded = (
         jnp.pad(part, ((0, 0), (j, last - j), (0, 0), (0, 0), (0, 0)))
         for j, part in enumerate(stretches)
