@@ -52,7 +52,8 @@ class Implementation(NamedTuple):
 class BackendPolicy(NamedTuple):
     """The forms of arithmetic that are fast on one backend.
 
-    Code that depends on a difference between backends reads it here, through `policy()`.
+    Code that depends on a difference between backends reads it here, through `policy()`. A field of
+    type bool is True if the sentence beside it holds for the backend.
     """
 
     # the dtype of activations and caches if the setting for this dtype is 'auto'

@@ -37,7 +37,7 @@ def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
 
 
 def unpack(words: Any, rows: int) -> Bool[Array, "R C"]:
-    """Returns the mask of R rows that is packed in the words [G, C] of one head or its slice."""
+    """Inverts `pack` for the words [G, C] of one head, or of a slice of its columns."""
     runs, bits, register_rows = bit_layout(rows)
     shape = runs, bits, register_rows, words.shape[1]
     each = jnp.broadcast_to(words.reshape(runs, 1, register_rows, -1), shape)

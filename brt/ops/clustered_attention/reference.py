@@ -19,6 +19,7 @@ def clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
+    """Implements `api.attend_by_label` for scaled queries, with heads before tokens."""
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
     pairs = _pair_bias(bias, queries, keys)
@@ -37,6 +38,7 @@ def improved_clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
+    """Implements `api.attend_by_label` for scaled queries, with heads before tokens."""
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
     mask = valid[:, None, None]
@@ -59,6 +61,7 @@ def improved_clustered(
 def hash_codes(
     x: Float[Array, "*B K"], normals: Float[Array, "P K"], offsets: Float[Array, " P"]
 ) -> Float[Array, "*B P"]:
+    """Implements `hashing.hash_codes`."""
     bits = [x @ n > b for n, b in zip(normals, offsets, strict=True)]
     return jnp.where(jnp.stack(bits, axis=-1), 1.0, -1.0)
 
@@ -71,6 +74,7 @@ def kmeans(
     *,
     iterations: int,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    """Implements `clustering.kmeans`."""
     per_head = partial(_kmeans, iterations=iterations)
     return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(codes, valid, centroids, active)
 

@@ -72,6 +72,7 @@ def clustered(
     *,
     attend: CentroidAttention = attend_from_centroids,
 ) -> Float[Array, "B H T E"]:
+    """Implements `api.attend_by_label` (equations 4-6) for scaled queries, heads before tokens."""
     centroids = _centroids(queries, labels, config)
     logits = matmul_nt(centroids, keys)
     if bias is not None:
@@ -92,7 +93,11 @@ def improved_clustered(
     *,
     attend: CentroidAttention = attend_from_centroids,
 ) -> Float[Array, "B H T E"]:
-    """Uses `dropout.part(0)` for the weights of best keys, and `part(1)` for the centroids'."""
+    """Implements `api.attend_by_label` (section 3.3) for scaled queries, heads before tokens.
+
+    `dropout.part(0)` is for each query's weights of the best keys, `dropout.part(1)` for the
+    weights of the centroids, whose attention to the other keys `attend` computes.
+    """
     tokens, clusters = labels.shape[-1], _cluster_count(labels, config)
     size = min(tile_size(tokens, clusters), tokens)
     tiles = build_tiles(labels, clusters=clusters, size=size)

@@ -17,6 +17,7 @@ def local_attention(
     dropout: None = None,
     attend_to_self: bool,
 ) -> AttentionPart:
+    """Implements `api.local_attention`; the keys begin with the cached ones."""
     del dropout  # `local_attention` never calls this implementation with dropout.
     length, members = queries.shape[1], queries.shape[2] // keys.shape[2]
     window = keys.shape[1] - length

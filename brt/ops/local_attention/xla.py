@@ -29,6 +29,7 @@ def local_attention(
     dropout: Dropout | None,
     attend_to_self: bool,
 ) -> AttentionPart:
+    """Implements `api.local_attention`; the keys begin with the cached ones."""
     length = queries.shape[1]
     window, chunk = keys.shape[1] - length, min(length, CHUNK)
     count = -(-length // chunk)

@@ -16,6 +16,7 @@ def attend_part(
     mask: Bool[Array, "*#B #Q S"],
     dropout: None = None,
 ) -> AttentionPart:
+    """Implements `api.attend` and `api.attend_part`."""
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:

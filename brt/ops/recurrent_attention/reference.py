@@ -28,6 +28,7 @@ def state_scan(
     unroll: int = 1,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
+    """Implements `api.state_scan` for tokens whose keys are already normalized."""
     blocks, dtype = cache_mask.shape[1], keys.dtype
     window = keys.shape[1] // blocks
     pairs = zip(cached, (keys, values), strict=True)

@@ -88,6 +88,7 @@ def state_update(
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
       kernels, taps: from `state_scan`, once for all blocks; other callers leave both None.
+      kind, tanh: as for `api.state_scan`.
       read: computes the attention of the states, such as `xla.state_attention`, with `options`.
     """
     kernels = kernels or _kernels(weights)

@@ -1,7 +1,10 @@
 """Segmented recurrent attention of a few target positions, from a cache that depends on the source.
 
-  table: the cache has the states R of all segments, M H K^2 numbers per source. This is half as
-    many as its keys and values for S = K, and four times as many for S = K / 8.
+The state R of a segment summarizes the other segments, and accumulate-and-fire neurons compute it
+from segment to segment. A cache has one of two forms:
+
+  table: the cache has all states R, M H K^2 numbers per source. This is half as many as its keys
+    and values for S = K, and four times as many for S = K / 8.
   carry: the cache has the neurons at the current segment, 3 H K^2 numbers. Decoding computes them
     once for each segment that it reaches.
 
@@ -42,7 +45,7 @@ class NeuronCarry(NamedTuple):
     segment: Int[Array, " B"]  # the index of the segment; -1 before the first segment
     membrane: Float[Array, "B H K K"]  # float32, the potential U before the reset
     states: Float[Array, "B H K K"]  # the states R of the segment
-    total: Float[Array, "B H K K"]  # float32, the sum of A_j = K_j^T V_j of all segments
+    total: Float[Array, "B H K K"]  # float32, the sum of A_j = K_j^T V_j over all segments j
     parameters: RecurrenceParameters
 
 

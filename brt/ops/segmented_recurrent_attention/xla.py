@@ -1,11 +1,13 @@
 """Segmented recurrent attention of all target positions of a batch, in plain XLA or with kernels.
 
-  dense: the form of the module `dense`. With kernels on TPUs, it is faster than the other form,
-    which copies windows and states.
+Attention is computed in one of two forms:
+
+  dense: every query is multiplied with the windows of all segments (see the module `dense`). With
+    kernels on TPUs, this is faster than the other form, which copies windows and states.
   slots: every query is multiplied with the window of its own segment only. For this, the queries of
-    a source are sorted into M rows, whose queries read the same segment. A row has G places for
-    queries, its slots. A source of m <= M segments has M // m rows for each of its segments, and
-    the last segment also has the remaining rows. Keys are never gathered for a query.
+    a source are sorted into M rows, and all queries of a row read the same segment. A row has G
+    places for queries, its slots. A source of m <= M segments has M // m rows for each of its
+    segments, and the last segment also has the remaining rows. Keys are never gathered for a query.
 
 In shapes, M is the largest number of segments of a source, and S of keys of a window.
 """
@@ -102,9 +104,7 @@ def _attend_by_form(
 
 
 def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -> int:
-    """Returns G, the slots of a row: enough for all queries of a source with 1 to `count`
-    segments.
-    """
+    """Returns G, the slots of a row: room for all queries of sources with 1 to `count` segments."""
 
     # This is the largest number of queries of a segment, divided by its rows.
     def needed_slots(segments: int) -> int:

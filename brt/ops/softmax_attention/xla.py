@@ -22,6 +22,7 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
+    """Implements `reference.attention`."""
     mask = None
     if cache_mask is not None:
         size = k.shape[-2]

@@ -24,6 +24,7 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
+    """Implements `reference.attention`."""
     if cache_mask is None:
         return _attend(q, k, v, None)
     size = k.shape[-2]

@@ -18,6 +18,7 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
     window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
     nearest = 0 if attend_to_self else 1
     # The rows of `distance` are the queries of a block. The columns are the keys of the previous

@@ -48,6 +48,7 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:

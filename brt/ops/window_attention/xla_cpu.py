@@ -49,6 +49,7 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
     window = keys.shape[1] - queries.shape[1]
     rows = tile_rows(window)
 
