@@ -1,8 +1,6 @@
 """The token side of a layer: the attention of tokens to windows and recurrent states, and the MLP.
 
-Shapes: B rows of the batch, T tokens and N blocks of a segment, model width D, H heads of queries,
-G heads of keys (each serves H / G heads of queries), head size K, W keys in a window, S recurrent
-states or sinks. Sinks are first tokens of a document that stay visible after they left the window.
+The letters of shapes are those of `brt.layers.state`; S is the number of recurrent states or sinks.
 Arguments `taps` collect the inputs and output gradients of matrix products in a scan over blocks;
 the weight gradients are computed from them once, after the scan (`brt.layers.taps`).
 """
@@ -69,8 +67,7 @@ def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Arra
 
 class TransformerBlock(nn.Module):
     """Pre-norm attention of tokens to their window and, with `cross_attends`, to recurrent states,
-    followed by an MLP. `model` has the settings of the model as the layer sees them, `training`
-    enables dropout, and `kernels` names the implementations of ops.
+    followed by an MLP.
 
     `project` and `attend` are separate methods because between the two calls, the recurrent states
     attend to the tokens' keys and values. Weights have an axis of heads: [D, H, K] from tokens to
@@ -84,7 +81,6 @@ class TransformerBlock(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the parameters of attention and of the norms, and the MLP."""
         m = self.model
         by_head = (m.model_dim, m.heads, m.head_dim)
         by_key_head = (m.model_dim, m.key_heads, m.head_dim)
@@ -131,7 +127,7 @@ class TransformerBlock(nn.Module):
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Returns the queries, keys and values of the layer's inputs x, not yet normalised."""
+        """Projects the layer's inputs x; queries and keys are not yet normalised."""
         h, x = residual_normed(self.model, x, self.norm)
         h, kernels = dropout(self, h, self.model.dropout), [self.queries, self.keys]
         if self.cross_attends:
@@ -150,13 +146,11 @@ class TransformerBlock(nn.Module):
         return TokenProjections(queries, keys, values, cross[0] if cross else None, x)
 
     def _heads_name(self, x: Float[Array, "B T H K"]) -> str:
-        """Returns the name of the heads axis of x, which has a head per query head or key head."""
         return "heads" if x.shape[2] == self.model.heads else "kv_heads"
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
-        """Returns keys and values [B, S, G, K] of vectors z that are not tokens, such as summaries
-        of blocks, by the projections of tokens. The keys are normalised if the settings ask for it.
-        `learns` = False treats the weights as constants.
+        """Returns keys (normalised) and values of vectors that are not tokens, such as summaries of
+        blocks. `learns` = False treats the weights as constants.
         """
         weights = self.norm, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
@@ -164,7 +158,7 @@ class TransformerBlock(nn.Module):
         return StateKV(self.normalized_keys(dense(h, of_keys)), dense(h, of_values))
 
     def normalized_keys(self, keys: Float[Array, "*B G K"]) -> Float[Array, "*B G K"]:
-        """Returns the keys, normalised if the settings ask for it, but without rotary positions."""
+        """Normalises keys if the settings ask for it; does not apply rotary positions."""
         m = self.model
         if m.norm.queries_keys:
             return normed(m, keys, self.keys_norm)
@@ -177,9 +171,10 @@ class TransformerBlock(nn.Module):
         *,
         normalize: bool = False,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
-        """Returns keys and values with H heads: each head is repeated for all heads of queries that
-        it serves, as some operations need. With `SelfAttention.normalize_qk`, keys are normalised
-        only if `normalize` is True; otherwise the operation must normalise the keys.
+        """Repeats each head for all heads of queries that it serves, as some operations need.
+
+        With `SelfAttention.normalize_qk`, keys are normalised only if `normalize` is True;
+        otherwise the operation must normalise them.
         """
         if normalize or not self.model.attention.normalize_qk:
             keys = self.normalized_keys(keys)
@@ -191,13 +186,7 @@ class TransformerBlock(nn.Module):
     def scaled_queries(
         self, queries: Float[Array, "B T H K"], name: str = "scale"
     ) -> Float[Array, "B T H K"]:
-        """Returns queries that are ready for attention: multiplied by their scale and, if the
-        settings ask for it, normalised before.
-
-        Args:
-          queries: the queries as their projection returns them.
-          name: the parameter with the learned scale; used only with `SelfAttention.normalize_qk`.
-        """
+        """Returns the queries, normalised if the settings ask for it, times the scale `name`."""
         m = self.model
         if m.attention.normalize_qk:
             return scaled_unit(queries, self.query_scale(name))
@@ -206,8 +195,8 @@ class TransformerBlock(nn.Module):
         return _scaled(queries, self.query_scale(name))
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
-        """Returns the factor of each head's queries: the absolute value of the parameter `name` for
-        normalised queries; otherwise `SelfAttention.query_scale`, or 1/sqrt(K) if the setting is 0.
+        """Returns each head's factor: the absolute value of the parameter `name` for normalised
+        queries; otherwise `SelfAttention.query_scale`, or 1/sqrt(K) if the setting is 0.
         """
         m = self.model
         if m.attention.normalize_qk:
@@ -215,9 +204,7 @@ class TransformerBlock(nn.Module):
         return jnp.full((m.heads,), m.attention.query_scale or m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
-        """Returns the position bias of each head for the `reach` nearest keys, the nearest first;
-        None if the model has no position bias. `reach` = None stands for W keys.
-        """
+        """Returns the position bias for the `reach` (by default W) nearest keys, nearest first."""
         m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
             bias = relative_bias(
@@ -236,9 +223,7 @@ class TransformerBlock(nn.Module):
         return bias
 
     def far_bias(self) -> Float[Array, " H"]:
-        """Returns the position bias of each head for keys beyond the window, which is the bias of
-        the farthest key of the window; 0 if the model has no position bias.
-        """
+        """Returns the bias of keys beyond the window: that of the window's farthest key, or 0."""
         bias = self.bias()
         return jnp.zeros((self.model.heads,)) if bias is None else bias[:, -1]
 
@@ -255,12 +240,7 @@ class TransformerBlock(nn.Module):
         """Returns the layer's output for a segment.
 
         Args:
-          projections: the result of `project` for the inputs of the layer.
-          past: the keys and values of the tokens before the segment.
-          memory: keys and values [B, N, S, H, K] of the recurrent states that each block reads, or
-            None.
-          mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
-          taps: accumulators of deferred weight gradients; `NO_TAPS` defers none.
+          memory: keys and values [B, N, S, H, K] of the recurrent states that each block reads.
           residual: vectors to which the layer adds its output; None is `projections.residual`.
         """
         m = self.model
@@ -292,10 +272,7 @@ class TransformerBlock(nn.Module):
         self, part: AttentionPart, queries: Float[Array, "B T H K"], sinks: Sinks,
         places: Int[Array, "B T"],
     ) -> AttentionPart:  # fmt: skip
-        """Returns attention to the window and to the sinks [B, N, S, G, K] that have left it.
-
-        `places` has the place of each token in its document.
-        """
+        # `sinks` has the axes [B, N, S, G, K]; `places` are places of the tokens in their document.
         bias = None if self.model.positions in ("rotary", "none") else self.far_bias()
         unit = sinks._replace(keys=self.normalized_keys(sinks.keys))
         scaled = self.scaled_queries(queries)
@@ -311,10 +288,7 @@ class TransformerBlock(nn.Module):
         return attend(queries, *memory, scale=scale, implementation=self.kernels.softmax_attention)
 
     def prepared(self, block: OpenBlock, position: Int[Array, ""]) -> OpenBlock:
-        """Returns an open block with its keys and values in the form in which attention reads them.
-
-        `position` is the number of tokens of the block that have been read.
-        """
+        """Sets `ready` of an open block of which `position` tokens have been read."""
         places = ring_places(self.model.window, position)
         keys = rotated_at(self.model, self.normalized_keys(block.keys), places)
         return block._replace(ready=ready_ring(keys, block.values))
@@ -336,11 +310,8 @@ class TransformerBlock(nn.Module):
           x: the input of the layer for the tokens. If there are several, T divides W and
             `position`, so that their entries are consecutive.
           window: the state before the block; it says which entries of `block` are of the document.
-          block: the open block, a ring buffer of W keys and values. It begins with those of the
-            tokens before the block, and each token of the block replaces the oldest entry.
           position: the position of the first token in its block.
-          memory: keys and values [B, S, H, K] of the recurrent states, or None.
-          mix: a function that adds attention to keys beyond the window (see `Mix`), or None.
+          memory: keys and values [B, S, H, K] of the recurrent states.
           projections: the projections of the tokens; None stands for the result of `project` for x.
         """
         m = self.model
@@ -377,7 +348,7 @@ class TransformerBlock(nn.Module):
         return self.finish(x, attended), after
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:
-        """Returns the name of the axis of tokens if whole blocks are sharded, otherwise None."""
+        # Returns the name of the axis of tokens if whole blocks are sharded.
         blocks = x.shape[1] // self.model.block_length
         return "tokens" if shard_count("blocks", blocks) > 1 else None
 
@@ -385,9 +356,8 @@ class TransformerBlock(nn.Module):
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:  # fmt: skip
-        """Returns the layer's output: its input x, plus the projection of attention outputs, plus
-        the output of the MLP. `attended` has the output of attention to the window and, in layers
-        with recurrent states, the output of attention to the states.
+        """Returns the layer's output: x, plus the projection of the attention outputs (to the
+        window and, in layers with recurrent states, to the states), plus the output of the MLP.
         """
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]

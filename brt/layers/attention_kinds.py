@@ -1,8 +1,6 @@
-"""Attention of the kind that the setting `Attention.kind` names; all kinds have the same
-parameters.
+"""Attention of the kind that `Attention.kind` names; all kinds have the same parameters.
 
-In shapes, B is the number of examples in the batch, T the number of queries, X the number of keys,
-H the number of heads, and K the size of a head.
+In shapes, B is the number of examples of the batch, T of queries, and X of keys.
 """
 
 import jax
@@ -38,39 +36,23 @@ def attend(
     bias: Float[Array, "H O"] | None = None,
     kernels: Kernels = AUTO,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over the valid keys, by the kind of attention
-    that `config` names; the logits are scale * q.k.
+    """Returns the attention output of every query over the valid keys, in the dtype of `values`, by
+    the kind of attention that `config` names; the logits are scale * q.k.
 
     The outputs of an example depend on its own valid tokens and the random key, not on padding or
-    on other examples of the batch.
+    on other examples of the batch. Queries that are padding or see no key get zeros.
 
     Args:
       queries: unscaled queries; kinds in `KEYS_ARE_QUERIES` use them as keys, too.
-      keys: the keys.
-      values: the values.
       valid: False for padding, which no query sees.
-      config: the kind of attention and its settings.
       key: the random key of kinds that draw random numbers (`clustered`, `improved_clustered`,
         `reformer`). Equal keys give equal outputs, so evaluation uses one fixed key.
-      dropout: dropout of the attention weights; None for no dropout.
       scale: the factor of the logits; None stands for K ** -0.5.
       queries_valid: False for queries that are padding; None stands for `valid`, if queries and
         keys belong to the same tokens (T = X).
       causal: True hides later tokens.
       bias: the bias of each head by distance (position of the key minus position of the query), for
-        `clustered` and `improved_clustered`: O = 2 T - 1 distances from 1 - T to T - 1. None for no
-        bias.
-      kernels: the names of the implementations of ops.
-
-    Returns:
-      The outputs in the dtype of `values`, with the softmax in float32. Queries that are padding or
-        see no key get zeros.
-
-    Raises:
-      ConfigError: the kind cannot be causal, or cannot attend to another sequence.
-      ValueError: the numbers of keys and queries differ, and `queries_valid` is missing or `causal`
-        is True.
-      NotImplementedError: there is a `bias`, but the kind has none.
+        `clustered` and `improved_clustered` only: O = 2 T - 1 distances from 1 - T to T - 1.
     """
     _check(config.kind, queries.shape[1], keys.shape[1], causal)
     kind = kind_of_length(config, max(queries.shape[1], keys.shape[1]))
@@ -112,9 +94,6 @@ def attend(
 
 
 def clustered_config(config: Attention) -> clustered_attention.ClusteredConfig:
-    """Returns those settings of the section `Attention` (`config`) that clustered attention reads,
-    as the configuration of the op.
-    """
     return clustered_attention.ClusteredConfig(
         kind=config.kind,
         clusters=config.clusters,
@@ -127,10 +106,8 @@ def clustered_config(config: Attention) -> clustered_attention.ClusteredConfig:
 
 
 def kind_of_length(config: Attention, length: int) -> str:
-    """Returns the kind of attention for a sequence of `length` tokens, including padding.
-
-    Sequences shorter than `config.min_length` have exact attention: "full", or "shared_full" if
-    `config.kind` uses queries as keys. Other sequences have `config.kind`.
+    """Returns the kind of attention for a sequence of `length` tokens, including padding: sequences
+    shorter than `config.min_length` have exact attention.
     """
     if length >= config.min_length:
         return config.kind

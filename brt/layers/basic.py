@@ -1,8 +1,7 @@
 """Functions that many layers use: creation of parameters whose axes have names, initialisers, the
 compute dtype, dropout, and the choices of unrolling and rematerialisation.
 
-In shapes, *B stands for any leading axes, D is the width of a vector, H the number of heads and K
-the size of a head.
+In shapes, *B stands for any leading axes, and D is the width of a vector.
 """
 
 from collections.abc import Callable
@@ -45,9 +44,7 @@ BLOCKS_AT_ONCE = 8
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
-    """Returns the dtype of activations and caches, `model.dtype`; the setting 'auto' stands for
-    float32 on CPUs and for bfloat16 on other backends.
-    """
+    """Returns the dtype of activations and caches; 'auto' is float32 on CPUs, else bfloat16."""
     if model.dtype == "auto":
         return jnp.dtype(dispatch.policy().dtype)
     return jnp.dtype(model.dtype)
@@ -59,12 +56,8 @@ def unrolled(largest: int, steps: int, on_accelerators: int, on_cpus: int = 1) -
 
     Unrolling makes accelerators faster, because a loop copies its residuals. Storing them takes a
     TPU longer than computing a block, and on GPUs it is a sixth of the memory traffic of a step.
-
-    Args:
-      largest: the largest number of steps in an iteration, usually the setting `Model.unroll`; 0
-        selects the default of the backend.
-      steps: the number of steps of the scan.
-      on_accelerators, on_cpus: the default of TPUs and GPUs, and the default of CPUs.
+    `largest` limits the number, usually by the setting `Model.unroll`; 0 selects the default of the
+    backend.
     """
     by_backend = dispatch.for_backend(on_accelerators, cpu=on_cpus)
     return min(steps, largest or by_backend)
@@ -72,7 +65,7 @@ def unrolled(largest: int, steps: int, on_accelerators: int, on_cpus: int = 1) -
 
 @jax.custom_vjp
 def learned_at_once(params: PyTree[Array], x: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
-    """Returns the parameters `params` and the inputs x of a layer unchanged, and makes the backward
+    """Returns its arguments, a layer's parameters and inputs, unchanged, and makes the backward
     pass compute the gradients of both together.
 
     An optimization barrier makes the gradient of x, on which all lower layers depend, wait for the
@@ -97,14 +90,12 @@ learned_at_once.defvjp(_learned_forward, _learned_backward)
 
 
 def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
-    """Returns the policy of `nn.remat`: which results of the forward pass it saves for the backward
-    pass instead of recomputing them.
+    """Returns the policy of `nn.remat` for the setting `Model.remat_keep`: which results of the
+    forward pass it saves for the backward pass instead of recomputing them.
 
-    Args:
-      keep: the setting `Model.remat_keep`. "nothing" saves no results. "products" saves the results
-        of all matrix products, and "products_with_weights" only the results of products with
-        weights. Both also save the outputs of hand-written kernels, which
-        `dispatch.output_residual` has named.
+    "products" saves the results of all matrix products, and "products_with_weights" only those of
+    products with weights. Both also save the outputs of hand-written kernels, which
+    `dispatch.output_residual` has named.
     """
     policies = jax.checkpoint_policies
     if keep == "nothing":
@@ -118,35 +109,27 @@ def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
 
 
 def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
-    """Returns a truncated normal initialiser whose variance is `variance` divided by the fan-in.
-
-    Args:
-      inputs: the number of input axes of the kernel, which are its first axes. The fan-in is the
-        product of their sizes.
-      variance: the variance of the outputs if the inputs have variance 1.
+    """Returns a truncated normal initialiser whose variance is `variance` divided by the fan-in,
+    the product of the sizes of the first `inputs` axes.
     """
     scaling = partial(nn.initializers.variance_scaling, variance, "fan_in", "truncated_normal")
 
     def axes(shape: tuple[int, ...]) -> dict[str, range]:
-        """Returns the indices of the input axes and of the output axes of a kernel of this shape,
-        as the arguments of Flax's `variance_scaling`.
-        """
         return {"in_axis": range(inputs), "out_axis": range(inputs, len(shape))}
 
     return lambda key, shape, dtype: scaling(**axes(shape))(key, shape, dtype)
 
 
 def zero_for_states(init: Initializer) -> Initializer:
-    """Returns an initialiser of the output kernel [2, H, K, D] of a layer with two attentions: the
-    first half, for attention to tokens, is initialised by `init`, and the second half, for
-    attention to states, is zero. The initial layer then ignores the states.
+    """Returns an initialiser of the output kernel [2, H, K, D] of a layer with two attentions:
+    `init` for attention to tokens, zero for attention to states, which have no effect at first.
     """
     return lambda *arguments: init(*arguments).at[1].set(0)
 
 
 def gate_bias(mean: float) -> Initializer:
-    """Returns a normal initialiser of gate biases with this mean and the standard deviation 0.1, as
-    in the authors' code of Block-Recurrent Transformers.
+    """Returns a normal initialiser with this mean and the standard deviation 0.1, as in the
+    authors' code of Block-Recurrent Transformers.
     """
     normal = nn.initializers.normal(0.1)
     return lambda key, shape, dtype: mean + normal(key, shape, dtype)
@@ -156,9 +139,7 @@ def gate_bias_until(horizon: float, shift: float) -> Initializer:
     """Returns an initialiser of gate biases with which a channel keeps its state for a random
     number of blocks, from 1 to `horizon` (Tallec and Ollivier 2018, eq. 16).
 
-    Args:
-      horizon: the largest number of blocks.
-      shift: a constant that the gate adds to its bias; the initialiser subtracts this constant.
+    `shift` is a constant that the gate adds to its bias; the initialiser subtracts it.
     """
     return lambda key, shape, dtype: (
         jnp.log(jax.random.uniform(key, shape, dtype, 1.0, horizon)) - shift
@@ -172,18 +153,13 @@ def parameter(
     axes: tuple[str | None, ...],
     init: Initializer | None = None,
 ) -> Array:
-    """Creates a float32 parameter of `module`, and returns the parameter.
+    """Creates a float32 parameter of `module`, and returns it.
 
     Args:
-      module: the module that owns the parameter.
-      name, shape: the name and the shape of the parameter.
       axes: the name of each axis, by which `brt.distributed.rules` shards the parameter; None for
         an axis that is never sharded.
-      init: the initialiser, a function (key, shape, dtype) that returns the initial values; None
-        selects `kernel_init()`, for a kernel with one axis of inputs.
-
-    Raises:
-      ConfigError: the number of names differs from the number of axes, or a name does not exist.
+      init: a function (key, shape, dtype) that returns the initial values; None selects
+        `kernel_init()`, for a kernel with one axis of inputs.
     """
     shown = f"the parameter {name!r} of {type(module).__name__}"
     if isinstance(axes, str) or len(axes) != len(shape):
@@ -202,15 +178,11 @@ def product_kernel(
     module: nn.Module, model: Model, name: str, shape: tuple[int, ...],
     axes: tuple[str | None, ...], init: Initializer | None = None,
 ) -> Array | LayerKernel:  # fmt: skip
-    """Creates a float32 parameter of `module` for a matrix product, and returns the parameter.
+    """Creates a `parameter` for a matrix product, and returns it.
 
     In a loop over layers whose kernels are separate arrays (`brt.layers.scan`), the result is a
     `LayerKernel`. If the axis "embed" is sharded (`Mesh.fsdp`), the returned array is gathered, in
     the precision of the product (see `brt.distributed.rules.gathered`).
-
-    Args:
-      module, name, shape, axes, init: as for `parameter`.
-      model: the settings of the decoder.
     """
     stored = module.get_variable("params", name)
     if isinstance(stored, LayerKernel):  # Flax's `param` would compare the shape of its arrays.
@@ -221,15 +193,7 @@ def product_kernel(
 def norm_parameter(
     module: nn.Module, model: Model, name: str, size: int = 0, axis: str = "embed"
 ) -> Float[Array, " D"]:
-    """Creates the weights of an RMS norm of the decoder, and returns them.
-
-    Args:
-      module: the module that owns the parameter.
-      model: the settings of the decoder.
-      name: the name of the parameter.
-      size: the number of weights; 0 takes Model.model_dim.
-      axis: the name of the axis of the weights, by which they are sharded.
-    """
+    """Creates the weights of an RMS norm, and returns them; `size` = 0 takes `Model.model_dim`."""
     init = ZEROS if model.norm.offset else ONES
     return parameter(module, name, (size or model.model_dim,), (axis,), init)
 
@@ -237,42 +201,24 @@ def norm_parameter(
 def normed(
     model: Model, x: Float[Array, "*B D"], weights: Float[Array, " D"]
 ) -> Float[Array, "*B D"]:
-    """Returns x, normalised by its root mean square over the last axis and multiplied by weights.
-
-    If `Norm.offset` is set, 1 is added to the weights.
-
-    Args:
-      model: the settings of the decoder, whose section `Norm` has the settings of the norm.
-      x: the vectors.
-      weights: the weights, from `norm_parameter`.
-    """
+    """Returns x divided by its root mean square over the last axis, times the weights."""
     return rms_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
 
 
 def residual_normed(
     model: Model, x: Float[Array, "*B D"], weights: Float[Array, " D"]
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
-    """Returns `normed` of the same arguments, and x for a residual connection, with which the
-    backward pass may be faster; see `brt.ops.residual_norm`.
-    """
+    """Returns `normed`, and x for a residual connection (see `brt.ops.residual_norm`)."""
     return residual_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:
-    """Returns the random key of each Flax random stream, derived from the `key` of a train step.
-
-    The stream "dropout" is for ordinary dropout. The stream `SHARED` is for dropout masks that all
-    blocks of a segment share, even if a scan reads the blocks one after the other.
-    """
+    """Returns the random key of each Flax random stream, derived from the `key` of a train step."""
     return {"dropout": key, SHARED: jax.random.fold_in(key, 1)}
 
 
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:
-    """Returns x after dropout, whose mask is drawn from the random stream "dropout" of `module`.
-
-    Numbers that stay are divided by 1 - `rate`. If the rate is 0 or `module.training` is False, x
-    is returned unchanged.
-    """
+    """Returns x after dropout by the random stream "dropout"; unchanged outside training."""
     if rate == 0.0 or not module.training:
         return x
     return Dropout(module.make_rng("dropout"), rate)(x)

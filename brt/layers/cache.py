@@ -1,10 +1,6 @@
 """The cached keys and values that a segment attends to, and the cache after the segment.
 
-In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
-of its blocks, H the number of heads of queries, G the number of heads of keys and values, K the
-size of a head, W the number of keys in a window, and S the number of sinks: the first tokens of a
-document, which stay visible when they have left the window. Layers see the settings of the model
-with their own window (`Model.for_layer`).
+The letters of shapes are those of `brt.layers.state`; S is the number of sinks.
 """
 
 from typing import NamedTuple
@@ -29,32 +25,25 @@ from brt.ops.window_attention import last_block
 class TokenProjections(NamedTuple):
     """Queries, keys and values of tokens as they were projected, before attention normalises,
     scales and rotates queries and keys.
-
-    Attributes:
-      queries: [B, T, H, K].
-      keys, values: [B, T, G, K], for G heads of keys.
-      cross_queries: queries [B, T, H, K] for the recurrent states, or None.
-      residual: the inputs of the layer, as its residual connection should read them; see
-        `brt.ops.residual_norm`.
     """
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T G K"]
     values: Float[Array, "B T G K"]
-    cross_queries: Float[Array, "B T H K"] | None
+    cross_queries: Float[Array, "B T H K"] | None  # For recurrent states, if the layer reads them.
+    # The layer's inputs, for its residual connection (`brt.ops.residual_norm`).
     residual: Float[Array, "B T D"]
 
 
 class KVCache(NamedTuple):
-    """The cached keys and values that the tokens of a segment attend to.
+    """The cached keys and values of the W tokens before a segment.
 
     Attributes:
-      keys, values: [B, W, G, K], of the W tokens before the segment.
-      cache_mask: [B, N], True where block n may attend to the block before it.
-      first: [B, N], the place of the first token of the document to which block n belongs, counted
-        in tokens from the start of the segment. A document that began before the segment has a
+      cache_mask: True where block n may attend to the block before it.
+      first: the place of the first token of the document to which block n belongs, counted in
+        tokens from the start of the segment. A document that began before the segment has a
         negative place. None if the window is as long as a block and there are no sinks.
-      sinks: [B, N, S, G, K], the first tokens of the document to which block n belongs, or None.
+      sinks: [B, N, S, G, K], the first tokens of the document to which block n belongs.
     """
 
     keys: Float[Array, "B W G K"]
@@ -65,10 +54,7 @@ class KVCache(NamedTuple):
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
         """Returns the keys, not normalised, and the values of the cache, followed by those of the
-        segment, each [B, W+T, G, K].
-
-        `tokens` has the keys and values of the segment. If they are sharded over devices by token,
-        they are gathered on all devices.
+        segment, each [B, W+T, G, K]. Tokens that are sharded over devices are gathered on all.
         """
         names = ("lanes", None, "kv_heads", None)
         pairs = (self.keys, tokens.keys), (self.values, tokens.values)
@@ -82,14 +68,7 @@ def with_cache(
     projections: TokenProjections,
     document_start: Bool[Array, "B N"],
 ) -> tuple[KVCache, WindowState | LocalState]:
-    """Returns the cache that a segment attends to, and the state after the segment.
-
-    Args:
-      model: the settings as the layer sees them.
-      state: the keys and values before the segment.
-      projections: the projections of the segment, whose last keys and values become the next state.
-      document_start: True where a block is the first block of a document.
-    """
+    """Returns the cache that a segment attends to, and the state after the segment."""
     document_start = constrain(document_start, "lanes", None)
     if isinstance(state, LocalState):
         return _with_local_cache(model, state, projections, document_start)
@@ -131,20 +110,15 @@ def _with_local_cache(
 
 
 def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"]) -> Sinks:
-    """Returns the first S tokens of the document of each block, [B, N, S, G, K].
-
-    If a document has fewer than S tokens up to the end of the segment, the missing entries have
-    arbitrary values, which no query may read.
-    """
+    # Returns the first S tokens of the document of each block, [B, N, S, G, K]. If a document has
+    # fewer than S tokens up to the end of the segment, the missing entries have arbitrary values,
+    # which no query may read.
     order = jnp.arange(sinks.keys.shape[1], dtype=jnp.int32)
     places = first[:, :, None] + order[None, None]
     names = ("lanes", None, "kv_heads", None)
 
     def gathered(old: Float[Array, "B S G K"], new: Float[Array, "B T G K"]) -> Array:
-        """Returns the sinks of each block, [B, N, S, G, K], from the sinks of the state (`old`) and
-        the tokens of the segment (`new`). A sink with a negative place was read before the segment,
-        so it is in the state.
-        """
+        # A sink with a negative place was read before the segment, so it is in the state (`old`).
         rows = jnp.clip(places, 0, new.shape[1] - 1).reshape(len(new), -1, 1, 1)
         found = jnp.take_along_axis(constrain(new, *names), rows, axis=1)
         found = found.reshape(*places.shape, *new.shape[2:])
@@ -156,12 +130,8 @@ def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"
 def closed_window(
     model: Model, state: WindowState | LocalState, block: OpenBlock
 ) -> WindowState | LocalState:
-    """Returns the keys and values of the last W tokens after a block has been read token by token.
-
-    Args:
-      model: the settings as the layer sees them.
-      state: the keys and values before the block.
-      block: the open block, a ring buffer of keys and values that has all tokens of the block.
+    """Returns the keys and values of the last W tokens after all tokens of a block have been read
+    one by one into the ring buffer of `block`.
     """
     if isinstance(state, WindowState):
         return WindowState(block.keys, block.values, jnp.ones_like(state.valid))

@@ -1,9 +1,8 @@
-"""The clustered layer: sliding-window attention, and attention to the whole past by clusters of
-queries.
+"""The clustered layer: sliding-window attention, and attention to the past by clusters of queries.
 
-A centroid is a learned vector that stands for a cluster of similar queries of a head. In shapes, B
-is the number of rows of the batch, T the number of tokens of a segment, N the number of its blocks,
-D the width of the model, H the number of heads, and K the size of a head.
+A centroid is a learned vector that stands for a cluster of similar queries of a head. In shapes, C
+is the number of centroids of a head and R the number of slots for keys of a centroid. The other
+letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -41,32 +40,22 @@ from brt.ops.recurrent_attention import StateKV
 
 class ClusteredState(NamedTuple):
     """The cache, and the keys and values that every centroid remembers of all blocks before the
-    cached block.
-
-    In shapes, C is the number of centroids of a head and R the number of slots for keys of a
-    centroid. The fields after `window` correspond to the fields of `CentroidMemory`, in the same
-    order.
-
-    Attributes:
-      window: the keys and values of the last block, as in a sliding-window layer.
-      keys: [B, H, C, R, K], the keys that each centroid keeps.
-      values: [B, H, C, R, K], the values of these keys.
-      rest: float32 [B, H, C, K], each centroid's attention output over all other keys.
-      totals: float32 [B, H, C], the log-sum-exp of the logits of these other keys.
-      filled: int32 [B], the number of slots, of the R slots of each centroid, that hold a key. All
-        centroids of a row of the batch have the same number.
+    cached block. The fields after `window` are those of `CentroidMemory`, in the same order.
     """
 
     window: WindowState
+    # The keys that each centroid keeps, and their values.
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
+    # Each centroid's float32 attention output over all other keys, and the log-sum-exp of their
+    # logits.
     rest: Float[Array, "B H C K"]
     totals: Float[Array, "B H C"]
+    # The number of slots, of the R slots of each centroid of a row, that hold a key.
     filled: Int[Array, " B"]
 
     @property
     def past(self) -> CentroidMemory:
-        """The memory of the centroids, which has all fields but `window`."""
         return CentroidMemory(*self[1:])
 
 
@@ -75,13 +64,6 @@ CLUSTERED_AXES: Any = ClusteredState(WINDOW_AXES, _KEPT, _KEPT, _KEPT[:-1], _KEP
 
 
 def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
-    """Returns the state of a clustered layer before the first token.
-
-    Args:
-      model: the settings of the model, as the layer sees them.
-      batch: the number of rows of the batch.
-      dtype: the dtype of cached keys and values.
-    """
     section = model.of(Clustered)
     shape = (
         batch,
@@ -101,14 +83,11 @@ def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> Clustered
 
 
 def clustered_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a clustered layer.
+    """Returns the FLOPs per token of a sliding-window layer and of the following products.
 
-    These are the FLOPs of a sliding-window layer, and of the following products. A token's query is
-    multiplied with all centroids of its head, with the keys that left the window, and with the keys
-    that its centroid keeps. Every centroid attends once to each key of the past, and once per block
-    to the keys that it keeps.
-
-    `model` has the settings of the model, as the layer sees them.
+    A token's query is multiplied with all centroids of its head, with the keys that left the
+    window, and with the keys that its centroid keeps. Every centroid attends once to each key of
+    the past, and once per block to the keys that it keeps.
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
@@ -127,21 +106,9 @@ class ClusteredLayer(WindowLayer):
     window. Of these, the keys of the previous block are read exactly. Older keys are read through
     the token's centroid, which keeps some of these keys, and its attention output over all others.
     Position biases treat all keys that left the window like the farthest key of the window.
-
-    Attributes:
-      model: the settings of the model, as the layer sees them (`Model.for_layer`).
-      training: True applies dropout.
-      kernels: the names of the implementations of ops.
     """
 
     def setup(self) -> None:
-        """Creates the module with attention and the MLP, the centroids and, if `Clustered.jensen`
-        is set, the learned standard deviations of the queries around each centroid.
-
-        The deviations correct the logits of a centroid for the keys that it does not keep, because
-        the centroid attends to these keys in place of queries that differ from it (Jensen's
-        inequality).
-        """
         section = self.model.of(Clustered)
         m = self.model
         self.tokens = TransformerBlock(
@@ -155,6 +122,9 @@ class ClusteredLayer(WindowLayer):
             self, "centroids", (m.heads, section.clusters, m.head_dim), ("heads", "clusters", None),
             nn.initializers.normal(spread),
         )  # fmt: skip
+        # The learned standard deviations of the queries around each centroid correct the logits of
+        # the centroid for the keys that it does not keep, because the centroid attends to these
+        # keys in place of queries that differ from it (Jensen's inequality).
         if section.jensen:
             self.deviations = parameter(
                 self, "deviations", (m.heads, section.clusters), ("heads", "clusters"),
@@ -176,17 +146,7 @@ class ClusteredLayer(WindowLayer):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        The centroids' memories of all blocks are computed first. Then the tokens of all blocks
-        attend at once.
-
-        Args:
-          x: the input vectors of the tokens of a segment with N blocks.
-          state: the state before the segment.
-          document_start: True where a block is the first of a document.
-          feedback: keys and values of recurrent states that the tokens also attend to, or None.
-        """
+        """Computes the memories of all blocks first; then all tokens attend at once."""
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
@@ -201,13 +161,6 @@ class ClusteredLayer(WindowLayer):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], part: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns the attention of all tokens to their window and to all tokens before the
-            window, with one softmax.
-
-            Args:
-              queries: the queries of the segment.
-              part: the attention to the windows alone, which has been computed before.
-            """
             return causal_clustered_attention(
                 queries, part, keys, values, cache_mask, pasts, centroids, self.tokens.far_bias(),
                 attend_to_self=m.sliding.attend_to_self, implementation=implementation,
@@ -217,24 +170,12 @@ class ClusteredLayer(WindowLayer):
         return LayerOutput(y, ClusteredState(window, *past))
 
     def mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
-        """Returns the function that adds attention to keys beyond the window for one token.
-
-        Args:
-          state: the layer's state after the previous block.
-          position: the position of the token in its block.
-        """
+        """Returns the function that adds attention to keys beyond the window for one token."""
         m, window = self.model, state.window
 
         def attend_beyond_window(
             queries: Float[Array, "B 1 H K"], part: AttentionPart
         ) -> Float[Array, "B 1 H K"]:
-            """Returns the attention of one token to its window and to all tokens before the window,
-            with one softmax.
-
-            Args:
-              queries: the query of the token.
-              part: the attention to the window alone, which has been computed before.
-            """
             return causal_clustered_attention_step(
                 queries, part, self.tokens.normalized_keys(window.keys), window.values,
                 cache_is_readable(m, window), position,
@@ -247,18 +188,7 @@ class ClusteredLayer(WindowLayer):
     def end_block(
         self, x: None, *, state: ClusteredState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the layer's state after a full block. The block becomes the cache, and the block
-        that was the cache enters the memory of the centroids.
-
-        Args:
-          x: None, which is returned as the output. The stack of layers passes x from layer to layer
-            in all methods, but between blocks there is no token.
-          state: the layer's state after the previous block.
-          block: the open block, which has the keys and values of all tokens of the block.
-
-        Returns:
-          The new state, as the state of the `LayerOutput`.
-        """
+        """Makes the block the cache; the cached block enters the memory of the centroids."""
         keys = self.tokens.normalized_keys(state.window.keys)
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)

@@ -1,7 +1,6 @@
 """New entries of arrays in an open block, which a layer returns instead of the whole arrays.
 
-An open block holds what a layer remembers of a block whose tokens are not all read yet, such as a
-ring buffer of keys. A token changes one entry of such an array. If a layer returned the whole
+A token changes one entry of an array such as a ring buffer of keys. If a layer returned the whole
 array, the scan over the layers would copy it for every token. A layer therefore may return the new
 entries, which are written into the arrays of all layers at once, in place.
 """
@@ -16,10 +15,9 @@ class NewEntries(NamedTuple):
     """Consecutive entries of an array of an open block.
 
     Attributes:
-      entries: an array with the shape of the array of the open block, except for one axis, on which
-        it has only the new entries; in the same dtype.
-      index: int32, the index of the first entry on this axis; the entries must end within the
-        array.
+      entries: an array with the shape and dtype of the array of the open block, except for one
+        axis, on which it has only the new entries.
+      index: the index of the first entry on this axis; the entries must end within the array.
     """
 
     entries: Array
@@ -33,14 +31,10 @@ def _is_new_entries(x: Any) -> bool:
 def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
     """Returns the open block after a layer's update, in which new entries replace old ones.
 
-    Args:
-      block: the open block before.
-      update: the open block that a layer has returned, in which some arrays are `NewEntries`. Block
-        and update may have an axis of layers; the indices of all layers are then equal.
+    Both arguments may have an axis of layers; the indices of all layers are then equal.
     """
 
     def write(new: Any, array: Array) -> Array:
-        """Returns the array of `update`, or the array of `block` with the new entries."""
         if not _is_new_entries(new):
             return new
         sizes = zip(new.entries.shape, array.shape, strict=True)
@@ -57,12 +51,10 @@ def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
 def with_whole_arrays(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Any]:
     """Returns an update with the shapes of whole arrays in place of the shapes of new entries.
 
-    The arguments are those of `written`. If the update has another number of arrays than the block,
-    it is returned as it is.
+    If the update has another number of arrays than the block, it is returned as it is.
     """
 
     def whole(new: Any, array: Array) -> Any:
-        """Returns the array of `update`, or shape and dtype of the array with the new entries."""
         return jax.ShapeDtypeStruct(array.shape, new.entries.dtype) if _is_new_entries(new) else new
 
     leaves, structure = jax.tree.flatten(update, is_leaf=_is_new_entries)

@@ -8,11 +8,8 @@ def window_flops(model: Model) -> int:
     """Returns the FLOPs per token of a sliding-window layer with its MLP.
 
     Only matrix products are counted, 2 m n k for the product of an m x k and a k x n matrix. A
-    token counts as attending to exactly `Model.window` keys and to all sinks (first tokens of a
-    document that stay visible), even if an implementation computes the logits of more keys.
-
-    Args:
-      model: the settings of the model, as the layer sees them (`Model.for_layer`).
+    token counts as attending to exactly `Model.window` keys and to all sinks, even if an
+    implementation computes the logits of more keys.
     """
     m, width = model, model.heads * model.head_dim
     projections = 4 * m.model_dim * (width + m.key_heads * m.head_dim)
@@ -23,22 +20,12 @@ def window_flops(model: Model) -> int:
 
 
 def mlp_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the matrix products of a layer's MLP.
-
-    `model` has the settings of the model, as the layer sees them.
-    """
     return (6 if model.mlp.gated else 4) * model.model_dim * model.mlp_dim
 
 
 def state_attention_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the attention of tokens to recurrent states.
-
-    They are the FLOPs of four products: a second projection to queries, the product of these
-    queries with the states' keys, the product of the weights with the states' values, and the
-    projection of the result to the model's width.
-
-    Args:
-      model: the settings of the model, as the layer sees them (`Model.for_layer`).
+    """Returns the FLOPs per token of the attention of tokens to recurrent states: two projections,
+    of queries and of the result, and the products with the states' keys and values.
     """
     width = model.heads * model.head_dim
     return 4 * model.model_dim * width + 4 * width * model.of(Recurrence).states

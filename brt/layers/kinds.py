@@ -56,14 +56,13 @@ class LayerKind(NamedTuple):
 
     An open block has the data of a block whose tokens are read one by one. `begin_block` and
     `decode_step` return the open block in the field `state` of their output. A layer may change its
-    open block with every token, so a recurrence over tokens keeps its state in the open block. For
-    an array of the open block in which the token changes only some entries, `decode_step` may
-    return these entries (`brt.layers.entries.NewEntries`), so that the array is not copied. A
-    module whose open block contains a `brt.layers.state.OpenBlock` may have a fifth method,
-    `prepare_block(None, block, position)`, which is called before several tokens are read one by
-    one. It sets the field `ready` of the `OpenBlock`, which brt removes after these tokens.
+    open block with every token, so a recurrence over tokens keeps its state in the open block.
+    Where the token changes only some entries of an array, `decode_step` may return these alone
+    (`brt.layers.entries.NewEntries`), so that the array is not copied. A module whose open block
+    contains a `brt.layers.state.OpenBlock` may have a fifth method, `prepare_block(None, block,
+    position)`, which is called before several tokens are read one by one. It sets the field `ready`
+    of the `OpenBlock`, which brt removes after these tokens.
 
-      x: vectors of T tokens in each of B rows of the batch, with D = `Model.model_dim` numbers.
       state: the state of the layer before the segment or the block.
       document_start: True where a block is the first block of a document. The layer must not use
         anything that it read before such a block. For `begin_block`, it is None, because a
@@ -76,56 +75,45 @@ class LayerKind(NamedTuple):
       model_state: statistics that the layer learns without gradients, such as centroids; () for
         kinds without such statistics. Only `__call__` returns the next model state, in `LayerAux`.
       taps: accumulators of deferred weight gradients for a single block, or None.
-      block: the open block.
       position: int32, the place of the token in its block.
-
-    Attributes:
-      module: the Flax module of a layer.
-      new_state: a function (model, batch, dtype) that returns the state of a layer that has read
-        nothing, with the batch on axis 0.
-      axes: a function (model) that returns a state whose fields are the names of the axes of the
-        state's arrays (`brt.distributed.rules`).
-      parts: the names of the state's fields that belong to the part "cache", "state" or "memory".
-        None stands for all fields. Evaluation can reset or exchange each part separately. A field
-        belongs to at most one part.
-      flops: a function (model) that returns the FLOPs per token of a layer's forward pass; a
-        multiplication and an addition are two. A kind that extends sliding-window layers adds its
-        own FLOPs to `brt.layers.flops.window_flops(model)`, and a kind with the usual MLP adds
-        those of `brt.layers.flops.mlp_flops(model)`.
-      section: the kind's section of settings, which also lists the indices of the kind's layers.
-        None for sliding windows: all layers that no section lists are sliding-window layers.
-      recurs: True if the layer carries S state vectors, in the field `vectors` [B, S, D] of the
-        state, and if its open block has the keys and values of these vectors in the field `memory`.
-        With `Model.feedback`, all layers attend to the vectors of the highest such layer.
-      loops: True if the layer scans over the blocks or the tokens of a segment. The results of such
-        a layer are stored for its backward pass. Results of other layers are recomputed in the
-        backward pass on backends where this is faster.
-      reads_chunks: True if `decode_step` also accepts several tokens of a block, [B, T, D], the
-        first of which has the place `position`. Prompts are then read T tokens at a time.
-      summaries: a function (model) that returns the number of vectors in which a layer summarises a
-        block for the layer above; None if layers of the kind neither read nor compute summaries.
-      taps: a function (model, parameters of a run, blocks, lanes) that returns accumulators of the
-        weight gradients that are computed after a scan over blocks (`brt.ops.deferred`), with
-        blocks on axis 0 and layers on axis 1; None if the kind has no such gradients.
-      new_model_state: a function (model) that returns the model state of a layer at step 0; None if
-        the kind has no model state.
-      settle: a function (model, model_state) that returns the model state for the next train step,
-        from the model state that the calls of this step have returned. By default, the model state
-        does not change after a step.
     """
 
     module: type[nn.Module]
+    # Returns, for (model, batch, dtype), the state of a layer that has read nothing.
     new_state: Callable[[Model, int, jnp.dtype], LayerState]
+    # Returns a state whose fields are the names of the arrays' axes (`brt.distributed.rules`).
     axes: Callable[[Model], LayerState]
+    # The names of the state's fields that belong to the part "cache", "state" or "memory", each of
+    # which evaluation can reset or exchange. None stands for all fields. A field belongs to at most
+    # one part.
     parts: Mapping[str, tuple[str, ...] | None]
+    # Returns the FLOPs per token of the forward pass, of which a multiplication and an addition are
+    # two. Kinds may add theirs to those of `window_flops` or `mlp_flops` (`brt.layers.flops`).
     flops: Callable[[Model], int]
+    # The section of settings, which also lists the indices of the kind's layers. None for sliding
+    # windows: all layers that no section lists are sliding-window layers.
     section: type[KindSection] | None = None
+    # True if the layer carries S state vectors, in the field `vectors` [B, S, D] of the state, and
+    # if its open block has their keys and values in the field `memory`.
     recurs: bool = False
+    # True if the layer scans over the blocks or the tokens of a segment. The results of such a
+    # layer are stored for its backward pass. Results of other layers are recomputed in the backward
+    # pass on backends where this is faster.
     loops: bool = False
+    # True if `decode_step` also accepts several tokens of a block, [B, T, D], the first of which
+    # has the place `position`. Prompts are then read T tokens at a time.
     reads_chunks: bool = False
+    # Returns the number of vectors in which a layer summarises a block for the layer above; None if
+    # layers of the kind neither read nor compute summaries.
     summaries: Callable[[Model], int] | None = None
+    # Returns, for (model, parameters of a run, blocks, rows of the batch), accumulators of the
+    # weight gradients that are computed after a scan over blocks (`brt.ops.deferred`), with blocks
+    # on axis 0 and layers on axis 1; None if the kind has no such gradients.
     taps: Callable[[Model, Mapping[str, Any], int, int], Any] | None = None
+    # Returns the model state of a layer at step 0; None if the kind has no model state.
     new_model_state: Callable[[Model], Any] | None = None
+    # Returns the model state for the next train step, from the model state that the calls of this
+    # step have returned.
     settle: Callable[[Model, Any], Any] = lambda model, model_state: model_state
 
 
@@ -136,9 +124,8 @@ def register_kind(name: str, kind: LayerKind) -> None:
     """Adds a kind of layer, and its section of settings, to the registry under a name.
 
     Raises:
-      ConfigError: another kind or section already has this name; the kind lacks something that
-        every kind needs (`brt.layers.registration`); or the method `layers_by_kind` of its section,
-        which says which layers are of which kind, does not have this name.
+      ConfigError: the name is taken; the kind lacks something that every kind needs
+        (`brt.layers.registration`); or its section places layers of other kinds.
     """
     if name in KINDS:
         raise ConfigError(f"there is a kind of layers named {name!r} already; take another name")
@@ -200,11 +187,6 @@ register_kind(
 
 
 def of(name: str) -> LayerKind:
-    """Returns the registered kind of layer with the given name.
-
-    Raises:
-      ConfigError: no kind has this name.
-    """
     if name not in KINDS:
         raise ConfigError(
             f"there is no kind of layers {name!r}, only {', '.join(map(repr, KINDS))}"
@@ -213,31 +195,15 @@ def of(name: str) -> LayerKind:
 
 
 def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
-    """Returns the names of the state's fields that belong to a part of what a layer remembers.
-
-    Args:
-      kind: the kind of the layer.
-      part: "cache", "state" or "memory"; evaluation can reset each part separately.
-      state: the state of a layer of this kind.
-
-    Returns:
-      Names of fields; () if layers of this kind do not have this part.
+    """Returns the names of the state's fields that belong to a part ("cache", "state" or "memory");
+    () if layers of this kind do not have this part.
     """
     fields = kind.parts.get(part, ())
     return state._fields if fields is None else fields
 
 
 def check_state(name: str, model: Model) -> None:
-    """Checks that the state of a kind of layer has the fields that its `LayerKind` names.
-
-    Args:
-      name: the name of the kind.
-      model: the settings of the model, as the layers of this kind see them.
-
-    Raises:
-      ConfigError: a part names a field that the state does not have, `axes` does not give an
-        array of the state as many names as it has axes, or the name of an axis does not exist.
-    """
+    """Raises ConfigError if a kind's `parts` or `axes` do not match the state of its layers."""
     kind = of(name)
     state = jax.eval_shape(lambda: kind.new_state(model, 1, jnp.dtype("float32")))
     for part in kind.parts:
@@ -260,20 +226,13 @@ def check_state(name: str, model: Model) -> None:
 
 
 def is_names(leaf: Any) -> bool:
-    """Returns True if a node of a tree has the names of an array's axes: a tuple, not a NamedTuple.
-
-    Functions of `jax.tree` take this function as the argument `is_leaf`.
-    """
+    """Returns True for a tuple of names of axes, not for a NamedTuple (`is_leaf` of `jax.tree`)."""
     return type(leaf) is tuple
 
 
 def replace_parts(
     kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
 ) -> LayerState:
-    """Returns `state` of a layer of this kind, in which `parts` are taken from the state `donor`.
-
-    `parts` has some of the names "cache", "state" and "memory" (see `LayerKind.parts`). Names of
-    parts that the kind does not have are ignored.
-    """
+    """Returns `state`, in which those of `parts` that the kind has are taken from `donor`."""
     names = {field for part in parts for field in fields_of(kind, part, state)}
     return state._replace(**{name: getattr(donor, name) for name in names})

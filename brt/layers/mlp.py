@@ -29,17 +29,12 @@ class MLP(nn.Module):
 
     In gated MLPs, the activation is applied to a second projection `mlp_gate` of the input, and the
     first projection is multiplied by the result.
-
-    Attributes:
-      model: the settings of the model, as the layer sees them (`Model.for_layer`).
-      training: True applies dropout.
     """
 
     model: Model
     training: bool = False
 
     def setup(self) -> None:
-        """Creates the norms, projections and biases that the settings of the model ask for."""
         m = self.model
         wide = m.model_dim, m.mlp_dim
         self.mlp_norm = norm_parameter(self, m, "mlp_norm")
@@ -58,15 +53,7 @@ class MLP(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], tokens: str | None, taps: TokenTaps = NO_TAPS
     ) -> Float[Array, "B T D"]:
-        """Returns x plus the output of the MLP.
-
-        Args:
-          x: the vectors [B, T, D] of the T tokens in each of B rows of the batch, of the model's
-            width D, to which the output of attention has been added.
-          tokens: the name of the axis of tokens if it is sharded over devices, otherwise None.
-          taps: accumulators of deferred weight gradients, which are computed once after a scan over
-            blocks; by default, gradients are not deferred.
-        """
+        """Returns x plus the MLP's output; `tokens` names the axis of tokens if it is sharded."""
         m = self.model
         h, x = residual_normed(m, x, self.mlp_norm)
         y = self._products(h, tokens, taps)

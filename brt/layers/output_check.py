@@ -17,18 +17,8 @@ _RETURNED = {"__call__": "state", "decode_step": "block", "end_block": "state"}
 def check_output(
     module: nn.Module, method: str, output: Any, x: Any, inputs: dict[str, Any]
 ) -> None:
-    """Checks the type of a layer's output, and the shapes and dtypes of its arrays.
-
-    Args:
-      module: the layer.
-      method: the name of the method that was called.
-      output: what the method returned.
-      x: the vectors that the method read, or None.
-      inputs: the keyword arguments of the method.
-
-    Raises:
-      ConfigError: the output is no `LayerOutput`, or an array has another shape or dtype than the
-        array that it replaces.
+    """Raises ConfigError if a method of a layer returned no `LayerOutput`, or an array of another
+    shape or dtype than the array of x or of the keyword arguments `inputs` that it replaces.
     """
     name = f"{type(module).__name__}.{method}"
     if not isinstance(output, LayerOutput):
@@ -53,7 +43,6 @@ def _check_same(name: str, argument: str, after: Any, before: Any) -> None:
         )
 
     def check(path: tuple, one: Any, other: Any) -> None:
-        """Raises ConfigError if an array of `after` differs in shape or dtype from its input."""
         types = [(jnp.shape(x), jnp.result_type(x)) for x in (one, other)]
         if types[0] != types[1]:
             (shape, dtype), (old_shape, old_dtype) = types
@@ -69,6 +58,6 @@ def _check_same(name: str, argument: str, after: Any, before: Any) -> None:
 
 
 def _form(value: Any) -> str:
-    """Returns the type of a value, with the fields that are not None if it is a NamedTuple."""
+    # Returns the type of a value, with the fields that are not None if it is a NamedTuple.
     fields = [field for field in getattr(value, "_fields", ()) if getattr(value, field) is not None]
     return type(value).__name__ + (f"({', '.join(fields)})" if fields else "")

@@ -1,15 +1,9 @@
 """Attention of tokens to their window and to the sinks of their document, for given queries, keys
 and values.
 
-Sinks are the first S tokens of a document, which stay visible when they have left the window. The
-functions of this module apply rotary positions to queries and keys. A position counts from the
+Functions of this module apply rotary positions to queries and keys. A position counts from the
 beginning of the segment, or of the block that is read token by token, so that angles stay exact
-however long a document is.
-
-In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
-of its blocks, H the number of heads of queries, G the number of heads of keys and values, K the
-size of a head, and W the number of keys in a window. Layers see the settings of the model with
-their own window (`Model.for_layer`).
+however long a document is. The letters of shapes are those of `brt.layers.state`.
 """
 
 import jax.numpy as jnp
@@ -34,10 +28,7 @@ from brt.ops.window_attention import segment_part
 
 
 def speeds_of(model: Model) -> RotarySpeeds:
-    """Returns the angles, in radians per token of distance, by which rotary position embeddings
-    rotate each pair of channels of a head, as the section `Rotary` of the settings `model` defines
-    them.
-    """
+    """Returns the angles, in radians per token, by which each pair of channels is rotated."""
     r = model.rotary
     return rotary_speeds(
         model.head_dim, base=r.base, times_pi=r.times_pi, scaling=r.scaling, factor=r.factor,
@@ -56,20 +47,12 @@ def window_part(
     dropout: Dropout | None,
     kernels: Kernels,
 ) -> AttentionPart:
-    """Returns the attention of the tokens of a segment to their window.
+    """Returns the attention of the tokens of a segment to their window: output and log-sum-exp.
 
     Args:
-      model: the settings as the layer sees them.
-      tokens: queries, keys and values of the segment.
-      past: keys and values of the tokens before the segment.
-      bias: the position bias of each head by distance, the nearest key first; None for no bias.
+      bias: the position bias by distance, the nearest key first; None for no bias.
       scale: the length to which the queries of each head are normalised; keys are then normalised
         to length 1. None means that queries and keys are not normalised here.
-      dropout: dropout of the attention weights, or None.
-      kernels: the implementations of `brt.ops.window_attention` and `brt.ops.local_attention`.
-
-    Returns:
-      The output [B, T, H, K] and the log-sum-exp [B, T, H].
     """
     m, queries, keys, cached = model, tokens.queries, tokens.keys, past.keys
     if m.positions == "rotary":
@@ -97,13 +80,7 @@ def window_part(
 
 
 def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
-    """Returns the place of each token of a segment in its document, 0 for the first token of the
-    document.
-
-    Args:
-      past: the cache, which has the places where documents begin.
-      tokens: T, the number of tokens of the segment.
-    """
+    """Returns the place of each token in its document, 0 for the document's first token."""
     assert past.first is not None  # `with_cache` sets this field in all models with sinks.
     by_token = jnp.repeat(past.first, tokens // past.first.shape[1], axis=1)
     return jnp.arange(tokens, dtype=jnp.int32)[None] - by_token
@@ -120,16 +97,11 @@ def with_sinks(
     """Returns the attention of tokens to their window and to the sinks that have left the window.
 
     Args:
-      model: the settings as the layer sees them.
-      part: the attention to the window.
+      part: the attention to the window alone.
       queries: the queries, normalised and scaled, but without rotary positions.
-      sinks: the normalised keys and the values, [B, N, S, G, K], of the first S tokens of the
-        document to which each block belongs.
+      sinks: normalised keys, and values, [B, N, S, G, K], of the document of each block.
       places: the place of each token in its document, 0 for the first token.
       bias: the position bias of each head for all sinks; None for no bias.
-
-    Returns:
-      The output [B, T, H, K] and the log-sum-exp [B, T, H].
     """
     return sink_attention.with_sinks(
         part, queries, *sinks, places, bias,
@@ -139,20 +111,12 @@ def with_sinks(
 
 
 def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B T"]) -> Sinks:
-    """Returns the sinks [B, S, G, K] after T tokens were read; they change only if one of these
-    tokens is a sink.
-
-    Args:
-      sinks: the keys and values of the sinks before the tokens.
-      tokens: the projections of the tokens.
-      places: the place of each token in its document; the tokens at the first S places are sinks.
-    """
+    """Returns the sinks after T tokens were read; `places` counts from each document's start."""
     # `own` is 1 where a token is a sink, with the axes [B, S, T].
     own = jnp.arange(sinks.keys.shape[1])[None, :, None] == places[:, None]
     found = jnp.any(own, axis=2)[:, :, None, None]
 
     def updated(old: Float[Array, "B S G K"], new: Float[Array, "B T G K"]) -> Array:
-        """Returns the keys or values of the sinks, of which some are among the new tokens."""
         taken = jnp.take_along_axis(new, jnp.argmax(own, axis=2)[:, :, None, None], axis=1)
         return jnp.where(found, taken, old)
 
@@ -162,15 +126,10 @@ def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B 
 def rotated_at(
     model: Model, x: Float[Array, "B T H K"], places: Int[Array, " T"]
 ) -> Float[Array, "B T H K"]:
-    """Returns queries or keys of tokens of an open block and of its window with rotary positions.
+    """Rotates queries or keys of tokens of an open block and of its window.
 
-    Only the distance between a query and a key matters, so places count from the start of the
-    block; tokens before the block have negative places.
-
-    Args:
-      model: the settings as the layer sees them.
-      x: the queries or keys, not rotated.
-      places: the place of each token, from -W to the length of a block - 1.
+    Only the distance between a query and a key matters, so `places` count from the start of the
+    block; tokens before the block have negative places, from -W.
     """
     if model.positions != "rotary":
         return x

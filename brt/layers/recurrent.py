@@ -1,10 +1,5 @@
-"""The block-recurrent layer: tokens attend to state vectors, and the states attend to the tokens of
-each block.
-
-Shapes: B rows of the batch (lanes), T tokens and N blocks of a segment, S state vectors, model
-width D, H heads. Arguments `taps` collect the inputs and output gradients of matrix products in a
-scan over blocks; the weight gradients are computed from them once, after the scan. Arguments
-`model` have the settings of the model, as the layer sees them.
+"""The block-recurrent layer: tokens attend to S state vectors, and the states attend to the tokens
+of each block. The letters of shapes are those of `brt.layers.state`.
 """
 
 from collections.abc import Mapping
@@ -57,44 +52,34 @@ from brt.ops.recurrent_attention import (
     tokens_by_head,
 )
 
-# On CPUs, every iteration of the scan over blocks copies the states. If the states of a lane (a row
-# of the batch) have at least this many numbers, one iteration processes BLOCKS_AT_ONCE blocks. The
+# On CPUs, every iteration of the scan over blocks copies the states. If the states of a row
+# of the batch have at least this many numbers, one iteration processes BLOCKS_AT_ONCE blocks. The
 # time that this saves in training is longer than the time that it adds to compilation. With smaller
 # states, an iteration processes one block.
 _LARGE_STATES = 1 << 15
 
 
 class RecurrentState(NamedTuple):
-    """The cache and the recurrent states of a layer.
-
-    Attributes:
-      window: the keys and values of the last block, as in a sliding-window layer.
-      vectors: float32 [B, S, D], the S state vectors of each lane (row of the batch).
-      valid: bool [B], False where the learned initial states are used instead of `vectors`.
-    """
+    """The cache and the recurrent states, which stay float32."""
 
     window: WindowState
     vectors: Float[Array, "B S D"]
-    valid: Bool[Array, " B"]
+    valid: Bool[Array, " B"]  # False where the learned initial states replace `vectors`.
 
 
 def recurrent_axes(model: Model) -> Any:
-    """Returns a `RecurrentState` of the names of the arrays' axes, by which arrays are sharded."""
     return RecurrentState(window_axes(model), ("lanes", None, None), ("lanes",))
 
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
-    """Returns a layer's state before the first token, for `batch` lanes and a cache of `dtype`."""
     section = model.of(Recurrence)
     vectors = jnp.zeros((batch, section.states, model.model_dim), jnp.float32)
     return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
 
 
 def recurrent_flops(model: Model) -> int:
-    """Returns the FLOPs per token of a recurrent layer.
-
-    These are the FLOPs of a sliding-window layer, of reading the states, and of the state update:
-    its projections, its attention to states and to tokens, its MLP and its gates.
+    """Returns the FLOPs per token of a sliding-window layer, of reading the states, and of the
+    state update: its projections, its attention to states and to tokens, its MLP and its gates.
     """
     section = model.of(Recurrence)
     m, width = model, model.heads * model.head_dim
@@ -113,7 +98,6 @@ def recurrent_flops(model: Model) -> int:
 
 
 def _first_keeps(model: Model) -> nn.initializers.Initializer:
-    """Returns the initialiser of the gates' bias, which decides how long states are kept."""
     section = model.of(Recurrence)
     if section.gate_horizon:
         return gate_bias_until(
@@ -124,18 +108,13 @@ def _first_keeps(model: Model) -> nn.initializers.Initializer:
 
 
 class StateCell(nn.Module):
-    """The module that owns the parameters of the recurrent cell, which updates the states.
-
-    Attributes:
-      model: the settings of the model, as the layer sees them (`Model.for_layer`).
-      initial: [S, D], the learned states at the start of a document, a parameter.
-      weights: all other parameters of the state update, a `CellWeights`.
+    """The parameters of the recurrent cell: the states at the start of a document (`initial`), and
+    the `CellWeights` of the state update.
     """
 
     model: Model
 
     def setup(self) -> None:
-        """Creates the initial states and the weights of the state update."""
         section = self.model.of(Recurrence)
         m = self.model
         self.initial = parameter(
@@ -198,14 +177,11 @@ class StateCell(nn.Module):
         kind, width = section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
-            """Creates a bias of the gate; `part` is a part of its name, such as "forget_". If
-            `keeps` is True, the settings `gate_bias` and `gate_horizon` apply to the initial bias.
-            """
+            # `part` is a part of the name; with `keeps`, the settings of the initial bias apply.
             init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
         def kernel(part: str) -> Float[Array, "*M D"]:
-            """Creates a kernel of the gate with inputs *M; `part` is a part of the name."""
             init = kernel_init(len(inputs), variance=0.1)
             shape, names = (*inputs, width), (*axes, "embed")
             return parameter(self, f"{name}_{part}kernel", shape, names, init)
@@ -220,11 +196,8 @@ class StateCell(nn.Module):
 
 
 class RecurrentTaps(NamedTuple):
-    """Accumulators of a `RecurrentLayer` for weight gradients computed after a scan over blocks.
-
-    Attributes:
-      tokens: accumulators for the weights of the projections and the MLP of tokens.
-      cell: accumulators for the weights of the state update (`taps` of `state_scan`), or None.
+    """Accumulators for weight gradients computed after a scan over blocks: of the projections and
+    the MLP of tokens, and of the state update (`taps` of `state_scan`).
     """
 
     tokens: TokenTaps = NO_TAPS
@@ -237,14 +210,7 @@ _NO_TAPS = RecurrentTaps()
 def recurrent_taps(
     model: Model, params: Mapping[str, Any], blocks: int, lanes: int
 ) -> RecurrentTaps:
-    """Returns accumulators of deferred weight gradients for a run of neighbouring recurrent layers.
-
-    Args:
-      model: the settings of the model, as the layers see them.
-      params: the parameters of the layers, with the layers on axis 0.
-      blocks: the number of blocks of a segment, which is axis 0 of the accumulators.
-      lanes: the number of lanes (rows of the batch).
-    """
+    """Returns the accumulators of a run of layers, as `LayerKind.taps` describes."""
     section = model.of(Recurrence)
     cell = {k: v for k, v in params["cell"].items() if k in CellWeights._fields}
     scales = dict.fromkeys(("scale", "cross_scale"))
@@ -260,8 +226,7 @@ class RecurrentLayer(nn.Module):
 
     Tokens attend to their window and to the state vectors before their block. The states are
     updated once per block, by attention to the states and to the tokens of the block and of the
-    block before it. `model` has the settings of the model as the layer sees them, `training`
-    enables dropout, and `kernels` names the implementations of ops.
+    block before it.
     """
 
     model: Model
@@ -269,7 +234,6 @@ class RecurrentLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the module for tokens (attention and MLP) and the cell that updates states."""
         self.tokens = TransformerBlock(
             self.model, cross_attends=True, training=self.training, kernels=self.kernels
         )
@@ -289,7 +253,6 @@ class RecurrentLayer(nn.Module):
     def _vectors(
         self, state: RecurrentState, document_start: Bool[Array, " B"] | None = None
     ) -> Float[Array, "B S D"]:
-        """Returns the current states, or the learned initial states where nothing was read yet."""
         valid = state.valid if document_start is None else state.valid & ~document_start
         return jnp.where(valid[:, None, None], state.vectors, self.cell.initial[None])
 
@@ -302,16 +265,7 @@ class RecurrentLayer(nn.Module):
         taps: RecurrentTaps | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        The states of all blocks are computed first. Then the tokens of all blocks attend at once.
-
-        Args:
-          x: vectors of the tokens of a segment with N blocks.
-          state: the state before the segment.
-          document_start: True where a block is the first of a document.
-          taps: accumulators of deferred weight gradients, for segments of one block; or None.
-        """
+        """Computes the states of all blocks first; then the tokens of all blocks attend at once."""
         section, m, taps = self.model.of(Recurrence), self.model, taps or _NO_TAPS
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(m, state.window, projections, document_start)
@@ -341,18 +295,6 @@ class RecurrentLayer(nn.Module):
         document_start: Bool[Array, " B"] | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Returns an open block (the data of a block that is read token by token) without tokens.
-
-        The open block has the keys and values of the recurrent states.
-
-        Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
-          document_start: True for rows of the batch that begin a document; None if none does.
-
-        Returns:
-          The open block, as the state of the `LayerOutput`.
-        """
         vectors = self._vectors(state, document_start)
         memory = state_kv(
             self.cell.weights, vectors, normalize_qk=self.model.attention.normalize_qk,
@@ -371,20 +313,12 @@ class RecurrentLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads T tokens of a block, the first of them at index `position`; x has their vectors.
-
-        Their keys and values are added to `block`, the open block. `state` does not change.
-        """
         return LayerOutput(*self.tokens.attend_step(x, state.window, block, position, block.memory))
 
     def end_block(
         self, x: None, *, state: RecurrentState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the layer's state after a full block, as the state of the `LayerOutput`.
-
-        The recurrent states are updated by attention to the tokens in the cache and in `block`. The
-        block then becomes the cache. `state` is the state after the previous block, and x is None.
-        """
+        """Updates the states by attention to the cache and to `block`, which becomes the cache."""
         window = state.window
         if not self.model.sliding.mask_empty_cache:
             window = zero_where_invalid(window)

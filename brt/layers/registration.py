@@ -32,18 +32,7 @@ _OPTIONAL = ("prepare_block",)
 
 
 def check_kind(name: str, kind: "LayerKind") -> None:
-    """Checks the section, the module and the parts of a kind of layer.
-
-    Args:
-      name: the name of the kind.
-      kind: the description of the kind.
-
-    Raises:
-      ConfigError: `LayerKind.parts` has a part that does not exist, or a text in place of a tuple;
-        the kind has no section; the section lacks the name of its kind or the field `layers`, or
-        has a field that no function of `brt.config.fields` declares; or the module lacks a field, a
-        method, or a keyword of a method.
-    """
+    """Raises ConfigError for mistakes in the section, the module or the parts of a kind."""
     for part, fields in kind.parts.items():
         if part not in STATE_PARTS:
             raise ConfigError(

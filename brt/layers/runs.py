@@ -1,8 +1,6 @@
 """Runs, which are neighbouring layers of one kind, and the states of all runs of a model.
 
-The parameters and states of the layers of a run are stacked, so that a scan calls the layers. The
-state of a layer is a NamedTuple of arrays: everything that the layer carries from segment to
-segment, with the rows of the batch on axis 0.
+The parameters and states of the layers of a run are stacked, so that a scan calls the layers.
 """
 
 from collections.abc import Collection, Mapping
@@ -32,35 +30,20 @@ ModelState = Mapping[str, PyTree[Array]]
 
 
 class Run(NamedTuple):
-    """Neighbouring layers of one kind with the same settings, whose parameters are stacked on axis
-    0.
+    """Neighbouring layers of one kind with the same settings, with parameters stacked on axis 0."""
 
-    Attributes:
-      name: the name of the run among the parameters, such as `window_0`. The name consists of the
-        kind and the index of the run's first layer.
-      kind: the name of the kind.
-      layers: the number of layers.
-      model: the settings of the model as these layers see them (`Model.for_layer`).
-    """
-
-    name: str
+    name: str  # The kind and the index of the first layer, such as `window_0`; names parameters.
     kind: str
     layers: int
-    model: Model
+    model: Model  # The settings as these layers see them (`Model.for_layer`).
 
     @property
     def layer_kind(self) -> LayerKind:
-        """The registered `LayerKind`, which describes the kind of the run's layers."""
         return kinds.of(self.kind)
 
 
 def runs(model: Model) -> list[Run]:
-    """Returns the runs of the model with the settings `model`, the lowest first.
-
-    Raises:
-      ConfigError: a kind does not exist, or Model.feedback is set although no layer has recurrent
-        states.
-    """
+    """Returns the runs of the model, the lowest first."""
     recurs = [kinds.of(kind).recurs for kind in model.layer_types]
     check(
         not model.feedback or any(recurs),
@@ -69,9 +52,6 @@ def runs(model: Model) -> list[Run]:
     result: list[Run] = []
 
     def kind_and_settings(layer: int) -> tuple[str, Model]:
-        """Returns the kind of the layer with index `layer`, and the settings of the model as this
-        layer sees them; neighbouring layers with equal results form a run.
-        """
         return model.layer_types[layer], model.for_layer(layer)
 
     for (kind, seen), group in groupby(range(model.layers), kind_and_settings):
@@ -81,31 +61,15 @@ def runs(model: Model) -> list[Run]:
 
 
 def check_states(model: Model) -> None:
-    """Checks that the state of every layer has the fields that its `LayerKind` names.
-
-    Args:
-      model: the settings of the model.
-
-    Raises:
-      ConfigError: a kind does not exist; `LayerKind.parts`, which groups the fields of the state
-        into cache, recurrent state and memory, has the name of a field that the state lacks; or
-        `LayerKind.axes` does not give an array of the state as many names as it has axes.
-    """
+    """Raises ConfigError if `parts` or `axes` of a layer's `LayerKind` do not match its state."""
     for run in runs(model):
         kinds.check_state(run.kind, run.model)
 
 
 def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
-    """Returns the states of all layers before the first token.
-
-    Args:
-      model: the settings of the model.
-      batch: the number of rows of the batch.
-      dtype: the dtype of cached keys and values; recurrent states are float32.
-    """
+    """Returns the states of all layers before the first token; keys and values have `dtype`."""
 
     def stacked(run: Run) -> LayerState:
-        """Returns the initial states of all layers of `run`, stacked on axis 1 of each array."""
         layer = run.layer_kind.new_state(run.model, batch, dtype)
         return jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], run.layers, axis=1), layer)
 
@@ -113,12 +77,9 @@ def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
 
 
 def state_axes(model: Model) -> StackState:
-    """Returns a `StackState` with the names of each array's axes in place of the array, for
-    sharding.
-    """
+    """Returns a `StackState` with the names of each array's axes in place of the array."""
 
     def stacked(leaf: Names) -> Names:
-        """Returns the names of an array's axes (`leaf`) with the axis of layers inserted at 1."""
         return (*leaf[:1], "layers", *leaf[1:])
 
     axes = (run.layer_kind.axes(run.model) for run in runs(model))
@@ -126,7 +87,6 @@ def state_axes(model: Model) -> StackState:
 
 
 def new_model_state(model: Model) -> ModelState:
-    """Returns the initial model state: the statistics that layers learn without gradients."""
     result = {}
     for run in runs(model):
         if (new := run.layer_kind.new_model_state) is not None:
@@ -144,10 +104,6 @@ def next_model_state(model: Model, model_state: ModelState) -> ModelState:
     During a step, the calls of the layers collect statistics, for example the sums of the queries
     of a cluster. After the step, the function `LayerKind.settle` of each run's kind computes the
     new model state from them, for example the new centroids.
-
-    Args:
-      model: the settings of the model.
-      model_state: the model state that the calls of the layers in this step have returned.
     """
     by_name = {run.name: run for run in runs(model)}
     return {
@@ -157,20 +113,14 @@ def next_model_state(model: Model, model_state: ModelState) -> ModelState:
 
 
 def parts(model: Model) -> set[str]:
-    """Returns the names of the parts that the layers' states have, a subset of "cache", "state" and
-    "memory" (see `LayerKind.parts`).
-    """
+    """Returns the names of the parts that the layers' states have (see `LayerKind.parts`)."""
     return set().union(*(kinds.of(kind).parts for kind in model.layer_types))
 
 
 def replace_parts(
     model: Model, state: StackState, donor: StackState, replaced: Collection[str]
 ) -> StackState:
-    """Returns `state`, in which the parts named in `replaced` ("cache", "state", "memory") are
-    taken from the state `donor`.
-
-    `model` has the settings of the model to which both states belong.
-    """
+    """Returns `state`, in which the parts named in `replaced` are taken from the state `donor`."""
     triples = zip(runs(model), state, donor, strict=True)
     return tuple(
         kinds.replace_parts(run.layer_kind, own, other, replaced) for run, own, other in triples

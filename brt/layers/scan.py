@@ -2,7 +2,7 @@
 
 This module chooses how far the scan is unrolled, which results are recomputed in the backward pass
 instead of being stored, and whether a layer's weight gradients must be computed before the backward
-pass of the layers below (`learned_at_once`).
+pass of the layers below (`learned_at_once`). The letters of shapes are those of `brt.layers.state`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,13 +30,8 @@ _CPU_LAYERS = 8
 
 
 class Stream(NamedTuple):
-    """The arrays that a layer passes to the layer above.
-
-    Attributes:
-      x: [B, T, D], the vectors of T tokens in each of B rows of the batch, of the model's width D;
-        None in methods that read no tokens, such as `begin_block`.
-      summaries: [B, N, U, D], U vectors that summarise each of N blocks; None in models without
-        summaries.
+    """The arrays that a layer passes to the layer above: the vectors x of tokens (None in methods
+    that read no tokens), and U summaries of each of N blocks.
     """
 
     x: Float[Array, "B T D"] | None
@@ -58,15 +53,11 @@ def scan_layers(
     """Calls a method of all layers of one run, from the lowest to the highest, by a scan.
 
     Args:
-      layers: the module of the layers of the run.
-      run: the description of the run.
-      method: `__call__`, `begin_block`, `prepare_block`, `decode_step` or `end_block`.
       stream: the inputs of the run's lowest layer.
       each: keyword arguments that differ between layers; every array has the layers on `axis`,
         those of an open block on axis 0.
       shared: keyword arguments that are the same for all layers.
-      model_state: the model state, with the layers on axis 0; () for kinds without one.
-      taps: accumulators of deferred weight gradients, with the layers on axis 0, or None.
+      model_state, taps: arrays with the layers on axis 0.
       axis: the axis of layers in `each` and in the states that are returned; open blocks have it on
         axis 0.
       ties: True lets the backward pass compute a layer's weight gradients before it goes on to the
@@ -74,11 +65,7 @@ def scan_layers(
 
     Returns:
       The output of the highest layer, the states of all layers with the layers on `axis`, and
-      auxiliary losses, metrics and model states with the layers on axis 0.
-
-    Raises:
-      ConfigError: a layer did not return a `LayerOutput`, or returned arrays of another shape or
-        dtype than it got.
+        auxiliary losses, metrics and model states with the layers on axis 0.
     """
     whole, opened = method == "__call__", method not in ("__call__", "end_block")
     at_once = _layers_at_once(run.model, run.layers)
@@ -92,18 +79,7 @@ def scan_layers(
         module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, index: Any,
         shared: Any,
     ) -> tuple[Stream, tuple[Any, LayerAux]]:  # fmt: skip
-        """Calls one layer, which `nn.scan` repeats for all layers of the run.
-
-        Args:
-          module: the module of the layer.
-          stream: the output of the layer below.
-          each, model_state, taps: the layer's own parts of the arguments of `scan_layers`.
-          index: the index of the layer, if its kernels are separate arrays; otherwise None.
-          shared: the keyword arguments that all layers share.
-
-        Returns:
-          The stream for the layer above; and the layer's state and its `LayerAux`.
-        """
+        # Calls one layer. `index` is its index if its kernels are separate arrays, otherwise None.
         inputs = {**each, **shared, "summaries": stream.summaries, "model_state": model_state}
         if whole:
             inputs["taps"] = taps
@@ -140,7 +116,6 @@ def scan_layers(
 
 
 def _has_separate_kernels(layers: nn.Module) -> bool:
-    """Returns True if a parameter of the layers has a separate array for each layer."""
     params = layers.variables.get("params", {})
     return any(map(are_separate, jax.tree.leaves(params, is_leaf=are_separate)))
 
@@ -151,7 +126,6 @@ def unrolls_layers(model: Model) -> bool:
 
 
 def _layers_at_once(model: Model, layers: int) -> int:
-    """Returns the number of layers per iteration of a scan, if no setting gives it."""
     recomputes = model.remat and not model.feedback
     # A loop copies what layers store. If they store only their inputs, it needs less memory than
     # unrolled layers.
@@ -161,9 +135,7 @@ def _layers_at_once(model: Model, layers: int) -> int:
 
 
 def _saved_for_backward(run: Run) -> RematPolicy | None:
-    """Returns what layers store for their backward pass besides their inputs; None stores
-    everything.
-    """
+    # Returns what layers store besides their inputs; None stores everything.
     if run.model.remat:
         return run.model.remat_keep
     recomputes = dispatch.policy().recomputes_elementwise and not run.layer_kind.loops
@@ -180,10 +152,8 @@ def _call_separate(
     call: Callable[..., LayerOutput], index: Int[Array, ""], module: nn.Module, method: str,
     x: PyTree[Array], inputs: dict[str, Any],
 ) -> LayerOutput:  # fmt: skip
-    """Calls a layer whose parameters are those of all layers, with separate kernels."""
-
+    # The module has the parameters of all layers, of which `index` chooses those of one layer.
     def choose(params: PyTree[Array]) -> PyTree[Array]:
-        """Returns the parameters of the layer `index`."""
         return jax.tree.map(partial(of_layer, layer=index), params, is_leaf=are_separate)
 
     chosen = nn.map_variables(
@@ -195,14 +165,12 @@ def _call_separate(
 def _call_by_token(
     module: nn.Module, method: str, x: Float[Array, "B T D"], inputs: dict[str, Any]
 ) -> LayerOutput:
-    """Calls `decode_step` of a layer for T tokens, one after the other."""
     if x.shape[1] == 1:
         return _call(module, method, x, inputs)
 
     def read_token(
         module: nn.Module, block: PyTree[Array], token: Float[Array, "B D"], i: Int[Array, ""]
     ) -> tuple[PyTree[Array], Float[Array, "B D"]]:
-        """Returns the open block after token i, and the output of the token."""
         own = {**inputs, "block": block, "position": inputs["position"] + i}
         output: Any = _call(module, method, token[:, None], own)
         return written(block, output.state), output.x[:, 0]
@@ -218,20 +186,16 @@ def _call_by_token(
 def _call_tied(
     module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, Any]
 ) -> LayerOutput:
-    """Calls a layer so that its weight gradients are computed before those below it."""
+    # The weight gradients of the layer are computed before the backward pass of the layers below.
     tied = []
 
     def tie(params: PyTree[Array]) -> PyTree[Array]:
-        """Passes the layer's parameters and its inputs through `learned_at_once`, so that the
-        backward pass computes their gradients together. Returns the parameters, and stores the
-        inputs for `call`.
-        """
+        # Stores the inputs that passed through `learned_at_once` for `call`.
         params, x_tied = learned_at_once(params, (x, inputs["summaries"]))
         tied.append(x_tied)
         return params
 
     def call(module: nn.Module) -> LayerOutput:
-        """Calls `method` of the layer with the inputs that `tie` has stored."""
         x_tied, summaries = tied[-1]
         return _call(module, method, x_tied, {**inputs, "summaries": summaries})
 

@@ -11,9 +11,7 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recurrence(KindSection):
-    """Settings of block-recurrent layers, which attend to state vectors and update them once per
-    block.
-    """
+    """Settings of block-recurrent layers, whose state vectors are updated once per block."""
 
     kind: ClassVar[str] = "recurrent"
     grouped_keys: ClassVar[bool] = True
@@ -81,9 +79,7 @@ class Clustered(KindSection):
         check_positive(self, "clusters", "top_k")
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if there are clustered layers and the model has rotary positions, by
-        which queries would be rotated before they are clustered, or no cache of earlier tokens.
-        """
+        """Refuses rotary positions, by which queries would be rotated before they are clustered."""
         check(
             not self.layers or model.positions != "rotary",
             "Model.positions = 'rotary' rotates the queries that Clustered.layers = "

@@ -1,11 +1,7 @@
 """The stack of layers of a decoder: a scan over each run of neighbouring layers of one kind.
 
-The state of a layer is everything that the layer carries from segment to segment. An open block
-holds what layers remember of a block whose tokens are read one at a time. The model state is
-statistics that layers learn without gradients. In some models, a layer also passes summaries of
-each block to the layer above: U vectors for each of N blocks. In shapes, B is the number of rows of
-the batch, T the number of tokens of a segment, N the number of its blocks, and D the width of the
-model.
+The model state is statistics that layers learn without gradients. In some models, a layer also
+passes summaries of each block to the layer above: U vectors for each of N blocks.
 """
 
 from collections.abc import Sequence
@@ -29,13 +25,8 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class StackOutput(NamedTuple):
-    """The result of reading a segment.
-
-    Attributes:
-      x: the output vectors of the highest layer.
-      state: the states of all runs after the segment.
-      aux: the model state by run, losses summed over layers, and metrics averaged over the layers
-        of each run.
+    """The result of reading a segment; `aux` has the model state by run, losses summed over layers,
+    and metrics averaged over the layers of each run.
     """
 
     x: Float[Array, "B T D"]
@@ -44,15 +35,8 @@ class StackOutput(NamedTuple):
 
 
 class Stack(nn.Module):
-    """All layers of a decoder, in runs of neighbouring layers of one kind (`brt.layers.runs`).
-
-    `__call__` reads a segment. `begin_block`, `decode_step` and `end_block` read a block token by
-    token, with the same result.
-
-    Attributes:
-      model: the settings of the model.
-      training: True applies dropout.
-      kernels: the names of the implementations of ops.
+    """All layers of a decoder, with the methods of a layer (`brt.layers.kinds.LayerKind`). Methods
+    take and return the states and open blocks of all runs (`brt.layers.runs`).
     """
 
     model: Model
@@ -60,9 +44,6 @@ class Stack(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates a module for each run and, in models with summaries, the parameter with the
-        summaries that the lowest layer reads.
-        """
         self.run_specs = runs(self.model)
         self.runs = [
             run.layer_kind.module(run.model, self.training, self.kernels, name=run.name)
@@ -81,7 +62,7 @@ class Stack(nn.Module):
             )  # fmt: skip
 
     def _lowest_summaries(self, lanes: int, blocks: int) -> Float[Array, "B N U D"] | None:
-        """Returns the learned summaries for every block, or None in models without any."""
+        # The lowest layer reads learned summaries, which are the same for every block.
         if not self.summary_count:
             return None
         learned = self.summaries.astype(compute_dtype(self.model))
@@ -103,14 +84,6 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> StackOutput:
-        """Reads a segment of N blocks through all layers.
-
-        Args:
-          x: the embedded tokens of the segment.
-          state: the states of all runs before the segment.
-          document_start: True where a block is the first of a document.
-          model_state: the model state of the runs, which layers learn without gradients.
-        """
         read = self._block_by_block if self.model.feedback else self._layer_by_layer
         return read(x, state, document_start, model_state)
 
@@ -125,7 +98,7 @@ class Stack(nn.Module):
         first: int = 0,
         axis: int = 1,
     ) -> StackOutput:
-        """Reads a segment through the runs that `state` belongs to, starting with run `first`."""
+        # Reads a segment through the runs that `state` belongs to, starting with run `first`.
         after, learnt, losses, metrics = [], {}, {}, {}
         stream = Stream(x, self._lowest_summaries(*document_start.shape))
         shared = {"document_start": document_start, "feedback": feedback}
@@ -150,10 +123,8 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> StackOutput:
-        """Reads a segment block by block, because with feedback the lowest layer attends to states
-        of the recurrent layer after the previous block. Layers above that one read the whole
-        segment.
-        """
+        # With feedback, the lowest layer attends to states of the recurrent layer after the
+        # previous block. Layers above the recurrent layer read the whole segment.
         serial = self.feedback_source + 1
         scan = nn.scan(
             Stack._read_block,
@@ -183,7 +154,6 @@ class Stack(nn.Module):
         return StackOutput(y, state, LayerAux(learnt, losses, metrics | more.metrics))
 
     def _taps(self, lanes: int, blocks: int) -> list[PyTree[Array]] | None:
-        """Returns accumulators of deferred weight gradients, or None if none are deferred."""
         if self.is_initializing() or not layer_scan.defers_gradients():
             return None
         params = self.variables["params"]
@@ -213,12 +183,6 @@ class Stack(nn.Module):
         return (state, {**model_state, **aux.model_state}), (x, feedback, (aux.losses, aux.metrics))
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
-        """Returns open blocks without tokens for all runs, which `decode_step` fills.
-
-        Args:
-          state: the states of all runs before the block.
-          model_state: the model state of the runs.
-        """
         return tuple(
             self._scan(
                 run, "begin_block", Stream(None), model_state, each={"state": own},
@@ -230,14 +194,6 @@ class Stack(nn.Module):
     def prepare_block(
         self, block: StackBlock, position: Int[Array, ""], model_state: ModelState
     ) -> StackBlock:
-        """Returns open blocks in which layers have prepared data for several calls of
-        `decode_step`.
-
-        Args:
-          block: the open blocks of all runs.
-          position: the number of tokens of the block that have been read.
-          model_state: the model state of the runs.
-        """
         return tuple(
             self._scan(
                 run, "prepare_block", Stream(None), model_state, each={"block": opened},
@@ -255,18 +211,6 @@ class Stack(nn.Module):
         position: Int[Array, ""],
         model_state: ModelState,
     ) -> tuple[Float[Array, "B T D"], StackBlock]:
-        """Reads T tokens of a block through all layers.
-
-        Args:
-          x: the embedded tokens of each row.
-          state: the states of all runs before the block.
-          block: the open blocks of all runs, which have the block's tokens so far.
-          position: the index of the first of these tokens in the block.
-          model_state: the model state of the runs.
-
-        Returns:
-          The output vectors of the highest layer, and the open blocks with the tokens added.
-        """
         feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None
         stream, after = Stream(x), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):
@@ -283,16 +227,7 @@ class Stack(nn.Module):
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState
     ) -> StackState:
-        """Returns the states of all runs after their open blocks are full.
-
-        In models with summaries, each layer passes the block's summaries to the layer above in this
-        method.
-
-        Args:
-          state: the states of all runs before the block.
-          block: the open blocks of all runs, which have all tokens of the block.
-          model_state: the model state of the runs.
-        """
+        """Closes full blocks; here, layers pass summaries of the block to the layers above."""
         lanes = len(jax.tree.leaves(state)[0])
         stream, after = Stream(None, self._lowest_summaries(lanes, 1)), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):
@@ -310,8 +245,6 @@ def _swap_lanes_and_layers(state: StackState) -> StackState:
 
 
 def _feedback(opened: Any) -> StateKV:
-    """Returns the keys and values [B, S, H, K] of the states of the last layer of a run, from the
-    run's open block.
-    """
+    # Returns the keys and values [B, S, H, K] of the states of the last layer of a run.
     last = partial(jax.lax.index_in_dim, index=-1, axis=0, keepdims=False)
     return jax.tree.map(last, opened.memory)

@@ -7,8 +7,10 @@ block, exactly as in training.
 
 In shapes, B is the number of rows of the batch, T the number of tokens of a segment, N the number
 of its blocks, D the width of the model, H the number of heads of queries, G the number of heads of
-keys and values (each serves H / G heads of queries), K the size of a head, and W the number of keys
-in a window. Layers see the settings of the model with their own window (`Model.for_layer`).
+keys and values (each serves H / G heads of queries), K the size of a head, W the number of keys in
+a window, and U the number of vectors that summarise a block. Sinks are the first S tokens of a
+document, which stay visible when they have left the window. Layers see the settings of the model
+with their own window (`Model.for_layer`).
 """
 
 from collections.abc import Mapping
@@ -24,18 +26,13 @@ from brt.ops.window_attention import ReadyRing
 
 
 class WindowState(NamedTuple):
-    """Keys and values of the last block (the Transformer-XL cache).
-
-    Attributes:
-      keys: [B, W, G, K], in the compute dtype, as they were projected; attention normalises the
-        keys and applies rotary positions when it reads them.
-      values: [B, W, G, K].
-      valid: bool [B], False if no block of the present document has been read yet.
+    """Keys and values of the last block (the Transformer-XL cache), in the compute dtype, as they
+    were projected; attention normalises the keys and applies rotary positions when it reads them.
     """
 
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
-    valid: Bool[Array, " B"]
+    valid: Bool[Array, " B"]  # False if no block of the present document has been read yet.
 
 
 # The names of the axes of WindowState's arrays, by which `brt.distributed.rules` shards the arrays.
@@ -50,18 +47,13 @@ LayerState = Any
 
 
 class LayerAux(NamedTuple):
-    """Results of a layer in addition to its output and its state.
+    """Results of a layer in addition to its output and its state."""
 
-    Attributes:
-      model_state: the next model state (statistics that the layer learns without gradients); () for
-        kinds of layers without such statistics.
-      losses: auxiliary losses by name, float32 scalars: means over the tokens of the segment.
-      metrics: float32 scalars to log, by name.
-    """
-
+    # The next model state: statistics that the layer learns without gradients.
     model_state: PyTree[Array] = ()
+    # Auxiliary losses, float32 scalars: means over the tokens of the segment.
     losses: Mapping[str, Array] = {}
-    metrics: Mapping[str, Array] = {}
+    metrics: Mapping[str, Array] = {}  # Float32 scalars to log.
 
 
 # The length of a document is counted up to this number of tokens, so that int32 does not overflow.
@@ -69,16 +61,12 @@ LONGEST = 1 << 30
 
 
 class Sinks(NamedTuple):
-    """Keys and values of the first S tokens of a document.
+    """Keys and values of the first S tokens of a document, as they were projected.
 
     Tokens attend to these sinks even after the sinks have left the window
     (`brt.ops.sink_attention`). Entries of tokens that have not been read yet are arbitrary, and
     attention does not read them. A cache for a whole segment has sinks for each block, with the
     axes [B, N, S, G, K].
-
-    Attributes:
-      keys: [B, S, G, K], in the compute dtype, as they were projected.
-      values: [B, S, G, K].
     """
 
     keys: Float[Array, "*B S G K"]
@@ -86,32 +74,22 @@ class Sinks(NamedTuple):
 
 
 class LocalState(NamedTuple):
-    """Keys and values of the last W tokens, for windows that are longer or shorter than a block,
-    and for models with sinks.
-
-    Attributes:
-      keys: [B, W, G, K], oldest first, in the compute dtype, as they were projected.
-      values: [B, W, G, K].
-      length: int32 [B], number of tokens of the present document that were read; 0 at its start.
-      sinks: keys and values of the first tokens of the present document; None in models without
-        sinks.
+    """Keys and values of the last W tokens, oldest first, for windows that are longer or shorter
+    than a block, and for models with sinks.
     """
 
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
-    length: Int[Array, " B"]
+    length: Int[Array, " B"]  # Tokens of the present document that were read.
     sinks: Sinks | None = None
 
 
 def _counts_tokens(model: Model) -> bool:
-    """Returns True if a window needs to know how many tokens of the document were read."""
     return bool(model.sliding.sinks) or not model.window_is_block
 
 
 def window_axes(model: Model) -> Any:
-    """Returns the state of a sliding-window layer with the settings `model`, in which each array is
-    replaced by the names of its axes, by which the array is sharded.
-    """
+    """Returns the state of a sliding-window layer, with names of axes in place of arrays."""
     if not _counts_tokens(model):
         return WINDOW_AXES
     keys, values, lanes = WINDOW_AXES
@@ -120,41 +98,27 @@ def window_axes(model: Model) -> Any:
 
 
 class LayerOutput(NamedTuple):
-    """The result of every method of a layer, whatever its kind (see `brt.layers.kinds.LayerKind`).
+    """The result of every method of a layer of any kind (see `brt.layers.kinds.LayerKind`)."""
 
-    Attributes:
-      x: the output vectors of the tokens; None if no tokens were read.
-      state: the state after the tokens, or the open block.
-      aux: auxiliary losses, metrics and the next model state.
-      summaries: summaries [B, N, U, D] for the layer above, U vectors for each of N blocks. None if
-        the layer computes no summaries; the layer above then gets the summaries that this layer
-        got.
-    """
-
-    x: Float[Array, "B T D"] | None
-    state: LayerState
+    x: Float[Array, "B T D"] | None  # None if no tokens were read.
+    state: LayerState  # The state after the tokens, or the open block.
     aux: LayerAux = LayerAux()
+    # U vectors for each of N blocks, for the layer above. With None, the layer above gets the
+    # summaries that this layer got.
     summaries: Float[Array, "B N U D"] | None = None
 
 
 class OpenBlock(NamedTuple):
-    """A block that is being filled token by token.
+    """A block that is being filled token by token."""
 
-    Attributes:
-      keys: [B, W, G, K], a ring buffer: the keys of the block's tokens that have been read, which
-        have replaced the oldest keys of the window before the block.
-      values: [B, W, G, K].
-      memory: keys and values [B, S, H, K] of the S recurrent states to which the tokens attend;
-        None in layers without recurrent states.
-      sinks: keys and values of the first tokens of the document; None in models without sinks.
-      ready: the same keys and values in the form in which attention reads them, while several
-        tokens are read in one program (`Decoder.prepare_block`); otherwise None.
-    """
-
+    # Ring buffers: the tokens of the block have replaced the oldest of the window before the block.
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
+    # Keys and values [B, S, H, K] of the recurrent states, in layers that have them.
     memory: StateKV | None
     sinks: Sinks | None = None
+    # The same keys and values in the form in which attention reads them, while several tokens are
+    # read in one program (`Decoder.prepare_block`).
     ready: ReadyRing | None = None
 
 
@@ -167,26 +131,12 @@ def without_ready(block: PyTree[Array]) -> PyTree[Array]:
 
 
 def open_block(state: WindowState | LocalState, memory: StateKV | None = None) -> OpenBlock:
-    """Returns an open block without tokens: its ring buffer has only the keys and values of the
-    window before the block.
-
-    Args:
-      state: the state before the block.
-      memory: keys and values of the recurrent states to which the tokens of the block attend; None
-        in layers without recurrent states.
-    """
+    """Returns an open block without tokens, whose ring buffer has the window of `state`."""
     sinks = state.sinks if isinstance(state, LocalState) else None
     return OpenBlock(state.keys, state.values, memory, sinks)
 
 
 def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState | LocalState:
-    """Returns the state of a sliding-window layer before the first token.
-
-    Args:
-      model: the settings of the model, as the layer sees them.
-      batch: the number of rows of the batch.
-      dtype: the dtype of cached keys and values.
-    """
     keys = jnp.zeros((batch, model.window, model.key_heads, model.head_dim), dtype)
     if _counts_tokens(model):
         first = jnp.zeros((batch, model.sliding.sinks, model.key_heads, model.head_dim), dtype)
@@ -196,8 +146,7 @@ def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState 
 
 
 def zero_where_invalid(window: WindowState) -> WindowState:
-    """Returns the window with zeros as keys and values in rows of the batch that have not read a
-    block of their document.
+    """Returns the window with zeros in rows that have not read a block of their document.
 
     Like the authors' code of Block-Recurrent Transformers, models with null keys attend to these
     zeros (`has_null_keys`).
@@ -209,17 +158,11 @@ def zero_where_invalid(window: WindowState) -> WindowState:
 
 
 def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Array, " B"]:
-    """Returns, for each row of the batch, True if the tokens of the next block may attend to the
-    keys in `state`, the keys of the tokens before that block.
-
-    The result is False for all rows if the settings `model` have no cache.
-    """
+    """Returns True for rows in which the next block may attend to the tokens of `state`."""
     valid = state.length > 0 if isinstance(state, LocalState) else state.valid
     return valid & model.sliding.cache
 
 
 def has_null_keys(model: Model) -> bool:
-    """Returns True if the settings `model` let tokens of the first block of a document attend to
-    keys of zeros in place of the missing cache.
-    """
+    """Returns True if a document's first block attends to zeros in place of the missing cache."""
     return model.sliding.cache and not model.sliding.mask_empty_cache

@@ -15,12 +15,8 @@ from brt.ops.deferred import LayerTaps, Tap
 
 
 class TokenTaps(NamedTuple):
-    """Accumulators for the deferred weight gradients of a `TransformerBlock` (`brt.ops.deferred`).
-
-    Attributes:
-      projections: for the kernels of queries, keys, cross queries (if there are any) and values.
-      output: for the output projection of attention.
-      mlp_in, mlp_out: for the two kernels of the MLP.
+    """Accumulators for the kernels of a `TransformerBlock`; `projections` are those of queries,
+    keys, cross queries (if there are any) and values.
     """
 
     projections: Tap | LayerTaps | None = None
@@ -33,26 +29,12 @@ NO_TAPS = TokenTaps()
 
 
 def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int) -> TokenTaps:
-    """Returns the accumulators for a scan over the blocks of a segment, separately for each layer
-    of a run, which is a group of neighbouring layers of one kind.
-
-    Args:
-      model: the settings of the model, with the window of these layers (`Model.for_layer`).
-      params: the parameters of the run, stacked by layer.
-      blocks: the number of blocks, which is axis 0 of the accumulators.
-      lanes: the number of lanes (rows of the batch).
-    """
+    """Returns the accumulators of a run of layers, as `LayerKind.taps` describes."""
     projections = ("queries", "keys", "cross_queries", "values")
     rows, own = (blocks, lanes, model.block_length), params["tokens"]
 
     def taps_for(*names: str, **options: Any) -> LayerTaps | None:
-        """Returns accumulators for those of the kernels called `names` that the layers have; None
-        if accumulators would move more memory than adding up the gradients block by block.
-
-        Args:
-          names: names of parameters of the layers.
-          options: keyword arguments of `deferred.layer_taps`.
-        """
+        # None if accumulators would move more memory than adding up the gradients block by block.
         kernels = tuple(own[name] for name in names if name in own)
         return deferred.layer_taps(kernels, rows, compute_dtype(model), **options)
 

@@ -1,6 +1,5 @@
 """Kinds of layers whose tokens read a memory in addition to their window or in place of a window.
 
-A kind of layer is a Flax module together with its settings, its state and the number of its FLOPs.
 Each folder registers its kinds with `brt.layers.kinds.register_kind`, as a user's own file can do,
 too. Importing this package registers the kinds of all folders.
 """

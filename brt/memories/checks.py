@@ -7,15 +7,11 @@ from brt.config.checks import check
 
 
 def check_reach(name: str, layers: Sequence[int], model: Model) -> None:
-    """Raises ConfigError if the window of a layer is smaller than a block.
+    """Raises ConfigError, which names the setting `name`, if the window of a layer is smaller than
+    a block.
 
     The tokens of a block enter the memory together, at the end of the block. In a smaller window, a
     token would see some earlier tokens of its block neither in the window nor in the memory.
-
-    Args:
-      name: the name of the setting that lists the layers, for the message.
-      layers: the indices of the layers to check.
-      model: the settings of the model.
     """
     for layer in layers:
         window = model.windows[layer]

@@ -1,10 +1,9 @@
 """A short causal convolution over the tokens of a document, for layers that recur over tokens.
 
 The output of a token is a weighted sum of the inputs of the token and of the L tokens before it,
-with separate weights for each channel.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
-heads, R of channels of a head, C of tokens that the convolution reads, and L = C - 1.
+with separate weights for each channel. In shapes, R is the number of channels of a head, C of
+tokens that the convolution reads, and L = C - 1; the last factor of a kernel belongs to the token
+itself. The other letters of shapes are those of `brt.layers.state`.
 """
 
 import jax
@@ -17,13 +16,9 @@ CONVOLVED = 4  # The convolution reads this many tokens, including the token its
 def tokens_since_start(document_start: Bool[Array, "B N"], tokens: int) -> Int[Array, "B T"]:
     """Returns, for each token of a segment, the number of earlier tokens of the token's document.
 
-    The number is 0 for the first token of a document. If the document started before the segment,
-    the true number is unknown. The result is then a number that is larger than T and `CONVOLVED`,
-    and so larger than every distance between tokens that a caller compares with the result.
-
-    Args:
-      document_start: True where a block is the first of a document.
-      tokens: T, the number of tokens of the segment.
+    If the document started before the segment, the true number is unknown. The result is then a
+    number that is larger than T and `CONVOLVED`, and so larger than every distance between tokens
+    that a caller compares with the result.
     """
     lanes, blocks = document_start.shape
     length = tokens // blocks
@@ -39,19 +34,11 @@ def convolution(
     kernel: Float[Array, "C H R"],
     since_start: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T H R"], Float[Array, "B L H R"]]:
-    """Returns the causal convolution of a segment, in which no token reads another document.
+    """Returns the causal convolution of a segment, in which no token reads another document, and
+    the inputs of the last L tokens, which are `earlier` for the next segment.
 
-    Args:
-      x: the inputs of the segment's tokens.
-      earlier: the inputs of the L tokens before the segment.
-      kernel: the C factors of each channel; the last one belongs to the token itself.
-      since_start: for each token, the number of earlier tokens of its document, as
-        `tokens_since_start` returns it.
-
-    Returns:
-      The outputs of the tokens, and the inputs of the last L tokens, which are `earlier` for the
-      next segment. The next segment continues the last document of this segment, so inputs of
-      earlier documents are replaced by zeros.
+    The next segment continues the last document of this segment, so inputs of earlier documents are
+    replaced by zeros. `since_start` is the result of `tokens_since_start`.
     """
     width, tokens = len(kernel), x.shape[1]
     joined = jnp.concatenate([earlier.astype(x.dtype), x], axis=1)
@@ -70,14 +57,7 @@ def convolution(
 def convolution_step(
     x: Float[Array, "B 1 H R"], earlier: Float[Array, "B L H R"], kernel: Float[Array, "C H R"]
 ) -> tuple[Float[Array, "B 1 H R"], Float[Array, "B L H R"]]:
-    """Returns the convolution's output for one token, and the inputs of the last L tokens including
-    this token.
-
-    Args:
-      x: the input of the token.
-      earlier: the inputs of the L tokens before the token.
-      kernel: the C factors of each channel; the last one belongs to the token itself.
-    """
+    """Returns the convolution's output for one token, and `earlier` for the next token."""
     joined = jnp.concatenate([earlier.astype(x.dtype), x], axis=1)
     total = jnp.sum(joined * kernel.astype(x.dtype)[None], axis=1, keepdims=True)
     return total, joined[:, 1:]

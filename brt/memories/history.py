@@ -1,7 +1,4 @@
-"""Counts the tokens that each block of a segment may read in a memory of past tokens.
-
-In shapes, B is the number of rows of the batch, and N of blocks of a segment.
-"""
+"""Counts the tokens that each block of a segment may read in a memory of past tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +8,11 @@ from jaxtyping import Array, Bool, Int
 def tokens_before(
     length: Int[Array, " B"], document_start: Bool[Array, "B N"], *, window: int, size: int
 ) -> Int[Array, "B N+1"]:
-    """Returns the number of tokens that each block can read in a memory of the last `size` tokens
-    before the block.
+    """Returns the number of tokens of its document that each block, and the block after the
+    segment, can read in a memory of the last `size` tokens before the block.
 
-    A block can read only tokens of its own document, so the number is 0 for the first block of a
-    document.
-
-    Args:
-      length: for each row, the number of tokens in the memory before the first block that belong to
-        the document that the row is reading.
-      document_start: True where a document starts with block n.
-      window: the number of tokens of a block.
-      size: the number of tokens for which the memory has places.
-
-    Returns:
-      The number of tokens for each of N blocks and, in the last column, for the block after them.
+    `length` is the number of tokens in the memory before the segment that belong to the document
+    that a row is reading, and `window` the number of tokens of a block.
     """
     blocks = jnp.arange(document_start.shape[1] + 1)[None]
     starts = jnp.pad(document_start, ((0, 0), (0, 1)))

@@ -1,13 +1,9 @@
 """Layers with a window and a memory of the last M tokens before the block of a token.
 
-`PastTokensLayer` is the base class of these layers. The base class stores the keys and values of
-past tokens; each subclass defines how tokens read them. With rotary positions, a token reads all
-tokens of the memory as if each were the nearest token beyond its window. The weights of attention
-then depend on the content of these tokens and not on their distance.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, Q of
-tokens of a block, D of numbers of a token's vector, H of heads of queries, G of heads of keys, K of
-numbers of a head, and M of tokens of the memory.
+The base class `PastTokensLayer` stores the keys and values of past tokens; each subclass defines
+how tokens read them. With rotary positions, a token reads all tokens of the memory as if each were
+the nearest token beyond its window. The weights of attention then depend on the content of these
+tokens and not on their distance. The letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -37,16 +33,12 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class Readers(NamedTuple):
-    """The tokens that read the memory (Q tokens in each of N blocks), and how much they may read.
+    """The tokens that read the memory (Q tokens in each of N blocks), and what they may read."""
 
-    Attributes:
-      counts: int32 [B, N], the number of tokens of the memory that the tokens of each block may
-        read. These are the last tokens before the block.
-      places: int32 [Q], the positions within a block of the Q tokens that read. They are the same
-        for all blocks: all positions of a block for a segment, or one position for a single token.
-    """
-
+    # The number of tokens of the memory that each block may read: the last tokens before the block.
     counts: Int[Array, "B N"]
+    # The positions of the reading tokens within every block: all positions of a block for a
+    # segment, or one position for a single token.
     places: Int[Array, " Q"]
 
 
@@ -56,11 +48,6 @@ class PastTokensLayer(WindowLayer):
     A subclass defines `memory_size` and `mix`, and may override `window_positions`. The parameter
     `memory_gate` has a number for each head, initially zero, from which `mix` computes how much the
     head takes from the memory.
-
-    Attributes:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      training: True applies dropout.
-      kernels: the settings that select the implementations of ops.
     """
 
     def memory_size(self) -> int:
@@ -80,23 +67,17 @@ class PastTokensLayer(WindowLayer):
     ) -> Float[Array, "B T H K"]:
         """Returns the attention output of tokens that read their window and the memory.
 
-        Each subclass defines how attention to the window and attention to the memory are combined.
-
         Args:
           queries: the scaled queries of the tokens of N blocks. With rotary positions, they are
             rotated for products with the keys of the memory, which are not rotated.
-          window: the result of attention to the window and to sinks (the first tokens of the
-            document), if the layer has any: output [B, T, H, K] and log-sum-exp [B, T, H].
+          window: the result of attention to the window and to sinks, if the layer has any.
           past: the memory before the first block, followed by the tokens of the blocks. Block n of
             T / N tokens sees the M tokens that begin at index n T / N. With one block, `past` may
             have the memory alone.
-          readers: the number of tokens of the memory that each block may read, and the positions of
-            the T tokens in their blocks.
         """
         raise NotImplementedError
 
     def setup(self) -> None:
-        """Creates the module of attention and MLP, and the gate of each head."""
         m = self.model
         self.tokens = TransformerBlock(
             dataclasses.replace(m, positions=self.window_positions()), cross_attends=m.feedback,
@@ -110,18 +91,8 @@ class PastTokensLayer(WindowLayer):
         self, past: MemoryAndSegment, counts: Int[Array, "B N"], before: Int[Array, "B N"] | None,
         places: Int[Array, " Q"],
     ) -> Mix:  # fmt: skip
-        """Returns the function that adds attention to the memory to attention to the window.
-
-        Tokens always read the sinks (the first tokens of the document) together with their window,
-        so the sinks are not read from the memory, too.
-
-        Args:
-          past: the memory, followed by the tokens of the blocks that read the memory.
-          counts: the number of tokens of the document in the memory before each block.
-          before: the number of tokens of the document before each block; None in models without
-            sinks.
-          places: the positions of the reading tokens in their block.
-        """
+        # Tokens always read the sinks together with their window, so the sinks are not read from
+        # the memory, too. `before` has the number of tokens of the document before each block.
         if self.model.sliding.sinks:
             # Layers with sinks count the tokens of the document in their state, so the number of
             # tokens before each block is known.
@@ -135,25 +106,15 @@ class PastTokensLayer(WindowLayer):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], window: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns the attention output of tokens that read their window and the memory.
-
-            Args:
-              queries: the scaled queries of the tokens, without rotary positions.
-              window: the result of attention to the window and to sinks, if the layer has any:
-                output [B, T, H, K] and log-sum-exp [B, T, H].
-            """
             queries = self._behind_window(queries)
             return self.mix(queries, window, shared, Readers(counts, places))
 
         return attend_beyond_window
 
     def _behind_window(self, queries: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-        """Returns the queries for products with keys of the memory, which are not rotated.
-
-        With rotary positions, a query is rotated by the distance of the nearest key beyond the
-        window. Queries that are not rotated would read the memory at the distance 0, at which a
-        pretrained layer expects only the token itself.
-        """
+        # With rotary positions, a query is rotated by the distance of the nearest key beyond the
+        # window. Queries that are not rotated would read the memory at the distance 0, at which a
+        # pretrained layer expects only the token itself.
         m = self.model
         if self.window_positions() != "rotary":
             return queries
@@ -169,15 +130,7 @@ class PastTokensLayer(WindowLayer):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        Args:
-          x: the vectors of the tokens.
-          state: the state before the segment.
-          document_start: True where a document starts with block n.
-          feedback: the keys and values of recurrent states that the tokens also attend to, or None.
-            With feedback, the segment has a single block.
-        """
+        """Lets each block read the M tokens before it; the last M tokens are the next memory."""
         m, size = self.model, self.memory_size()
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
@@ -193,30 +146,13 @@ class PastTokensLayer(WindowLayer):
         return LayerOutput(y, state_after_segment(past, counts[:, -1], window, size=size))
 
     def mix_step(self, state: MemoryState, position: Int[Array, ""]) -> Mix:
-        """Returns the function with which `decode_step` combines the attention of one token to its
-        window with attention to the memory.
-
-        Args:
-          state: the layer's state after the previous block.
-          position: the position of the token in its block.
-        """
         window = state.window
         before = window.length[:, None] if isinstance(window, LocalState) else None
         past = MemoryAndSegment(state.keys, state.values)
         return self._mix(past, state.length[:, None], before, position[None])
 
     def end_block(self, x: None, *, state: MemoryState, block: OpenBlock, **_: Any) -> LayerOutput:
-        """Returns the layer's state after a full block. The block becomes the cache, and its tokens
-        also enter the memory.
-
-        Args:
-          x: None, which is returned as the output.
-          state: the layer's state after the previous block.
-          block: the open block, which has the keys and values of all tokens of the block.
-
-        Returns:
-          A `LayerOutput` whose `state` is the new state.
-        """
+        """Makes the block the cache; its tokens also enter the memory."""
         m, size = self.model, self.memory_size()
         window = closed_window(m, state.window, block)
         keys, values = (part[:, -m.block_length :] for part in (window.keys, window.values))

@@ -2,9 +2,8 @@
 differ only in the kinds of their layers.
 
 A segment is the tokens that each row of the batch reads in one call. A segment consists of blocks.
-Documents start at block boundaries, and recurrent states are updated once per block. In shapes, B
-is the number of rows of the batch, T the number of tokens and N the number of blocks of a segment,
-D the width of the model, and V the number of tokens in the vocabulary.
+Documents start at block boundaries, and recurrent states are updated once per block. The letters of
+shapes are those of `brt.layers.state`; V is the size of the vocabulary.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,25 +25,21 @@ from brt.types import Tokens
 
 
 class DecoderOutput(NamedTuple):
-    """The result of reading a segment.
+    """The result of reading a segment."""
 
-    Attributes:
-      hidden: [B, T, D], the outputs of the last norm in the compute dtype, from which `logits`
-        computes the logits of the next tokens.
-      state: the states of all layers after the segment.
-      model_state: the next model state (statistics that layers learn without gradients), which
-        only training uses.
-      losses: auxiliary losses of layers by name, float32 scalars. Each is a mean over tokens. A
-        train step, whose loss is a sum over tokens, multiplies them by the number of tokens.
-      metrics: float32 scalars to log, averaged over neighbouring layers of one kind (a run of
-        layers). A name such as "routing_3/largest_cluster" consists of the name of the run (the
-        kind and the index of the first layer) and the name of the metric.
-    """
-
+    # The outputs of the last norm in the compute dtype, from which `logits` computes the logits of
+    # the next tokens.
     hidden: Float[Array, "B T D"]
     state: StackState
+    # The next model state (statistics that layers learn without gradients), which only training
+    # uses.
     model_state: ModelState
+    # Auxiliary losses of layers by name, float32. Each is a mean over tokens. A train step, whose
+    # loss is a sum over tokens, multiplies them by the number of tokens.
     losses: Mapping[str, Float[Array, ""]]
+    # Float32 scalars to log, averaged over neighbouring layers of one kind (a run of layers). A
+    # name such as "routing_3/largest_cluster" consists of the name of the run (the kind and the
+    # index of the first layer) and the name of the metric.
     metrics: Mapping[str, Float[Array, ""]]
 
 
@@ -52,13 +47,10 @@ class Decoder(nn.Module):
     """A language model that reads tokens in segments (`__call__`) or one by one (`begin_block`,
     `decode_step` for each token of a block, `end_block`).
 
-    Both ways compute the same. Where methods take a model state, None is allowed if no layer has
-    statistics that it learns without gradients.
-
-    Attributes:
-      model: the settings of the model, with the size of the vocabulary set.
-      training: True enables dropout, which needs the rngs of `brt.layers.basic.dropout_rngs`.
-      kernels: the settings that select the implementations of operations.
+    Both ways compute the same. The states and open blocks are those of all runs of layers
+    (`brt.layers.runs`). Where methods take a model state, None is allowed if no layer has
+    statistics that it learns without gradients. Training enables dropout, which needs the rngs of
+    `brt.layers.basic.dropout_rngs`.
     """
 
     model: Model
@@ -66,9 +58,6 @@ class Decoder(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the embedding, the layers and the last norm; and a matrix for the logits, unless
-        logits are computed with the embedding.
-        """
         m = self.model
         self.embedding = parameter(
             self, "embedding", (m.vocab_size, m.model_dim), ("vocab", "embed"),
@@ -83,7 +72,6 @@ class Decoder(nn.Module):
             )  # fmt: skip
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Returns the vectors of tokens that the lowest layer reads."""
         x = lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
         if self.model.embedding.scaled:
             x *= jnp.asarray(self.model.model_dim**0.5, x.dtype)
@@ -100,41 +88,19 @@ class Decoder(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState | None = None,
     ) -> DecoderOutput:
-        """Reads a segment.
-
-        Args:
-          tokens: the ids [B, T] of the tokens.
-          state: the states of the layers before the segment (see `new_state`).
-          document_start: True where a block is the first block of a document.
-          model_state: statistics that layers learn without gradients; None if no layer has any.
-        """
+        """Reads a segment; `document_start` is True where a block is the first of a document."""
         x, state, aux = self.stack(self.embed(tokens), state, document_start, model_state or {})
         return DecoderOutput(self._hidden(x), state, *aux)
 
     def begin_block(self, state: StackState, model_state: ModelState | None = None) -> StackBlock:
-        """Returns open blocks without tokens, which `decode_step` fills token by token.
-
-        An open block holds what layers remember of a block whose tokens are not all read yet. There
-        is one open block for each run of equal neighbouring layers.
-
-        Args:
-          state: the states of the layers after the previous block.
-          model_state: statistics that layers learn without gradients; None if no layer has any.
-        """
+        """Returns open blocks without tokens, which `decode_step` fills token by token."""
         return self.stack.begin_block(state, model_state or {})
 
     def prepare_block(
         self, block: StackBlock, position: Int[Array, ""], model_state: ModelState | None = None
     ) -> StackBlock:
-        """Returns open blocks in which layers have prepared data for several calls of
-        `decode_step`, for example rotated keys.
-
-        `brt.layers.state.without_ready` removes these data.
-
-        Args:
-          block: the open blocks.
-          position: the number of tokens of the block that have been read.
-          model_state: statistics that layers learn without gradients; None if no layer has any.
+        """Prepares open blocks, of which `position` tokens have been read, for several calls of
+        `decode_step`; `brt.layers.state.without_ready` removes the data.
         """
         return self.stack.prepare_block(block, position, model_state or {})
 
@@ -146,85 +112,45 @@ class Decoder(nn.Module):
         position: Int[Array, ""],
         model_state: ModelState | None = None,
     ) -> tuple[Float[Array, "B V"], StackBlock]:
-        """Reads one token of every row of the batch, or T tokens of a block.
+        """Reads one token of every row of the batch, or T tokens of a block, the first at
+        `position`.
 
         T must divide the number of tokens of a block and of every window, and the first of several
-        tokens must have a position that T divides.
-
-        Args:
-          tokens: the ids of the tokens.
-          state: the states of the layers after the previous block.
-          block: the open blocks, which have the block's earlier tokens.
-          position: the position of the first token in the block.
-          model_state: statistics that layers learn without gradients; None if no layer has any.
-
-        Returns:
-          The float32 logits of the token after the last one, and the open blocks with the tokens
-            added.
+        tokens must have a position that T divides. Returns the float32 logits of the token after
+        the last one, and the open blocks with the tokens added.
         """
         x = self.embed(tokens.reshape(len(tokens), -1))
         x, block = self.stack.decode_step(x, state, block, position, model_state or {})
         return self.next_logits(x), block
 
     def next_logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B V"]:
-        """Returns the float32 logits of the token after the last of T tokens, from the vectors that
-        the highest layer returned.
-        """
+        """Returns the float32 logits of the token after T tokens, from the last layer's output."""
         weights = self.embedding if self.model.embedding.tied else self.output
         return logits(self.model, weights, self._hidden(x[:, -1:]))[:, 0]
 
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState | None = None
     ) -> StackState:
-        """Returns the states of the layers after a full block. They equal the states after
-        `__call__` has read the block as a segment.
-
-        Args:
-          state: the states of the layers after the previous block.
-          block: the open blocks, which have all tokens of the block.
-          model_state: statistics that layers learn without gradients; None if no layer has any.
-        """
+        """Returns the states after a full block, as `__call__` returns them after this segment."""
         return self.stack.end_block(state, block, model_state or {})
 
 
 def new_state(model: Model, batch: int) -> StackState:
-    """Returns the states of all layers before the first token, in a model with the settings
-    `model` and for a batch of `batch` rows.
-    """
     return new_stack_state(model, batch, compute_dtype(model))
 
 
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
-    """Returns the states of all layers, in which some parts are reset as if nothing had been read.
-
-    An evaluation that calls this function before every segment measures how much a part of the
-    state contributes to the predictions.
-
-    Args:
-      model: the settings of the model.
-      state: the states of all layers.
-      parts: the names of the parts to reset: "cache" (cached keys and values), "state" (recurrent
-        states) and "memory" (other memories).
-    """
+    """Resets some of the parts "cache", "state" and "memory" as if nothing had been read."""
     lanes = len(jax.tree.leaves(state)[0])
     return replace_parts(model, state, new_state(model, lanes), parts)
 
 
 def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D"]:
-    """Returns the matrix from which `logits` computes logits: the embedding, or a matrix of its own
-    if `Embedding.tied` is False.
-
-    Args:
-      model: the settings of the model.
-      params: the parameters of the decoder.
-    """
     return params["embedding" if model.embedding.tied else "output"]
 
 
 def logit_scale(model: Model) -> float:
-    """Returns the factor by which the products of hidden vectors and output weights are multiplied
-    to get logits: 1, 1 / sqrt(D) or 1 / sqrt(V), as the setting `Embedding.logit_scale` says.
-    """
+    """Returns the factor of the products of hidden vectors and output weights."""
     if model.embedding.logit_scale == "one":
         return 1.0
     return (
@@ -235,11 +161,5 @@ def logit_scale(model: Model) -> float:
 def logits(
     model: Model, weights: Float[Array, "V D"], hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
-    """Returns the float32 logits of the next tokens.
-
-    Args:
-      model: the settings of the model.
-      weights: the matrix that `output_weights` returns.
-      hidden: the final vectors of the tokens, `DecoderOutput.hidden`.
-    """
+    """Returns the float32 logits of `DecoderOutput.hidden` for the matrix `output_weights`."""
     return transposed_product(hidden, weights.astype(hidden.dtype)) * logit_scale(model)

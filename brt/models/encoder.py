@@ -2,7 +2,7 @@
 
 All kinds of attention (exact, clustered, ...) have the same parameters, so weights trained with one
 kind can be used with any other. In shapes, B is the number of rows of the batch, T the padded
-number of inputs of a row, F the number of features of an input, and D the width of the model.
+number of inputs of a row, and F the number of features of an input.
 """
 
 from typing import Any, Literal
@@ -36,13 +36,7 @@ class Encoder(nn.Module):
     """An encoder that maps tokens or feature vectors to hidden vectors.
 
     The groups of parameters are `inputs` (embeddings and positions), `layers` (stacked on axis 0)
-    and, if each layer normalises its input, `final_norm`.
-
-    Attributes:
-      model: the settings, with the size of the vocabulary set if the encoder reads tokens.
-      attention: the kind of attention and its settings.
-      training: True enables dropout (needs the rng 'dropout').
-      kernels: the settings that select the implementations of operations.
+    and, if each layer normalises its input, `final_norm`. Training needs the rng 'dropout'.
     """
 
     model: config.Encoder
@@ -51,7 +45,6 @@ class Encoder(nn.Module):
     kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
-        """Creates the embeddings, the layers and, if there is one, the last norm."""
         m = self.model
         self.inputs = Inputs(m, self.training)
         block = of_encoder(m, self.kernels)
@@ -70,19 +63,8 @@ class Encoder(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Returns a hidden vector for each input; the vectors at padding have no meaning.
 
-        The vectors of a row depend only on the row's valid inputs and on the key.
-
-        Args:
-          inputs: token ids, or feature vectors.
-          valid: False on padding.
-          key: a random key for kinds of attention that draw random numbers. Evaluation should use a
-            fixed key.
-          types: the index of the type of each token, if the model has several token types as in
-            BERT; None stands for the first type.
-
-        Raises:
-          ConfigError: the inputs are not of the kind or width that the model reads, or there are
-            more inputs than learned positions.
+        The vectors of a row depend only on the row's valid inputs and on the key, which is for
+        kinds of attention that draw random numbers. Evaluation should use a fixed key.
         """
         x = self.inputs(inputs, valid, types)
         x, _ = self.layers(x, layer_keys(key, self.model.layers), SharedInputs(valid))
@@ -90,15 +72,7 @@ class Encoder(nn.Module):
 
 
 class EncoderWithHead(nn.Module):
-    """An encoder and the head of a task, whose parameters have the names `encoder` and `head`.
-
-    Attributes:
-      model: the settings, with the size of the vocabulary set if the encoder reads tokens.
-      attention: the kind of attention and its settings.
-      task: the name of the task, a key of `HEADS`.
-      training: True enables dropout (needs the rng 'dropout').
-      kernels: the settings that select the implementations of operations.
-    """
+    """An encoder and the head of a task, whose parameters have the names `encoder` and `head`."""
 
     model: config.Encoder
     attention: config.Attention = config.Attention()
@@ -107,7 +81,6 @@ class EncoderWithHead(nn.Module):
     kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
-        """Creates the encoder and the head for the task."""
         self.encoder = Encoder(self.model, self.attention, self.training, self.kernels)
         self.head = HEADS[self.task](self.model, self.training)
 
@@ -118,11 +91,7 @@ class EncoderWithHead(nn.Module):
         key: jax.Array,
         types: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "..."]:
-        """Returns the output of the task's head, whose shape depends on the task.
-
-        Args:
-          inputs, valid, key, types: the arguments of `Encoder.__call__`.
-        """
+        """Returns the output of the task's head, whose shape depends on the task."""
         return self.head(self.encoder(inputs, valid, key, types), valid)
 
     def head_at_positions(
@@ -132,14 +101,10 @@ class EncoderWithHead(nn.Module):
         key: jax.Array,
         positions: Int[Array, "B R"],
     ) -> Float[Array, "B R D"]:
-        """Returns the vectors that the head computes for some tokens of each row.
+        """Returns the vectors that the head computes for the tokens at R `positions` of each row.
 
         Masked language modeling calls this method instead of `__call__`, because its loss needs
         only the masked tokens. The head is then not computed for the other tokens.
-
-        Args:
-          inputs, valid, key: the arguments of `Encoder.__call__`.
-          positions: the indices, along T, of the R tokens of each row.
         """
         hidden = self.encoder(inputs, valid, key)
         chosen = jnp.take_along_axis(hidden, positions[..., None], axis=1)
@@ -147,20 +112,13 @@ class EncoderWithHead(nn.Module):
 
 
 def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
-    """Returns initial parameters of the network, drawn with the random key `key`. Each array is in
-    a Flax box together with the names of its axes, by which the array is sharded.
-    """
+    """Returns initial parameters, each in a Flax box with the names of its axes, for sharding."""
     features = network.model.features
     inputs = jnp.zeros((1, 1, features)) if features else jnp.zeros((1, 1), jnp.int32)
     return network.init(key, inputs, jnp.ones((1, 1), bool), key)["params"]
 
 
 def readout(params: Params) -> Readout:
-    """Returns the embedding, bias and scale with which the vectors of the head for masked language
-    modeling become logits (see `brt.models.seq2seq.logits`).
-
-    Args:
-      params: the parameters of an `EncoderWithHead` with this head.
-    """
+    """Returns the map from the masked language modeling head's vectors to logits."""
     embedding = params["encoder"]["inputs"]["token_embed"]["embedding"]
     return Readout(embedding, params["head"]["logits_bias"], 1.0)

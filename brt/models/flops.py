@@ -5,15 +5,11 @@ from brt.layers.runs import runs
 
 
 def forward_flops_per_token(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass; a train step takes about three times as
-    many.
+    """Returns the FLOPs per token; a train step takes about three times as many.
 
     Only matrix products are counted, 2 m n k for the product of an m x k and a k x n matrix. The
     step times in Table 1 of Block-Recurrent Transformers therefore do not follow from these FLOPs:
     the authors' code also computed products whose results it did not use.
-
-    Args:
-      model: the settings of the model, with the size of the vocabulary set.
     """
     layers = sum(run.layers * run.layer_kind.flops(run.model) for run in runs(model))
     return layers + 2 * model.model_dim * model.vocab_size

@@ -1,10 +1,8 @@
 """A check for authors of kinds of layers: all ways of reading a document must have the same result.
 
 A decoder can read tokens in one call, in several calls, or token by token, and a new document must
-not depend on the document before. The check reads random tokens in all of these ways.
-
-In shapes, B is the number of lanes (rows of the batch), N the number of blocks that are read, T the
-number of their tokens, and V the number of tokens in the vocabulary.
+not depend on the document before. The check reads random tokens in all of these ways. The letters
+of shapes are those of `brt.layers.state`; V is the size of the vocabulary.
 """
 
 import dataclasses
@@ -23,7 +21,7 @@ from brt.layers.runs import ModelState, StackState, check_states, new_model_stat
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
 _Tokens: TypeAlias = Int[np.ndarray, "B T"]
-# The check reads this number of lanes and blocks, with tokens from a vocabulary of this size.
+# The check reads this number of rows and blocks, with tokens from a vocabulary of this size.
 _LANES, _BLOCKS, _VOCABULARY = 2, 4, 32
 # Logits of two readings may differ by this number, relative to the largest logit.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -37,17 +35,13 @@ class _Reading(NamedTuple):
 def check_layers(model: Model) -> None:
     """Checks that the layers of a model read tokens as `brt.layers.kinds.LayerKind` demands.
 
-    A decoder with random parameters reads four blocks of random tokens in two lanes: at once, in
-    two pieces, token by token, with changed tokens, and after another document. All methods are
-    also traced in bfloat16, the dtype of activations on accelerators. The function returns if all
-    rules hold. A model with a window of 8 tokens takes about ten seconds.
-
-    Args:
-      model: a model with layers of the kind to check; `Model.vocab_size` is not used.
+    A decoder with random parameters reads four blocks of random tokens in two rows of a batch: at
+    once, in two pieces, token by token, with changed tokens, and after another document. All
+    methods are also traced in bfloat16, the dtype of activations on accelerators. A model with a
+    window of 8 tokens takes about ten seconds; `Model.vocab_size` is not used.
 
     Raises:
-      ConfigError: a `LayerKind` names fields that the state of its layers does not have, or a
-        method returns arrays of another shape or dtype than it got.
+      ConfigError: a `LayerKind` or a method contradicts the state of its layers.
       AssertionError: a rule does not hold. The message names the rule, the methods that may break
         it, and the first token whose logits are wrong or the wrong field of the state.
     """
@@ -78,13 +72,7 @@ class _Reader:
         state: StackState | None = None,
         start: Bool[np.ndarray, "B N"] | None = None,
     ) -> _Reading:
-        """Reads blocks of tokens at once, and returns the logits and the state after the blocks.
-
-        Args:
-          tokens: the tokens of whole blocks.
-          state: the state before these blocks; None stands for a state that has read nothing.
-          start: True where a block is the first of a document; None if no block is.
-        """
+        """Reads whole blocks; by default, nothing was read before and no document starts."""
         if start is None:
             start = np.zeros((_LANES, tokens.shape[1] // self.model.block_length), bool)
         state = new_state(self.model, _LANES) if state is None else state
@@ -94,14 +82,13 @@ class _Reader:
         return _Reading(np.asarray(logits(self.model, weights, output.hidden)), output.state)
 
     def trace(self, dtype: str) -> None:
-        """Traces all methods of the layers with activations of a dtype, without computing them."""
+        """Traces all methods with activations of a dtype, without computing them."""
         model = dataclasses.replace(self.model, dtype=dtype)
         decoder, state = Decoder(model), new_state(model, _LANES)
         tokens = jnp.zeros((_LANES, _BLOCKS * model.block_length), jnp.int32)
         start = jnp.zeros((_LANES, _BLOCKS), bool)
 
         def read(params: PyTree[Array]) -> None:
-            """Reads a segment, begins a block, reads a token and ends the block."""
             call = partial(decoder.apply, {"params": params})
             call(tokens, state, start, self._model_state)
             block = call(state, self._model_state, method="begin_block")
@@ -114,9 +101,9 @@ class _Reader:
         jax.eval_shape(read, self._params)
 
     def read_single_tokens(self, tokens: _Tokens, at_once: int = 1) -> _Reading:
-        """Reads the tokens of whole blocks one by one, or some at once, from a state that has read
-        nothing. Returns the logits of the last token of each call and the state after the blocks,
-        which must equal those of `read`.
+        """Reads whole blocks by `at_once` tokens per call, from a state that has read nothing.
+        Returns the logits of each call's last token and the state, which must equal those of
+        `read`.
         """
         variables, found = {"params": self._params}, []
         state = new_state(self.model, _LANES)
@@ -136,7 +123,7 @@ class _Reader:
 
 
 def _random_params(decoder: Decoder, model_state: ModelState) -> PyTree[Array]:
-    """Returns initial parameters plus noise, so that parameters that begin as 0 have an effect."""
+    # Noise is added, so that parameters that begin as 0 have an effect.
     model = decoder.model
     tokens = jnp.zeros((_LANES, _BLOCKS * model.block_length), jnp.int32)
     start = jnp.zeros((_LANES, _BLOCKS), bool)
@@ -179,7 +166,7 @@ def _check_single_tokens(reader: _Reader, tokens: _Tokens, whole: _Reading) -> N
 
 
 def _check_later_tokens_and_lanes(reader: _Reader, tokens: _Tokens, whole: _Reading) -> None:
-    """Changes tokens of lane 0 at the start, within and at the end of a block."""
+    # Changes tokens of row 0 at the start, within and at the end of a block.
     length = reader.model.block_length
     for place in sorted({length, length + length // 2, 2 * length - 1}):
         changed = tokens.copy()
@@ -192,9 +179,8 @@ def _check_later_tokens_and_lanes(reader: _Reader, tokens: _Tokens, whole: _Read
 
 
 def _check_document_start(reader: _Reader, tokens: _Tokens) -> None:
-    """Checks that a document that starts at the first or the middle block of a segment is read in
-    the same way after two different texts.
-    """
+    # A document that starts at the first or the middle block of a segment must be read in the same
+    # way after two different texts.
     length = reader.model.block_length
     for block in (0, _BLOCKS // 2):
         start = np.zeros((_LANES, _BLOCKS), bool)
@@ -223,7 +209,7 @@ def _check_logits(
     rule: str,
     at_once: int = 1,
 ) -> None:
-    """Raises AssertionError if logits differ, of every token or of every last one of `at_once`."""
+    # Compares the logits of every token or of every last one of `at_once`.
     error = np.abs(found - expected).max(axis=-1)
     wrong = ~(error <= _tolerance(reader.model) * np.abs(expected).max())
     if wrong.any():
@@ -238,9 +224,6 @@ def _check_state(reader: _Reader, found: StackState, expected: StackState, rule:
     tolerance = _tolerance(reader.model)
 
     def check_field(path: tuple, leaf: Array, other: Array) -> None:
-        """Raises AssertionError if the array `leaf` at `path` of the state differs from `other`,
-        the array at the same path of the expected state, by more than the tolerance.
-        """
         one, two = (np.asarray(x, np.float32) for x in (leaf, other))
         error = np.abs(one - two).max(initial=0)
         if not error <= tolerance * max(1, np.abs(two).max(initial=0)):

@@ -1,7 +1,4 @@
-"""Special tokens of encoder-decoders, and the computation of the decoder's inputs from its labels.
-
-In shapes, B is the number of targets and T their padded number of tokens.
-"""
+"""Special tokens of encoder-decoders, and the decoder's inputs, computed from its labels."""
 
 from typing import NamedTuple
 
@@ -12,43 +9,28 @@ IGNORED = -100  # The loss ignores tokens with this label, as in Hugging Face da
 
 
 class SpecialTokens(NamedTuple):
-    """Token ids with a special meaning.
-
-    In T5, pad and start are 0, and eos is 1. In BART, bos is 0, pad is 1, and start and eos are 2.
-
-    Attributes:
-      pad: the id that fills rows of a batch up to their common length.
-      start: the first input of the decoder.
-      eos: the id at the end of sources and targets.
-      bos: the id at the beginning of sources and targets; None if they have none.
-      forced_bos: the id that generation must write first; None for a free choice.
-      forced_eos: the id that generation must write at the maximum length; None for a free choice.
-      ends: further ids that end a generated text, as `eos` does.
+    """Token ids. In T5, pad and start are 0, and eos is 1. In BART, bos is 0, pad is 1, and start
+    and eos are 2.
     """
 
     pad: int
-    start: int
-    eos: int
-    bos: int | None = None
-    forced_bos: int | None = None
-    forced_eos: int | None = None
-    ends: tuple[int, ...] = ()
+    start: int  # The first input of the decoder.
+    eos: int  # At the end of sources and targets.
+    bos: int | None = None  # At the beginning of sources and targets, if they have one.
+    forced_bos: int | None = None  # Generation must write this id first.
+    forced_eos: int | None = None  # Generation must write this id at the maximum length.
+    ends: tuple[int, ...] = ()  # Further ids that end a generated text, as `eos` does.
 
     @property
     def stops(self) -> Int[np.ndarray, " E"]:
-        """All ids that end a generated text."""
         return np.array((self.eos, *self.ends), np.int32)
 
 
 def shift_right(
     labels: Int[Array | np.ndarray, "B T"], special: SpecialTokens
 ) -> Int[np.ndarray, "B T"]:
-    """Returns the decoder's input ids for `labels`: the start token, followed by all labels except
-    the last.
-
-    Labels are the ids that the decoder has to predict: `... </s>` for T5, and `<s> ... </s>` for
-    BART. Labels that the loss ignores (`IGNORED`) become padding. `special` has the ids of the
-    start token and of padding.
+    """Returns the start token, followed by all labels (which the decoder has to predict: `... </s>`
+    for T5, `<s> ... </s>` for BART) except the last. Ignored labels become padding.
     """
     labels = np.asarray(labels)
     start = np.full_like(labels[:, :1], special.start)

@@ -7,12 +7,7 @@ from brt.config import Encoder, Seq2Seq
 
 
 def encoder_flops(model: Encoder, length: int) -> int:
-    """Returns the FLOPs of an encoder without a head for one sequence.
-
-    Args:
-      model: the settings of the encoder; attention is counted as exact attention.
-      length: the number of tokens or feature vectors of the sequence.
-    """
+    """Returns the FLOPs of an encoder without a head, with exact attention, for one sequence."""
     width = model.model_dim
     projections = (3 if model.shared_queries_keys else 4) * 2 * width * width
     attention, mlp = 4 * length * width, 4 * width * model.mlp_dim
@@ -21,15 +16,10 @@ def encoder_flops(model: Encoder, length: int) -> int:
 
 
 def seq2seq_flops(model: Seq2Seq, source: int, target: int) -> int:
-    """Returns the FLOPs of an encoder-decoder, including the logits, for one pair of a source and a
-    target.
+    """Returns the FLOPs of an encoder-decoder, including the logits, for one pair.
 
     Attention is counted as full attention, except the encoder's attention to a window around each
     token (LongT5), which is counted with the keys of the window.
-
-    Args:
-      model: the settings of the model.
-      source, target: the numbers of tokens of the source and of the target.
     """
     d, width = model.model_dim, model.heads * model.head_dim
     projections = 4 * 2 * d * width

@@ -44,11 +44,7 @@ TASKS = _Tasks({
 
 
 def register_task(task: "Task") -> None:
-    """Adds a task to `TASKS`, so that Training.task may name it.
-
-    Raises:
-      ConfigError: the name is taken.
-    """
+    """Adds a task to `TASKS`, so that Training.task may name it; its name must not be taken."""
     if task.name in TASKS:
         raise ConfigError(f"there is a task named {task.name!r} already; take another name")
     TASK_SECTIONS[task.name] = task.sections
@@ -56,11 +52,6 @@ def register_task(task: "Task") -> None:
 
 
 def from_config(config: Config) -> "Task":
-    """Returns the task that Training.task names.
-
-    Raises:
-      ConfigError: there is no such task; the message lists the existing tasks.
-    """
     return by_name(config.training.task)
 
 
@@ -78,10 +69,7 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError for settings that the task rejects, or that would have no effect.
 
     A setting of another task has no effect; if it is bound to its default, it is accepted.
-
-    Args:
-      config: the config.
-      origins: for each setting that the user bound, the file and line (or flag) that bound it.
+    `origins` gives for each setting that the user bound the file and line (or flag) that bound it.
     """
     task = from_config(config)
     # If a run starts from weights, the weights determine some settings. These settings are not
@@ -109,14 +97,11 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
 
 
 def unread_sections(config: Config) -> set[str]:
-    """Returns the names of the config sections that other tasks read, but not the config's task."""
+    """Returns the config sections that other tasks read, but not the config's task."""
     every = set().union(*map(_sections, TASK_SECTIONS))
     return every - _sections(config.training.task)
 
 
 def _sections(task: str) -> set[str]:
-    """Returns the config sections that a task reads. A task that reads `Model` also reads the
-    sections of its parts and of kinds of layers.
-    """
     own = TASK_SECTIONS[task]
     return {*own, *((*PARTS, *kind_sections()) if "Model" in own else ())}

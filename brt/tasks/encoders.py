@@ -37,27 +37,15 @@ _EXACT = {"reformer": "shared_full"}
 
 
 class EncoderTask(Task):
-    """Base class of tasks whose model is an encoder with a head.
-
-    Attributes:
-      head: name of the head in `brt.models.encoder.HEADS`.
-      frames: True if the encoder reads feature vectors instead of tokens.
-    """
+    """Base class of tasks whose model is an encoder with a head."""
 
     model = "encoder"
-    head: ClassVar[str]
-    frames: ClassVar[bool] = False
+    head: ClassVar[str]  # name of the head in `brt.models.encoder.HEADS`
+    frames: ClassVar[bool] = False  # the encoder reads feature vectors instead of tokens
     exports = True
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metrics of a report that are logged as curves, by name.
-
-        These are the metrics in `Task.metrics` and, if the report has it, the primary metric with
-        exact attention, such as "accuracy_full".
-
-        Args:
-          report: the report of an evaluation, as JSON.
-        """
+        """Also returns the primary metric with exact attention, such as "accuracy_full"."""
         exact_metrics = {
             name: value
             for name, value in report.items()
@@ -66,20 +54,12 @@ class EncoderTask(Task):
         return super().select_metrics(report) | exact_metrics
 
     def network(self, config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
-        """Returns the Flax module that the config describes: an encoder with a head.
-
-        Args:
-          config: config of the model.
-          training: True enables dropout.
-        """
+        """Returns the Flax module of an encoder with a head; `training` enables dropout."""
         return encoder.EncoderWithHead(
             config.encoder, config.attention, self.head, training, config.kernels
         )
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Returns newly initialised parameters of the encoder and its head, drawn with the random
-        key `key`.
-        """
         return encoder.init(self.network(config), key)
 
     def predict(
@@ -96,9 +76,7 @@ class EncoderTask(Task):
         """Returns the head's logits [B, ...], or another output that `options` requests.
 
         Args:
-          config: config of the model.
-          params: parameters of the encoder and its head.
-          batch: a batch whose field `tokens` has the inputs, and `valid` the mask of padding.
+          batch: has the inputs in the field `tokens`, and the mask of padding in `valid`.
           inputs: inputs that are used instead of `batch.tokens`.
           dropout: random key for dropout in a training step; None disables dropout.
           attention: random key for kinds of attention that draw random numbers; None uses the same
@@ -115,14 +93,7 @@ class EncoderTask(Task):
     def training_logits(
         self, config: Config, params: PyTree[Array], loss_inputs: LossInputs, **options: Any
     ) -> Float[Array, "B ..."]:
-        """Returns the result of `predict` in a training step, with random keys from the step's key.
-
-        Args:
-          config: config of the model.
-          params: parameters.
-          loss_inputs: batch and random key of the step.
-          options: further arguments of `predict`.
-        """
+        """Returns `predict` in a training step, with random keys from the step's key."""
         dropout, attention = (
             jax.random.fold_in(loss_inputs.key, i) for i in (_DROPOUT, _ATTENTION)
         )
@@ -131,21 +102,15 @@ class EncoderTask(Task):
         )
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Returns the FLOPs of a training step on a batch: three times the FLOPs of the forward
-        pass. The result is None if the attention is not exact.
-        """
+        """The result is None if the attention is not exact."""
         if with_exact_attention(config) is not None:
             return None
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
         return 3 * rows * encoder_flops(config.encoder, length)
 
     def check_encoder(self, config: Config, *lengths: tuple[str, int]) -> None:
-        """Raises ConfigError if the encoder does not read tokens, or cannot read sequences as long
-        as the settings allow.
-
-        Args:
-          config: the config.
-          lengths: (name, value in tokens) of each setting that is a length of sequences.
+        """Raises ConfigError if the encoder does not read tokens, or cannot read sequences of the
+        `lengths`, pairs of a setting's name and its value in tokens.
         """
         model = config.encoder
         if model.features:
@@ -163,11 +128,7 @@ class EncoderTask(Task):
             config.attention.check_length(length, f"{name} = {length}")
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with vocabulary size and dtype filled in.
-
-        Raises:
-          ConfigError: the model has key projections that its kind of attention would never use.
-        """
+        """Also refuses key projections that the kind of attention would never use."""
         kind = config.attention.kind
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
             raise ConfigError(
@@ -178,12 +139,8 @@ class EncoderTask(Task):
         return resolving.fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
 
     def export(self, source: ExportSource) -> ExportableModel:
-        """Returns the encoder in the format of Hugging Face's RoBERTa.
-
-        The exported model uses exact attention, even if the encoder was trained with another kind.
-
-        Args:
-          source: the run that trained the encoder.
+        """Returns the encoder in the format of Hugging Face's RoBERTa, which has exact attention,
+        even if the encoder was trained with another kind.
         """
         config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
@@ -199,7 +156,6 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
-            """Writes the tokenizer's file into `target`, and returns the names of written files."""
             name, content = source.tokenizer().file
             if name not in originals.TOKENIZER:
                 return []
@@ -213,15 +169,6 @@ class EncoderTask(Task):
     # The following methods initialise a model from the weights of another model.
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Returns the weights of an encoder that brt.convert wrote.
-
-        Args:
-          config: config of the run that starts from the weights.
-          where: the directory of the weights.
-
-        Raises:
-          CheckpointError: the directory contains no encoder.
-        """
         if not (where / pretrained.MODEL).is_file():
             raise CheckpointError(
                 f"{where} holds no encoder: neither what python -m brt.convert --from=hf DIR "
@@ -234,9 +181,6 @@ class EncoderTask(Task):
         )  # fmt: skip
 
     def check_weights(self, weights: Weights) -> None:
-        """Raises ConfigError if the model of the weights reads feature vectors and this task reads
-        tokens, or the other way round.
-        """
         if self.frames != bool(weights.model.features):
             reads, wanted = ("tokens", "frames") if self.frames else ("frames", "tokens")
             raise ConfigError(
@@ -245,22 +189,11 @@ class EncoderTask(Task):
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Returns the config with the vocabulary size that training needs: the larger of the
-        weights' vocabulary size and the number of ids that the task needs for its tokenizer.
+        """Sets the larger of two vocabulary sizes: that of the weights, and the number of ids that
+        the task needs for its tokenizer.
 
-        The tokenizer of the weights must be the tokenizer of the training data. The tokenizer of
-        converted weights is not known; their vocabulary size must equal the number of ids that the
-        task needs. An encoder of feature vectors has no vocabulary, and the config is returned
-        unchanged.
-
-        Args:
-          config: the config of the run.
-          weights: the weights that training starts from.
-          tokenizer: the tokenizer of the training data.
-
-        Raises:
-          ConfigError: the weights were trained with another tokenizer, or the tokenizer of the
-            weights is not known and the vocabulary sizes differ.
+        The tokenizer of converted weights is not known; their vocabulary size must equal the number
+        of ids that the task needs. An encoder of feature vectors has no vocabulary.
         """
         known, ids = weights.model.vocab_size, self.required_vocab_size(tokenizer)
         if weights.tokenizer is None and known != ids:
@@ -277,16 +210,7 @@ class EncoderTask(Task):
         return dataclasses.replace(config, encoder=model)
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Returns the parameters that training starts with.
-
-        All parameters of the encoder are taken from the weights. The parameters of the head are
-        taken from the weights only if the weights were trained on the same task.
-
-        Args:
-          config: config of the model to train.
-          weights: the weights that the config names in Training.init_from.
-          initial: newly initialised parameters, for the parameters that the weights lack.
-        """
+        """Takes the head from the weights only if they were trained on the same task."""
         same = weights.task in (self.name, self.head)
         return merge_weights(
             weights, initial, optional=("head/",), drop_optional=not same, growing=_EMBEDDING
@@ -294,9 +218,8 @@ class EncoderTask(Task):
 
 
 def with_exact_attention(config: Config) -> Config | None:
-    """Returns the config with the exact kind of attention that the config's kind approximates.
-
-    The result is None if the attention of the config is exact already.
+    """Returns the config with the exact attention that the config's kind approximates; None if the
+    attention of the config is exact already.
     """
     kind = _EXACT.get(config.attention.kind, "full")
     if config.attention.kind in ("full", "shared_full"):
@@ -306,42 +229,27 @@ def with_exact_attention(config: Config) -> Config | None:
 
 
 def refuse_ablation(ablate: str | None) -> None:
-    """Raises ConfigError unless `ablate` is None. An evaluation with `ablate` would reset a part of
-    the memory of a model, but encoders have no memory.
-    """
     if ablate:
         raise ConfigError(f"--ablate={ablate} is for language models; an encoder has no memory")
 
 
 def encoder_next_steps(workdir: str) -> list[str]:
-    """Returns the commands that evaluate the run in `workdir`, with the kind of attention of its
-    training and with exact attention.
-    """
+    """Returns commands that evaluate a run as it was trained, and with exact attention."""
     evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
     return [evaluate, f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\""]
 
 
 def own_data_binding(section: str, ending: str) -> str:
-    """Returns a flag for example commands, which sets the training data to a file of the user:
-    --gin_bindings="Data.train = 'mine.tsv'".
-
-    Args:
-      section: name of the config section of the data, such as "Data".
-      ending: suffix of the file of training data, such as "tsv".
-    """
+    """Returns a flag for example commands that names a file of the user as training data."""
     return f"--gin_bindings=\"{section}.train = 'mine.{ending}'\""
 
 
 class TimedFunction:
     """A function that is compiled for each shape of batch, and whose calls are timed.
 
-    Args:
-      function: function of parameters, a batch (which has the fields `valid` and `row`), and
-        possibly further arrays. It returns a tree of arrays.
-
-    Attributes:
-      seconds: time spent in the function since `restart`, without compilation.
-      inputs: number of inputs read since `restart`, without padding.
+    The function takes parameters, a batch (with the fields `valid` and `row`), and possibly further
+    arrays. `seconds` and `inputs` are the time spent in it, without compilation, and the number of
+    inputs without padding, both since `restart`.
     """
 
     def __init__(self, function: Callable[..., PyTree[Array]]):
@@ -350,11 +258,7 @@ class TimedFunction:
         self.seconds, self.inputs = 0.0, 0
 
     def __call__(self, params: PyTree[Array], batch: Any, *more: np.ndarray) -> Any:
-        """Returns the function's outputs as NumPy arrays.
-
-        Raises:
-          NonFiniteError: an output of a row that is not empty is not finite.
-        """
+        """Returns NumPy arrays; raises NonFiniteError if an output of a row is not finite."""
         arguments = (params, batch, *more)
         shape = tuple(x.shape for x in batch)
         if shape not in self._compiled:
@@ -371,15 +275,10 @@ class TimedFunction:
         return outputs
 
     def restart(self) -> None:
-        """Sets `seconds` and `inputs` to zero."""
         self.seconds, self.inputs = 0.0, 0
 
     def speed(self, inputs: str) -> dict[str, int | float]:
-        """Returns the number of inputs, the seconds and the throughput as metrics by name.
-
-        Args:
-          inputs: the noun for inputs, "tokens" or "frames".
-        """
+        """Returns metrics by name; `inputs` is the noun for inputs, "tokens" or "frames"."""
         return {
             inputs: self.inputs,
             "seconds": self.seconds,

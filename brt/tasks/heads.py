@@ -20,43 +20,25 @@ from brt.types import Variables
 
 
 class HeadResult(NamedTuple):
-    """Result of the evaluation of a split, or of its first rows, with one kind of attention.
+    """Result of the evaluation of rows of a split with one kind of attention."""
 
-    Attributes:
-      kind: kind of attention, a value of Attention.kind.
-      metrics: the metrics as JSON.
-      summary: a phrase with the most important metrics.
-      rows: the predictions as JSON, in the order of the data.
-      shown: each prediction as text for people.
-    """
-
-    kind: str
+    kind: str  # a value of Attention.kind
     metrics: dict[str, Any]
-    summary: str
-    rows: list[dict[str, Any]]
-    shown: list[str]
+    summary: str  # a phrase with the most important metrics
+    rows: list[dict[str, Any]]  # the predictions as JSON, in the order of the data
+    shown: list[str]  # each prediction as text for people
 
 
 class HeadEvaluator(abc.ABC):
-    """Base class of the evaluators of encoder tasks; see `brt.tasks.evaluators.Evaluator`.
+    """Base class of the evaluators of encoder tasks.
 
-    Rows are evaluated in batches, and one program is compiled for each padded length.
-
-    Args:
-      task: the task of the model, whose forward pass is evaluated.
-      request: the split, and True in `compare_exact` if it is also evaluated with exact attention.
-
-    Attributes:
-      compared_metric: name and format of the metric whose value with exact attention is appended
-        to the phrase that summarises the result.
-      sampled: number of rows that `sample` reads.
-      task: the task of the model.
-      dataset: the opened data.
-      store: rows of the split.
+    Rows are evaluated in batches, and one program is compiled for each padded length. If `whole` is
+    False, all rows are evaluated, but not again with exact attention.
     """
 
+    # Name and format of the metric whose value with exact attention is appended to the summary.
     compared_metric: ClassVar[tuple[str, str]]
-    sampled: ClassVar[int] = 8
+    sampled: ClassVar[int] = 8  # number of rows that `sample` reads
     unit, partial = "row", False
 
     def __init__(self, task: EncoderTask, request: EvaluationRequest):
@@ -71,7 +53,7 @@ class HeadEvaluator(abc.ABC):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows in a batch, a multiple of the number of devices that share the rows."""
+        """Number of rows in a batch, a multiple of the number of devices that share them."""
         return rules.round_up("lanes", self._batch_size)
 
     @abc.abstractmethod
@@ -79,56 +61,30 @@ class HeadEvaluator(abc.ABC):
         """Returns the forward pass, a function that is compiled and called for each batch.
 
         The function's arguments are params, a batch, and the results of `extra_inputs`. Its results
-        are arrays whose first axis is the rows of the batch.
-
-        Args:
-          config: config of the model, with the kind of attention to evaluate.
+        are arrays whose first axis is the rows of the batch. `config` has the kind of attention.
         """
 
     def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
-        """Returns the arguments of the forward pass (`forward`) that follow the batch; by default,
-        there are none.
-        """
+        """Returns the arguments of the forward pass that follow the batch."""
         return ()
 
     @abc.abstractmethod
     def batches(self, limit: int) -> Iterator[Any]:
-        """Yields the batches of rows that are evaluated.
-
-        Args:
-          limit: 0 yields batches of all rows of the split. A number above 0 yields a single batch,
-            which has at most this number of rows, from the start of the split.
-        """
+        """Yields batches of all rows; if `limit` is above 0, one batch of at most `limit` rows."""
 
     @abc.abstractmethod
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Returns the metrics and the predictions, computed from the model's outputs.
-
-        Args:
-          config: config of the model, with the evaluated kind of attention.
-          outputs: for each row of the split, by its index, the results of the function that
-            `forward` returns.
-          timed: the function that `forward` returns, with the time that its calls took.
-        """
+        """Returns metrics and predictions; `outputs` has each row's results of `forward`."""
 
     @abc.abstractmethod
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table with a row for each kind of attention.
-
-        Args:
-          report: the complete report as JSON.
-          results: the result of each kind of attention.
-        """
+        """Returns the lines of a table with a row for each kind of attention."""
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`.
-
-        If `whole` is False, all rows are evaluated, but not again with exact attention.
-        """
         results = []
         for config, timed in self._functions if whole else self._functions[:1]:
             result = self._evaluate(variables.params, config, timed, 0, control)
@@ -140,10 +96,6 @@ class HeadEvaluator(abc.ABC):
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns a text with a few rows and the model's predictions.
-
-        The result is None if `control` stopped the work. `step` has no effect.
-        """
         stop_only = Control(control.stop)
         result = self._evaluate(variables.params, *self._functions[0], self.sampled, stop_only)
         return result and "\n".join(
@@ -190,11 +142,8 @@ def metric_table(
 ) -> list[str]:
     """Returns the lines of a table with a row for each kind of attention.
 
-    Args:
-      report: the complete report as JSON.
-      results: the result of each kind of attention.
-      forms: format of each metric that becomes a column, by name; metrics that the report lacks are
-        left out.
+    `forms` has the format of each metric that becomes a column; metrics that the report lacks are
+    left out.
     """
     shown = [name for name in forms if name in report]
     head = "".join(f"{name.replace('_', ' '):>16}" for name in shown)

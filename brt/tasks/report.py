@@ -5,17 +5,11 @@ from typing import Any, NamedTuple
 
 
 class Metric(NamedTuple):
-    """A number that summarises the quality of a model.
+    """A number that summarises the quality of a model."""
 
-    Attributes:
-      name: key in reports, in metrics.jsonl and in JSON output.
-      title: label in plots and tables.
-      form: format specification for tables.
-    """
-
-    name: str
-    title: str
-    form: str = ".4f"
+    name: str  # key in reports, in metrics.jsonl and in JSON output
+    title: str  # label in plots and tables
+    form: str = ".4f"  # format specification for tables
 
 
 BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
@@ -27,27 +21,21 @@ SCORE = Metric("score", "score, %", ".2f")
 
 
 class EvaluationResult(NamedTuple):
-    """Result of the evaluation of one split.
+    """Result of the evaluation of one split."""
 
-    Attributes:
-      metrics: the metrics, and the protocol under which they were computed, as JSON.
-      summary: a phrase with the most important metrics.
-      rows: JSON rows by kind ("documents", "predictions"); each kind becomes a file of JSON lines.
-      text: the report as text for people. Commands print "<workdir>, step <step>, <split>: " before
-        this text, without a line break, so the first line has to fit to this beginning.
-      name: suffix of the names of the files to which the result is written; not empty if the
-        evaluation used other settings than training.
-      draw: function that returns the content of a PNG file with a plot; None if there is no plot.
-      page: function that returns an HTML page; None if there is no page.
-    """
-
+    # The metrics, and the protocol under which they were computed, as JSON.
     metrics: dict[str, Any]
-    summary: str
+    summary: str  # a phrase with the most important metrics
+    # JSON rows by kind ("documents", "predictions"); each kind becomes a file of JSON lines.
     rows: dict[str, list[dict[str, Any]]]
+    # The report for people. Commands print "<workdir>, step <step>, <split>: " before it, without a
+    # line break, so the first line has to fit to this beginning.
     text: str
+    # Suffix of the names of the files to which the result is written; not empty if the evaluation
+    # used other settings than training.
     name: str = ""
-    draw: Callable[[], bytes] | None = None
-    page: Callable[[], str] | None = None
+    draw: Callable[[], bytes] | None = None  # content of a PNG file with a plot
+    page: Callable[[], str] | None = None  # an HTML page
 
 
 def example_indices(count: int) -> Iterable[int]:

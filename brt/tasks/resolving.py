@@ -12,14 +12,8 @@ from brt.tasks.weights import Tokenizer
 def fill_in_vocabulary(config: Config, section: str, tokenizer: Tokenizer, ids: int) -> Config:
     """Returns the config with the model's vocabulary size and dtype filled in.
 
-    Args:
-      config: the config.
-      section: field of `Config` that holds the model's section.
-      tokenizer: the tokenizer, for error messages.
-      ids: number of token ids that the model needs.
-
-    Raises:
-      ConfigError: the configured vocabulary size is too small.
+    The model needs `ids` token ids; its section is the field `section` of the config. Raises
+    ConfigError if the configured vocabulary size is too small.
     """
     model = getattr(config, section)
     wanted, masks = model.vocab_size, ids > tokenizer.vocab_size
@@ -37,13 +31,7 @@ def fill_in_vocabulary(config: Config, section: str, tokenizer: Tokenizer, ids: 
 def with_steps(config: Config, steps_per_epoch: int) -> Config:
     """Returns the config with Training.steps computed from Training.epochs, if epochs are set.
 
-    Args:
-      config: the config.
-      steps_per_epoch: number of steps that read the training data once.
-
-    Raises:
-      ConfigError: with the schedule "cosine" or "linear", the warm-up would not be shorter than
-        the training.
+    Raises ConfigError if a decaying schedule would not have a shorter warm-up than the training.
     """
     t = config.training
     if not t.epochs:

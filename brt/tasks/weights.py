@@ -15,65 +15,42 @@ _SHOWN = 4  # An error lists at most this number of parameters.
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Properties that the tokenizers (or vocabularies) of all tasks have.
+    """Properties that the tokenizers (or vocabularies) of all tasks have."""
 
-    Attributes:
-      name: name of the tokenizer for messages.
-      fingerprint: hash of everything that determines the ids.
-    """
-
-    name: str
-    fingerprint: str
+    name: str  # for messages
+    fingerprint: str  # hash of everything that determines the ids
 
     @property
     def beside(self) -> Mapping[str, bytes]:
         """The content of further files, by name, that are stored with `file`."""
 
     @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
+    def vocab_size(self) -> int: ...
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """Name and content of a file from which `Task.load_tokenizer` can read the tokenizer."""
+        """Name and content of a file that `Task.load_tokenizer` reads."""
 
 
 class Weights(NamedTuple):
-    """Weights that Training.init_from names: a converted model or a run.
+    """Weights that Training.init_from names: a converted model or a run."""
 
-    Attributes:
-      where: the path, as written in the config.
-      model: config section that describes the model of the weights.
-      tokenizer: fingerprint of the tokenizer that the weights were trained with; None if unknown.
-      task: name of the task that the weights were trained for; None if unknown.
-      load: function that reads the parameters.
-      load_model_state: function that reads the state that was learned without gradients.
-      tokenizer_file: path of the tokenizer's file among the weights; "" if there is none.
-      notes: what the user should know about the files of the weights.
-    """
-
-    where: str
-    model: Any
-    tokenizer: str | None
-    task: str | None
+    where: str  # the path, as written in the config
+    model: Any  # config section that describes the model of the weights
+    tokenizer: str | None  # fingerprint of the tokenizer of training; None if unknown
+    task: str | None  # name of the task of training; None if unknown
     load: Callable[[], PyTree[Array]]
     load_model_state: Callable[[], PyTree[Array]] = tuple
-    tokenizer_file: str = ""
-    notes: tuple[str, ...] = ()
+    tokenizer_file: str = ""  # path of the tokenizer's file among the weights
+    notes: tuple[str, ...] = ()  # what the user should know about the files
 
 
 class WarmStart(NamedTuple):
-    """Initial parameters that were taken from the weights of another model.
-
-    Attributes:
-      params: the initial parameters.
-      missing: names of parameters that the weights lack, and that are newly initialised.
-      unused: names of arrays in the weights for which the model has no parameter.
-    """
+    """Initial parameters that were taken from the weights of another model."""
 
     params: PyTree[Array]
-    missing: list[str]
-    unused: list[str]
+    missing: list[str]  # names of parameters that the weights lack; they are newly initialised
+    unused: list[str]  # names of arrays in the weights that have no place in the model
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
@@ -106,16 +83,13 @@ def merge_weights(
 ) -> WarmStart:
     """Returns initial parameters in which arrays are replaced by the weights of the same names.
 
+    Raises CheckpointError if an array is missing, has another shape, or has no place in the model.
+
     Args:
-      weights: the weights.
-      initial: newly initialised parameters.
       optional: prefixes of names that the weights may lack, such as the prefix of the head.
       drop_optional: True ignores weights whose names have these prefixes.
       growing: name of an array that may have more rows in the model than in the weights; the
         additional rows are newly initialised.
-
-    Raises:
-      CheckpointError: an array is missing, has another shape, or has no place in the model.
     """
     new = flatten_dict(initial, sep="/")
     old = {

@@ -12,22 +12,14 @@ from brt.generation.session import Session
 
 
 class WriteOptions(NamedTuple):
-    """Options of a generated text; None selects the task's default.
+    """Options of a generated text; None selects the task's default."""
 
-    Attributes:
-      beams: number of beams of a beam search; 1 is greedy decoding.
-      sampling: settings for drawing tokens at random.
-      max_tokens: maximum number of generated tokens.
-      seed: seed of the random number generator.
-      stop: texts before the first of which the text ends.
-      special_tokens: True reads the names of special tokens in the prompt as these tokens.
-    """
-
-    beams: int | None = None
+    beams: int | None = None  # number of beams of a beam search; 1 is greedy decoding
     sampling: Sampling | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # texts before the first of which the text ends
+    # True reads the names of special tokens in the prompt as these tokens.
     special_tokens: bool = False
 
 
@@ -35,16 +27,11 @@ def write_options(
     sampling: Sampling, *, beams: int | None, max_tokens: int | None, seed: int,
     stop: str | Sequence[str], special_tokens: bool, **drawn: float | None,
 ) -> WriteOptions:  # fmt: skip
-    """Returns the options of a text that a user asks for.
+    """Returns the options of a text that a user asks for, as described in `WriteOptions`.
 
-    Args:
-      sampling: the settings of sampling, if the user does not ask for others.
-      beams, max_tokens, seed, stop, special_tokens: as in `WriteOptions`.
-      drawn: settings of sampling; None takes the value of `sampling`.
-
-    Raises:
-      ConfigError: an option is out of its range, or two options contradict each other.
-      DataError: a stop string is not valid text.
+    `drawn` are settings that replace those of `sampling` unless they are None. Raises ConfigError
+    if an option is out of its range or contradicts another one, and DataError if a stop string is
+    not valid text.
     """
     if beams is not None and beams < 1:
         raise ConfigError(f"beams={beams} must be above 0")
@@ -68,20 +55,11 @@ def write_options(
 
 
 class Writer(abc.ABC):
-    """Base class of objects that generate text with a model.
+    """Base class of objects that generate text with a model."""
 
-    Attributes:
-      session: the session of a language model, which keeps the state after the text that was read
-        so far; None for other models.
-    """
-
+    # Keeps the state after the text that a language model has read so far; None for other models.
     session: Session | None = None
 
     @abc.abstractmethod
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """Yields the text that continues a prompt, or that summarises it, piece by piece.
-
-        Args:
-          prompt: the prompt.
-          options: options of the generated text.
-        """
+        """Yields the text that continues a prompt, or that summarises it, piece by piece."""

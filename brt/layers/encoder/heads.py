@@ -1,9 +1,7 @@
 """Heads of encoders: small modules, one for each task, that map the encoder's hidden vectors to
-logits. An encoder has one head, whose parameters have the name `head`.
+float32 logits. An encoder has one head, whose parameters have the name `head`.
 
-A head has the fields `model`, the settings of the encoder, and `training`, which enables dropout.
-The inputs of a head are hidden vectors `hidden` [B, T, D] for B rows of the batch, T positions and
-the width D of the model, and the mask `valid` [B, T], which is False for padding.
+The inputs of a head are the vectors `hidden` and the mask `valid`, which is False for padding.
 """
 
 import flax.linen as nn
@@ -17,39 +15,32 @@ from brt.layers.transformer.mlp import activated
 
 
 class Ctc(nn.Module):
-    """The head for speech recognition by connectionist temporal classification (CTC).
-
-    The linear layer `out` [D, V + 1] gives each position a logit for each of V tokens and for the
-    blank, which is the last class.
+    """The head for speech recognition by connectionist temporal classification (CTC): each position
+    gets a logit for each of V tokens and for the blank, which is the last of C = V + 1 classes.
     """
 
     model: Encoder
     training: bool = False
 
     def setup(self) -> None:
-        """Creates the linear layer to the classes."""
         m = self.model
         self.out = Linear((m.model_dim,), (m.vocab_size + 1,), ("embed", "vocab"))
 
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T C"]:
-        """Returns the float32 logits of every vector, with C = V + 1 classes."""
         return self.out(hidden).astype(jnp.float32)
 
 
 class Classification(nn.Module):
-    """The head for classification of sequences, as in RoBERTa.
-
-    The hidden vector of the first token passes through the linear layer `dense` [D, D], tanh, and
-    the linear layer `out` [D, C] for C classes.
+    """The head for classification of sequences, as in RoBERTa: the hidden vector of the first token
+    passes through the linear layer `dense`, tanh, and the linear layer `out`.
     """
 
     model: Encoder
     training: bool = False
 
     def setup(self) -> None:
-        """Creates the hidden layer and the linear layer to the classes."""
         m = self.model
         self.dense = Linear((m.model_dim,), (m.model_dim,), ("embed", None))
         self.out = Linear((m.model_dim,), (m.classes,), ("embed", None))
@@ -57,48 +48,41 @@ class Classification(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B C"]:
-        """Returns the float32 logits of the C classes for each sequence."""
         rate = self.model.dropout
         x = jnp.tanh(self.dense(dropout(self, hidden[:, 0], rate)))
         return self.out(dropout(self, x, rate)).astype(jnp.float32)
 
 
 class Spans(nn.Module):
-    """The head for extractive question answering: a linear layer `out` [D, 2] gives each position a
-    logit for the start and one for the end of the answer.
+    """The head for extractive question answering: each position gets a logit for the start and one
+    for the end of the answer. Padding has the lowest finite number.
     """
 
     model: Encoder
     training: bool = False
 
     def setup(self) -> None:
-        """Creates the linear layer to the two logits of a position."""
         self.out = Linear((self.model.model_dim,), (2,), ("embed", None))
 
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T 2"]:
-        """Returns the float32 logits of each position for being the start and the end of the
-        answer. Padding has the lowest finite number.
-        """
         logits = self.out(hidden).astype(jnp.float32)
         return jnp.where(valid[..., None], logits, jnp.finfo(jnp.float32).min)
 
 
 class MaskedLanguageModel(nn.Module):
-    """The head for masked language modeling, as in RoBERTa.
+    """The head for masked language modeling, as in RoBERTa. It returns the vectors whose products
+    with the embeddings of the V tokens, plus `logits_bias`, are the logits.
 
-    The hidden vectors pass through the linear layer `dense`, the activation and `norm`. The logits
-    are the products of the result with the embeddings of the V tokens, plus `logits_bias` [V]. The
-    loss computes the logits in chunks from `brt.models.encoder.readout`, because the logits of all
-    positions would need much memory.
+    The loss computes the logits in chunks from `brt.models.encoder.readout`, because the logits of
+    all positions would need much memory.
     """
 
     model: Encoder
     training: bool = False
 
     def setup(self) -> None:
-        """Creates the hidden layer, its norm and the bias of the logits."""
         m = self.model
         self.dense = Linear((m.model_dim,), (m.model_dim,), ("embed", None))
         self.norm = Norm("layer", m.norm_epsilon)
@@ -107,7 +91,4 @@ class MaskedLanguageModel(nn.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Returns the vectors whose products with the token embeddings, plus `logits_bias`, are the
-        logits.
-        """
         return self.norm(activated(self.model.activation, self.dense(hidden)))

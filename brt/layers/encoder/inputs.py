@@ -17,27 +17,17 @@ CONVOLUTION_WIDTH = 15  # The convolution of positions reads this many neighbour
 
 
 class Inputs(nn.Module):
-    """A module that maps tokens or feature vectors to the input [B, T, D] of an encoder's first
-    layer, for B rows of the batch, T positions and the width D of the model.
+    """A module that maps tokens or feature vectors to the input of an encoder's first layer.
 
-    The parameters are `token_embed` for tokens or `feature_proj` for feature vectors, `type_embed`
-    for types of tokens, `pos_embed` for learned positions or `pos_conv` for convolutional
-    positions, and the norm `embed_norm`. Convolutional positions (wav2vec 2.0, Baevski et al. 2020,
-    section 2; here without an activation) mix each token with its neighbours. The mixture depends
-    on the order of tokens, but not on their absolute positions.
-
-    Attributes:
-      model: the settings of the encoder.
-      training: True applies dropout.
+    Convolutional positions (wav2vec 2.0, Baevski et al. 2020, section 2; here without an
+    activation) mix each token with its neighbours. The mixture depends on the order of tokens, but
+    not on their absolute positions.
     """
 
     model: Encoder
     training: bool = False
 
     def setup(self) -> None:
-        """Creates the embeddings, or the projection of features, and the parameters of the
-        positions.
-        """
         m = self.model
         if m.features:
             self.feature_proj = Linear((m.features,), (m.model_dim,), (None, "embed"))
@@ -69,13 +59,7 @@ class Inputs(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Returns the input of the first layer, with zeros for padding.
 
-        Args:
-          inputs: int32 tokens, or feature vectors of width F.
-          valid: True for tokens, False for padding.
-          types: the type of each token; None gives all tokens the first type.
-
-        Raises:
-          ConfigError: the inputs have the wrong shape, or are longer than the learned positions.
+        `inputs` are int32 tokens, or feature vectors of width F; without `types`, all types are 0.
         """
         m = self.model
         check_inputs(m, inputs)
@@ -102,11 +86,8 @@ class Inputs(nn.Module):
 
 
 def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
-    """Returns the sinusoidal vectors (Vaswani et al. 2017, section 3.5) of the T = `length`
-    positions from 0 on, [T, D], float32.
-
-    The first half of a vector of D = `width` numbers has the sines and the second half the cosines.
-    The vectors are scaled so that the mean square of their numbers is 1.
+    """Returns the sinusoidal vectors (Vaswani et al. 2017, section 3.5) of positions from 0 on:
+    first all sines, then all cosines, scaled so that the mean square of the numbers is 1.
     """
     speeds = 10_000.0 ** (-np.arange(width // 2) / (width // 2))
     angles = np.outer(np.arange(length), speeds)
@@ -115,13 +96,7 @@ def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
 
 
 def check_inputs(model: Encoder, inputs: Array) -> None:
-    """Checks that the model can read inputs of this shape.
-
-    Raises:
-      ConfigError: the inputs are token ids although the model reads feature vectors, or the other
-        way round; feature vectors have another width; or there are more inputs than learned
-        positions.
-    """
+    """Raises ConfigError for inputs of another kind or width, or beyond the learned positions."""
     if model.features and (inputs.ndim != 3 or inputs.shape[-1] != model.features):
         raise ConfigError(
             f"inputs are {inputs.dtype} {inputs.shape}, but the encoder reads vectors of width "

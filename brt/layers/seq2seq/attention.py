@@ -1,7 +1,6 @@
 """Causal self-attention of the decoder.
 
-In shapes, B is the number of sources, N the number of beams of a source, T the largest number of
-target tokens, D the width of the model, H the number of heads, and K the size of a head.
+In shapes, B is the number of sources, N of beams of a source, and T of target tokens.
 """
 
 from typing import NamedTuple
@@ -15,10 +14,8 @@ from brt.layers.transformer.attention import Projections
 
 
 class SelfCache(NamedTuple):
-    """Keys and values of the target tokens that were read so far, for each of N beams.
-
-    The cache of one layer has the axes [B, N, T, H, K]. The cache of a decoder has the axes
-    [B, L, N, T, H, K], with its L layers on axis 1.
+    """Keys and values of the target tokens that were read so far, for each of N beams. The cache of
+    a whole decoder has its L layers on axis 1.
     """
 
     keys: Float[Array, "B *L N T H K"]
@@ -31,10 +28,6 @@ class DecoderAttention(Projections):
     def __call__(
         self, x: Float[Array, "B T D"], bias: Float[Array, "H T T"] | None
     ) -> Float[Array, "B T D"]:
-        """Returns the attention output of all T tokens of each target.
-
-        `bias` is added to the logits of each head, query and key; None stands for no bias.
-        """
         seen = jnp.asarray(np.tri(x.shape[1], dtype=bool))[None]
         y = self.attend(self.queries(x), self.k(x), self.v(x), bias, seen, self.drop())
         return self.o(y)
@@ -46,22 +39,9 @@ class DecoderAttention(Projections):
         position: Int[Array, ""],
         bias: Float[Array, "H 1 T"] | None,
     ) -> tuple[Float[Array, "B N D"], SelfCache]:
-        """Reads one token of every beam.
-
-        Args:
-          x: the vector of each beam's token.
-          cache: the keys and values of the tokens before `position`.
-          position: the position of the token in the target.
-          bias: the bias between the token and every position of the cache, or None.
-
-        Returns:
-          The attention output of the token, and the cache with the token's key and value.
-        """
+        """Reads the token of every beam at `position`; the cache has the tokens before it."""
 
         def with_token(past: Array, new: Float[Array, "B N H K"]) -> Array:
-            """Returns the keys or values `past` of the cache with the key or value `new` written at
-            `position`.
-            """
             return jax.lax.dynamic_update_slice_in_dim(
                 past, new[:, :, None].astype(past.dtype), position, axis=2
             )

@@ -1,8 +1,6 @@
-"""Cross-attention of the decoder to the source, of the kind that the setting `CrossAttention.kind`
-names.
+"""Cross-attention of the decoder to the source, of the kind that `CrossAttention.kind` names.
 
-In shapes, B is the number of sources, S and T the numbers of source and target tokens, N the number
-of beams of a source, and D the width of the model.
+In shapes, B is the number of sources, S and T of source and target tokens, N of beams per source.
 """
 
 import dataclasses
@@ -21,9 +19,7 @@ from brt.ops.cross_attention import CrossCache, CrossConfig
 
 
 def cross_config(config: CrossAttention) -> CrossConfig:
-    """Returns those settings of the section `CrossAttention` (`config`) that the op
-    `cross_attention` reads, as the configuration of the op.
-    """
+    """Translates the settings of the section `CrossAttention` into the configuration of the op."""
     translated: dict[str, Any] = {
         "use_segment": "segment" not in config.without,
         "use_raf": "raf" not in config.without,
@@ -39,14 +35,8 @@ def cross_config(config: CrossAttention) -> CrossConfig:
 
 
 class ExtraParameters(nn.Module):
-    """A module that owns the additional parameters that some kinds of cross-attention have.
-
-    The name of the module selects the group of parameters, such as `raf` for the parameters of
-    accumulate-and-fire neurons (see `cross_attention.specifications`).
-
-    Attributes:
-      block: sizes and settings of the layer.
-      cross: the kind of cross-attention and its settings.
+    """The additional parameters of some kinds of cross-attention. The name of the module selects a
+    group, such as `raf` for accumulate-and-fire neurons (see `cross_attention.specifications`).
     """
 
     block: Block
@@ -54,7 +44,6 @@ class ExtraParameters(nn.Module):
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
-        """Returns the parameters of the group by name."""
         parts = cross_attention.specifications(
             cross_config(self.cross), self.block.heads, self.block.head_dim
         )
@@ -65,19 +54,13 @@ class ExtraParameters(nn.Module):
 
 
 class SourceAttention(Projections):
-    """Cross-attention with projections of queries, keys, values and outputs.
-
-    Kinds with additional parameters have further submodules, such as `raf` for accumulate-and-fire
-    neurons.
-
-    Attributes:
-      cross: the kind of cross-attention and its settings.
+    """Cross-attention with projections of queries, keys, values and outputs. Kinds with additional
+    parameters have further submodules (`ExtraParameters`).
     """
 
     cross: CrossAttention = CrossAttention()
 
     def setup(self) -> None:
-        """Creates the projections, and the additional parameters of the kind of cross-attention."""
         super().setup()
         for part in self._parts():
             setattr(self, part, ExtraParameters(self.block, self.cross))
@@ -98,13 +81,9 @@ class SourceAttention(Projections):
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
-        """Returns the attention output of all T target tokens, and metrics by name, such as the
-        firing rate of accumulate-and-fire neurons; there are no metrics without such neurons.
-
-        Args:
-          x: vectors of the target tokens.
-          encoded: the encoder's outputs for the S source tokens.
-          mask: True for source tokens, False for padding.
+        """Returns the attention output of all target tokens, and metrics by name, such as the
+        firing rate of accumulate-and-fire neurons. `mask` is True for source tokens, False for
+        padding.
         """
         y, aux = cross_attention.attend(
             self.queries(x), self.k(encoded), self.v(encoded), mask, self._extra_parameters(),
@@ -116,13 +95,7 @@ class SourceAttention(Projections):
         return self.o(y), metrics
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
-        """Returns the cache of each source, which `step` reads; all beams of a source share the
-        cache.
-
-        Args:
-          encoded: the encoder's outputs.
-          mask: True for source tokens, False for padding.
-        """
+        """Returns the cache of each source, which `step` reads for all beams of the source."""
         keys, values = self.k(encoded), self.v(encoded)
         return cross_attention.prefill(
             keys, values, mask, self._extra_parameters(), cross_config(self.cross)
@@ -131,16 +104,7 @@ class SourceAttention(Projections):
     def step(
         self, x: Float[Array, "B N D"], cache: CrossCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], CrossCache]:
-        """Reads one token of every beam.
-
-        Args:
-          x: the vector of each beam's token.
-          cache: the cache of the source.
-          position: the position of the token in the targets, the same for all beams.
-
-        Returns:
-          The attention output of the token, and the cache for the next step.
-        """
+        """Reads the token of every beam at `position`, and returns the cache for the next step."""
         config = cross_config(self.cross)
         cache = cross_attention.advance(cache, position, config)
         y = cross_attention.step(self.queries(x)[:, :, None], cache, position, config)

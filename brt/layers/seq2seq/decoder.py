@@ -1,7 +1,7 @@
 """The decoder of an encoder-decoder, over whole targets or token by token.
 
-In shapes, B is the number of sources, S and T the numbers of source and target tokens, N the number
-of beams of a source, D the width of the model, and H the number of heads.
+In shapes, B is the number of sources, S and T of source and target tokens, N of beams of a source,
+L of layers. Masks are True for source tokens, False for padding.
 """
 
 from typing import NamedTuple
@@ -24,28 +24,16 @@ Metrics = dict[str, Float[Array, "*L"]]
 
 
 class TargetInputs(NamedTuple):
-    """Inputs that all layers share when complete targets are read.
-
-    Attributes:
-      encoded: the encoder's outputs for the S source tokens.
-      mask: True for source tokens, False for padding.
-      bias: T5's relative position bias between target tokens, by head; None if there is no bias, as
-        in BART.
-    """
+    """Inputs that all layers share when complete targets are read."""
 
     encoded: Float[Array, "B S D"]
     mask: Bool[Array, "B S"]
-    bias: Float[Array, "H T T"] | None = None
+    bias: Float[Array, "H T T"] | None = None  # T5's relative position bias.
 
 
 class StepInputs(NamedTuple):
-    """Inputs that all layers share in a decoding step.
-
-    Attributes:
-      source: the caches of cross-attention to the source for all layers, with layers on axis 1.
-      position: the position of the token in the targets.
-      bias: T5's relative position bias between the token and every target position, by head; None
-        in BART.
+    """Inputs that all layers share in a decoding step: the caches of the source have the layers on
+    axis 1, and `bias` is T5's relative position bias between the token and all positions.
     """
 
     source: CrossCache
@@ -54,20 +42,13 @@ class StepInputs(NamedTuple):
 
 
 class DecoderLayer(Residual):
-    """Self-attention, cross-attention and an MLP, each with a residual connection.
-
-    The arguments and results of the methods have the form that `brt.layers.transformer.stacked`
-    requires: the arguments are arrays from the layer before, arrays of this layer alone and arrays
-    that all layers read; the results are arrays for the next layer and further outputs.
-
-    Attributes:
-      cross: the kind of cross-attention and its settings.
+    """Self-attention, cross-attention and an MLP, each with a residual connection. Arguments and
+    results have the form (x, each, shared) and (x, outputs) of `brt.layers.transformer.stacked`.
     """
 
     cross: CrossAttention = CrossAttention()
 
     def setup(self) -> None:
-        """Creates self-attention, cross-attention, the MLP and their norms."""
         self.self_attn = DecoderAttention(self.block, self.training)
         self.self_attn_norm = self.block.new_norm()
         self.cross_attn = SourceAttention(self.block, self.training, cross=self.cross)
@@ -78,13 +59,6 @@ class DecoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], _: None, inputs: TargetInputs
     ) -> tuple[Float[Array, "B T D"], Metrics]:
-        """Returns the layer's output for all T target tokens, and metrics by name.
-
-        Args:
-          x: vectors of the target tokens.
-          _: not used.
-          inputs: the encoder's outputs, their mask and the bias, which all layers share.
-        """
         y = self.self_attn(self.before(self.self_attn_norm, x), inputs.bias)
         x = self.after(self.self_attn_norm, x, y)
         h = self.before(self.cross_attn_norm, x)
@@ -95,13 +69,6 @@ class DecoderLayer(Residual):
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x)))
 
     def prefill(self, x: None, _: None, inputs: TargetInputs) -> tuple[None, CrossCache]:
-        """Returns None, and the layer's cache of cross-attention to the source, which `step` reads.
-
-        Args:
-          x: None, because no target tokens are read.
-          _: not used.
-          inputs: the encoder's outputs and their mask.
-        """
         return x, self.cross_attn.prefill(inputs.encoded, inputs.mask)
 
     def step(
@@ -110,18 +77,12 @@ class DecoderLayer(Residual):
         layer: Int[Array, ""],
         inputs: StepInputs,
     ) -> tuple[tuple[Float[Array, "B N D"], SelfCache], PyTree[Array]]:
-        """Reads one token of each of the N beams in one layer.
+        """Reads one token of each beam. `carried` has the tokens' vectors and the self-attention
+        caches of all layers, in which only the entries of this layer are written, so no other entry
+        is copied.
 
-        Only the entries of this layer are written in the caches, so no other entry is copied.
-
-        Args:
-          carried: the vectors of the tokens, and the self-attention caches of all layers.
-          layer: the index of this layer.
-          inputs: the inputs that all layers share.
-
-        Returns:
-          The tokens' vectors after this layer and the updated caches; and the field `carry` of this
-          layer's cross-attention cache, the only field that a token changes.
+        The further output is the field `carry` of this layer's cross-attention cache, the only
+        field that a token changes.
         """
         x, own = carried
         cache = _of_layer(own, layer)
@@ -137,18 +98,11 @@ class DecoderLayer(Residual):
 
 
 class Decoder(Ends):
-    """All layers of the decoder, which map embedded target tokens to hidden vectors.
-
-    Caches have the layers on axis 1.
-
-    Attributes:
-      cross: the kind of cross-attention and its settings.
-    """
+    """All layers of the decoder, from embedded target tokens to hidden vectors."""
 
     cross: CrossAttention = CrossAttention()
 
     def setup(self) -> None:
-        """Creates the layers of the decoder, whose parameters are stacked."""
         super().setup()
         m, methods = self.model, ("__call__", "prefill", "step")
         layers = stacked(DecoderLayer, m.decoder_layers, remat=m.remat, methods=methods)
@@ -160,16 +114,7 @@ class Decoder(Ends):
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
     ) -> tuple[Float[Array, "B T D"], Metrics]:
-        """Returns the hidden vectors of all T target tokens, and metrics averaged over the layers.
-
-        Args:
-          x: the embedded target tokens.
-          encoded: the encoder's outputs for the S source tokens.
-          mask: True for source tokens, False for padding.
-
-        Raises:
-          ConfigError: the targets are longer than BART's positions.
-        """
+        """Returns the hidden vectors of all target tokens, and metrics averaged over the layers."""
         m, tokens, bias = self.model, x.shape[1], None
         check_length(m, tokens, "target")
         if m.family == "t5":
@@ -181,25 +126,10 @@ class Decoder(Ends):
         return self.leave(x), jax.tree.map(jnp.mean, metrics)
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
-        """Returns the caches of the source for all layers, which `step` reads.
-
-        Args:
-          encoded: the encoder's outputs.
-          mask: True for source tokens, False for padding.
-        """
         return _second(self.layers.prefill(None, None, TargetInputs(encoded, mask))[1])
 
     def new_cache(self, batch: int, beams: int, length: int) -> SelfCache:
-        """Returns the self-attention caches of all layers before the first token.
-
-        Args:
-          batch: the number of sources.
-          beams: the number of targets that are decoded for each source.
-          length: the largest number of tokens of a target.
-
-        Raises:
-          ConfigError: `length` exceeds BART's positions.
-        """
+        """Returns empty self-attention caches for at most `length` tokens of each target."""
         m = self.model
         check_length(m, length, "target")
         shape = (batch, m.decoder_layers, beams, length, m.heads, m.head_dim)
@@ -213,16 +143,8 @@ class Decoder(Ends):
         source: CrossCache,
         position: Int[Array, ""],
     ) -> tuple[Float[Array, "B N D"], SelfCache, CrossCache]:
-        """Reads one token of each of the N beams, at `position` of the targets.
-
-        Args:
-          x: the embedded token of each beam.
-          own: the self-attention caches of all layers.
-          source: the caches of the source, from `prefill`.
-          position: the position of the token in the targets.
-
-        Returns:
-          The hidden vector of the token, and both caches for the next position.
+        """Reads one token of each beam, at `position`; `source` comes from `prefill`. Returns the
+        hidden vectors and both caches for the next position.
         """
         bias = None
         if self.model.family == "t5":
@@ -236,12 +158,11 @@ class Decoder(Ends):
 
 
 def _second(caches: PyTree[Array]) -> PyTree[Array]:
-    """Moves the axis of layers from 0 to 1; scalars of a layer are left alone."""
+    # Moves the axis of layers from 0 to 1; scalars of a layer are left alone.
     return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim > 1 else x, caches)
 
 
 def _of_layer(caches: PyTree[Array], layer: Int[Array, ""]) -> PyTree[Array]:
-    """Returns the caches of one layer from the caches of all layers."""
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, layer, min(x.ndim - 1, 1), keepdims=False), caches
     )

@@ -1,8 +1,4 @@
-"""The encoder of an encoder-decoder.
-
-In shapes, B is the number of sources, T the padded number of source tokens, and D the width of the
-model.
-"""
+"""The encoder of an encoder-decoder. B is the number of sources, T of (padded) source tokens."""
 
 import jax
 import numpy as np
@@ -19,16 +15,11 @@ from brt.ops.relative_bias import bias_tile, offset_bias
 
 
 class Encoder(Ends):
-    """All layers of the encoder, which map embedded source tokens to hidden vectors.
-
-    Attributes:
-      attention: settings of the kind of self-attention.
-    """
+    """All layers of the encoder, which map embedded source tokens to hidden vectors."""
 
     attention: Attention = Attention()
 
     def setup(self) -> None:
-        """Creates the layers of the encoder, whose parameters are stacked."""
         super().setup()
         m, has_globals = self.model, self.model.encoder_attention == "transient_global"
         if has_globals:
@@ -42,15 +33,8 @@ class Encoder(Ends):
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], key: jax.Array
     ) -> Float[Array, "B T D"]:
-        """Returns the hidden vectors of the source tokens.
-
-        Args:
-          x: the embedded source tokens.
-          mask: True for tokens, False for padding, which is at the end of a row.
-          key: the random key for kinds of attention that draw random numbers.
-
-        Raises:
-          ConfigError: a source is longer than BART's positions.
+        """Returns the hidden vectors of the source tokens. `mask` is False for padding, which is at
+        the end of a row; `key` is for kinds of attention that draw random numbers.
         """
         check_length(self.model, x.shape[1], "source")
         keys = layer_keys(key, self.model.encoder_layers)
@@ -58,7 +42,6 @@ class Encoder(Ends):
         return self.leave(x)
 
     def _shared_inputs(self, mask: Bool[Array, "B T"]) -> SharedInputs:
-        """Returns biases and blocks, which are the same in all layers."""
         m = self.model
         if m.family == "bart":
             return SharedInputs(mask)

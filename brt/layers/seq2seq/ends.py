@@ -1,6 +1,4 @@
-"""Embeddings of positions and norms before the first and after the last layer of an encoder or a
-decoder.
-"""
+"""Embeddings of positions and norms around the layers of an encoder or a decoder."""
 
 import flax.linen as nn
 import jax
@@ -19,11 +17,6 @@ class Ends(nn.Module):
     In BART, the position embeddings `pos_embed` and the norm `embed_norm` come before the first
     layer. In T5, the norm `final_norm` comes after the last layer, and all layers share the table
     `rel_bias` of relative position biases.
-
-    Attributes:
-      model: the settings of the encoder-decoder, whose field `family` is "t5" or "bart".
-      training: True applies dropout.
-      kernels: the names of the implementations of operations.
     """
 
     model: Seq2Seq
@@ -31,7 +24,6 @@ class Ends(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the parameters of the positions, and a norm."""
         m = self.model
         self.block = of_seq2seq(m, self.kernels)
         if m.family == "t5":
@@ -47,12 +39,7 @@ class Ends(nn.Module):
     def enter(
         self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
     ) -> Float[Array, "B T D"]:
-        """Returns the input of the first layer for embedded tokens.
-
-        Args:
-          x: the embeddings of T tokens in each of B rows of the batch, of width D.
-          first: the position of the first of these tokens in its sequence.
-        """
+        """Returns the input of the first layer; the first of the embedded tokens is at `first`."""
         if self.model.family == "bart":
             rows = jax.lax.dynamic_slice_in_dim(
                 self.pos_embed, first + POSITION_OFFSET, x.shape[1], axis=0
@@ -61,33 +48,20 @@ class Ends(nn.Module):
         return dropout(self, x, self.model.dropout)
 
     def leave(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns the output of the encoder or decoder, computed from the output x of its last
-        layer: normalised and with dropout in T5, unchanged in BART.
-        """
+        """Returns x, after a norm and dropout in T5, and as it is in BART."""
         if self.model.family == "bart":
             return x
         return dropout(self, self.final_norm(x), self.model.dropout)
 
 
 def relative_bias(model: Seq2Seq) -> Embedding:
-    """Returns a module with T5's table [R, H] of relative position biases, which has a bias for
-    each of R buckets of distances and H heads. `model` has the settings of the encoder-decoder.
-    """
+    """Returns a module with T5's biases of R buckets of distances and H heads, a table [R, H]."""
     shape = (model.relative_buckets, model.heads)
     return Embedding(shape, ("buckets", "heads"), model.model_dim**-0.5)
 
 
 def check_length(model: Seq2Seq, length: int, what: str) -> None:
-    """Checks that a sequence of `length` tokens is not longer than BART's position embeddings.
-
-    Args:
-      model: the settings of the model; T5 has no limit.
-      length: the number of tokens.
-      what: "source" or "target", for the message.
-
-    Raises:
-      ConfigError: the sequence is too long.
-    """
+    """Raises ConfigError if a sequence (`what` names it) is longer than BART's positions."""
     if model.family == "bart" and length > model.max_positions:
         raise ConfigError(
             f"a {what} of {length} tokens is longer than Model.max_positions = "

@@ -1,8 +1,4 @@
-"""Self-attention of encoders, and the projections of attention.
-
-In shapes, B is the number of rows of the batch, T the padded number of tokens, D the width of the
-model, H the number of heads, and K the size of a head.
-"""
+"""Self-attention of encoders, and the projections of attention."""
 
 from typing import NamedTuple
 
@@ -19,14 +15,8 @@ from brt.ops.encoder_attention import GlobalBlocks, GlobalKeys, block_sums, loca
 
 
 class Projections(nn.Module):
-    """Base class of attention modules: the projections to queries, keys and values of H heads, and
-    from the heads to the output.
-
-    Attributes:
-      block: sizes and settings of the layer.
-      training: True applies dropout.
-      shared_queries_keys: True if the queries are also the keys, so that there is no projection of
-        keys (`k`).
+    """Base class of attention modules: the projections to queries, keys (unless the queries are
+    also the keys) and values, and from the heads to the output.
     """
 
     block: Block
@@ -34,7 +24,6 @@ class Projections(nn.Module):
     shared_queries_keys: bool = False
 
     def setup(self) -> None:
-        """Creates the projections of queries, keys, values and outputs."""
         b = self.block
         width, heads, into = (b.model_dim,), (b.heads, b.head_dim), ("embed", "heads", "head_dim")
         # If the logits are not divided by the square root of the head size, as in T5, the initial
@@ -47,42 +36,30 @@ class Projections(nn.Module):
         self.o = b.linear(heads, width, ("heads", "head_dim", "embed"))
 
     def queries(self, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
-        """Returns the queries of the vectors x [..., D] by head [..., H, K], multiplied by
-        `block.scale`.
-        """
         return self.q(x) * self.block.scale
 
     def attend(self, *inputs: Array | Dropout | None) -> Float[Array, "*B H K"]:
-        """Returns the output [B, T, H, K] of attention of T queries to X keys.
-
-        Args:
-          inputs: the arguments of `brt.ops.masked_attention.attend`: queries [B, T, H, K], keys and
-            values [B, X, H, K], a bias of the logits or None, a mask that is True where a query may
-            see a key, and the dropout of attention weights or None.
-        """
+        """Attends with the arguments of `brt.ops.masked_attention.attend`."""
         name = self.block.kernels.masked_attention
         return masked_attention.attend(*inputs, implementation=name)
 
     def drop(self) -> Dropout | None:
-        """Returns the dropout of attention weights; None outside of training or at rate 0."""
         rate = self.block.attention_dropout
         return Dropout(self.make_rng("dropout"), rate) if self.training and rate else None
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that all layers of an encoder share.
+    """Inputs that all layers of an encoder share. Biases are float32 and are added to the logits.
 
     Attributes:
-      valid: True for tokens, False for padding.
-      bias: the float32 bias of the logits of Q queries and S keys. For full attention, Q = S = T.
-        For local attention, the Q = W tokens of a block attend to the S = 3 W tokens of the block
-        and its two neighbours. None for no bias.
-      distance_bias: the float32 bias of each of O = 2 T - 1 distances (position of the key minus
-        position of the query) from 1 - T to T - 1, for kinds of attention that need the bias in
-        this form; None for others.
+      bias: the bias of Q queries and S keys. For full attention, Q = S = T. For local attention,
+        the Q = W tokens of a block attend to the S = 3 W tokens of the block and its two
+        neighbours.
+      distance_bias: the bias of each of O = 2 T - 1 distances (position of the key minus position
+        of the query) from 1 - T to T - 1, for kinds of attention that need the bias in this form.
       blocks: the division of the tokens into G blocks, each of which has a transient global token,
-        the sum of its tokens (LongT5); None if there are no global tokens.
-      global_bias: the float32 bias between tokens and the G global tokens; None if there are none.
+        the sum of its tokens (LongT5).
+      global_bias: the bias between tokens and the G global tokens.
     """
 
     valid: Bool[Array, "B T"]
@@ -93,17 +70,10 @@ class SharedInputs(NamedTuple):
 
 
 class SelfAttention(Projections):
-    """Self-attention of an encoder: a token attends to all valid tokens, or to its neighbours and
-    to transient global tokens, which are sums of blocks (LongT5).
+    """Self-attention of an encoder: a token attends to all valid tokens (`radius` = 0), or to
+    `radius` neighbours on each side and, with `has_globals`, to sums of blocks (LongT5).
 
-    All kinds of attention have the same parameters, so that the same weights can be used with any
-    kind.
-
-    Attributes:
-      attention: the kind of attention and its settings.
-      radius: the number of positions on each side that a token attends to; 0 for all positions.
-      has_globals: True if tokens also attend to sums of blocks, which the norm `global_norm`
-        normalises.
+    All kinds of attention have the same parameters, so weights can be used with any kind.
     """
 
     attention: Attention = Attention()
@@ -111,7 +81,6 @@ class SelfAttention(Projections):
     has_globals: bool = False
 
     def setup(self) -> None:
-        """Creates the projections, and the norm of global tokens if there are any."""
         super().setup()
         if self.has_globals:
             self.global_norm = self.block.new_norm()
@@ -119,13 +88,7 @@ class SelfAttention(Projections):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array, inputs: SharedInputs
     ) -> Float[Array, "B T D"]:
-        """Returns the attention output of every token.
-
-        Args:
-          x: the vectors of the tokens.
-          key: the random key for kinds of attention that draw random numbers.
-          inputs: the mask and the biases, which all layers share.
-        """
+        """Returns the attention output; `key` is for kinds that draw random numbers."""
         queries, scale, drop = self.q(x), self.block.scale, self.drop()
         kernels = self.block.kernels
         keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)

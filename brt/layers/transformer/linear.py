@@ -1,7 +1,4 @@
-"""Modules that own a matrix, an embedding or a norm.
-
-In shapes, *B stands for any leading axes, and D is the size of a vector.
-"""
+"""Modules that own a matrix, an embedding or a norm. In shapes, *B stands for any leading axes."""
 
 import math
 from typing import Literal
@@ -23,13 +20,8 @@ DEVIATION = 0.02
 
 
 class Linear(nn.Module):
-    """A linear layer with the parameters `kernel` [*inputs, *outputs] and `bias` [*outputs].
-
-    Attributes:
-      inputs, outputs: the sizes of the input axes and of the output axes.
-      axes: the logical names of the kernel's axes, for sharding.
-      has_bias: True if there is a bias.
-      deviation: the standard deviation of the initial kernel; None for fan_in ** -0.5.
+    """A linear layer with the parameters `kernel` [*inputs, *outputs] and `bias` [*outputs]. The
+    initial kernel has the standard deviation `deviation`; None stands for fan_in ** -0.5.
     """
 
     inputs: tuple[int, ...]
@@ -40,9 +32,6 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Returns the product of x [..., *inputs] and the kernel plus the bias, [..., *outputs], in
-        the dtype of x.
-        """
         width = math.prod(self.inputs)
         init = nn.initializers.normal(self.deviation or width**-0.5)
         kernel = parameter(self, "kernel", (*self.inputs, *self.outputs), self.axes, init)
@@ -54,12 +43,8 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """A root-mean-square norm with the parameter `scale`, or a layer norm with the parameters
-    `scale` and `bias`.
-
-    Attributes:
-      kind: "rms" or "layer".
-      epsilon: the number that is added to the mean square or to the variance.
+    """A root-mean-square norm with the parameter `scale`, or a layer norm with `scale` and `bias`.
+    `epsilon` is added to the mean square or to the variance.
     """
 
     kind: Literal["rms", "layer"]
@@ -67,7 +52,6 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns x normalised over its last axis, in the dtype of x."""
         size = x.shape[-1:]
         scale = parameter(self, "scale", size, ("embed",), ONES)
         if self.kind == "rms":
@@ -76,14 +60,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table with a row for each id: a token, a type of token, or a bucket of distances.
-
-    Attributes:
-      shape: the number of rows and the size of a row.
-      axes: the logical names of the table's two axes, for sharding.
-      deviation: the standard deviation of the initial rows.
-      dtype: the dtype of the rows that are looked up.
-    """
+    """A table of rows, one for each token, type or bucket; rows are looked up in `dtype`."""
 
     shape: tuple[int, int]
     axes: tuple[str, str]
@@ -91,12 +68,10 @@ class Embedding(nn.Module):
     dtype: jnp.dtype = jnp.dtype("float32")
 
     def setup(self) -> None:
-        """Creates the table of embeddings."""
         init = nn.initializers.normal(self.deviation)
         self.embedding = parameter(self, "embedding", self.shape, self.axes, init)
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        """Returns the rows of the table with the given ids, in `dtype`."""
         if self.axes[1] != "embed":
             return jnp.take(self.embedding, ids, axis=0).astype(self.dtype)
         return lookup(self.embedding, ids, self.dtype, self.axes[0])

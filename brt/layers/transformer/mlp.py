@@ -1,7 +1,4 @@
-"""The MLP of encoder layers and decoder layers.
-
-In shapes, *B stands for any leading axes, and D is the width of the model.
-"""
+"""The MLP of encoder layers and decoder layers."""
 
 import flax.linen as nn
 import jax
@@ -13,21 +10,15 @@ from brt.ops.activations import relu
 
 
 class Mlp(nn.Module):
-    """An MLP with one hidden layer: the projection `wi`, an activation, and the projection `wo`.
-
-    A gated MLP has two projections `wi_0` and `wi_1`, and multiplies the activation of the first
-    by the second.
-
-    Attributes:
-      block: sizes and settings of the layer.
-      training: True applies dropout.
+    """An MLP with one hidden layer: the projection `wi`, an activation, and the projection `wo`. A
+    gated MLP has two projections `wi_0` and `wi_1`, and multiplies the activation of the first by
+    the second.
     """
 
     block: Block
     training: bool = False
 
     def setup(self) -> None:
-        """Creates the two projections, or three for a gated activation."""
         b = self.block
         inner, outer, axes = (b.mlp_dim,), (b.model_dim,), ("embed", "mlp")
         if b.activation == "gated_gelu":
@@ -37,7 +28,6 @@ class Mlp(nn.Module):
         self.wo = b.linear(inner, outer, ("mlp", "embed"))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns the output of the MLP for the vectors x, in the dtype of x."""
         b = self.block
         if b.activation == "gated_gelu":
             hidden = jax.nn.gelu(self.wi_0(x), approximate=True) * self.wi_1(x)
@@ -47,5 +37,4 @@ class Mlp(nn.Module):
 
 
 def activated(kind: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns relu(x) if `kind` is "relu", and otherwise the exact (not approximated) gelu(x)."""
     return relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=False)

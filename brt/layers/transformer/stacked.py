@@ -30,14 +30,9 @@ def stacked(
         without this axis.
       shared: arrays that all layers read.
 
-    The scan is a loop on CPUs. On accelerators it is unrolled unless `remat` is True, because a
-    loop stacks arrays for its backward pass.
-
-    Args:
-      layer: the module class of a layer.
-      count: the number of layers.
-      remat: True recomputes the activations of `__call__` in the backward pass.
-      methods: the names of the methods of `layer` that the class offers.
+    The scan is a loop on CPUs. On accelerators it is unrolled unless `remat` is True (which
+    recomputes the activations of `__call__` in the backward pass), because a loop stacks arrays for
+    its backward pass.
     """
     if remat:
         layer = nn.remat(layer, methods=["__call__"], prevent_cse=False)
@@ -56,5 +51,4 @@ def stacked(
 
 
 def layer_keys(key: jax.Array, count: int) -> jax.Array:
-    """Returns a different random key for each of `count` layers, [count], derived from `key`."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))

@@ -1,11 +1,9 @@
 """Compression of blocks of tokens, and attention to the window together with compressed blocks
 (Compressive Transformers for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
 
-A slot is a vector that stands for R neighbouring tokens of an older block.
-
-In shapes, B is the number of rows of the batch, N of blocks of W tokens of a segment, S of slots, D
-and E of numbers of a vector of a token or a slot, Q of queries of a block, H of heads, and K of
-numbers of a head; *B and *D stand for any axes.
+A slot is a vector that stands for R neighbouring tokens of an older block. In shapes, S is the
+number of slots of a block of W tokens, and Q the number of queries of a block. The other letters of
+shapes are those of `brt.layers.state`.
 """
 
 from typing import Literal, NamedTuple
@@ -22,13 +20,8 @@ from brt.ops.softmax import MASKED
 
 
 class Convolution(NamedTuple):
-    """Weights of a convolution whose stride equals its width.
-
-    A convolution either compresses R tokens to a slot or restores R tokens from a slot.
-
-    Attributes:
-      kernel: [R, D, E] for compression; [D, R, E] for restoration.
-      bias: [E], added to each resulting slot or token.
+    """Weights of a convolution whose stride equals its width. The kernel is [R, D, E] if it
+    compresses R tokens to a slot, and [D, R, E] if it restores R tokens from a slot.
     """
 
     kernel: Float[Array, "R D E"]
@@ -38,16 +31,8 @@ class Convolution(NamedTuple):
 def compress(
     x: Float[Array, "*B W D"], rate: int, how: Literal["mean", "max"] | Convolution
 ) -> Float[Array, "*B S D"]:
-    """Returns the slots of a block. Each slot is computed from `rate` neighbouring tokens.
-
-    Args:
-      x: the vectors of the tokens.
-      rate: the number of tokens per slot.
-      how: "mean" or "max" takes the mean or the maximum of the tokens; `Convolution` has the
-        weights of a learned compression.
-
-    Returns:
-      The S = W / rate slots, oldest first, in float32.
+    """Returns the S = W / `rate` slots of a block, oldest first, in float32, each of `rate`
+    neighbouring tokens: their mean, their maximum, or the output of a learned convolution.
     """
     groups = x.reshape(*x.shape[:-2], -1, rate, x.shape[-1])
     if isinstance(how, Convolution):
@@ -63,12 +48,11 @@ def visible_slot_counts(
     """Returns the number of slots that each block can read, for the N blocks of a segment and the
     block after them.
 
-    A block of tokens is compressed to `added` slots. The block after it reads the tokens
-    themselves, and all later blocks of the document read the slots.
+    The block after a block reads its tokens, and all later blocks of the document read the slots.
 
     Args:
-      length: for each row, the number of slots that the first block of the segment can read if no
-        document begins with this block.
+      length: the number of slots that the first block of the segment can read if no document begins
+        with this block.
       cache_mask: True if a block may read the block before it; False if a document begins.
       added: the number of slots to which a block is compressed.
       size: the largest number of slots that a block can read.
@@ -81,10 +65,8 @@ def visible_slot_counts(
 
 
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
-    """Returns N = `blocks` overlapping slices of x along axis 1, as an array [B, N, size, *D].
-
-    Slice n, for block n of a segment, has the `size` entries of x from index n * `step` on.
-    Axis 1 of x must have at least (N - 1) * `step` + `size` entries.
+    """Returns `blocks` overlapping slices of x along axis 1, as an array [B, N, size, *D]. Slice n
+    has the `size` entries of x from index n * `step` on.
     """
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 
@@ -98,15 +80,12 @@ def attend_window_and_slots(
     bias: Float[Array, " H"],
 ) -> Float[Array, "B N Q H K"]:
     """Returns the attention output of every query over its window and over older keys, with one
-    softmax, in the dtype of `values`.
-
-    The older keys belong to slots, and to tokens of the previous block that have left the window.
+    softmax. The older keys belong to slots, and to tokens of the previous block that have left the
+    window.
 
     Args:
       queries: the scaled queries of each block.
-      window: the result of attention to the window alone: output [B, N, Q, H, K] and log-sum-exp
-        [B, N, Q, H].
-      keys, values: the S older keys that the queries of each block may read, and their values.
+      window: the result of attention to the window alone.
       seen: True where a query may read an older key.
       bias: a bias of each head, added to the logits of all older keys.
     """
@@ -120,13 +99,8 @@ def attend_window_and_slots(
 def reconstruction_error(
     x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
 ) -> Float[Array, "*B"]:
-    """Returns, for each block, the mean squared error of the tokens' vectors that a convolution
-    restores from the block's slots. This is the loss "autoencoding" of a learned compression.
-
-    Args:
-      x: the vectors of the tokens, which get no gradient.
-      slots: the slots of the block.
-      decoder: a transposed convolution whose kernel [D, R, D] maps a slot to R tokens.
+    """Returns the loss "autoencoding" of a learned compression: the mean squared error of the
+    tokens' vectors (which get no gradient) that `decoder` restores from a block's slots.
     """
     decoded = add_shared(dense(slots, decoder.kernel), decoder.bias).astype(jnp.float32)
     errors = decoded.reshape(x.shape) - jax.lax.stop_gradient(x).astype(jnp.float32)
@@ -138,22 +112,14 @@ def attention_reconstruction_error(
     exact: tuple[Float[Array, "B N W H K"], Float[Array, "B N W H K"]],
     slots: tuple[Float[Array, "B N S H K"], Float[Array, "B N S H K"]],
 ) -> Float[Array, "B N"]:
-    """Returns, for each block, the mean squared difference between attention to the block's tokens
-    and attention to the block's slots. This is the loss "attention" of a learned compression.
+    """Returns the loss "attention" of a learned compression: the mean squared difference between
+    attention to a block's tokens (`exact`) and attention to its slots.
 
     Logits are products of queries and keys without a bias. Only `slots` receives a gradient.
-
-    Args:
-      queries: the queries that attend to each block.
-      exact: keys and values of the block's tokens.
-      slots: keys and values of the block's slots.
     """
     queries, exact = jax.lax.stop_gradient((queries, exact))
 
     def attend(keys: Array, values: Array) -> Array:
-        """Returns the attention output [B, N, H, Q, K] of the queries over `keys` and `values`,
-        which belong either to the tokens of each block (`exact`) or to the block's slots.
-        """
         q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
         return attend_to_part(matmul_nt(q, k), v).output
 

@@ -1,10 +1,7 @@
-"""The compressive layer: attention to a window, to the whole previous block, and to slots.
+"""The compressive layer: attention to a window, to the whole previous block, and to C slots.
 
-A slot is a vector into which a few neighbouring tokens of an older block were compressed.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
-tokens, D of numbers of a token's vector, C of slots of the memory, H of heads, and K of numbers of
-a head.
+A slot is a vector into which a few neighbouring tokens of an older block were compressed. The
+letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -45,31 +42,18 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class CompressedState(NamedTuple):
-    """The cache, the inputs of the cached block, and the compressed slots.
-
-    Attributes:
-      window: the keys and values of the last block, as in a sliding-window layer.
-      inputs: [B, W, D], the layer's inputs for the tokens of the last block, which are compressed
-        at the end of the next block.
-      vectors: float32 [B, C, D], the slots of older blocks, oldest first; unused slots, at the
-        beginning, are zeros.
-      length: int32 [B], the number of used slots, which all belong to the current document.
-    """
+    """The cache, the inputs of the cached block, and the compressed slots."""
 
     window: WindowState
+    # The layer's inputs for the cached block, which are compressed at the end of the next block.
     inputs: Float[Array, "B W D"]
+    # Slots of older blocks in float32, oldest first; unused slots, at the beginning, are zeros.
     vectors: Float[Array, "B C D"]
-    length: Int[Array, " B"]
+    length: Int[Array, " B"]  # The number of used slots, which all belong to the current document.
 
 
 class CompressedBlock(NamedTuple):
-    """An open block, which is the block whose tokens are read one by one.
-
-    Attributes:
-      tokens: the keys and values of the block's tokens, as in a sliding-window layer.
-      inputs: [B, W, D], the layer's inputs for the block's tokens.
-      slots: the keys and values of the slots that the block's tokens attend to.
-    """
+    """An open block: its tokens, the layer's inputs for them, and the slots that they read."""
 
     tokens: OpenBlock
     inputs: Float[Array, "B W D"]
@@ -81,13 +65,6 @@ COMPRESSED_AXES: Any = CompressedState(WINDOW_AXES, _VECTORS, _VECTORS, ("lanes"
 
 
 def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> CompressedState:
-    """Returns the state of a compressive layer before the first token.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      batch: the number of rows of the batch.
-      dtype: the dtype of cached keys and values.
-    """
     section = model.of(Compressive)
     return CompressedState(
         new_window_state(model, batch, dtype),
@@ -98,13 +75,8 @@ def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> Compress
 
 
 def compressive_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a compressive layer.
-
-    These are the FLOPs of a sliding-window layer, of attention to slots and to keys that left the
-    window, of the projections of slots to keys and values, and of the compression of tokens.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+    """Returns the FLOPs per token of a sliding-window layer, of attention to slots and to keys that
+    left the window, of the projections of slots to keys and values, and of the compression.
     """
     section = model.of(Compressive)
     m, width = model, model.heads * model.head_dim
@@ -128,11 +100,6 @@ class CompressiveLayer(nn.Module):
     The loss of the language model gives the compression no gradient. A learned compression is
     trained by an auxiliary loss: attention to the slots of a block should equal attention to the
     block, or a transposed convolution should reconstruct the block from the slots.
-
-    Attributes:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      training: True applies dropout.
-      kernels: the settings that select the implementations of ops.
     """
 
     model: Model
@@ -140,12 +107,6 @@ class CompressiveLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the module of attention and MLP (`tokens`) and, if the compression is learned,
-        its convolution (`compressor`).
-
-        A second convolution, which reconstructs blocks from slots, is created only for the loss
-        "autoencoding".
-        """
         section = self.model.of(Compressive)
         m = self.model
         self.tokens = TransformerBlock(
@@ -178,15 +139,7 @@ class CompressiveLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        Args:
-          x: the vectors of the tokens.
-          state: the state before the segment.
-          document_start: True where a document starts with block n.
-          feedback: the keys and values of recurrent states that the tokens also attend to, or None.
-            With feedback, the segment has a single block.
-        """
+        """All blocks attend at once, each to its own slice of all slots and of all tokens."""
         section = self.model.of(Compressive)
         m, blocks = self.model, document_start.shape[1]
         projections = self.tokens.project(x)
@@ -228,7 +181,7 @@ class CompressiveLayer(nn.Module):
         return compress(x, section.rate, self.compressor)
 
     def _slots(self, vectors: Float[Array, "B S D"]) -> StateKV:
-        """Returns keys and values of the slots, computed with the current weights."""
+        # Keys and values of the slots are computed with the current weights.
         constant = jax.lax.stop_gradient(vectors)
         return self.tokens.project_kv(constant.astype(compute_dtype(self.model)))
 
@@ -254,16 +207,9 @@ class CompressiveLayer(nn.Module):
         cache_mask: Bool[Array, "B N"],
         left: Bool[Array, "Q W"],
     ) -> Mix:
-        """Returns the function that adds attention beyond the window to the attention of N blocks
-        to their window.
-
-        Args:
-          slots, before: keys and values [B, N, C, H, K] of the slots and [B, N, W, H, K] of the
-            previous block.
-          length: the number of slots that each block can read.
-          cache_mask: True if a block may read the previous block.
-          left: True for keys of the previous block that have left the window of a token.
-        """
+        # The arguments are the slots, the previous block, the number of slots that each block can
+        # read, whether it may read the previous block, and which of its keys have left the window
+        # of a token.
         section = self.model.of(Compressive)
         size = section.slots
         there = jnp.arange(size)[None, None] >= size - length[..., None]
@@ -274,14 +220,6 @@ class CompressiveLayer(nn.Module):
         def attend_beyond_window(
             queries: Float[Array, "B T H K"], part: AttentionPart
         ) -> Float[Array, "B T H K"]:
-            """Returns the output [B, T, H, K] of attention of all tokens to their window, to the
-            previous block and to the slots, with one softmax.
-
-            Args:
-              queries: the scaled queries of the tokens.
-              part: the result of attention to the window alone: output [B, T, H, K] and
-                log-sum-exp [B, T, H].
-            """
             q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
             bias = self.tokens.far_bias()
             y = attend_window_and_slots(q, AttentionPart(*near), keys, values, seen, bias)
@@ -297,9 +235,7 @@ class CompressiveLayer(nn.Module):
         made: Float[Array, "B N S D"],
         past: KVCache,
     ) -> LayerAux:
-        """Returns the auxiliary loss of the compression, over the blocks that can read the block
-        before them.
-        """
+        # The loss is over the blocks that can read the block before them.
         section = self.model.of(Compressive)
         m = self.model
         if section.compressor != "conv" or section.loss_weight == 0:
@@ -317,24 +253,13 @@ class CompressiveLayer(nn.Module):
         return LayerAux(losses={"compression": loss})
 
     def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
-        """Returns an open block (the data of a block that is read token by token) without tokens.
-
-        The keys and values of the slots are computed here, once for all tokens of the block.
-
-        Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
-
-        Returns:
-          A `LayerOutput` whose `state` is the open block.
-        """
+        """Computes the keys and values of the slots once for all tokens of the block."""
         tokens, inputs = open_block(state.window), jnp.zeros_like(state.inputs)
         return LayerOutput(x, CompressedBlock(tokens, inputs, self._slots(state.vectors)))
 
     def prepare_block(
         self, x: None, *, block: CompressedBlock, position: Int[Array, ""], **_: Any
     ) -> LayerOutput:
-        """Returns the open block with keys and values ready; see `WindowLayer.prepare_block`."""
         return LayerOutput(x, block._replace(tokens=self.tokens.prepared(block.tokens, position)))
 
     def decode_step(
@@ -347,19 +272,6 @@ class CompressiveLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token, which enters the open block. The slots do not change.
-
-        Args:
-          x: the input vector of the token.
-          state: the layer's state after the previous block.
-          block: the open block, which has the block's earlier tokens.
-          position: the position of the token in the block.
-          feedback: the keys and values of recurrent states that the token also attends to, or None.
-
-        Returns:
-          A `LayerOutput` with the token's output vector, and with the open block, to which the
-          token has been added, as `state`.
-        """
         window = state.window
         slots, before = (
             StateKV(*(part[:, None] for part in parts))
@@ -376,17 +288,7 @@ class CompressiveLayer(nn.Module):
     def end_block(
         self, x: None, *, state: CompressedState, block: CompressedBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the layer's state after a full block: the block becomes the cache, and the block
-        that was the cache is compressed to slots.
-
-        Args:
-          x: None, which is returned as the output.
-          state: the layer's state after the previous block.
-          block: the open block, which has all tokens of the block.
-
-        Returns:
-          A `LayerOutput` whose `state` is the new state.
-        """
+        """Makes the block the cache; the block that was the cache is compressed to slots."""
         section, m = self.model.of(Compressive), self.model
         made = self._compressed(state.inputs)
         vectors = jnp.concatenate([state.vectors, made], axis=1)

@@ -11,12 +11,7 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compressive(KindSection):
-    """Settings of layers of the Compressive Transformer, which keep older blocks in compressed
-    form.
-
-    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
-    the fields.
-    """
+    """Settings of layers of the Compressive Transformer, which compress older blocks."""
 
     kind: ClassVar[str] = "compressive"
 
@@ -40,12 +35,7 @@ class Compressive(KindSection):
         check_not_negative(self, "loss_weight")
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if the section places compressive layers in a model that cannot have
-        them.
-
-        The rate must divide the window, positions must not be rotary, and the model must have a
-        cache.
-        """
+        """Requires that the rate divides the window, no rotary positions, and a cache."""
         if not self.layers:
             return
         check(

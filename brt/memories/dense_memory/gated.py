@@ -1,9 +1,6 @@
 """The gated dense-memory layer: a sliding-window layer whose tokens also attend to all tokens of a
-memory that have left their window.
-
-The memory has the last M tokens before the block of a token. In shapes, B is the number of rows of
-the batch, T of tokens of a segment, N of its blocks of W tokens, H of heads of queries, and K of
-numbers of a head.
+memory that have left their window. The memory has the last M tokens before the block of a token.
+The letters of shapes are those of `brt.layers.state`.
 """
 
 import jax
@@ -22,24 +19,12 @@ from brt.ops.partial_attention import AttentionPart, merge_parts
 
 
 def new_gated_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
-    """Returns the state of a gated dense-memory layer before the first token.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      batch: the number of rows of the batch.
-      dtype: the dtype of cached keys and values.
-    """
     return empty_memory(model, model.of(DenseMemory).size, batch, dtype)
 
 
 def gated_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a gated dense-memory layer.
-
-    They are the FLOPs of a sliding-window layer and of attention to the tokens of the memory that
-    have left a token's window, on average over the tokens of a block.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+    """Returns the FLOPs per token of a sliding-window layer and of attention to the tokens of the
+    memory that have left a token's window, on average over the tokens of a block.
     """
     m = model
     own = (m.block_length + 1) // 2 if m.sliding.attend_to_self else (m.block_length - 1) // 2
@@ -58,7 +43,6 @@ class GatedMemoryLayer(PastTokensLayer):
     """
 
     def memory_size(self) -> int:
-        """Returns the number of tokens of the memory."""
         return self.model.of(DenseMemory).size
 
     def mix(
@@ -68,20 +52,6 @@ class GatedMemoryLayer(PastTokensLayer):
         past: MemoryAndSegment,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
-        """Returns the attention output of the tokens.
-
-        Each head mixes, by its gate, attention to the window alone with attention to the window and
-        the memory together.
-
-        Args:
-          queries: the scaled queries of the tokens of N blocks. With rotary positions, they are
-            rotated for products with the keys of the memory, which are not rotated.
-          window: the result of attention to the window and to sinks (the first tokens of the
-            document), if the layer has any: output [B, T, H, K] and log-sum-exp [B, T, H].
-          past: the memory before the first block, followed by the tokens of the blocks.
-          readers: the number of tokens of the memory that each block may read, and the positions of
-            the T tokens in their blocks.
-        """
         beyond = self._attend_to_memory(queries, past, readers)
         beyond = beyond._replace(lse=beyond.lse + self.tokens.far_bias()[None, None])
         both = merge_parts([window, beyond]).output
@@ -92,9 +62,7 @@ class GatedMemoryLayer(PastTokensLayer):
     def _attend_to_memory(
         self, queries: Float[Array, "B T H K"], past: MemoryAndSegment, readers: Readers
     ) -> AttentionPart:
-        """Returns the attention of tokens to the memory beyond their window: output [B, T, H, K]
-        and log-sum-exp [B, T, H]. The arguments are explained in `mix`.
-        """
+        """Attends, block by block, to the keys of the memory that have left a token's window."""
         m, size = self.model, self.memory_size()
         drawn = self.make_rng("dropout") if m.dropout and self.training else None
         blocks, width = readers.counts.shape[1], len(readers.places)
@@ -109,14 +77,6 @@ class GatedMemoryLayer(PastTokensLayer):
         def attend_in_block(
             n: Int[Array, ""], past: MemoryAndSegment, queries: Array
         ) -> AttentionPart:
-            """Returns the attention of the tokens of block n to the memory before the block: output
-            [B, W, H, K] and log-sum-exp [B, W, H].
-
-            Args:
-              n: the index of the block.
-              past: the memory before the first block, followed by the tokens of the blocks.
-              queries: the queries [B, T, H, K] of all blocks.
-            """
             first = n * width
             own = jax.lax.dynamic_slice_in_dim(queries, first, width, axis=1)
             keys, values = (

@@ -1,14 +1,10 @@
 """The dense-memory layer: attention, with one softmax, to a block and to the last M tokens before
-the block.
+it.
 
 The authors of MELODI (arXiv 2410.03156) compare their model with models of this layer, which they
 call Memorizing Transformer. Unlike in the original Memorizing Transformer, a token attends to all
 tokens of the memory instead of the results of a search, and there is no gate between memory and
-block.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
-tokens, D of numbers of a token's vector, H of heads of queries, G of heads of keys, and K of
-numbers of a head.
+block. The letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -34,18 +30,13 @@ from brt.ops.recurrent_attention import StateKV
 
 
 class DenseState(NamedTuple):
-    """The memory of a layer: keys and values of the last M tokens. The layer has no other cache.
-
-    Attributes:
-      keys: [B, M, G, K], oldest token first; places without a token, at the beginning, are zeros.
-      values: [B, M, G, K], in the same order.
-      length: int32 [B], the number of tokens in the memory, which all belong to the current
-        document.
+    """The keys and values of the last M tokens, oldest first; places without a token, at the
+    beginning, are zeros. The layer has no other cache.
     """
 
     keys: Float[Array, "B M G K"]
     values: Float[Array, "B M G K"]
-    length: Int[Array, " B"]
+    length: Int[Array, " B"]  # The number of tokens, which all belong to the current document.
 
 
 _VECTORS = ("lanes", None, "kv_heads", None)
@@ -54,26 +45,14 @@ DENSE_AXES: Any = DenseState(_VECTORS, _VECTORS, ("lanes",))
 
 
 def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
-    """Returns the state of a dense-memory layer before the first token.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      batch: the number of rows of the batch.
-      dtype: the dtype of cached keys and values.
-    """
     section = model.of(DenseMemory)
     keys = jnp.zeros((batch, section.size, model.key_heads, model.head_dim), dtype)
     return DenseState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
 
 
 def dense_memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a dense-memory layer.
-
-    The count is that of a sliding-window layer, in which attention to the window is replaced by
-    attention to the memory and to the tokens of the block up to the token itself.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+    """Returns the FLOPs per token of a sliding-window layer, in which attention to the window is
+    replaced by attention to the memory and to the tokens of the block up to the token itself.
     """
     section = model.of(DenseMemory)
     m = model
@@ -85,11 +64,6 @@ def dense_memory_flops(model: Model) -> int:
 class DenseMemoryLayer(nn.Module):
     """A layer whose tokens attend to their own block and to a memory of the last M tokens before
     the block. The layer has no position biases.
-
-    Attributes:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      training: True applies dropout.
-      kernels: the settings that select the implementations of ops.
     """
 
     model: Model
@@ -97,7 +71,6 @@ class DenseMemoryLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the module of attention and MLP, without position biases."""
         self.tokens = TransformerBlock(
             dataclasses.replace(self.model, positions="none"), training=self.training,
             kernels=self.kernels,
@@ -111,15 +84,7 @@ class DenseMemoryLayer(nn.Module):
         document_start: Bool[Array, "B N"],
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        Every block attends to itself and to the M tokens before it.
-
-        Args:
-          x: the vectors of the tokens.
-          state: the state before the segment.
-          document_start: True where a document starts with block n.
-        """
+        """Attends block by block, because a block has many attention weights."""
         section = self.model.of(DenseMemory)
         m, blocks = self.model, document_start.shape[1]
         queries, own = self._projected(x)
@@ -136,14 +101,6 @@ class DenseMemoryLayer(nn.Module):
         # weights, because storing them would take too much memory of the device.
         @jax.checkpoint
         def attend_in_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
-            """Returns the attention output [B, W, H, K] of the tokens of block n.
-
-            Args:
-              n: the index of the block in the segment.
-              keys, values: the keys and values [B, M + T, G, K] of the memory before the segment,
-                followed by those of the segment.
-              queries: the queries [B, T, H, K] of the segment.
-            """
             first = n * m.window
             own = jax.lax.dynamic_slice_in_dim(queries, first, m.window, axis=1)
             seen = StateKV(
@@ -164,7 +121,6 @@ class DenseMemoryLayer(nn.Module):
         return LayerOutput(y, self._after(keys, values, lengths[:, -1]))
 
     def _projected(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], StateKV]:
-        """Returns queries, keys and values as attention uses them."""
         projections = self.tokens.project(x)
         keys = self.tokens.normalized_keys(projections.keys)
         return self.tokens.scaled_queries(projections.queries), StateKV(keys, projections.values)
@@ -177,9 +133,8 @@ class DenseMemoryLayer(nn.Module):
         places: Int[Array, " Q"],
         dropout: Dropout | None = None,
     ) -> Float[Array, "B Q H K"]:
-        """Returns the attention of tokens at `places` of a block; `seen` holds the memory and then
-        the block.
-        """
+        # Attends from the tokens at `places` of a block; `seen` holds the memory and then the
+        # block.
         section = self.model.of(DenseMemory)
         m = self.model
         columns = jnp.arange(seen.keys.shape[1])[None]
@@ -209,18 +164,6 @@ class DenseMemoryLayer(nn.Module):
         return DenseState(keys, values, length)
 
     def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
-        """Returns an open block (the data of a block that is read token by token) without tokens.
-
-        The open block is an array of zeros for keys and one for values. `decode_step` writes the
-        key and the value of each token into these arrays.
-
-        Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
-
-        Returns:
-          A `LayerOutput` whose `state` is the open block.
-        """
         m = self.model
         shape = (len(state.length), m.window, m.key_heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
@@ -235,19 +178,7 @@ class DenseMemoryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token. The token's key and value enter the open block, and the memory does not
-        change.
-
-        Args:
-          x: the input vector of the token.
-          state: the state after the previous block.
-          block: the open block, which has the keys and values of the earlier tokens of the block.
-          position: the position of the token in the block.
-
-        Returns:
-          A `LayerOutput` with the token's output vector. Its `state` is the open block with the
-          token's key and value.
-        """
+        """The key and the value of the token enter the open block; the memory does not change."""
         queries, own = self._projected(x)
         block = StateKV(
             *(
@@ -262,16 +193,6 @@ class DenseMemoryLayer(nn.Module):
         return LayerOutput(self.tokens.finish(x, [read]), block)
 
     def end_block(self, x: None, *, state: DenseState, block: StateKV, **_: Any) -> LayerOutput:
-        """Returns the layer's state after a full block: the tokens of the block enter the memory.
-
-        Args:
-          x: None, which is returned as the output.
-          state: the state after the previous block.
-          block: the open block, which has the keys and values of all tokens of the block.
-
-        Returns:
-          A `LayerOutput` whose `state` is the new state.
-        """
         section, m = self.model.of(DenseMemory), self.model
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True)

@@ -14,9 +14,6 @@ from brt.memories.checks import check_reach
 class DenseMemory(KindSection):
     """Settings of layers whose tokens attend to every token of a memory of past tokens, in addition
     to their own block or (with a gate) to their window.
-
-    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
-    the fields.
     """
 
     kind: ClassVar[str] = "dense_memory"
@@ -36,10 +33,6 @@ class DenseMemory(KindSection):
         check_positive(self, "size")
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of the layers of each kind, by the name of the kind.
-
-        All layers of the section are of one kind, which the setting `gate` selects.
-        """
         gated = self.gate == "tanh"
         return {
             "dense_memory": () if gated else self.layers,

@@ -1,12 +1,10 @@
 """The gated delta rule: a recurrence whose state is a matrix for each head.
 
 The matrix maps keys to values. Each token multiplies the matrix by a decay, and then changes it so
-that it maps the token's key closer to the token's value. The equations are those of Yang, Kautz and
-Hatamizadeh (2024, arXiv 2412.06464), section 3.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, H of heads, K of channels
-of a key, V of channels of a value, N of chunks, and C of tokens of a chunk; *B stands for any
-leading axes.
+that it maps the token's key closer to the token's value (Yang, Kautz and Hatamizadeh 2024, arXiv
+2412.06464, section 3). In shapes, K and V are the numbers of channels of a key and a value, N is
+the number of chunks, and C of tokens of a chunk. The other letters of shapes are those of
+`brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -28,33 +26,20 @@ class DeltaInputs(NamedTuple):
 
     and then reads the vector S_t^T q_t from it. The equation equals S_t = a_t (I - b_t k_t k_t^T)
     S_(t-1) + b_t k_t v_t^T, the transpose of the paper's equation 10.
-
-    Attributes:
-      queries: [B, T, H, K], the queries q.
-      keys: [B, T, H, K], the keys k, of length 1.
-      values: [B, T, H, V], the values v.
-      log_decay: float32 [B, T, H], the logarithm of the factor a, at most 0.
-      strength: float32 [B, T, H], the factor b, between 0 and 1.
     """
 
-    queries: Float[Array, "B T H K"]
-    keys: Float[Array, "B T H K"]
-    values: Float[Array, "B T H V"]
-    log_decay: Float[Array, "B T H"]
-    strength: Float[Array, "B T H"]
+    queries: Float[Array, "B T H K"]  # q
+    keys: Float[Array, "B T H K"]  # k, of length 1
+    values: Float[Array, "B T H V"]  # v
+    log_decay: Float[Array, "B T H"]  # The logarithm of a, at most 0, in float32.
+    strength: Float[Array, "B T H"]  # b, between 0 and 1, in float32.
 
 
 def delta_step(
     token: DeltaInputs, state: Float[Array, "B H K V"]
 ) -> tuple[Float[Array, "B 1 H V"], Float[Array, "B H K V"]]:
-    """Computes the gated delta rule for one token of each row.
-
-    Args:
-      token: the inputs of the rule for the token (T = 1).
-      state: float32, the state before the token.
-
-    Returns:
-      The vector that each head reads from the new state, and the new state, both float32.
+    """Computes the rule for one token of each row; returns what each head reads from the new state,
+    and the new state, both float32.
     """
     query, key, value = (x[:, 0].astype(jnp.float32) for x in token[:3])
     state = jnp.exp(token.log_decay[:, 0])[..., None, None] * state
@@ -72,28 +57,22 @@ def delta_rule(
     chunk: int,
     unroll: int = 1,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """Computes the gated delta rule for all tokens of a segment, in chunks.
+    """Computes the gated delta rule for all tokens of a segment, in chunks. Returns the vectors
+    that the tokens read from the state, and the state after the segment, both float32.
 
-    The tokens of a chunk are computed at once (section 3.3 of the paper). Token t adds k_t u_t^T
-    to the decayed state. The rows u_t of a chunk, U [C, V], follow from the keys K and values V of
-    the chunk and from the state S before the chunk: U = X (b V) - X (b d K) S, where d is the decay
+    The tokens of a chunk are computed at once (section 3.3 of the paper). Token t adds k_t u_t^T to
+    the decayed state. The rows u_t of a chunk, U [C, V], follow from the keys K and values V of the
+    chunk and from the state S before the chunk: U = X (b V) - X (b d K) S, where d is the decay
     since the beginning of the chunk, and X the inverse of a unit lower triangular matrix of
     products of the keys. X and all other terms without S are computed for all chunks at once, and
     then a scan over the chunks computes the states. Every decay is computed as the factor from one
     token of a chunk to a later one, which is never above 1, so nothing overflows.
 
     Args:
-      tokens: the inputs of the rule for the tokens of the segment.
-      state: float32, the state before the segment.
-      since_start: for each token, the number of earlier tokens of its document, as
-        `brt.memories.convolution.tokens_since_start` returns it. A document reads nothing from
-        before its start.
+      since_start: the result of `brt.memories.convolution.tokens_since_start`. A document reads
+        nothing from before its start.
       chunk: the largest number of tokens of a chunk, a power of two.
       unroll: the number of chunks in one iteration of the scan.
-
-    Returns:
-      The vectors that the tokens read from the state, and the state after the segment, both
-      float32.
     """
     length = tokens.queries.shape[1]
     chunk = min(chunk, 1 << (length - 1).bit_length())
@@ -118,15 +97,9 @@ def delta_rule(
     keys = keys * decay[..., -1, :, None].astype(dtype)
 
     def body(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        """Returns the state after a chunk, and the vectors [B, H, C, V] that its tokens read.
-
-        Args:
-          state: the state before the chunk.
-          chunk: the arrays of this chunk: the queries times the decay since the beginning of the
-            chunk, the keys times the decay until its end, the products of queries and keys times
-            the decay between their tokens, X (b V) and X (b d K) (see `delta_rule`), and the decay
-            of the state over the chunk.
-        """
+        # `written` and `erased` are X (b V) and X (b d K), and `kept` is the decay of the state
+        # over the chunk. The queries are multiplied by the decay since the chunk's beginning, the
+        # keys by that until its end.
         queries, keys, attention, written, erased, kept = chunk
         before = state.astype(dtype)
         written = written - matmul_nn(erased, before)
@@ -142,17 +115,10 @@ def delta_rule(
 def _decays(
     log_decay: Float[Array, "N B H C"], since_start: Int[Array, "N B 1 C"]
 ) -> tuple[Float[Array, "N B H C C"], Float[Array, "N B H C"]]:
-    """Returns the products of the decays of consecutive tokens.
-
-    Args:
-      log_decay: the logarithm of the decay of each token.
-      since_start: the number of earlier tokens of the token's document.
-
-    Returns:
-      The decay, up to each token of a chunk (axis -2), of what each token of the chunk (axis -1)
-      wrote, which is 0 for later tokens and for tokens of another document; and the decay of the
-      state before the chunk up to each token, which is 0 if the document started within the chunk.
-    """
+    # Returns the decay, up to each token of a chunk (axis -2), of what each token of the chunk
+    # (axis -1) wrote, which is 0 for later tokens and for tokens of another document; and the decay
+    # of the state before the chunk up to each token, which is 0 if the document started within the
+    # chunk.
     place = jnp.arange(log_decay.shape[-1])[None, None, None]
     distance = place[..., :, None] - place[..., None, :]
     reads = (distance >= 0) & (distance <= since_start[..., None])
@@ -165,25 +131,16 @@ def _decays(
 
 
 def _exp(logs: Float[Array, "*B"], where: Bool[Array, "..."]) -> Float[Array, "*B"]:
-    """Returns exp(logs), and 0 where `where` is False."""
     return jnp.exp(jnp.where(where, logs, -jnp.inf))
 
 
 def _by_chunk(x: Array, chunk: int, padding: int) -> Array:
-    """Returns an array by chunk: [B, T, H] becomes [N, B, H, C], and [B, T, H, K] becomes
-    [N, B, H, C, K].
-
-    Args:
-      x: the array.
-      chunk: C, the number of tokens of a chunk.
-      padding: the number of zeros that fill the last chunk.
-    """
+    # [B, T, H] becomes [N, B, H, C], and [B, T, H, K] becomes [N, B, H, C, K].
     x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
     x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
     return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
 
 
 def _by_token(x: Float[Array, "N B H C V"], length: int) -> Float[Array, "B T H V"]:
-    """Returns the first `length` tokens of an array by chunk, as an array by token."""
     chunks, lanes, heads, chunk, size = x.shape
     return x.transpose(1, 0, 3, 2, 4).reshape(lanes, chunks * chunk, heads, size)[:, :length]

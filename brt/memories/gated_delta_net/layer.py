@@ -1,10 +1,7 @@
 """Layers with the memory of Gated DeltaNet, in place of attention or in addition to attention.
 
-The memory of a head is a matrix, which every token changes and then reads (`memory.py`).
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
-numbers of a token's vector, H of heads of the memory, K of channels of a key, V of channels of a
-value, and R = 2 K + V; L is the number of earlier tokens that the convolution reads.
+The memory of a head is a matrix, which every token changes and then reads (`memory.py`). The
+letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -41,11 +38,6 @@ from brt.ops.recurrent_attention import StateKV
 
 
 def gated_delta_net_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a `GatedDeltaNetLayer`.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-    """
     return delta_flops(model) + mlp_flops(model)
 
 
@@ -53,7 +45,6 @@ class GatedDeltaNetLayer(TokenStateLayer):
     """A layer that consists of a norm, a `DeltaMemory` (in place of attention) and an MLP."""
 
     def setup(self) -> None:
-        """Creates the norm, the memory and the MLP."""
         self.norm = norm_parameter(self, self.model, "norm")
         self.memory = DeltaMemory(self.model)
         self.mlp = MLP(self.model, self.training)
@@ -63,43 +54,23 @@ class GatedDeltaNetLayer(TokenStateLayer):
         self, x: Float[Array, "B T D"], *, state: DeltaState, document_start: Bool[Array, "B N"],
         **_: Any,
     ) -> LayerOutput:  # fmt: skip
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        Args:
-          x: the vectors of the tokens.
-          state: the state before the segment.
-          document_start: True where a document starts with block n.
-        """
         since_start = tokens_since_start(document_start, x.shape[1])
         read, state = self.memory(self._normed(x), state, since_start)
         return LayerOutput(self._finish(x, read), state)
 
     def decode_step(self, x: Float[Array, "B 1 D"], *, block: DeltaState, **_: Any) -> LayerOutput:
-        """Reads one token, and returns its output and the state after the token.
-
-        Args:
-          x: the input vector of the token.
-          block: the open block, which is the state before the token.
-        """
         read, block = self.memory.read_token(self._normed(x), block)
         return LayerOutput(self._finish(x, read), block)
 
     def _normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Returns x after norm and dropout, the input of the memory."""
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
     def _finish(self, x: Float[Array, "B T D"], read: Float[Array, "B T D"]) -> Array:
-        """Returns the output of the layer, from its input and the output of the memory."""
         return self.mlp(x + dropout(self, read, self.model.dropout), None)
 
 
 class WindowDeltaState(NamedTuple):
-    """The cache and the memory of a layer that has both.
-
-    Attributes:
-      window: the keys and values of the last tokens, as in a sliding-window layer.
-      matrices, inputs: the state of the memory, as in `DeltaState`.
-    """
+    """The cache, and the fields of the memory's `DeltaState`."""
 
     window: WindowState | LocalState
     matrices: Float[Array, "B H K V"]
@@ -107,45 +78,22 @@ class WindowDeltaState(NamedTuple):
 
 
 class WindowDeltaBlock(NamedTuple):
-    """The open block of a layer with a cache and a memory.
-
-    Attributes:
-      window: the open block of a sliding-window layer.
-      memory: the state of the memory after the tokens that have been read so far.
-    """
+    """The open block of a window, and the memory after the tokens that have been read so far."""
 
     window: OpenBlock
     memory: DeltaState
 
 
 def new_window_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowDeltaState:
-    """Returns the state of a layer with a cache and a memory before the first token.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      batch: the number of rows of the batch.
-      dtype: the dtype of keys, values and inputs of the convolution.
-    """
     window = new_window_state(model, batch, dtype)
     return WindowDeltaState(window, *new_delta_state(model, batch, dtype))
 
 
 def window_delta_axes(model: Model) -> WindowDeltaState:
-    """Returns a `WindowDeltaState` in which each array is replaced by the names of its axes, from
-    which `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-    """
     return WindowDeltaState(window_axes(model), *delta_axes(model))
 
 
 def window_delta_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a `WindowGatedDeltaNetLayer`.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-    """
     return window_flops(model) + delta_flops(model)
 
 
@@ -156,11 +104,6 @@ class WindowGatedDeltaNetLayer(nn.Module):
     The layer has all parameters of a sliding-window layer, under the same names. A new memory
     outputs zeros, so a layer that starts from the weights of a sliding-window layer computes the
     same as that layer until training changes the memory.
-
-    Attributes:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      training: True applies dropout.
-      kernels: the settings that select the implementations of the operations of attention.
     """
 
     model: Model
@@ -168,7 +111,6 @@ class WindowGatedDeltaNetLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the module of attention and MLP, and the memory."""
         self.tokens = TransformerBlock(
             self.model, cross_attends=self.model.feedback, training=self.training,
             kernels=self.kernels,
@@ -184,15 +126,7 @@ class WindowGatedDeltaNetLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        Args:
-          x: the vectors of the tokens.
-          state: the state before the segment.
-          document_start: True where a document starts with block n.
-          feedback: the keys and values of recurrent states of another layer, to which the tokens
-            also attend, or None.
-        """
+        """Adds what the memory reads to the residual, so attention and MLP follow as usual."""
         since_start = tokens_since_start(document_start, x.shape[1])
         memory = DeltaState(state.matrices, state.inputs)
         read, memory = self.memory(self.tokens.normed(x), memory, since_start)
@@ -203,19 +137,12 @@ class WindowGatedDeltaNetLayer(nn.Module):
         return LayerOutput(y, WindowDeltaState(window, *memory))
 
     def begin_block(self, x: None, *, state: WindowDeltaState, **_: Any) -> LayerOutput:
-        """Returns an open block (the data of a block that is read token by token) without tokens.
-
-        Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
-        """
         memory = DeltaState(state.matrices, state.inputs)
         return LayerOutput(x, WindowDeltaBlock(open_block(state.window), memory))
 
     def prepare_block(
         self, x: None, *, block: WindowDeltaBlock, position: Int[Array, ""], **_: Any
     ) -> LayerOutput:
-        """Returns the open block with keys and values ready; see `WindowLayer.prepare_block`."""
         return LayerOutput(x, block._replace(window=self.tokens.prepared(block.window, position)))
 
     def decode_step(
@@ -228,15 +155,6 @@ class WindowGatedDeltaNetLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token, and returns its output and the open block with the token.
-
-        Args:
-          x: the input vector of the token.
-          state: the state after the previous block.
-          block: the open block with the earlier tokens of the block.
-          position: the position of the token in the block.
-          feedback: the keys and values of recurrent states that the token also attends to, or None.
-        """
         read, memory = self.memory.read_token(self.tokens.normed(x), block.memory)
         projections = self.tokens.project(x)
         y, window = self.tokens.attend_step(
@@ -248,16 +166,8 @@ class WindowGatedDeltaNetLayer(nn.Module):
     def end_block(
         self, x: None, *, state: WindowDeltaState, block: WindowDeltaBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the state after a full block, whose keys and values become the cache.
-
-        Args:
-          x: None, which is returned as the output.
-          state: the state after the previous block.
-          block: the open block with all tokens of the block.
-        """
         window = closed_window(self.model, state.window, block.window)
         return LayerOutput(x, WindowDeltaState(window, *block.memory))
 
     def _dropped(self, read: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Returns the output of the memory after dropout."""
         return dropout(self, read, self.model.dropout)

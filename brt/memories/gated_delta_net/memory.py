@@ -1,8 +1,8 @@
 """The memory of a Gated DeltaNet layer: tokens write to a matrix for each head, and read from it.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, D of numbers of a token's
-vector, H of heads, K of channels of a key, V of channels of a value, R = 2 K + V of channels of a
-head that are convolved, and L of earlier tokens that the convolution reads.
+In shapes, K and V are the numbers of channels of a key and a value, R = 2 K + V of channels of a
+head that are convolved, and L of earlier tokens that the convolution reads. The other letters of
+shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -39,26 +39,13 @@ _RATES, _STEPS = (1.0, 16.0), (1e-3, 0.1)
 
 
 class DeltaState(NamedTuple):
-    """The state that a `DeltaMemory` carries from token to token.
-
-    Attributes:
-      matrices: float32 [B, H, K, V], the matrix of every head.
-      inputs: [B, L, H, R], the last L = `CONVOLVED` - 1 inputs of the convolution, in the compute
-        dtype.
-    """
+    """The float32 matrix of every head, and the last L = `CONVOLVED` - 1 convolution inputs."""
 
     matrices: Float[Array, "B H K V"]
     inputs: Float[Array, "B L H R"]
 
 
 def new_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> DeltaState:
-    """Returns the state of a `DeltaMemory` before the first token.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      batch: the number of rows of the batch.
-      dtype: the dtype of the inputs of the convolution.
-    """
     heads, key, value = model.of(GatedDeltaNet).sizes(model)
     return DeltaState(
         jnp.zeros((batch, heads, key, value), jnp.float32),
@@ -67,26 +54,17 @@ def new_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> DeltaState:
 
 
 def delta_axes(model: Model) -> DeltaState:
-    """Returns a `DeltaState` in which each array is replaced by the names of its axes, from which
-    `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
-
-    Args:
-      model: unused, because the names are the same for all models.
-    """
     axes: Any = ("lanes", "heads", None, None), ("lanes", None, "heads", None)
     return DeltaState(*axes)
 
 
 def delta_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a `DeltaMemory`.
+    """Returns the FLOPs per token of a `DeltaMemory`.
 
     They are the FLOPs of the projections, of the convolution, and of three products with the matrix
     of each head: one that reads the old value of the token's key, one that changes the matrix, and
     one that reads the value of the query. The algorithm in chunks computes further products, which
     are not counted.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     heads, key, value = model.of(GatedDeltaNet).sizes(model)
     projections = 2 * model.model_dim * heads * (2 * key + 3 * value + 2)
@@ -94,12 +72,11 @@ def delta_flops(model: Model) -> int:
 
 
 def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns initial values of the parameter `rate`: the logarithms of random rates of decay."""
     return jnp.log(jax.random.uniform(key, shape, dtype, *_RATES))
 
 
 def _step_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns initial values of the parameter `step_bias`, whose softplus is a random step."""
+    # The softplus of the bias is a random step.
     low, high = (jnp.log(step) for step in _STEPS)
     return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, shape, dtype, low, high))))
 
@@ -111,19 +88,13 @@ class DeltaMemory(nn.Module):
     The normalized vectors of tokens are projected to queries, keys and values, which are convolved
     along the tokens. By the gated delta rule, each token changes the matrix of each head and reads
     a vector from it. These vectors are normalized, multiplied by a gate, and projected to the width
-    of the model.
-
-    Attributes:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      zero_output: True initialises the output projection with zeros, so that a new memory outputs
-        zeros.
+    of the model. With `zero_output`, a new memory outputs zeros.
     """
 
     model: Model
     zero_output: bool = False
 
     def setup(self) -> None:
-        """Creates the parameters of the projections, the convolution, the decays and the norm."""
         m = self.model
         heads, key, value = m.of(GatedDeltaNet).sizes(m)
         for name, size in (("queries", key), ("keys", key), ("values", value), ("gate", value)):
@@ -144,14 +115,7 @@ class DeltaMemory(nn.Module):
     def __call__(
         self, h: Float[Array, "B T D"], state: DeltaState, since_start: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """Reads a segment, and returns the outputs of its tokens and the state after the segment.
-
-        Args:
-          h: the normalized vectors of the tokens.
-          state: the state before the segment.
-          since_start: for each token, the number of earlier tokens of its document, as
-            `brt.memories.convolution.tokens_since_start` returns it.
-        """
+        """Reads the normalized vectors h; `since_start` is the result of `tokens_since_start`."""
         convolved, last = convolution(self._inputs(h), state.inputs, self.convolution, since_start)
         chunk = dispatch.for_backend(64, cpu=16)
         unroll = unrolled(self.model.unroll, -(-h.shape[1] // chunk), BLOCKS_AT_ONCE)
@@ -162,20 +126,11 @@ class DeltaMemory(nn.Module):
     def read_token(
         self, h: Float[Array, "B 1 D"], state: DeltaState
     ) -> tuple[Float[Array, "B 1 D"], DeltaState]:
-        """Reads one token, and returns its output and the state after the token.
-
-        Args:
-          h: the normalized vector of the token.
-          state: the state before the token.
-        """
         convolved, last = convolution_step(self._inputs(h), state.inputs, self.convolution)
         read, matrices = delta_step(self._delta_inputs(h, convolved), state.matrices)
         return self._output(h, read), DeltaState(matrices, last)
 
     def _inputs(self, h: Float[Array, "B T D"]) -> Float[Array, "B T H R"]:
-        """Returns the inputs of the convolution: the projections to queries, keys and values, one
-        after the other along the last axis.
-        """
         kernels = self.queries, self.keys, self.values
         parts = (constrain(dense(h, kernel), "lanes", None, "heads", None) for kernel in kernels)
         return jnp.concatenate([*parts], axis=-1)
@@ -183,9 +138,6 @@ class DeltaMemory(nn.Module):
     def _delta_inputs(
         self, h: Float[Array, "B T D"], convolved: Float[Array, "B T H R"]
     ) -> DeltaInputs:
-        """Returns the inputs of the gated delta rule, from the normalized vectors `h` and the
-        convolved projections.
-        """
         heads, key, _ = self.model.of(GatedDeltaNet).sizes(self.model)
         queries, keys, values = jnp.split(jax.nn.silu(convolved), (key, 2 * key), axis=-1)
         step = dense(h, self.step).astype(jnp.float32) + self.step_bias[None, None]
@@ -200,8 +152,5 @@ class DeltaMemory(nn.Module):
     def _output(
         self, h: Float[Array, "B T D"], read: Float[Array, "B T H V"]
     ) -> Float[Array, "B T D"]:
-        """Returns the output of the memory, from the normalized vectors `h` and what the tokens
-        have read.
-        """
         read = normed(self.model, read, self.read_norm).astype(h.dtype)
         return dense(read * jax.nn.silu(dense(h, self.gate)), self.output, inputs=2)

@@ -14,13 +14,7 @@ _ALONE, _BESIDE = "gated_delta_net", "window_gated_delta_net"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDeltaNet(KindSection):
     """Settings of layers with a gated delta rule (Yang, Kautz, Hatamizadeh 2024), whose memory is a
-    matrix for each head.
-
-    The section is for two kinds of layers. In the layers in `layers`, the memory takes the place of
-    attention. The layers in `window_layers` also attend to their window.
-
-    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
-    the fields.
+    matrix for each head. The section is for two kinds of layers.
     """
 
     kind: ClassVar[str] = _ALONE
@@ -41,29 +35,18 @@ class GatedDeltaNet(KindSection):
         check_not_negative(self, "heads", "key_dim", "value_dim")
 
     def sizes(self, model: Model) -> tuple[int, int, int]:
-        """Returns the number of heads, and the numbers of channels of a key and of a value. For a
-        setting that is 0, the result has the model's own number of heads or width of a head.
-
-        Args:
-          model: the settings of the model.
-        """
+        """Returns the number of heads, and the numbers of channels of a key and of a value."""
         dim = model.head_dim
         return self.heads or model.heads, self.key_dim or dim, self.value_dim or dim
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of the layers of each kind, by the name of the kind."""
         return {_ALONE: self.layers, _BESIDE: self.window_layers}
 
     def field_of(self, kind: str) -> str:
-        """Returns the name of the setting that has the indices of the layers of a kind; `kind` is
-        a key of `layers_by_kind`.
-        """
         return f"GatedDeltaNet.{'window_layers' if kind == _BESIDE else 'layers'}"
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if `model` has `Model.feedback` set and the section places layers
-        without attention in it, because these layers cannot attend to recurrent states.
-        """
+        """Refuses `Model.feedback`: layers without attention cannot attend to recurrent states."""
         check(
             not self.layers or not model.feedback,
             "Model.feedback = True lets every layer attend to recurrent states, which "

@@ -2,8 +2,6 @@
 
 This module exists because XLA's own triangular solver is slow for many small matrices: it takes a
 hundred times as long on CPUs, and computes one row after the other on accelerators.
-
-In shapes, C is the number of rows and columns of a matrix, and *B stands for any leading axes.
 """
 
 import jax
@@ -17,16 +15,13 @@ _BY_ROWS = 8
 
 @jax.custom_vjp
 def unit_lower_inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """Returns the float32 inverse of I + A for each matrix A in `below`.
-
-    Args:
-      below: float32 matrices that are zero on and above the diagonal. C is a power of two.
+    """Returns the float32 inverse of I + A for each matrix A in `below`, which are zero on and
+    above the diagonal. C is a power of two.
     """
     return _inverse(below)
 
 
 def _inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """Computes `unit_lower_inverse`, without its gradient."""
     size = below.shape[-1]
     if size <= _BY_ROWS:
         return _inverse_by_rows(below)
@@ -38,7 +33,6 @@ def _inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
 
 
 def _inverse_by_rows(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """Returns the inverse by forward substitution, one row after the other."""
     identity = jnp.broadcast_to(jnp.eye(below.shape[-1], dtype=below.dtype), below.shape)
     rows: list[Array] = []
     for i in range(below.shape[-1]):
@@ -48,12 +42,11 @@ def _inverse_by_rows(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
 
 
 def _product(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
-    """Returns the product a b of each pair of matrices, in float32 on all hardware."""
+    # The product is float32 on all hardware.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _forward(below: Float[Array, "*B C C"]) -> tuple[Array, Array]:
-    """Returns the inverse, and the inverse as the residual of the backward pass."""
     inverse = _inverse(below)
     return inverse, inverse
 
@@ -61,7 +54,6 @@ def _forward(below: Float[Array, "*B C C"]) -> tuple[Array, Array]:
 def _backward(
     inverse: Float[Array, "*B C C"], gradient: Float[Array, "*B C C"]
 ) -> tuple[Float[Array, "*B C C"]]:
-    """Returns the gradient of `below` from the gradient of its inverse."""
     transposed = inverse.swapaxes(-1, -2)
     return (-_product(transposed, _product(gradient, transposed)),)
 

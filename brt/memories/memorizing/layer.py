@@ -1,8 +1,6 @@
 """The memorizing layer: sliding-window attention, and attention to a few tokens of a memory of past
-tokens, which a search selects for each query.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, H of heads of queries,
-and K of numbers of a head.
+tokens, which a search selects for each query. The letters of shapes are those of
+`brt.layers.state`.
 """
 
 import jax
@@ -19,24 +17,12 @@ from brt.ops.partial_attention import AttentionPart
 
 
 def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
-    """Returns the state of a memorizing layer before the first token.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      batch: the number of rows of the batch.
-      dtype: the dtype of cached keys and values.
-    """
     return empty_memory(model, model.of(Memorizing).size, batch, dtype)
 
 
 def memory_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a memorizing layer.
-
-    They are the FLOPs of a sliding-window layer, of the search in the memory, and of attention to
-    the keys that the search returns.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+    """Returns the FLOPs per token of a sliding-window layer, of the search in the memory, and of
+    attention to the keys that the search returns.
     """
     section = model.of(Memorizing)
     width = model.heads * model.head_dim
@@ -54,13 +40,9 @@ class MemorizingLayer(PastTokensLayer):
     """
 
     def memory_size(self) -> int:
-        """Returns the number of tokens of the memory."""
         return self.model.of(Memorizing).size
 
     def window_positions(self) -> str:
-        """Returns the kind of positions of tokens in their window, a value of `Model.positions`:
-        that of the model if `Memorizing.gate` is "tanh", and otherwise "none".
-        """
         return self.model.positions if self.model.of(Memorizing).gate == "tanh" else "none"
 
     def mix(
@@ -70,20 +52,6 @@ class MemorizingLayer(PastTokensLayer):
         past: MemoryAndSegment,
         readers: Readers,
     ) -> Float[Array, "B T H K"]:
-        """Returns the attention output of the tokens.
-
-        Each head mixes, by its gate, attention to the window with attention to the tokens that the
-        search finds in the memory.
-
-        Args:
-          queries: the scaled queries of the tokens of N blocks. With rotary positions, they are
-            rotated for products with the keys of the memory, which are not rotated.
-          window: the result of attention to the window and to sinks (the first tokens of the
-            document), if the layer has any: output [B, T, H, K] and log-sum-exp [B, T, H].
-          past: the memory before the first block, followed by the tokens of the blocks.
-          readers: the number of tokens of the memory that each block may read, and the positions of
-            the T tokens in their blocks.
-        """
         section, local, counts = self.model.of(Memorizing), window.output, readers.counts
         null_keys = not self.model.sliding.mask_empty_cache
         remembered_output = memory_attention(

@@ -12,12 +12,7 @@ from brt.memories.checks import check_reach
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memorizing(KindSection):
-    """Settings of layers that attend to a few tokens of a long memory, which a search selects for
-    each query.
-
-    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
-    the fields.
-    """
+    """Settings of layers that attend to the results of a search in a long memory."""
 
     kind: ClassVar[str] = "memorizing"
     any_window: ClassVar[bool] = True
@@ -51,16 +46,10 @@ class Memorizing(KindSection):
         )
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if the window of a memorizing layer is smaller than a block."""
         check_reach("Memorizing.layers", self.layers, model)
 
     def check_segment(self, name: str, length: int) -> None:
-        """Raises ConfigError if a segment is longer than the memory.
-
-        Args:
-          name: the name of the setting that gives the length of a segment, for the message.
-          length: the number of tokens of a segment.
-        """
+        """Raises ConfigError if a segment, of the length in setting `name`, exceeds the memory."""
         check(
             self.size >= length,
             f"Memorizing.size = {self.size} must not be below {name} = {length}",

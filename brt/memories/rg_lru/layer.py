@@ -1,9 +1,8 @@
 """A layer with the recurrent block of Griffin (De et al. 2024) in place of attention: the RG-LRU, a
 gated linear recurrence over tokens.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
-numbers of a token's vector, H of heads, R of channels of a head, and L of earlier tokens that the
-convolution reads.
+In shapes, R is the number of channels of a head, and L of earlier tokens that the convolution
+reads. The other letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, NamedTuple
@@ -45,26 +44,13 @@ _SLOWEST, _FASTEST = 0.999, 0.9
 
 
 class RGLRUState(NamedTuple):
-    """The state that an RG-LRU layer carries from token to token.
-
-    Attributes:
-      hidden: float32 [B, H, R], the hidden state of every channel.
-      inputs: [B, L, H, R], the last L = `CONVOLVED` - 1 inputs of the convolution, in the compute
-        dtype.
-    """
+    """The float32 hidden states, and the last L = `CONVOLVED` - 1 inputs of the convolution."""
 
     hidden: Float[Array, "B H R"]
     inputs: Float[Array, "B L H R"]
 
 
 def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
-    """Returns the state of an RG-LRU layer before the first token.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      batch: the number of rows of the batch.
-      dtype: the dtype of the inputs of the convolution.
-    """
     channels = _channels(model)
     return RGLRUState(
         jnp.zeros((batch, *channels), jnp.float32),
@@ -73,24 +59,13 @@ def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
 
 
 def state_axes(model: Model) -> RGLRUState:
-    """Returns an `RGLRUState` in which each array is replaced by the names of its axes, from which
-    `brt.distributed.rules` derives the sharding. None stands for an axis that is not sharded.
-
-    Args:
-      model: unused, because the names are the same for all models.
-    """
     axes: Any = ("lanes", "heads", None), ("lanes", None, "heads", None)
     return RGLRUState(*axes)
 
 
 def rg_lru_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of an RG-LRU layer.
-
-    They are the FLOPs of three projections, two gates of each head, the convolution, and the MLP.
-    The recurrence itself has no matrix products and is not counted.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+    """Returns the FLOPs per token of three projections, two gates of each head, the convolution,
+    and the MLP. The recurrence itself has no matrix products and is not counted.
     """
     heads, size = _channels(model)
     width = heads * size
@@ -99,14 +74,13 @@ def rg_lru_flops(model: Model) -> int:
 
 
 def _channels(model: Model) -> tuple[int, int]:
-    """Returns the number of heads, and the number of channels of a head."""
+    # Returns the number of heads, and the number of channels of a head.
     return model.heads, model.of(RGLRU).width_of(model) // model.heads
 
 
 def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns initial values of the parameter `rate`, with which the factor of a state is between
-    `_FASTEST` and `_SLOWEST` while the gate is open (Griffin, section 2.4).
-    """
+    # With these rates, the factor of a state is between `_FASTEST` and `_SLOWEST` while the gate is
+    # open (Griffin, section 2.4).
     drawn = jax.random.uniform(key, shape, dtype, _FASTEST**2, _SLOWEST**2)
     return jnp.log(jnp.expm1(-0.5 * jnp.log(drawn) / SHARPNESS))
 
@@ -120,7 +94,6 @@ class RGLRULayer(TokenStateLayer):
     """
 
     def setup(self) -> None:
-        """Creates the parameters of the two branches and of the output projection, and the MLP."""
         m = self.model
         channels = _channels(m)
         self.norm = norm_parameter(self, m, "norm")
@@ -147,13 +120,6 @@ class RGLRULayer(TokenStateLayer):
         self, x: Float[Array, "B T D"], *, state: RGLRUState, document_start: Bool[Array, "B N"],
         **_: Any,
     ) -> LayerOutput:  # fmt: skip
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        Args:
-          x: the vectors of the tokens.
-          state: the state before the segment.
-          document_start: True where a document starts with block n.
-        """
         since_start = tokens_since_start(document_start, x.shape[1])
         branch, inputs = self._project(x)
         convolved, last = convolution(inputs, state.inputs, self.convolution, since_start)
@@ -163,12 +129,6 @@ class RGLRULayer(TokenStateLayer):
         return LayerOutput(self._finish(x, branch, hidden), RGLRUState(hidden[:, -1], last))
 
     def decode_step(self, x: Float[Array, "B 1 D"], *, block: RGLRUState, **_: Any) -> LayerOutput:
-        """Reads one token, and returns its output and the state after the token.
-
-        Args:
-          x: the input vector of the token.
-          block: the open block, which is the state before the token.
-        """
         branch, inputs = self._project(x)
         convolved, last = convolution_step(inputs, block.inputs, self.convolution)
         a, b = self._steps(convolved)
@@ -177,7 +137,6 @@ class RGLRULayer(TokenStateLayer):
         return LayerOutput(y, RGLRUState(hidden, last))
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """Returns the output of the GELU branch [B, T, H, R], and the inputs of the convolution."""
         h = dropout(self, normed(self.model, x, self.norm), self.model.dropout)
         branch, inputs = (
             constrain(dense(h, kernel), "lanes", None, "heads", None)
@@ -186,9 +145,6 @@ class RGLRULayer(TokenStateLayer):
         return jax.nn.gelu(branch, approximate=True), inputs
 
     def _steps(self, x: Float[Array, "B T H R"]) -> tuple[Array, Array]:
-        """Returns the factors a and inputs b of the recurrence h_t = a_t h_(t-1) + b_t, from the
-        convolved inputs.
-        """
         gates = GateParameters(
             self.input_gate, self.input_gate_bias, self.recurrence_gate,
             self.recurrence_gate_bias, self.rate,
@@ -198,6 +154,5 @@ class RGLRULayer(TokenStateLayer):
     def _finish(
         self, x: Float[Array, "B T D"], branch: Array, hidden: Float[Array, "B T H R"]
     ) -> Float[Array, "B T D"]:
-        """Returns the output of the layer, from its input and the outputs of both branches."""
         y = dense(branch * hidden.astype(branch.dtype), self.output[0], inputs=2)
         return self.mlp(x + dropout(self, y, self.model.dropout), None)

@@ -11,11 +11,7 @@ from brt.config.kinds import KindSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RGLRU(KindSection):
-    """Settings of layers with a gated linear recurrence over tokens (Griffin, De et al. 2024).
-
-    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
-    the fields.
-    """
+    """Settings of layers with a gated linear recurrence over tokens (Griffin, De et al. 2024)."""
 
     kind: ClassVar[str] = "rg_lru"
     any_window: ClassVar[bool] = True
@@ -30,17 +26,10 @@ class RGLRU(KindSection):
         check_not_negative(self, "width")
 
     def width_of(self, model: Model) -> int:
-        """Returns the number of channels of the recurrence, in all heads together: `width`, or the
-        `model_dim` of the model if `width` is 0.
-        """
         return self.width or model.model_dim
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if the section places RG-LRU layers in a model that cannot have them.
-
-        The number of heads must divide the number of channels, and `Model.feedback` must not be
-        set, because these layers cannot attend to recurrent states.
-        """
+        """Requires heads that divide the width, and no feedback, to which nothing would attend."""
         if not self.layers:
             return
         width = self.width_of(model)

@@ -2,11 +2,9 @@
 attend to the last tokens of the token's cluster.
 
 A routed head divides the tokens into clusters by their queries. A cluster consists of the tokens
-whose queries are nearest to the cluster's centroid.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
-tokens, D of numbers of a token's vector, G of routed heads, K of numbers of a head, C of clusters
-of a routed head, and R of tokens of a cluster that a token reads.
+whose queries are nearest to the cluster's centroid. In shapes, G is the number of routed heads, C
+of clusters of a routed head, and R of tokens of a cluster that a token reads. The other letters of
+shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -52,35 +50,20 @@ from brt.ops.positions import relative_bias
 
 
 class RoutedState(NamedTuple):
-    """The cache of the windowed heads, and the last R tokens of every cluster.
-
-    Attributes:
-      window: the keys and values of the last block, as in a sliding-window layer, for the heads
-        that are not routed.
-      keys: [B, G, C, R, K], unit vectors, oldest token first; places without a token are zeros.
-      values: [B, G, C, R, K], the values of the same tokens.
-      filled: int32 [B, G, C], the number of places of a cluster that have a token, at most R.
-    """
+    """The cache of the windowed heads, and the `Rings` (last R tokens) of every cluster."""
 
     window: WindowState
-    keys: Float[Array, "B G C R K"]
+    keys: Float[Array, "B G C R K"]  # Unit vectors.
     values: Float[Array, "B G C R K"]
     filled: Int[Array, "B G C"]
 
     @property
     def rings(self) -> Rings:
-        """The last tokens of every cluster: the fields `keys`, `values` and `filled`."""
         return Rings(*self[1:])
 
 
 class RoutedBlock(NamedTuple):
-    """An open block, which is the block whose tokens are read one by one.
-
-    Attributes:
-      tokens: the keys and values of the windowed heads, as in a sliding-window layer.
-      routed: for the routed heads, the keys and values [B, W, G, K] of the block's tokens and the
-        indices [B, W, G] of their clusters.
-    """
+    """An open block: keys and values of the windowed heads, and tokens of the routed heads."""
 
     tokens: OpenBlock
     routed: RoutedTokens
@@ -91,19 +74,12 @@ ROUTED_AXES: Any = RoutedState(WINDOW_AXES, _RINGS, _RINGS, _RINGS[:3])
 
 
 def _of_windows(model: Model) -> Model:
-    """Returns the settings of a sliding-window layer that has only the windowed heads."""
+    # Returns the settings of a sliding-window layer that has only the windowed heads.
     section = model.of(Routing)
     return dataclasses.replace(model.without(Routing), heads=model.heads - section.heads)
 
 
 def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
-    """Returns the state of a routing layer before the first token.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      batch: the number of rows of the batch.
-      dtype: the dtype of cached keys and values.
-    """
     section = model.of(Routing)
     m = model
     shape = (batch, section.heads, section.clusters, section.keep, m.head_dim)
@@ -113,36 +89,18 @@ def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
 
 
 def new_routing(model: Model) -> ClusterStatistics:
-    """Returns the initial model state of a routing layer: the statistics of the clusters, from
-    which the centroids are computed. The statistics are learned without gradients.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-    """
     section = model.of(Routing)
     return new_statistics(section.heads, section.clusters, model.head_dim)
 
 
 def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
-    """Returns the model state after a train step, in which the centroids have moved towards the
-    queries of the step. Each train step calls this function once, at its end.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      statistics: the statistics of the clusters, to which all tokens of the step have been added.
-    """
     return update_averages(statistics, model.of(Routing).decay)
 
 
 def routing_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a routing layer.
-
-    The count is that of a sliding-window layer, with two changes for the routed heads. The FLOPs of
-    assigning tokens to clusters and of attention to the tokens of a cluster are added. The FLOPs of
-    attention to a window and of the projection to keys, which routed heads lack, are subtracted.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
+    """Returns the FLOPs per token of a sliding-window layer, plus assigning tokens to clusters and
+    attention to the tokens of a cluster, minus attention to a window and the projection to keys,
+    which routed heads lack.
     """
     section = model.of(Routing)
     m, width = model, section.heads * model.head_dim
@@ -157,13 +115,7 @@ class RoutingLayer(nn.Module):
     token's query. The token attends to the last tokens of this cluster, including itself unless
     `Window.attend_to_self` is False (`brt.memories.routing.routed_attention`). The query is also
     the token's key. With T5's position bias, distances are counted in tokens of the cluster. The
-    layer has a model state: statistics of the clusters, from which the centroids are computed, and
-    which are learned without gradients.
-
-    Attributes:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
-      training: True applies dropout.
-      kernels: the settings that select the implementations of ops.
+    model state is the statistics of the clusters, from which the centroids are computed.
     """
 
     model: Model
@@ -171,9 +123,6 @@ class RoutingLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        """Creates the module of the windowed heads, which also has the MLP, and the parameters of
-        the routed heads.
-        """
         section = self.model.of(Routing)
         m = self.model
         self.tokens = TransformerBlock(_of_windows(m), training=self.training, kernels=self.kernels)
@@ -211,9 +160,7 @@ class RoutingLayer(nn.Module):
     def _routed(
         self, x: Float[Array, "B T D"], statistics: ClusterStatistics
     ) -> tuple[Float[Array, "B T G K"], RoutedTokens]:
-        """Returns the scaled queries of the routed heads, and the tokens' keys (their normalized
-        queries), values and clusters.
-        """
+        # Keys of the routed heads are normalized queries.
         h = self.tokens.normed(x)
         products = dense(h, self.queries)
         keys, values = l2_normalize(products), dense(h, self.values)
@@ -229,17 +176,7 @@ class RoutingLayer(nn.Module):
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment and returns the outputs of its tokens and the state after the segment.
-
-        The field `aux` of the result has the next model state: the statistics of the clusters, to
-        which the segment's tokens have been added.
-
-        Args:
-          x: the vectors of the tokens.
-          state: the state before the segment.
-          document_start: True where a document starts with block n.
-          model_state: the statistics of the clusters, from which the centroids are computed.
-        """
+        """Adds the routed heads' outputs to the residual, and the tokens to the model state."""
         m, statistics = self.model, model_state
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
@@ -277,15 +214,6 @@ class RoutingLayer(nn.Module):
         return LayerAux(after, {"routing": loss}, metrics)
 
     def begin_block(self, x: None, *, state: RoutedState, **_: Any) -> LayerOutput:
-        """Returns an open block (the data of a block that is read token by token) without tokens.
-
-        Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the state after the previous block.
-
-        Returns:
-          A `LayerOutput` whose `state` is the open block.
-        """
         section = self.model.of(Routing)
         window, m = state.window, self.model
         shape = (len(state.keys), m.window, section.heads, m.head_dim)
@@ -296,7 +224,6 @@ class RoutingLayer(nn.Module):
     def prepare_block(
         self, x: None, *, block: RoutedBlock, position: Int[Array, ""], **_: Any
     ) -> LayerOutput:
-        """Returns the open block with keys and values ready; see `WindowLayer.prepare_block`."""
         return LayerOutput(x, block._replace(tokens=self.tokens.prepared(block.tokens, position)))
 
     def decode_step(
@@ -309,20 +236,6 @@ class RoutingLayer(nn.Module):
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token, which enters the open block. The last tokens of the clusters in `state`
-        do not change before the end of the block.
-
-        Args:
-          x: the input vector of the token.
-          state: the layer's state after the previous block.
-          block: the open block, which has the block's earlier tokens.
-          position: the position of the token in the block.
-          model_state: the statistics of the clusters, from which the centroids are computed.
-
-        Returns:
-          A `LayerOutput` with the token's output vector, and with the open block, to which the
-          token has been added, as `state`.
-        """
         queries, routed = self._routed(x, model_state)
         whole = RoutedTokens(
             *(
@@ -343,17 +256,7 @@ class RoutingLayer(nn.Module):
     def end_block(
         self, x: None, *, state: RoutedState, block: RoutedBlock, **_: Any
     ) -> LayerOutput:
-        """Returns the layer's state after a full block: the block becomes the cache, and its tokens
-        become the last tokens of their clusters.
-
-        Args:
-          x: None, which is returned as the output.
-          state: the layer's state after the previous block.
-          block: the open block, which has all tokens of the block.
-
-        Returns:
-          A `LayerOutput` whose `state` is the new state.
-        """
+        """Makes the block the cache; its tokens become the last tokens of their clusters."""
         nowhere = jnp.zeros((len(state.keys), 1), bool)
         window = closed_window(self.model, state.window, block.tokens)
         rings = rings_after(block.routed, state.rings, nowhere)

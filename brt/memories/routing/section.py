@@ -13,9 +13,6 @@ from brt.config.kinds import KindSection
 class Routing(KindSection):
     """Settings of layers of a causal Routing Transformer, in which some heads attend to the tokens
     of a cluster instead of a window.
-
-    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
-    the fields.
     """
 
     kind: ClassVar[str] = "routing"
@@ -39,11 +36,7 @@ class Routing(KindSection):
         check(0 < self.decay < 1, f"Routing.decay = {self.decay} must be in (0, 1)")
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if the section places routing layers in a model that cannot have them.
-
-        At least one head of a layer must have a window, positions must not be rotary, the model
-        must have a cache, and `Model.feedback` must not be set.
-        """
+        """Requires a head with a window, no rotary positions, a cache, and no `Model.feedback`."""
         if not self.layers:
             return
         check(

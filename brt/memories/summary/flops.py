@@ -6,15 +6,12 @@ from brt.memories.summary.section import Summaries
 
 
 def summary_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a layer with a short-term memory.
+    """Returns the FLOPs per token of a layer with a short-term memory.
 
     The count is that of a sliding-window layer, in which attention to the window is replaced by
     attention to the block and to the short-term memory. Two numbers are added: the FLOPs of reading
     the summaries of the layer below, which are processed like tokens, and the FLOPs of the weighted
     sums that become the next memory and the summaries for the layer above.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     section = model.of(Summaries)
     m, width, places = (
@@ -34,14 +31,10 @@ def summary_flops(model: Model) -> int:
 
 
 def long_summary_flops(model: Model) -> int:
-    """Returns the FLOPs per token of the forward pass of a layer with a short-term and a long-term
-    memory.
+    """Returns the FLOPs per token of a layer that also has a long-term memory.
 
     The projection of the long-term memory to keys and values at the start of a segment is not
     counted, because it is computed only once per segment.
-
-    Args:
-      model: the settings of the model, with the window of this layer (`Model.for_layer`).
     """
     section = model.of(Summaries)
     m, width, places = (

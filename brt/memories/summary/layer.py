@@ -5,9 +5,7 @@ the layer below. Each of these P = W + U places attends to the places of the blo
 to the short-term memory: S vectors that the layer computed from the previous block. A layer with a
 long-term memory also attends to M vectors that it computed from many blocks; new vectors replace
 the oldest. All memory vectors are weighted sums of the layer's outputs at the places of a block.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, D of
-numbers of a vector, H of heads, and K of numbers of a head.
+The letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -32,12 +30,8 @@ from brt.ops.window_attention import circulant
 
 
 class Memories(NamedTuple):
-    """The memories that the tokens and summaries of a block attend to.
-
-    Attributes:
-      state: the state before the block, a `SummaryState` or a `LongSummaryState`.
-      long: the keys and values [B, M, H, K] of the long-term memory; None for layers that have only
-        a short-term memory.
+    """The memories that a block attends to: the state before the block, and the keys and values of
+    the long-term memory, if the layer has one.
     """
 
     state: Any
@@ -45,14 +39,7 @@ class Memories(NamedTuple):
 
 
 class SummaryBlock(NamedTuple):
-    """An open block, which is the block whose tokens are read one by one.
-
-    Attributes:
-      keys, values: [B, W, H, K], the keys and values of the block's tokens.
-      outputs: [B, W, D], the layer's outputs for the block's tokens.
-      short, long: the keys and values of the short-term memory and of the long-term memory; `long`
-        is None without a long-term memory.
-    """
+    """An open block: keys, values and outputs of its tokens; keys and values of the memories."""
 
     keys: Float[Array, "B W H K"]
     values: Float[Array, "B W H K"]
@@ -62,9 +49,7 @@ class SummaryBlock(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Inputs of a layer at the P places (tokens, then summaries) of N blocks, and the queries, keys
-    and values that are computed from them.
-    """
+    """The P places (tokens, then summaries) of N blocks."""
 
     inputs: Float[Array, "B N P D"]
     queries: Float[Array, "B N P H K"]
@@ -73,13 +58,8 @@ class Tokens(NamedTuple):
 
 
 class TokenMix(nn.Module):
-    """A module that computes `size` learned weighted sums over the P = W + U places of a block: W
-    tokens and U summaries.
-
-    Attributes:
-      model: the settings of the model.
-      size: O, the number of weighted sums.
-      residual: True normalises the inputs and adds the summaries to the sums, which needs O = U.
+    """A module that computes O = `size` learned weighted sums over the W tokens and U summaries of
+    a block. `residual` = True normalises the inputs and adds the summaries to the sums (O = U).
     """
 
     model: Model
@@ -90,7 +70,6 @@ class TokenMix(nn.Module):
     def __call__(
         self, tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"]
     ) -> Float[Array, "B O D"]:
-        """Returns O = `size` weighted sums over the vectors `tokens` and `summaries` of a block."""
         section = self.model.of(Summaries)
         places = self.model.window + section.summaries
         weights = MixWeights(
@@ -107,11 +86,7 @@ class TokenMix(nn.Module):
 
 
 class SummaryLayer(nn.Module):
-    """A layer in which every block passes vectors, the short-term memory, to the next block.
-
-    The layer has the settings `model`, applies dropout if `training` is True, and computes
-    attention with the implementations that `kernels` selects. See the docstring of the module.
-    """
+    """A layer in which every block passes vectors, the short-term memory, to the next block."""
 
     model: Model
     training: bool = False
@@ -119,9 +94,6 @@ class SummaryLayer(nn.Module):
     remembers: ClassVar[bool] = False  # True for layers with a long-term memory.
 
     def setup(self) -> None:
-        """Creates the module of attention and MLP, the modules that compute weighted sums, and, in
-        layers with a long-term memory, the gate of this memory.
-        """
         section = self.model.of(Summaries)
         m = self.model
         self.tokens = TransformerBlock(m, training=self.training, kernels=self.kernels)
@@ -147,16 +119,11 @@ class SummaryLayer(nn.Module):
         summaries: Float[Array, "B N U D"],
         **_: Any,
     ) -> LayerOutput:
-        """Reads a segment and returns the outputs of its tokens, the state after the segment, and
-        the summaries of its blocks for the layer above.
-
-        The projections of all blocks are computed at once. Then the blocks are read one by one,
-        because each block reads the memory that the previous block has changed. `state` has the
-        memories before the segment, `document_start` is True for the first block of a document, and
-        the layer below has computed the `summaries` of the blocks.
+        """Computes the projections of all blocks at once; then the blocks are read one by one,
+        because each block reads the memory that the previous block has changed.
         """
         m, blocks, shape = self.model, document_start.shape[1], x.shape
-        # The blocks are read one after the other, so every device needs all blocks of its lanes.
+        # The blocks are read one after the other, so every device needs all blocks of its rows.
         x = constrain(x, "lanes", None, None).reshape(len(x), blocks, m.window, m.model_dim)
         z = jnp.concatenate([x, constrain(summaries, "lanes", None, None, None)], axis=2)
         projected = self._projected(z.reshape(len(z), -1, m.model_dim))
@@ -179,7 +146,6 @@ class SummaryLayer(nn.Module):
         return LayerOutput(x, memories.state, summaries=summaries)
 
     def _projected(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
-        """Returns queries, keys and values [B, T, H, K] as attention uses them."""
         projections = self.tokens.project(x)
         queries = self.tokens.scaled_queries(projections.queries)
         return queries, self.tokens.normalized_keys(projections.keys), projections.values
@@ -210,9 +176,7 @@ class SummaryLayer(nn.Module):
         bias: Float[Array, "H Q Z"] | None,
         first: Int[Array, ""],
     ) -> Float[Array, "B Q H K"]:
-        """Returns the attention of queries at consecutive places of the block, from place `first`
-        on.
-        """
+        # Attends from consecutive places of the block, from place `first` on.
         section = self.model.of(Summaries)
         m, state, implementation = self.model, memories.state, self.kernels.masked_attention
         # If `Window.mask_empty_cache` is False, places without a vector count as keys of zeros.
@@ -240,7 +204,7 @@ class SummaryLayer(nn.Module):
     def _after(
         self, memories: Memories, x: Float[Array, "B W D"], u: Float[Array, "B U D"]
     ) -> tuple[Memories, Float[Array, "B U D"]]:
-        """Returns the memories after a block, and the summaries for the layer above."""
+        # Returns the memories after a block, and the summaries for the layer above.
         section = self.model.of(Summaries)
         state, long, above = memories.state, memories.long, self.summary_mix(x, u).astype(u.dtype)
         short = SummaryState(self.short_mix(x, u), jnp.ones_like(state.short.valid))
@@ -267,9 +231,8 @@ class SummaryLayer(nn.Module):
         return Dropout(self.make_rng("dropout"), rate) if rate and self.training else None
 
     def _distance(self, places: Int[Array, " Q"]) -> Int[Array, "Q Z"]:
-        """Returns the distance of every key from the nearest key that each place attends to. The
-        keys of the short-term memory come before those of the block.
-        """
+        # Returns the distance of every key from the nearest key that each place attends to. The
+        # keys of the short-term memory come before those of the block.
         section = self.model.of(Summaries)
         m = self.model
         columns = jnp.arange(section.short_memory + m.window + section.summaries)
@@ -282,7 +245,6 @@ class SummaryLayer(nn.Module):
         return self.tokens.bias(section.short_memory + m.window + section.summaries)
 
     def _bias(self) -> Float[Array, "H P Z"] | None:
-        """Returns the position bias of every place of a block and every key."""
         section = self.model.of(Summaries)
         m, row = self.model, self._row()
         if row is None:
@@ -293,15 +255,7 @@ class SummaryLayer(nn.Module):
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
     def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
-        """Returns an open block (the data of a block that is read token by token) without tokens.
-
-        The memories do not change while the block is read, so their keys and values are computed
-        here, once for all tokens of the block.
-
-        Args:
-          x: None, which is returned as the output; a block begins without a token.
-          state: the `SummaryState` or `LongSummaryState` after the previous block.
-        """
+        """Computes the keys and values of the memories once for all tokens of the block."""
         m, dtype = self.model, compute_dtype(self.model)
         keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
         outputs = jnp.zeros((*keys.shape[:2], m.model_dim), dtype)
@@ -317,25 +271,10 @@ class SummaryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        """Reads one token, which enters the open block. The memories do not change.
-
-        Args:
-          x: the input vector of the token.
-          state: the `SummaryState` or `LongSummaryState` after the previous block.
-          block: the open block, which has the block's earlier tokens.
-          position: the position of the token in the block.
-
-        Returns:
-          A `LayerOutput` with the token's output vector, and with the open block, to which the
-          token has been added, as `state`.
-        """
         section = self.model.of(Summaries)
         queries, keys, values = self._projected(x)
 
         def with_token(whole: Array, z: Array) -> Array:
-            """Returns the array `whole` [B, W, ...] of the block's tokens, with this token's entry
-            z [B, 1, ...] written at `position`.
-            """
             return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
 
         own = StateKV(with_token(block.keys, keys), with_token(block.values, values))
@@ -361,16 +300,7 @@ class SummaryLayer(nn.Module):
         summaries: Float[Array, "B 1 U D"],
         **_: Any,
     ) -> LayerOutput:
-        """Returns the layer's state after a full block, and the block's summaries for the layer
-        above.
-
-        Args:
-          x: None, which is returned as the output.
-          state: the `SummaryState` or `LongSummaryState` after the previous block.
-          block: the open block, which has all tokens of the block.
-          summaries: the summaries of the block that the layer below has computed. They attend to
-            the complete block, so they are processed here and not in `decode_step`.
-        """
+        """Processes the summaries, which attend to the complete block, after all its tokens."""
         window, u = self.model.window, summaries[:, 0]
         queries, *kv = self._projected(u)
         pairs = zip((block.keys, block.values), kv, strict=True)
@@ -396,5 +326,4 @@ def _along(lanes: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
 
 
 def _appended(old: Float[Array, "B M *X"], new: Float[Array, "B L *X"]) -> Float[Array, "B M *X"]:
-    """Returns the last M vectors of both arrays."""
     return jnp.concatenate([old, new.astype(old.dtype)], axis=1)[:, new.shape[1] :]

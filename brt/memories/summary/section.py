@@ -16,12 +16,8 @@ class Summaries(KindSection):
     """Settings of the layers of MELODI, which summarise every block for the layer above and for the
     next block.
 
-    The section is for two kinds of layers. The layers in `layers` have a short-term memory, and the
-    layers in `long_layers` also have a long-term memory. The kinds share a section because all
-    layers must have the same number of summaries.
-
-    `KindSection` explains the class variables, and `brt.config.fields` the functions that declare
-    the fields.
+    The section is for two kinds of layers. The kinds share a section because all layers must have
+    the same number of summaries.
     """
 
     kind: ClassVar[str] = _SHORT
@@ -45,20 +41,13 @@ class Summaries(KindSection):
         )
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of the layers of each kind, by the name of the kind."""
         return {_SHORT: self.layers, _LONG: self.long_layers}
 
     def field_of(self, kind: str) -> str:
-        """Returns the name of the setting that has the indices of the layers of a kind; `kind` is
-        a key of `layers_by_kind`.
-        """
         return "Summaries.long_layers" if kind == _LONG else "Summaries.layers"
 
     def check_model(self, model: Model) -> None:
-        """Raises ConfigError if the section places summary layers in a model that cannot have them.
-
-        Positions must not be rotary, and `Model.feedback` must not be set.
-        """
+        """Refuses rotary positions and `Model.feedback`."""
         for kind, layers in self.layers_by_kind().items():
             check(
                 not layers or model.positions != "rotary",

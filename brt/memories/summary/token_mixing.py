@@ -2,10 +2,8 @@
 2410.03156).
 
 The inputs are the vectors of the W tokens of a block, and the U vectors with which the layer below
-has summarised the same tokens.
-
-In shapes, B is the number of rows of the batch, D of numbers of a vector, P = W + U of input
-positions, and O of weighted sums.
+has summarised the same tokens. In shapes, P = W + U, and O is the number of weighted sums. The
+other letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -18,14 +16,7 @@ from brt.ops.products import einsum_float32
 
 
 class MixWeights(NamedTuple):
-    """Weights of O weighted sums over P input positions.
-
-    Attributes:
-      kernel: [P, O], the weight of each input position in each weighted sum.
-      bias: [O], a number that is added to all features of each weighted sum.
-      token_norm, summary_norm: [D], the scales of the norms of tokens and of summaries; both None
-        for sums without norms and without a residual connection.
-    """
+    """Weights of O weighted sums over P input positions; norms imply a residual connection."""
 
     kernel: Float[Array, "P O"]
     bias: Float[Array, " O"]
@@ -40,11 +31,6 @@ def mix_tokens(
 
     If the weights have norms, the inputs are normalized first, and the summaries are added to the
     result, so O must equal U.
-
-    Args:
-      tokens: the vectors of the W tokens.
-      summaries: the U vectors that summarise the tokens.
-      weights: the weights of the sums, and the scales of the norms.
     """
     mixed = tokens, summaries
     if weights.token_norm is not None:

@@ -9,68 +9,31 @@ In shapes, X is the number of keys, C of clusters; K and E are the sizes of a ke
 and O = T + X - 1 is the number of distances (key minus query) from 1 - T to X - 1.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
-from brt.ops.clustered_attention import (
-    clustered_tpu,
-    improved_tpu,
-    pallas_gpu,
-    reference,
-    xla,
-)
+from brt.ops.clustered_attention import pallas, reference, xla
 from brt.ops.clustered_attention.clustering import cluster_queries
 from brt.ops.clustered_attention.config import ClusteredConfig
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 
 
-def _clustered_op(
-    xla: Callable[..., Array],
-    reference: Callable[..., Array],
-    kernels: Sequence[Implementation],
-) -> Op:
+def _clustered_op(kind: str, xla: Callable[..., Array], reference: Callable[..., Array]) -> Op:
     naive = Implementation("reference", reference, auto=(), refusal=dispatch.dropout_refusal)
+    kernels = pallas.implementations(kind)
     return Op("clustered_attention", (*kernels, Implementation("xla", xla), naive))
-
-
-def _kernels(
-    module: Any, function: Callable[..., Array], on_gpus: tuple[Callable[..., Array], ...]
-) -> list[Implementation]:
-    """Returns implementations by kernels; `on_gpus` has that for GPUs, compiled and interpreted."""
-    kernel, interpreted = on_gpus
-    return [
-        Implementation("pallas_tpu", function, ("tpu",), ("tpu",), module.refusal),
-        Implementation("pallas_gpu", kernel, ("gpu",), ("gpu",), pallas_gpu.refusal),
-        Implementation("pallas_interpret", module.interpreted, (), refusal=module.feature_refusal),
-        Implementation("pallas_gpu_interpret", interpreted, (), refusal=pallas_gpu.feature_refusal),
-    ]
 
 
 # The keys of this dictionary are values of the setting `Attention.kind`.
 OPS = {
-    "clustered": _clustered_op(
-        xla.clustered,
-        reference.clustered,
-        _kernels(
-            clustered_tpu,
-            clustered_tpu.clustered,
-            (pallas_gpu.clustered, pallas_gpu.clustered_interpreted),
-        ),
-    ),
+    "clustered": _clustered_op("clustered", xla.clustered, reference.clustered),
     "improved_clustered": _clustered_op(
-        xla.improved_clustered,
-        reference.improved_clustered,
-        _kernels(
-            improved_tpu,
-            improved_tpu.improved_clustered,
-            (pallas_gpu.improved_clustered, pallas_gpu.improved_interpreted),
-        ),
+        "improved_clustered", xla.improved_clustered, reference.improved_clustered
     ),
 }
 

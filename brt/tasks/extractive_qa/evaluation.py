@@ -24,23 +24,16 @@ from brt.types import TextBatch
 
 
 class WindowPrediction(NamedTuple):
-    """A model's prediction for one window.
+    """A model's prediction for one window."""
 
-    Attributes:
-      row: index of the window in the store.
-      start, end: positions of the first and last token of the best span in the window's input.
-      score: score of the best span, the sum of the logits of its start and end.
-      no_answer: sum of the start and end logits of the input's first token, which stands for "no
-        answer in this window".
-      nats: cross-entropy of the true start plus cross-entropy of the true end, as in training.
-    """
-
-    row: int
-    start: int
-    end: int
-    score: float
+    row: int  # index of the window in the store
+    start: int  # position of the best span's first token in the window's input
+    end: int  # position of its last token
+    score: float  # score of the best span, the sum of the logits of its start and end
+    # Sum of the start and end logits of the input's first token, which stands for "no answer in
+    # this window".
     no_answer: float
-    nats: float
+    nats: float  # cross-entropy of the true start plus that of the true end, as in training
 
 
 class AnswerEvaluator(HeadEvaluator):
@@ -48,10 +41,8 @@ class AnswerEvaluator(HeadEvaluator):
 
     Exact match and F1 are defined as for SQuAD: for each question the maximum over its true
     answers, in percent, averaged over questions. A window has two places to predict, the first and
-    the last token of the answer; in a window without the answer, both places are the first token of
-    the input. Bits per place are -log2 p of the true places, averaged over the places of all
-    windows. Rows that only fill up a batch do not count, and neither do questions that were left
-    out when the data were prepared.
+    the last token of the answer. Bits per place are -log2 p of the true places, averaged over the
+    places of all windows. Questions that were left out when the data were prepared do not count.
     """
 
     compared_metric = "exact_match", "exact match {:.2f} %"
@@ -61,25 +52,14 @@ class AnswerEvaluator(HeadEvaluator):
         self._section = request.config.questions
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns the function that is compiled and evaluated for each batch.
-
-        The function's arguments are the parameters, a batch, and a mask that is True for tokens of
-        the context. Its results are the fields of WindowPrediction except for `row`, arrays [B].
-        `config` is the config of the model, with the longest answer that may be predicted.
+        """The function's third argument is the mask of `QuestionStore.context_mask`. Its results
+        are the fields of WindowPrediction except for `row`, arrays [B].
         """
         longest = config.questions.max_answer_length
 
         def read(
             params: PyTree[Array], batch: TextBatch, mask: Bool[np.ndarray, "B T"] | Array
         ) -> tuple[Float[Array, " B"] | Int[Array, " B"], ...]:
-            """Returns the fields start, end, score, no_answer and nats of WindowPrediction for each
-            window of the batch, as arrays [B].
-
-            Args:
-              params: parameters of the model.
-              batch: a batch of windows.
-              mask: True for tokens of the context, the only tokens that an answer may contain.
-            """
             logits = self.task.predict(config, params, batch)
             nats = span_nats(logits, batch.targets, batch.scored).sum(axis=1)
             no_answer = logits[:, 0].sum(axis=-1)
@@ -88,17 +68,9 @@ class AnswerEvaluator(HeadEvaluator):
         return read
 
     def extra_inputs(self, batch: TextBatch) -> tuple[np.ndarray, ...]:
-        """Returns a tuple with one mask, bool [B, T]: True for the tokens that an answer may
-        contain, which are the tokens of the context.
-
-        The function that `forward` returns takes this mask as its last argument.
-        """
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        """Yields batches of all windows, or if `limit` is above 0, a single batch of at most this
-        number of windows from the start of the split.
-        """
         return QuestionReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
@@ -107,15 +79,6 @@ class AnswerEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Returns the metrics of the split, and one prediction for each question.
-
-        Args:
-          config: config of the model.
-          outputs: for each window, by its index, the results of the function that `forward`
-            returns.
-          timed: the function that `forward` returns, in an object that has recorded the number of
-            inputs and the time of the function's calls.
-        """
         section, store = self._section, self.store
         windows: dict[int, list[WindowPrediction]] = {}
         for row, arrays in outputs.items():
@@ -146,12 +109,6 @@ class AnswerEvaluator(HeadEvaluator):
         )
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table of metrics, with a row for each kind of attention.
-
-        Args:
-          report: the report of the whole evaluation, as JSON.
-          results: the result of each kind of attention.
-        """
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         title = (
             f"{report['questions']:,} questions{left_out}, trained with {report['trained_with']}"
@@ -166,17 +123,7 @@ def best_answer(
     """Returns the prediction for a question: the best answer in the windows of its context.
 
     As in the baselines of SQuAD 2.0, the prediction is "" (no answer) only if the no-answer scores
-    of all windows exceed the score of the best span by more than `margin`.
-
-    Args:
-      store: the questions and contexts of the split.
-      windows: the model's predictions for all windows of the question.
-      no_answer: True if the prediction may be "".
-      margin: the number by which the no-answer scores have to exceed the score of the best span.
-
-    Returns:
-      JSON with the keys "prediction" (the text of the answer) and "score" (of the best span). If
-      `no_answer` is True, "no_answer_score" is the lowest no-answer score of the windows.
+    of all windows exceed the score of the best span by more than `margin`, and `no_answer` is True.
     """
     best = max(windows, key=lambda window: (window.score, -window.row))
     no_answer_score = min(window.no_answer for window in windows)
@@ -192,13 +139,9 @@ def best_answer(
 def average_scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the averages of exact match and F1 over questions, in percent, by name.
 
-    The names are "exact_match" and "f1"; "questions" is the number of questions. If some questions
-    have no answer, there are also averages over the questions with an answer, whose names begin
-    with "answerable_", and over the questions without an answer ("unanswerable_").
-
-    Args:
-      rows: for each question, JSON with the keys "answers" (the true answers), "exact_match" and
-        "f1" (of the prediction, from 0 to 1).
+    Each of `rows` is a question, whose scores are from 0 to 1. If some questions have no answer,
+    there are also averages over the questions with an answer, whose names begin with "answerable_",
+    and over the others ("unanswerable_").
     """
     kinds = {"": rows, "answerable_": [r for r in rows if r["answers"]]}
     if len(kinds["answerable_"]) == len(rows):

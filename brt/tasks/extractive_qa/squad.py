@@ -27,10 +27,7 @@ def normalized(answer: str) -> str:
 def score(prediction: str, answers: Sequence[str]) -> Score:
     """Returns exact match and F1 of a prediction, each the maximum over the true answers.
 
-    Args:
-      prediction: the predicted answer.
-      answers: true answers; empty if the correct prediction is "". As in the script of SQuAD 2.0,
-        answers that are empty after normalisation count only if all answers are empty.
+    As in the script of SQuAD 2.0, answers that are empty after normalisation count only if all are.
     """
     golds = [text for text in answers if normalized(text)] or [""]
     exact = max(normalized(prediction) == normalized(gold) for gold in golds)
@@ -38,11 +35,7 @@ def score(prediction: str, answers: Sequence[str]) -> Score:
 
 
 def f1(prediction: str, gold: str) -> float:
-    """Returns the F1 score (0 to 1) of the words that a predicted answer shares with a true answer
-    (`gold`).
-
-    The score is 1 if both answers have no words after normalisation.
-    """
+    """Returns the F1 score (0 to 1) of the words that a predicted answer shares with a true one."""
     predicted, expected = (normalized(text).split() for text in (prediction, gold))
     if not predicted or not expected:
         return float(predicted == expected)

@@ -40,9 +40,6 @@ class ExtractiveQa(EncoderTask):
     table_metrics = (SCORE,)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for label smoothing, which has no effect, and if the encoder cannot
-        read windows of Data.max_length tokens.
-        """
         smoothing = config.training.label_smoothing
         if smoothing:
             raise ConfigError(
@@ -51,33 +48,17 @@ class ExtractiveQa(EncoderTask):
         self.check_encoder(config, ("Data.max_length", config.questions.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> QuestionDataset:
-        """Opens the questions and contexts of all splits, and prepares them first if necessary.
-
-        Args:
-          config: the config, which names the sources.
-          progress: True reports the progress of preparing the data on stderr.
-        """
         return preparation.prepare(config.questions, progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
     ) -> QuestionDataset:
-        """Opens one split of the data, encoded with the tokenizer of a trained model.
-
-        Args:
-          config: the config, which names the sources of the split.
-          split: name of the split.
-          tokenizer: the tokenizer of the run that trained the model.
-          known: directory in which the run prepared the same data before; None if there is none.
-        """
         return Preparation(config.questions).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
-        """Returns the tokenizer that a run has saved in `file`."""
         return tokenization.load(str(file), "Data.tokenizer")
 
     def reader(self, config: Config, dataset: Dataset) -> QuestionReader:
-        """Returns a reader of batches of training windows, in a new order every epoch."""
         section, t = config.questions, config.training
         return QuestionReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -87,37 +68,16 @@ class ExtractiveQa(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the cross-entropy of the answers' first and last tokens, summed over a batch.
-
-        The second result, from which metrics are computed, has the same sum and the number of
-        scored targets, two for each window.
-
-        Args:
-          config: config of the model.
-          params: parameters of the encoder and its head.
-          inputs: the batch of windows, and the random key for dropout and attention.
-        """
+        """Cross-entropy of two targets in each window: the answer's first and last token."""
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 
     def evaluator(self, request: EvaluationRequest) -> AnswerEvaluator:
-        """Returns an evaluator that measures exact match and F1 of predicted answers.
-
-        Args:
-          request: the config of the model, and the split.
-
-        Raises:
-          ConfigError: `request.ablate` names a memory that the evaluation should reset, but
-            encoders have no memory.
-        """
         refuse_ablation(request.ablate)
         return AnswerEvaluator(self, request)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns lines for the user with commands that evaluate the run in `workdir`, and that
-        train on the user's own questions.
-        """
         return [
             *encoder_next_steps(workdir),
             "with your own questions, in files of SQuAD's form:",

@@ -27,46 +27,25 @@ ANSWER_BITS = Metric("answer_bits_per_byte", "bits per byte of answers")
 
 
 class AnswerSpan(NamedTuple):
-    """The position of an answer in a document.
+    """The position of an answer in a document."""
 
-    Attributes:
-      start, stop: index of the answer's first token, and the index after its last token.
-      distance: number of tokens between the end of the stated fact and the start of the answer.
-      bytes: number of bytes of the answer's text.
-    """
-
-    start: int
-    stop: int
-    distance: int
-    bytes: int
+    start: int  # index of the answer's first token
+    stop: int  # index after the answer's last token
+    distance: int  # number of tokens between the end of the stated fact and `start`
+    bytes: int  # number of bytes of the answer's text
 
 
 class ScoredAnswer(NamedTuple):
-    """The score of an answer.
+    """The score of an answer."""
 
-    Attributes:
-      distance: number of tokens between the end of the stated fact and the start of the answer.
-      bytes: number of bytes of the answer's text.
-      nats: negative log-likelihood of the answer.
-      exact: True if every token of the answer was the most likely one.
-    """
-
-    distance: int
-    bytes: int
+    distance: int  # number of tokens between the end of the stated fact and the answer
+    bytes: int  # number of bytes of the answer's text
     nats: float
-    exact: bool
+    exact: bool  # True if every token of the answer was the most likely one
 
 
 def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[AnswerSpan]]:
-    """Returns the positions of the answers in each document of a memory task, by document index.
-
-    Documents that do not belong to a memory task are left out.
-
-    Args:
-      store: the documents.
-      tokenizer: the tokenizer of the documents, which turns positions in bytes into positions in
-        tokens.
-    """
+    """Returns the answers in each document of a memory task, by document index."""
     documents = [d for d, name in enumerate(store.names) if name.startswith(MEMORY)]
     return {d: list(_spans(store, d, tokenizer)) for d in documents}
 
@@ -83,9 +62,6 @@ def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[A
 class AnswerScores:
     """Collects the scores of all tokens batch by batch, and computes the scores of answers at the
     end, because a segment may end in the middle of an answer.
-
-    Args:
-      spans: the answers of each document, by document index.
     """
 
     def __init__(self, spans: Mapping[int, Sequence[AnswerSpan]]):
@@ -98,13 +74,10 @@ class AnswerScores:
         nats: Float[np.ndarray, "B T"],
         right: Bool[np.ndarray, "B T"],
     ) -> None:
-        """Adds the scores of the next segment of each of B lanes (rows of the batch).
+        """Adds the next segment of each of B rows.
 
-        Args:
-          document: for each of the N blocks of a segment, the index of the document to which the
-            block belongs, -1 for padding.
-          nats: negative log-likelihood of each of the T tokens of a segment.
-          right: for each token, True if the correct token was the most likely one.
+        `document` has the index of the document of each of the N blocks of a segment, -1 for
+        padding. `right` is True if the correct token was the most likely one.
         """
         blocks = np.stack([nats, right], axis=1).reshape(len(nats), 2, document.shape[1], -1)
         for lane, block in np.argwhere(document >= 0):
@@ -113,8 +86,7 @@ class AnswerScores:
     def answers(self, limit: int = 0) -> list[ScoredAnswer]:
         """Returns the scores of all answers that were read to their end.
 
-        Args:
-          limit: number of tokens that were read of each document; 0 if all tokens were read.
+        `limit` is the number of tokens that were read of each document; 0 if all were read.
         """
         scored = []
         for document, answers in self._spans.items():
@@ -132,17 +104,11 @@ def answer_metrics(
 ) -> dict[str, Any]:
     """Returns the metrics of answers, as JSON for a report.
 
-    The metrics are the number of answers, the percentage of exact answers, and the bits per byte of
-    answers. The entry "answers" has the same metrics for groups of answers by distance, and the
-    entry "rest_bits_per_byte" has the bits per byte of the text outside of answers.
-
-    Args:
-      answers: the scores of the answers.
-      window: number of tokens in a window. The groups have distances of up to 1 window, from 1 to
-        2 windows, from 2 to 4 windows, and so on.
-      bits: total bits of the documents, including the answers.
-      size: total bytes of the documents. A size of 0 means that the tokens do not reproduce the
-        text; the bits per byte of all answers and of the other text are None then.
+    The entry "answers" has the same metrics for groups of answers, with distances of up to 1
+    window, from 1 to 2 windows, from 2 to 4 windows, and so on. The entry "rest_bits_per_byte" is
+    about the text outside of answers. `bits` and `size` are the total bits and bytes of the
+    documents, including the answers. A size of 0 means that the tokens do not reproduce the text;
+    bits per byte are None then.
     """
     rows = defaultdict(list)
     for answer in answers:
@@ -173,9 +139,8 @@ def _bits(answers: Sequence[ScoredAnswer]) -> float:
 def table_lines(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns the lines of a table of answers, or no lines if the reports contain no answers.
 
-    Args:
-      columns: the metrics of each pass over the documents. The key "" is the pass of the unchanged
-        model, and "without state", for example, is a pass in which the states were reset.
+    `columns` has the metrics of each pass over the documents. The key "" is the pass of the
+    unchanged model, and "without state", for example, is a pass in which the states were reset.
     """
     first, *_ = columns.values()
     if not first.get("answers"):
@@ -206,12 +171,7 @@ def _line(label: str, count: str, cells: Sequence[str], widths: Sequence[int]) -
 
 
 def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Returns a plot of the share of exact answers against distance, as the content of a PNG file.
-
-    Args:
-      columns: the metrics of each pass over the documents. The key "" is the pass of the unchanged
-        model, and "without state", for example, is a pass in which the states were reset.
-    """
+    """Returns a plot (PNG) of exact answers against distance; `columns` is as in `table_lines`."""
     from brt.drawing import distance_plot, png
 
     lines = {

@@ -12,15 +12,10 @@ _ENOUGH = 10
 
 
 class Difference(NamedTuple):
-    """A difference in bits per unit (a byte or a token) between two readings of the same documents.
-
-    Attributes:
-      value: the difference of the bits of all documents, divided by the number of units.
-      half_width: half of the 95 % confidence interval over documents; None for a single document.
-    """
+    """A difference in bits per unit (a byte or a token) between two readings of documents."""
 
     value: float
-    half_width: float | None
+    half_width: float | None  # half of the 95 % confidence interval; None for a single document
 
 
 def basis(documents: int) -> str:
@@ -31,16 +26,11 @@ def basis(documents: int) -> str:
 
 
 def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:
-    """Returns the bits per unit of a reading of documents, minus the bits per unit of another
-    reading of the same documents, with a confidence interval.
+    """Returns the bits per unit of a reading of documents, minus those of another reading.
 
-    The difference is the ratio of two sums over documents. The interval uses Student's distribution
-    and says how much the difference would vary with other documents of the same kind.
-
-    Args:
-      nats: float64 [D], the nats of each document in the first reading.
-      other: float64 [D], the nats of each document in the other reading.
-      sizes: int [D], the number of units of each document. At least one is positive.
+    `nats` and `other` have the nats of each document in both readings, and `sizes` its number of
+    units. The difference is the ratio of two sums over documents. The interval uses Student's
+    distribution and says how much the difference would vary with other documents of the same kind.
     """
     from scipy.special import stdtrit  # This import takes long.
 

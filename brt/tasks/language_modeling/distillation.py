@@ -29,19 +29,14 @@ TEACHER = "teacher"  # The entry of the model state with the teacher's parameter
 
 
 class DistillationCarry(NamedTuple):
-    """The carry (caches and states that one step hands to the next) of a run with distillation.
-
-    Attributes:
-      student: caches and recurrent states of the trained model.
-      teacher: the teacher's caches, which contain more tokens because its window is larger.
-    """
+    """The carry (caches and states that one step hands to the next) of a run with distillation."""
 
     student: StackState
-    teacher: StackState
+    teacher: StackState  # has more cached tokens, because the teacher's window is larger
 
 
 def distills(config: Config) -> bool:
-    """Returns True if the trained model also learns from a teacher (Distillation.window > 0)."""
+    """Returns True if the trained model also learns from a teacher."""
     return config.distillation.window > 0
 
 
@@ -58,10 +53,7 @@ def teacher_config(config: Config) -> Config:
 
 
 def check_distillation(config: Config) -> None:
-    """Raises ConfigError if the config asks for distillation, but names no weights for the teacher,
-    gives the teacher a smaller window than the trained model, or has other settings that the
-    teacher cannot have.
-    """
+    """Raises ConfigError if there are no weights for the teacher, or if settings do not fit it."""
     window = config.distillation.window
     if not window:
         return
@@ -79,24 +71,14 @@ def check_distillation(config: Config) -> None:
 
 
 def student_state(carry: StackState | DistillationCarry) -> StackState:
-    """Returns the caches and recurrent states of the trained model from the carry of a run, which
-    may also contain the caches of a teacher.
-    """
+    """Returns the part of a run's carry that belongs to the trained model, not to a teacher."""
     return carry.student if isinstance(carry, DistillationCarry) else carry
 
 
 def with_teacher_state(
     config: Config, carry: StackState, lanes: int, dtype: jnp.dtype
 ) -> StackState | DistillationCarry:
-    """Returns the initial carry of a run: with the teacher's empty caches if the config asks for
-    distillation, and otherwise unchanged.
-
-    Args:
-      config: config of the run.
-      carry: the carry of the trained model.
-      lanes: the number of lanes (rows of the batch).
-      dtype: the dtype of the caches.
-    """
+    """Returns the initial carry of a run, with the teacher's empty caches if it has a teacher."""
     if not distills(config):
         return carry
     teacher = new_stack_state(teacher_config(config).model, lanes, dtype)
@@ -104,24 +86,14 @@ def with_teacher_state(
 
 
 def with_teacher_axes(config: Config, axes: StackState) -> StackState | DistillationCarry:
-    """Returns the names of the axes of the arrays in a run's carry. They include the axes of the
-    teacher's caches if the config asks for distillation.
-
-    Args:
-      config: config of the run.
-      axes: the names of the axes of the arrays in the trained model's carry.
-    """
     if not distills(config):
         return axes
     return DistillationCarry(axes, state_axes(teacher_config(config).model))
 
 
 def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
-    """Splits the model state (arrays that are not trained by gradients) into two parts.
-
-    Returns:
-      A tuple: the arrays that layers of the trained model learn without gradients; and the entry
-      with the teacher's parameters, which is empty if there is no teacher.
+    """Returns the model state of the trained model, and the entry with the teacher's parameters,
+    which is empty if there is no teacher.
     """
     own = {name: state for name, state in model_state.items() if name != TEACHER}
     return own, {name: model_state[name] for name in model_state.keys() - own.keys()}
@@ -130,13 +102,8 @@ def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
 def start_teacher(config: Config, weights: Weights, initial: PyTree[Array]) -> PyTree[Array]:
     """Returns the parameters of the teacher, which are taken from the weights.
 
-    Args:
-      config: config of the run.
-      weights: the weights of Training.init_from.
-      initial: arrays with the names and shapes of the teacher's parameters.
-
-    Raises:
-      CheckpointError: the weights belong to a decoder with other layers than sliding-window ones.
+    `initial` has the names and shapes of these parameters. Raises CheckpointError if the weights
+    belong to a decoder with other layers than sliding-window ones.
     """
     start = warm_start.start(teacher_config(config).model, weights, initial)
     if other := [*start.missing, *start.unused]:
@@ -154,17 +121,9 @@ def divergence(
 ) -> tuple[Float[Array, ""], StackState]:  # fmt: skip
     """Reads a segment with the teacher, and returns the divergence of the trained model from it.
 
-    Args:
-      config: config of the run.
-      params: the parameters of the trained model.
-      student: the trained model's result for the segment.
-      batch: a segment of every lane.
-      teacher: the part of the model state with the teacher's parameters.
-      carry: the teacher's caches before the segment.
-
-    Returns:
-      The KL divergence from the teacher to the trained model, summed over the scored tokens; and
-      the teacher's caches after the segment.
+    The result is the KL divergence from the teacher to the trained model, summed over the scored
+    tokens, and the teacher's caches after the segment. `carry` has its caches before the segment,
+    and `student` is the trained model's output for the segment.
     """
     settings = config.distillation
     frozen = jax.lax.stop_gradient(teacher[TEACHER])
@@ -179,9 +138,7 @@ def divergence(
 
 
 def extra_flops_per_token(config: Config) -> int:
-    """Returns the FLOPs per token that distillation adds to a train step, for the forward pass of
-    the teacher and for the KL divergence; 0 without distillation.
-    """
+    """Returns the FLOPs per token that distillation adds to a train step."""
     if not distills(config):
         return 0
     logits = 2 * config.model.model_dim * config.model.vocab_size
@@ -192,12 +149,9 @@ def extra_flops_per_token(config: Config) -> int:
 
 
 def new_teacher(config: Config, initialize: Any) -> dict[str, PyTree[Array]]:
-    """Returns {"teacher": newly initialised parameters}, the teacher's entry of the model state; an
-    empty dict if the config does not ask for distillation.
+    """Returns the teacher's entry of a new model state; an empty dict if there is no teacher.
 
-    Args:
-      config: config of the run.
-      initialize: function that takes a config and returns initial parameters of its model.
+    `initialize` returns initial parameters for a config.
     """
     if not distills(config):
         return {}

@@ -12,18 +12,16 @@ from brt.data.token_store import TokenStore
 
 
 def end_id(config: Config) -> int | None:
-    """Returns the id that is scored after the last token of a document, the first of
-    Model.end_ids; None if the ends of documents are not scored.
+    """Returns the id that is scored after the last token of a document, the first of Model.end_ids;
+    None if the ends of documents are not scored.
     """
     ids = config.model.end_ids if config.data.score_ends != "no" else ()
     return ids[0] if ids else None
 
 
 def resolved(config: Config) -> Config:
-    """Returns the config with Data.score_ends = 'yes' or 'no' instead of 'auto'.
-
-    Raises:
-      ConfigError: the config asks for ends, and the model has no end token.
+    """Returns the config with Data.score_ends = 'yes' or 'no' instead of 'auto'; raises ConfigError
+    if 'yes' is set and the model has no end token.
     """
     check(
         config.data.score_ends != "yes" or bool(config.model.end_ids),
@@ -34,7 +32,6 @@ def resolved(config: Config) -> Config:
 
 
 def with_ends(config: Config, scored: bool) -> Config:
-    """Returns the config with or without scored ends of documents."""
     data = dataclasses.replace(config.data, score_ends="yes" if scored else "no")
     return dataclasses.replace(config, data=data)
 
@@ -44,9 +41,6 @@ def documents(config: Config, dataset: Dataset, split: str) -> TokenStore:
 
     If the ends of documents are held out for another split, the documents of this split are
     beginnings, which have no end token.
-
-    Raises:
-      DataError: the data have no such split.
     """
     store, end = dataset.split(split), end_id(config)
     if end is None or splits.are_beginnings(store.names):

@@ -5,7 +5,7 @@ segment to segment. Every token is scored; the first token of a document is pred
 metric is the sum of all nats divided by an exact count. Documents of memory tasks, which ask for
 facts that they have stated before, have further metrics (see `answers`).
 
-In shapes, B is the number of lanes (rows of the batch), T the number of tokens of a segment, and N
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N
 the number of its blocks.
 """
 
@@ -51,23 +51,15 @@ LONGEST_WORDS = 25
 
 
 class DocumentScore(NamedTuple):
-    """Counts and total nats of a document.
-
-    Attributes:
-      name: name of the document.
-      tokens, bytes, characters, words: numbers of scored tokens, with the end token if it is
-        scored, and of UTF-8 bytes, code points and words of their text.
-      nats: negative log-likelihood of the tokens.
-      lost: number of bytes that the tokens do not reproduce.
-    """
+    """Counts and total nats of a document."""
 
     name: str
-    tokens: int
+    tokens: int  # number of scored tokens, with the end token if it is scored
     bytes: int
-    characters: int
+    characters: int  # number of code points
     words: int
     nats: float
-    lost: int = 0
+    lost: int = 0  # number of bytes that the tokens do not reproduce
 
 
 def text_metrics(
@@ -76,16 +68,8 @@ def text_metrics(
     """Returns the metrics of a text by name, given its counts and total nats.
 
     Word perplexity is exp(nats per word), as for PG-19. It is None if white space does not separate
-    words, as in Chinese. If the tokens do not reproduce the text, only bits per token is defined,
-    and the other metrics are None.
-
-    Args:
-      tokens: number of scored tokens; BOS and padding are not scored.
-      bytes: number of UTF-8 bytes of the text.
-      characters: number of code points of the text.
-      words: number of words, separated by white space.
-      nats: negative log-likelihood of all scored tokens.
-      lost: number of bytes of the text that the tokens do not reproduce.
+    words, as in Chinese. If the tokens do not reproduce `lost` bytes of the text, only bits per
+    token is defined, and the other metrics are None. BOS and padding do not count as tokens.
     """
     bits = nats / math.log(2)
     separated = not lost and words and characters <= LONGEST_WORDS * words
@@ -104,27 +88,21 @@ def text_metrics(
 
 
 def _exp(x: float) -> float | None:
-    """Returns exp(x), or None if it exceeds the range of a float."""
     return math.exp(x) if x < 700 else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitScores:
-    """Scores of all documents of a split from one pass over the split.
+    """Scores of all documents of a split from one pass over the split."""
 
-    Attributes:
-      protocol: the conditions under which the split was read, as JSON; metrics can only be compared
-        if their protocols are equal.
-      documents: scores of the documents, in the order of the store.
-      tokens_per_second: speed without the first segment, which includes compilation; None if there
-        is only one segment.
-      answered: scores of the answers that were read, if documents belong to memory tasks.
-    """
-
+    # The conditions under which the split was read, as JSON; metrics can only be compared if their
+    # protocols are equal.
     protocol: dict[str, Any]
-    documents: list[DocumentScore]
+    documents: list[DocumentScore]  # in the order of the store
+    # Speed without the first segment, which includes compilation; None if there is only one
+    # segment.
     tokens_per_second: float | None
-    answered: Sequence[answers.ScoredAnswer] = ()
+    answered: Sequence[answers.ScoredAnswer] = ()  # answers of memory tasks that were read
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -140,15 +118,11 @@ class SplitScores:
 
 
 class DocumentEvaluator:
-    """Evaluates whole documents; see `brt.tasks.evaluators.Evaluator`.
+    """Evaluates whole documents.
 
-    Args:
-      request: the split and the config. If `request.ablate` is not None, a second pass over the
-        split resets a part of the memory before every segment: "state" (recurrent states), "cache"
-        (cached keys and values), "memory" (other memories), or "both" for all three.
-
-    Raises:
-      ConfigError: `request.ablate` names a part that no layer of the model has.
+    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read. With
+    `request.ablate`, a second pass over the split resets this part of the memory before every
+    segment. Raises ConfigError if no layer of the model has such a part.
     """
 
     unit = "tok"
@@ -179,10 +153,6 @@ class DocumentEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`.
-
-        If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read.
-        """
         limit = 0 if whole else self._config.evaluation.tokens_per_document
         results = []
         for ablate in (None, self._ablate) if self._ablate else (None,):
@@ -194,16 +164,13 @@ class DocumentEvaluator:
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each document, int64 [D]."""
+        """Number of tokens of each document, int64 [D]."""
         return self._store.lengths
 
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document with a continuation by the model.
-
-        The result is None if `control` stopped the generation. `step` seeds the random numbers.
-        """
+        """Returns the beginning of the first document with a continuation by the model."""
         return self._sampler(variables, step, control)
 
     def read(
@@ -219,16 +186,12 @@ class DocumentEvaluator:
         """Reads every document once, and returns the scores; None if `control` stopped the reading.
 
         Args:
-          variables: the learned arrays of the model.
-          control: functions that interrupt the work and report its progress.
-          ablate: part of the carry that is reset before every segment: "state", "cache", "memory"
-            or "both" for all three; None for no part.
+          ablate: part of the memory that is reset before every segment, as in `EvaluationRequest`.
           tokens_per_document: number of tokens to read of each document; 0 reads all.
-          on_blocks: function that is called after each batch with two arrays [B, N] for the N
-            blocks of B lanes: the index of each block's document, -1 for padding, and the nats of
-            each block. With None, no function is called.
-          on_tokens: function that is called after each batch with the index of each block's
-            document [B, N] and the nats of each token [B, T]. With None, no function is called.
+          on_blocks: called after each batch with two arrays [B, N]: the index of each block's
+            document, -1 for padding, and the nats of each block.
+          on_tokens: called after each batch with the index of each block's document [B, N] and the
+            nats of each token [B, T].
         """
         config, store = self._config, self._store
         batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
@@ -290,18 +253,12 @@ class DocumentEvaluator:
         part: str | None,
         by_token: bool,
     ) -> tuple[Float[Array, "B N"], tuple[Array, ...], StackState]:
-        """Reads a segment.
+        """Reads a segment; if `forgets` is True, `part` of the memory is reset before.
 
-        Args:
-          forgets: True resets `part` before the segment. The flag is an argument of the program, so
-              that the normal and the ablated pass use the same compiled program.
-          part: part of the memory that is reset if `forgets` is True; None if no pass resets any.
-          by_token: True also returns scores of tokens, as for memory tasks.
-
-        Returns:
-          A tuple: the nats of each block; the nats [B, T] of each token and True for tokens [B, T]
-          that were the most likely ones, or () if scores of tokens are not needed; and the new
-          carry.
+        The flag is an argument of the program, so that the normal and the ablated pass use the same
+        compiled program. Returns the nats of each block; the nats [B, T] of each token and True for
+        tokens that were the most likely ones, or () if scores of tokens are not needed; and the new
+        carry.
         """
         if part:
             model = self._config.model
@@ -329,9 +286,7 @@ class DocumentEvaluator:
 
 
 def _evaluation_result(results: list[SplitScores], plots: bool) -> EvaluationResult:
-    """Returns the result of the first pass, compared with the second if part of the memory was
-    reset.
-    """
+    """Returns the result of the first pass, compared with the second if there are two."""
     report = {**results[0].totals, "protocol": results[0].protocol}
     name = "bits_per_byte" if report["bits_per_byte"] is not None else "bits_per_token"
     rows = [{"document": score.name, **text_metrics(*score[1:])} for score in results[0].documents]
@@ -359,9 +314,7 @@ def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns the report of an evaluation as text for people: the conditions under which the
-    documents were read (the protocol), followed by a table of the metrics.
-    """
+    """Returns the report as text for people: the protocol, and a table of the metrics."""
     p = report["protocol"]
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
@@ -387,10 +340,8 @@ def text(report: dict[str, Any]) -> str:
 
 
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
-    """Returns the bits per byte of the compressor `xz -9e`, applied to each document separately.
-
-    The number is a baseline for the bits per byte of models. The result is None if the documents
-    are too large, or if the tokens do not reproduce the text.
+    """Returns the bits per byte of the compressor `xz -9e`, applied to each document separately, as
+    a baseline; None if the documents are too large, or if the tokens do not reproduce the text.
     """
     total = int(store.bytes.sum())
     if not 0 < total <= _XZ_LIMIT_BYTES or store.lost_bytes:

@@ -18,12 +18,6 @@ def export(source: ExportSource) -> ExportableModel:
     The library transformers can load the result as one of its model classes, such as
     LlamaForCausalLM, if the class computes the same function or `source.plain` is True. Otherwise,
     the result includes PyTorch code that computes the function of the decoder.
-
-    Args:
-      source: the run whose decoder is exported.
-
-    Raises:
-      CheckpointError: `source.plain` is True, but transformers has no model class with such layers.
     """
     opened, model = source.tokenizer(), source.config.model
     family = causal.family_of(model)

@@ -1,6 +1,6 @@
 """The forward pass of a language model on a segment, for training, evaluation and probes.
 
-In shapes, B is the number of lanes (rows of the batch), T the number of tokens of a segment, and N
+In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N
 the number of its blocks.
 """
 
@@ -26,12 +26,7 @@ def predict(
 ) -> DecoderOutput:
     """Returns the hidden vectors of every token of a segment, and the state after the segment.
 
-    Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      carry: caches and recurrent states before the segment.
-      batch: a segment of every lane (row of the batch).
-      dropout: random key for dropout in a training step; None disables dropout.
+    `dropout` is a random key; None disables dropout.
     """
     output: Any = Decoder(config.model, dropout is not None, config.kernels).apply(
         {"params": variables.params}, batch.inputs, carry, batch.document_start,
@@ -44,16 +39,7 @@ def predict(
 def segment_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], StackState]:
-    """Returns the nats of every token of a segment, and the state after the segment.
-
-    The nats (negative log-likelihoods) of tokens that are not scored are 0.
-
-    Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      carry: caches and recurrent states before the segment.
-      batch: a segment of every lane (row of the batch).
-    """
+    """Returns the nats of every token, 0 if it is not scored, and the state after the segment."""
     nats, _, carry = segment_guesses(config, variables, carry, batch)
     return nats, carry
 
@@ -61,17 +47,8 @@ def segment_nats(
 def segment_guesses(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-    """Reads a segment, and compares the most likely tokens with the true ones.
-
-    Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      carry: caches and recurrent states before the segment.
-      batch: a segment of every lane (row of the batch).
-
-    Returns:
-      A tuple: the nats of every token, 0 for tokens that are not scored; for every token, True if
-      the true token was the most likely one; and the state after the segment.
+    """Returns the nats of every token of a segment, 0 if it is not scored; for every token, True if
+    the true token was the most likely one; and the state after the segment.
     """
     model = config.model
     hidden, carry, *_ = predict(config, variables, carry, batch)
@@ -86,20 +63,10 @@ def segment_guesses(
 def block_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B N"], StackState]:
-    """Returns the nats of every block of a segment, and the state after the segment.
-
-    The nats of a block are summed over its scored tokens.
-
-    Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      carry: caches and recurrent states before the segment.
-      batch: a segment of every lane (row of the batch).
-    """
+    """Returns the nats of every block, summed over its tokens, and the state after the segment."""
     nats, carry = segment_nats(config, variables, carry, batch)
     return by_block(config, nats), carry
 
 
 def by_block(config: Config, nats: Float[Array, "B T"]) -> Float[Array, "B N"]:
-    """Sums nats over the tokens of each block, given the nats of each token."""
     return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.block_length), axis=2)

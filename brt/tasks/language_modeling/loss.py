@@ -18,14 +18,8 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
     """Returns the loss of a batch, summed over scored tokens, and further results.
 
     The loss is the cross-entropy, smoothed by Training.label_smoothing, plus the auxiliary losses
-    of layers, plus, in runs with distillation, the weighted divergence from the teacher. The second
-    result has the cross-entropy alone, without smoothing, the number of scored tokens, the new
-    carry and model state, and metrics.
-
-    Args:
-      config: config of the run.
-      params: parameters.
-      inputs: batch, random key, carry and model state.
+    of layers, plus, in runs with distillation, the weighted divergence from the teacher. The nats
+    of the `Aux` are the cross-entropy alone, without smoothing.
     """
     training, batch = config.training, inputs.batch
     model_state, teacher = distillation.split_teacher(inputs.model_state)

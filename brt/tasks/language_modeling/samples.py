@@ -19,13 +19,7 @@ _PURPOSE = 2
 
 
 class Sampler:
-    """Generates a continuation of the beginning of the first document of a split.
-
-    Args:
-      config: config of the model.
-      store: the documents of the split.
-      tokenizer: the tokenizer of the documents.
-    """
+    """Generates a continuation of the beginning of the first document of a split."""
 
     def __init__(self, config: Config, store: TokenStore, tokenizer: Tokenizer):
         self._config, self._store, self._tokenizer = config, store, tokenizer
@@ -34,15 +28,7 @@ class Sampler:
     def __call__(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the prompt and the generated text, separated by "|".
-
-        The result is None if `control` stopped the generation.
-
-        Args:
-          variables: the learned arrays of the model.
-          step: number of completed training steps, which seeds the random numbers.
-          control: functions that interrupt the generation.
-        """
+        """Returns the prompt and the generated text, separated by "|"."""
         sampling, tokenizer = self._config.sampling, self._tokenizer
         prompt = self._store.document(0)[:PROMPT_TOKENS]
         key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)

@@ -15,12 +15,7 @@ from brt.types import Batch, Variables
 
 
 class TextScorer:
-    """Computes the nats of each token of a text; see `brt.tasks.evaluators.Scorer`.
-
-    Args:
-      config: config of the model.
-      bos_id: id of BOS, from which the first token is predicted.
-    """
+    """Computes the nats of each token of a text; the first is predicted from BOS (`bos_id`)."""
 
     def __init__(self, config: Config, bos_id: int):
         self._config, self._bos_id = config, bos_id
@@ -32,10 +27,8 @@ class TextScorer:
     def __call__(
         self, variables: Variables, tokens: Int[np.ndarray, " T"]
     ) -> Float[np.ndarray, " T"]:
-        """Returns the negative log-likelihood of each token of a text.
-
-        The text is read in segments of Evaluation.segment_length tokens. Caches and recurrent
-        states are carried from segment to segment.
+        """The text is read in segments of Evaluation.segment_length tokens, and caches and
+        recurrent states are carried from segment to segment.
         """
         length, window = self._config.evaluation_segment_length, self._config.model.block_length
         carry, nats = place_like(new_state(self._config.model, 1), variables.params), []

@@ -68,10 +68,6 @@ class LanguageModeling(Task):
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError if segments do not consist of whole blocks, if a kind of layers cannot
-        read segments of this length or declares its state incorrectly, if attention is not causal,
-        or if settings of distillation contradict other settings.
-        """
         model, kind = config.model, config.attention.kind
         check_states(model)
         if kind != "full":
@@ -94,14 +90,7 @@ class LanguageModeling(Task):
         distillation.check_distillation(config)
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Opens the documents of all splits; tokenizes and stores them first if necessary.
-
-        Args:
-          config: the config, which names the sources.
-          progress: True reports the progress of preparing the data on stderr, and warns if training
-            segments are too short to learn a memory task (documents that ask for facts which they
-            have stated before).
-        """
+        """Also warns if training segments are too short to learn a memory task."""
         if progress:
             warn_of_cut_gradients(config)
         return preparation.prepare(config.data, progress=progress)
@@ -109,28 +98,16 @@ class LanguageModeling(Task):
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
     ) -> Dataset:
-        """Opens one split of the data, encoded with the tokenizer of a run.
-
-        Args:
-          config: the config, which names the sources of the split.
-          split: name of the split.
-          tokenizer: the tokenizer of the run.
-          known: directory in which the run prepared the same data before; None if there is none.
-        """
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with the vocabulary size and the dtype filled in, and with a decision
-        about the ends of documents.
-        """
+        """Also sets Data.score_ends to 'yes' or 'no' instead of 'auto'."""
         config, tokenizer = ends.resolved(config), dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Returns the reader of the training documents. Each row of a batch (lane) continues with
-        the tokens that follow those of the previous batch.
-        """
+        """Each row of a batch continues with the tokens that follow those of the previous batch."""
         t = config.training
         return curriculum.reader(
             config.data, ends.documents(config, dataset, "train"), batch_size=t.batch_size,
@@ -138,14 +115,12 @@ class LanguageModeling(Task):
         )  # fmt: skip
 
     def example_row(self, config: Config) -> Batch:
-        """Returns a batch of one row: a segment of zeros, which has the shapes of training data."""
         tokens = (1, config.training.segment_length)
         blocks = (1, tokens[1] // config.model.block_length)
         ids = np.zeros(tokens, np.int32)
         return Batch(ids, ids, np.ones(tokens, bool), np.ones(blocks, bool))
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Returns newly initialised parameters of the decoder, drawn with the random key `key`."""
         model = config.model
         tokens, start = jnp.zeros((1, model.block_length), jnp.int32), jnp.ones((1, 1), bool)
         decoder, carry = Decoder(model, kernels=config.kernels), new_state(model, 1)
@@ -154,76 +129,46 @@ class LanguageModeling(Task):
     def initial_carry(
         self, config: Config, lanes: int
     ) -> StackState | distillation.DistillationCarry:
-        """Returns empty caches and initial recurrent states for `lanes` lanes (rows)."""
         model = config.model
         return distillation.with_teacher_state(
             config, new_state(model, lanes), lanes, compute_dtype(model)
         )
 
     def carry_axes(self, config: Config) -> StackState | distillation.DistillationCarry:
-        """Returns the names of the axes of each array in the carry."""
         return distillation.with_teacher_axes(config, state_axes(config.model))
 
     def unrolls_layers(self, config: Config) -> bool:
-        """Returns True if accelerators compute the layers of the decoder without a loop over
-        layers, for which Model.remat and Model.unroll are settings.
-        """
         return unrolls_layers(config.model)
 
     def sharded_sizes(self, config: Config) -> DivisibleSizes:
-        """Returns the sizes that have to be divisible by the number of devices which shard them,
-        including the number of blocks in a segment; see `Task.sharded_sizes`.
-        """
+        """Also has the number of blocks in a segment."""
         blocks = config.training.segment_length // config.model.block_length
         entry = ("Training.segment_length / Model.window", blocks)
         return {**super().sharded_sizes(config), "blocks": entry}
 
     def initial_model_state(self, config: Config) -> ModelState:
-        """Returns the initial arrays that layers learn without gradients, and the parameters of the
-        teacher if the config asks for distillation.
-        """
+        """Also has the parameters of the teacher if the config asks for distillation."""
         key = jax.random.key(config.training.seed)
         teacher = distillation.new_teacher(config, partial(self.initial_params, key=key))
         return {**new_model_state(config.model), **teacher}
 
     def constant_model_state(self, config: Config) -> tuple[str, ...]:
-        """Returns the name of the entry with the teacher's parameters, which no step changes, if
-        the run has a teacher.
-        """
         return (distillation.TEACHER,) if config.distillation.window else ()
 
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
-        """Returns the model state (arrays that layers learn without gradients) for the next step,
-        from the model state after the last microbatch of this step.
-        """
         own, teacher = distillation.split_teacher(model_state)
         return {**next_model_state(config.model, own), **teacher}
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss of a segment, summed over its scored tokens, and further results.
-
-        The second result has the cross-entropy without smoothing and auxiliary losses, the number
-        of scored tokens, the new carry and model state, and metrics.
-
-        Args:
-          config: config of the model.
-          params: parameters of the decoder.
-          inputs: a segment of every lane, the random key, the carry and the model state.
-        """
         return loss(config, params, inputs)
 
     def flops(self, config: Config, batch: Batch) -> int:
-        """Returns the FLOPs of a training step on a batch."""
         trained = 3 * forward_flops_per_token(config.model)
         return batch.inputs.size * (trained + distillation.extra_flops_per_token(config))
 
     def evaluator(self, request: EvaluationRequest) -> Evaluator:
-        """Returns an evaluator that reads whole documents and measures their bits, with each of
-        `request.windows` if there are any, and otherwise with Model.window. If the request has
-        another model, the evaluator compares both models.
-        """
         if request.other:
             from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator
 
@@ -235,32 +180,22 @@ class LanguageModeling(Task):
         return DocumentEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metrics of a report that are logged as curves, including the rise of the bits
-        when a part of the memory was reset ("ablation_costs_...").
-        """
+        """Also returns the rise of the bits when a part of the memory was reset."""
         costs = {
             name: value for name, value in report.items() if name.startswith("ablation_costs_")
         }
         return super().select_metrics(report) | costs
 
     def probe(self, config: Config) -> ProbeFunction:
-        """Returns a function that computes metrics of recurrent states and gates, which training
-        logs.
-        """
         return StateProbe(config)
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
-        """Measures how the model uses its memory; returns metrics, a text and plots."""
         from brt.tasks.language_modeling.probe import job  # This import takes long.
 
         return job.inspect(variables, request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns "xz -9e", and the bits per byte of this compressor on the validation data.
-
-        The result is None if there are no validation data, if they are too large for xz, or if the
-        tokenizer loses a part of the text.
-        """
+        """Returns the bits per byte of the compressor xz; None if the data are too large for xz."""
         held_out = dataset.splits.get("validation")
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None
@@ -268,21 +203,17 @@ class LanguageModeling(Task):
         return ("xz -9e", xz) if xz else None
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Returns bits per byte, or bits per token if the tokenizer loses a part of the text."""
+        """Bits per byte are not defined if the tokenizer loses a part of the text."""
         lost = any(store.lost_bytes for store in dataset.splits.values())
         return BITS_PER_TOKEN if lost else BITS_PER_BYTE
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
-        """Returns the mean number of bytes per scored training token, by which bits per token are
-        divided to get bits per byte; 1 if the primary metric is bits per token.
-        """
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         store = ends.documents(config, dataset, "train")
         return float(store.bytes.sum() / store.lengths.sum())
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
-        """Returns an object that generates the continuation of a prompt."""
         session = Session(
             config, variables, bos_id=tokenizer.bos_id, known_ids=tokenizer.vocab_size,
             decode_bytes=tokenizer.decode_bytes,
@@ -290,13 +221,9 @@ class LanguageModeling(Task):
         return TextWriter(session, config, tokenizer)
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
-        """Returns an object that computes the loss of each token of a text."""
         return TextScorer(config, tokenizer.bos_id)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns shell commands for the run directory `workdir`: one evaluates the model, and the
-        other one generates text.
-        """
         return [
             *super().next_steps(workdir),
             f"python -m brt.generate --workdir={workdir} --prompt='It was a dark night' "
@@ -304,16 +231,9 @@ class LanguageModeling(Task):
         ]
 
     def export(self, source: ExportSource) -> ExportableModel:
-        """Returns the decoder of the run `source` in the format of Hugging Face."""
         return exporting.export(source)
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Returns the weights of a decoder in Hugging Face's format, in the directory `where`.
-
-        Raises:
-          CheckpointError: the directory `where` has no such decoder.
-          DataError: the tokenizer of the directory cannot be used.
-        """
         files.check_is_model(where)
         if not reading.is_decoder(where):
             return super().load_converted(config, where)
@@ -324,27 +244,13 @@ class LanguageModeling(Task):
         )  # fmt: skip
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
-        """Returns the parameters that training starts with, taken from weights layer by layer.
-
-        Args:
-          config: config of the model to train.
-          weights: weights of another language model, which may have other kinds of layers.
-          initial: newly initialised parameters, for the parameters that the weights lack.
-        """
         return warm_start.start(config.model, weights, initial)
 
     def start_model_state(
         self, config: Config, weights: Weights, initial: ModelState
     ) -> ModelState:
-        """Returns the model state that training starts with.
-
-        The state of a layer is taken from the weights if the layer has the same kind there. The
-        parameters of the teacher, if the run has one, are also taken from the weights.
-
-        Args:
-          config: config of the model to train.
-          weights: weights of another language model.
-          initial: the model state of a new model.
+        """The state of a layer is taken from the weights if the layer has the same kind there, and
+        so are the parameters of the teacher, if the run has one.
         """
         own, teacher = distillation.split_teacher(initial)
         started = {

@@ -17,19 +17,8 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     If a layer of the model has another kind than the layer of the weights, only the parameters that
     both kinds have are taken. A layer that also attends to recurrent states has an output kernel of
     two parts, for attention to tokens and for attention to states. If the weights lack the second
-    part, only the first part is taken from them.
-
-    Args:
-      model: config of the model to train.
-      weights: weights of another language model.
-      initial: newly initialised parameters of `model`.
-
-    Returns:
-      The initial parameters; the names of the parameters that the weights lack, which have their
-      values from `initial`; and the names of the arrays in the weights that the model does not use.
-
-    Raises:
-      CheckpointError: an array has another shape.
+    part, only the first part is taken from them. Raises CheckpointError if an array has another
+    shape.
     """
     old = _by_layer(weights.load(), weights.model)
     new = _by_layer(initial, model)
@@ -53,13 +42,7 @@ def _lacks_states(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> bool
 
 
 def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:
-    """Returns the initial model state, taken from weights for layers that have the same kind.
-
-    Args:
-      model: config of the model to train.
-      weights: weights of another language model.
-      initial: model state of `model` at step 0.
-    """
+    """Returns the initial model state, taken from weights for layers that have the same kind."""
     if not initial:
         return initial
     old, rows = (

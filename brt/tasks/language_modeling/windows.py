@@ -30,16 +30,10 @@ _LONGEST_BLOCK = 256
 
 
 class WindowEvaluator:
-    """Evaluates one model with several windows; see `brt.tasks.evaluators.Evaluator`.
+    """Evaluates one model with several windows; every document is read from start to end.
 
     The windows replace Model.window. Layers that Window.by_layer gives another window keep that
     window.
-
-    Args:
-      request: the split, with the windows.
-
-    Raises:
-      ConfigError: a layer cannot have one of the windows.
     """
 
     unit, partial = "tok", False
@@ -62,11 +56,6 @@ class WindowEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split with each window.
-
-        The result is None if `control` stopped the evaluation. `whole` has no effect: every
-        document is read from its start to its end.
-        """
         scores, positions = [], []
         for evaluator in self._evaluators:
             by_block = BlockNats(len(self._store))
@@ -80,12 +69,7 @@ class WindowEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document with a continuation by the model.
-
-        The model reads with the largest window.
-
-        The result is None if `control` stopped the generation. `step` seeds the random numbers.
-        """
+        """The model reads with the largest window."""
         return self._evaluators[-1].sample(variables, step, control)
 
     def _edges(self) -> list[int]:
@@ -138,30 +122,23 @@ class WindowEvaluator:
         )
 
     def _tokens_by_position(self) -> np.ndarray:
-        """Returns the number of scored tokens in each range of positions."""
         edges = np.asarray([*self._edges(), np.iinfo(np.int64).max])
         lengths = np.asarray(self._store.lengths)[:, None]
         return (np.minimum(lengths, edges[1:]) - np.minimum(lengths, edges[:-1])).sum(axis=0)
 
 
 class BlockNats:
-    """Sums the nats of blocks by the index of the block in its document, over all documents.
-
-    Args:
-      documents: the number of documents.
-    """
+    """Sums the nats of blocks by the index of the block in its document, over all documents."""
 
     def __init__(self, documents: int):
         self._next = np.zeros(documents, np.int64)
         self._nats: dict[int, float] = {}
 
     def __call__(self, document: np.ndarray, nats: np.ndarray) -> None:
-        """Adds the N blocks of each of B lanes (rows of the batch).
+        """Adds the nats [B, N] of the blocks of each of B rows.
 
-        Args:
-          document: int [B, N], the index of each block's document, -1 for padding. The blocks of a
-            document are added in their order, and all by the same lane.
-          nats: float [B, N], the nats of each block, summed over its tokens.
+        `document` [B, N] has the index of each block's document, -1 for padding. The blocks of a
+        document are added in their order, and all by the same row.
         """
         for index, value in zip(document.ravel().tolist(), nats.ravel().tolist(), strict=True):
             if index >= 0:
@@ -172,14 +149,8 @@ class BlockNats:
     def sums(self, edges: Sequence[int], block: int) -> np.ndarray:
         """Returns the nats in each range of positions, summed over all documents.
 
-        Args:
-          edges: the first position of each range in tokens, ascending, beginning with 0. A range
-            ends before the next one, and the last range has no end.
-          block: number of tokens in a block. The nats of a block are added to the range in which
-            the block begins.
-
-        Returns:
-          float64 [ranges].
+        `edges` has the first position of each range in tokens, ascending, beginning with 0. The
+        nats of a block of `block` tokens are added to the range in which the block begins.
         """
         sums = np.zeros(len(edges))
         for place, value in self._nats.items():
@@ -235,7 +206,6 @@ def _position_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _draw(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns a plot (PNG) of bits against the window."""
     from brt.drawing import png, window_plot
 
     metric = BITS_PER_TOKEN if rows[0]["bits_per_byte"] is None else BITS_PER_BYTE

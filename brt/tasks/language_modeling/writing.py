@@ -17,13 +17,7 @@ MAX_TOKENS = 500
 
 
 class TextWriter(Writer):
-    """Continues prompts by sampling token by token, or by a beam search.
-
-    Args:
-      session: the session that reads the prompt and keeps the model's state.
-      config: config of the model.
-      tokenizer: the tokenizer.
-    """
+    """Continues prompts by sampling token by token, or by a beam search."""
 
     session: Session
 
@@ -33,15 +27,10 @@ class TextWriter(Writer):
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
         """Reads a prompt, and yields the continuation in parts, without the prompt.
 
-        The text ends early at a token of Model.end_ids or before a stop string, which are not part
-        of the text. If a stop string was found, the session ends with the memory of the text
-        before it. Bytes of an unfinished character at the end are not yielded, but kept in the
-        memory of the session.
-
-        Args:
-          prompt: text that follows the text that the session has read; "" continues that text.
-          options: maximum number of tokens, stop strings, and settings of sampling or of the beam
-            search.
+        The prompt follows the text that the session has read. The text ends early at a token of
+        Model.end_ids or before a stop string, which are not part of the text. If a stop string was
+        found, the session ends with the memory of the text before it. Bytes of an unfinished
+        character at the end are not yielded, but kept in the memory of the session.
         """
         session = self.session
         if prompt:
@@ -62,11 +51,9 @@ class TextWriter(Writer):
         yield stops.add(decoder.decode([], final=session.has_ended), final=True)
 
     def _decoder(self, memory: Memory) -> StreamDecoder:
-        """Returns a decoder of the text that follows a memory."""
         return StreamDecoder(self._tokenizer, memory.unfinished_bytes()[0])
 
     def _pieces(self, options: WriteOptions) -> Iterator[np.ndarray]:
-        """Yields the new tokens, in pieces."""
         config, session = self._config, self.session
         count = MAX_TOKENS if options.max_tokens is None else options.max_tokens
         if options.beams and count:
@@ -82,15 +69,11 @@ class TextWriter(Writer):
             yield tokens[0]
 
     def _rewind(self, before: Memory, tokens: np.ndarray, text: str) -> None:
-        """Gives the session the memory of the first part of a text that it has generated.
+        """Gives the session the memory of `text`, the first part of the `tokens` that it has
+        generated.
 
-        The tokens of the part are read again. If it ends within a token, the rest of it is encoded
-        anew.
-
-        Args:
-          before: the memory before the text.
-          tokens: the tokens of the text.
-          text: the first part.
+        The tokens of the part are read again, after the memory `before`. If the part ends within a
+        token, the rest of it is encoded anew.
         """
         decoder = self._decoder(before)
         count = length = kept = 0

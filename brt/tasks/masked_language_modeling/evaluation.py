@@ -38,29 +38,19 @@ _SHOWN = 300  # A sample of the model's guesses has at most this number of token
 
 
 class Predictions(NamedTuple):
-    """Predictions of the R masked tokens of each segment; all arrays are [B, R].
+    """Predictions of the R masked tokens of each segment."""
 
-    Attributes:
-      nats: -log p(target); 0 for entries that are not scored.
-      guesses: int32, the most likely tokens.
-      positions: positions of the masked tokens in the segment.
-      targets: true tokens.
-      scored: False for the padding of segments with fewer than R masked tokens.
-    """
-
-    nats: Float[Array, "B R"]
-    guesses: Int[Array, "B R"]
-    positions: Int[Array, "B R"]
-    targets: Int[Array, "B R"]
-    scored: Bool[Array, "B R"]
+    nats: Float[Array, "B R"]  # -log p(target); 0 for entries that are not scored
+    guesses: Int[Array, "B R"]  # the most likely tokens
+    positions: Int[Array, "B R"]  # positions in the segment
+    targets: Int[Array, "B R"]  # true tokens
+    scored: Bool[Array, "B R"]  # False for the padding of segments with fewer masked tokens
 
 
 class MaskedEvaluator:
-    """Evaluates predictions of masked tokens; see `brt.tasks.evaluators.Evaluator`.
+    """Evaluates predictions of masked tokens.
 
-    Args:
-      network: the encoder with its head.
-      request: the config and the split.
+    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read.
     """
 
     unit = "tok"
@@ -79,11 +69,8 @@ class MaskedEvaluator:
     ) -> Predictions:
         """Masks tokens of a batch, and returns the predictions of these tokens.
 
-        Args:
-          params: parameters of the model.
-          batch: a batch of segments.
-          segments: for each row, the index of its document and the index of its segment in the
-            document, which seed the choice of masked tokens.
+        `segments` has for each row the index of its document and of its segment in the document,
+        which seed the choice of masked tokens.
         """
         config, key = self._config, jax.random.key(0)
         mask_key = jax.random.fold_in(key, _MASKS)
@@ -95,11 +82,6 @@ class MaskedEvaluator:
         hidden, out = predict(self._network, params, batch, tokens, attention)
 
         def score(token: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Returns the nats of one masked token, and the most likely token.
-
-            Args:
-              token: hidden vector [D] and true id [] of the masked token.
-            """
             logits = seq2seq.logits(out, token[0])
             return jax.nn.logsumexp(logits) - logits[token[1]], jnp.argmax(logits).astype(jnp.int32)
 
@@ -113,10 +95,6 @@ class MaskedEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`.
-
-        If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read.
-        """
         store = self._store
         nats, count, right = np.zeros(len(store)), np.zeros(len(store), np.int64), 0
         begin, timed = None, 0
@@ -141,10 +119,7 @@ class MaskedEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document, with guesses in place of masked tokens.
-
-        The result is None if `control` stopped the work. `step` has no effect.
-        """
+        """Returns the beginning of the first document, with guesses in place of masked tokens."""
         if control.stop():
             return None
         return fill_masks(self._tokenizer, *self._first(variables.params))
@@ -156,11 +131,9 @@ class MaskedEvaluator:
         right: int,
         speed: float | None,
     ) -> EvaluationResult:
-        """Computes the metrics over the masked tokens of all documents.
+        """Computes the metrics over the masked tokens of all documents together.
 
-        Bits per masked token and accuracy are sums over all masked positions, divided by their
-        number. The masked positions are the same in every evaluation: a share of each segment's
-        tokens, never padding. Training divides by the same number.
+        Sums over masked positions are divided by their number, as in training.
         """
         total = int(masked.sum())
         metrics = {
@@ -208,7 +181,6 @@ class MaskedEvaluator:
         return "\n".join(lines)
 
     def _first(self, params: PyTree[Array]) -> tuple[np.ndarray, Predictions]:
-        """Returns the tokens of the first segment of the first document, and their predictions."""
         for batch, segments in self._batches(0):
             for row in np.flatnonzero((segments == 0).all(axis=1)):
                 predictions = jax.device_get(self._predict(params, batch, segments))
@@ -217,9 +189,8 @@ class MaskedEvaluator:
         raise AssertionError("every store has a first document")
 
     def _batches(self, tokens_per_document: int) -> Iterator[tuple[Batch, Int[np.ndarray, "B 2"]]]:
-        """Yields batches and, for each row, the indices of its document and of its segment.
-
-        Empty rows have the document -1. Segments are counted from 0 in each document.
+        """Yields batches and, for each row, the indices of its document (-1 for an empty row) and
+        of its segment in the document.
         """
         length, store = self._config.evaluation_segment_length, self._store
         past: Counter[int] = Counter()
@@ -234,24 +205,14 @@ class MaskedEvaluator:
 
 
 def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
-    """Returns the entropy of the frequency distribution of tokens, in bits per token.
-
-    Args:
-      tokens: ids of tokens.
-    """
+    """Returns the entropy of the frequency distribution of tokens, in bits per token."""
     counts = np.bincount(tokens[:_ENTROPY_TOKENS])
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
-    """Returns a text in which a masked token is shown as [guess], or [guess|token] if it is wrong.
-
-    Args:
-      tokenizer: the tokenizer.
-      tokens: ids of the text.
-      predictions: the predictions for the text.
-    """
+    """Returns a text with masked tokens shown as [guess], or as [guess|token] if it is wrong."""
     positions = predictions.positions[predictions.scored].tolist()
     guesses = dict(zip(positions, predictions.guesses[predictions.scored].tolist(), strict=True))
     parts, start = [], 0

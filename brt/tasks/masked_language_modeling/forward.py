@@ -20,14 +20,7 @@ from brt.types import Batch
 def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
     """Chooses tokens to predict at random, and replaces most of them by the mask or another token.
 
-    Args:
-      config: the config, whose Training.mask_share is the share of tokens to predict. The last id
-        of the vocabulary is the mask.
-      batch: a batch of segments.
-      keys: [B], the random key of each row.
-
-    Returns:
-      The tokens that the model reads, and the positions and true ids of the tokens to predict.
+    The last id of the vocabulary is the mask. `keys` has a random key for each row.
     """
     return mask_tokens(
         batch.targets, batch.scored, keys,
@@ -45,13 +38,7 @@ def predict(
 ) -> tuple[Float[Array, "B R D"], Readout]:
     """Returns the hidden vectors of the masked tokens, and the readout that maps them to logits.
 
-    Args:
-      network: the encoder with its head.
-      params: parameters of the network.
-      batch: a batch of segments.
-      tokens: the result of `mask_batch`.
-      attention: random key for kinds of attention that draw random numbers.
-      dropout: random key for dropout in a training step; None disables dropout.
+    `attention` and `dropout` are random keys; None in `dropout` disables dropout.
     """
     hidden: Any = network.apply(
         {"params": params}, tokens.inputs, batch.scored, attention, tokens.positions,

@@ -42,9 +42,6 @@ class MaskedLanguageModeling(EncoderTask):
     table_metrics = (Metric("bits_per_masked_token", "bits per masked token"),)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError if the encoder does not read tokens, or cannot read segments as long
-        as those of training and evaluation.
-        """
         self.check_encoder(
             config,
             ("Training.segment_length", config.training.segment_length),
@@ -52,36 +49,18 @@ class MaskedLanguageModeling(EncoderTask):
         )
 
     def required_vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the tokenizer's number of ids plus one for the mask."""
         return tokenizer.vocab_size + 1
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Opens the documents of all splits; tokenizes and stores them first if necessary.
-
-        Args:
-          config: the config, which names the sources.
-          progress: True reports the progress of preparing the data on stderr.
-        """
         return preparation.prepare(config.data, progress=progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
     ) -> Dataset:
-        """Opens one split of the data, encoded with the tokenizer of a run.
-
-        Args:
-          config: the config, which names the sources of the split.
-          split: name of the split.
-          tokenizer: the tokenizer of the run.
-          known: directory in which the run prepared the same data before; None if there is none.
-        """
         return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Returns a reader of training segments; a segment belongs to a single document.
-
-        An encoder attends to the whole segment, so a segment must not contain several documents.
-        """
+        """An encoder attends to the whole segment, so a segment contains no second document."""
         t = config.training
         return curriculum.reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
@@ -91,16 +70,7 @@ class MaskedLanguageModeling(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the cross-entropy of the masked tokens, summed over a batch, and further results.
-
-        The cross-entropy is smoothed by Training.label_smoothing. The second result has the
-        cross-entropy without smoothing, and the number of masked tokens, for metrics.
-
-        Args:
-          config: config of the model.
-          params: parameters of the encoder and its head.
-          inputs: the batch of segments, and the random key for masks, attention and dropout.
-        """
+        """The loss is smoothed by Training.label_smoothing; the nats of the `Aux` are not."""
         batch, key = inputs.batch, inputs.key
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
         tokens = mask_batch(config, batch, lane_keys(keys[_MASKS], len(batch.targets)))
@@ -114,16 +84,12 @@ class MaskedLanguageModeling(EncoderTask):
         return total, Aux(nats, count_scored(tokens.scored))
 
     def evaluator(self, request: EvaluationRequest) -> MaskedEvaluator:
-        """Returns an evaluator that measures bits and accuracy of masked tokens."""
         refuse_ablation(request.ablate)
         return MaskedEvaluator(self.network(request.config), request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Returns ("entropy of single tokens", E), where E is the entropy of the frequencies of
-        tokens in the validation data, in bits.
-
-        A model that knows only the frequencies of tokens would need E bits per token. The result is
-        None without validation data.
+        """The baseline is the entropy of the frequencies of tokens in the validation data, in bits:
+        a model that knows only these frequencies would need so many bits per token.
         """
         held_out = dataset.splits.get("validation")
         if not held_out:

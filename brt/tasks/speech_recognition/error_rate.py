@@ -12,20 +12,15 @@ class Errors(NamedTuple):
     """Numbers of edits that turn true transcripts (references) into decoded ones (hypotheses).
 
     The numbers are counted in tokens or in words, for one transcript or for several together.
-
-    Attributes:
-      substitutions, insertions, deletions: numbers of edits of each kind.
-      reference: number of tokens (or words) in the references.
     """
 
     substitutions: int
     insertions: int
     deletions: int
-    reference: int
+    reference: int  # number of tokens (or words) in the references
 
     @property
     def count(self) -> int:
-        """Number of all edits."""
         return self.substitutions + self.insertions + self.deletions
 
     @property
@@ -37,16 +32,11 @@ class Errors(NamedTuple):
 
 
 def count_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    """Counts the fewest edits that turn a reference into a hypothesis.
-
-    Args:
-      reference: the tokens (or words) of the true transcript.
-      hypothesis: the tokens (or words) of the decoded transcript.
-    """
+    """Counts the fewest edits that turn a reference into a hypothesis, given as tokens or words."""
     edits = Counter(edit.tag for edit in Levenshtein.editops(reference, hypothesis))
     return Errors(edits["replace"], edits["insert"], edits["delete"], len(reference))
 
 
 def sum_errors(counts: Iterable[Errors]) -> Errors:
-    """Adds up the numbers of edits of several transcripts; the sums are 0 for no transcripts."""
+    """Adds up the numbers of edits of several transcripts."""
     return Errors(*np.sum([np.zeros(4, np.int64), *counts], axis=0).tolist())

@@ -27,23 +27,13 @@ from brt.types import SpeechBatch
 
 
 class Transcript(NamedTuple):
-    """The true transcript (reference) and the decoded transcript (hypothesis) of an utterance, with
-    the numbers of their differences.
-
-    Attributes:
-      id: id of the utterance.
-      reference: the true transcript.
-      hypothesis: the transcript that was decoded from the model's output.
-      nats: -log p of the reference, according to the model.
-      token_errors, word_errors: numbers of edits that turn the reference into the hypothesis,
-        counted in tokens and in words.
-    """
+    """The true transcript (reference) and the decoded transcript (hypothesis) of an utterance."""
 
     id: str
     reference: str
     hypothesis: str
-    nats: float
-    token_errors: Errors
+    nats: float  # -log p of the reference, according to the model
+    token_errors: Errors  # edits that turn the reference into the hypothesis
     word_errors: Errors
 
 
@@ -61,18 +51,13 @@ class TranscriptEvaluator(HeadEvaluator):
         self._speech = request.config.speech
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns the function that is compiled and evaluated for each batch.
-
-        The function maps the parameters and a batch to the log probabilities of the tokens at each
-        frame [B, X, C], and to -log p of each true transcript [B].
+        """The function maps the parameters and a batch to the log probabilities of the tokens at
+        each frame [B, X, C], and to -log p of each true transcript [B].
         """
 
         def read(
             params: PyTree[Array], batch: SpeechBatch
         ) -> tuple[Float[Array, "B X C"], Float[Array, " B"]]:
-            """Returns the log probabilities of the tokens at each frame, and -log p of each true
-            transcript, for the utterances of a batch.
-            """
             logits = self.task.predict(config, params, batch)
             nats = ctc_nats(logits, batch.valid, batch.targets, batch.scored)
             return jax.nn.log_softmax(logits), nats
@@ -80,9 +65,6 @@ class TranscriptEvaluator(HeadEvaluator):
         return read
 
     def batches(self, limit: int) -> Iterator[SpeechBatch]:
-        """Yields batches of all utterances, or if `limit` is above 0, a single batch of at most
-        this number of utterances from the start of the split.
-        """
         return SpeechReader.evaluation(
             self.store,
             batch_size=self.batch_size,
@@ -93,15 +75,6 @@ class TranscriptEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Returns the decoded transcripts of all utterances and their error rates.
-
-        Args:
-          config: config of the model.
-          outputs: for each utterance of the split, by its index, the results of the function that
-            `forward` returns.
-          timed: the function that `forward` returns, in an object that has recorded the number of
-            inputs and the time of the function's calls.
-        """
         kind, rows = config.attention.kind, list(outputs)
         transcripts = [
             self._transcript(row, log_probs, float(nats))
@@ -161,12 +134,6 @@ class TranscriptEvaluator(HeadEvaluator):
         }
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table of error rates, with a row for each kind of attention.
-
-        Args:
-          report: the report of the whole evaluation, as JSON.
-          results: the result of each kind of attention.
-        """
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         lines = [
@@ -188,7 +155,6 @@ class TranscriptEvaluator(HeadEvaluator):
 
 
 def shown(transcript: Transcript) -> str:
-    """Returns the reference and the hypothesis of a transcript as lines of text for people."""
     t = transcript
     return (
         f"{t.id}: {t.token_errors.count} errors in {t.token_errors.reference} tokens\n"

@@ -54,7 +54,6 @@ class SpeechRecognition(EncoderTask):
     table_metrics = (Metric("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for label smoothing, which CTC does not support."""
         smoothing = config.training.label_smoothing
         if smoothing:
             raise ConfigError(
@@ -62,45 +61,25 @@ class SpeechRecognition(EncoderTask):
             )
 
     def open(self, config: Config, *, progress: bool = True) -> SpeechDataset:
-        """Opens the utterances and transcripts of all splits, and prepares them first if necessary.
-
-        Args:
-          config: the config, which names the sources.
-          progress: True reports the progress of preparing the data on stderr.
-        """
         return preparation.prepare(config.speech, progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: Vocabulary, known: Path | None = None
     ) -> SpeechDataset:
-        """Opens one split of the data, encoded with the vocabulary of a trained model.
-
-        Args:
-          config: the config, which names the sources of the split.
-          split: name of the split.
-          tokenizer: the vocabulary of the run that trained the model.
-          known: directory in which the run prepared the same data before; None if there is none.
-        """
         return SpeechPreparation(config.speech).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> Vocabulary:
-        """Returns the vocabulary that a run has saved in `file`."""
         return Vocabulary.load(file)
 
     def sizes_are_configured(self, config: Config) -> bool:
-        """Returns True if the config alone, without the data, determines all sizes of the model,
-        including the number of features of a frame.
-        """
+        """The number of features of a frame must be configured, too."""
         return super().sizes_are_configured(config) and config.encoder.features > 0
 
     def resolve(self, config: Config, dataset: SpeechDataset) -> Config:
-        """Returns the config with vocabulary size, dtype, number of features of a frame and sample
-        rate filled in.
+        """Also fills in the number of features of a frame and the sample rate.
 
-        Raises:
-          ConfigError: the frames have another number of features than the config says, the longest
-            utterance has more frames than the model has learned positions, or the attention does
-            not fit the longest utterance.
+        Raises ConfigError if the frames have another number of features than the config says, or if
+        the model cannot read the longest utterance.
         """
         config = super().resolve(config, dataset)
         encoder, width = config.encoder, dataset.width
@@ -126,7 +105,6 @@ class SpeechRecognition(EncoderTask):
         )
 
     def reader(self, config: Config, dataset: Dataset) -> SpeechReader:
-        """Returns a reader of batches of training utterances, in a new order every epoch."""
         section, t = config.speech, config.training
         return SpeechReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -136,32 +114,14 @@ class SpeechRecognition(EncoderTask):
     def predict(
         self, config: Config, params: PyTree[Array], batch: SpeechBatch, **options: Any
     ) -> Float[Array, "B X C"]:
-        """Returns the logits of the C tokens, including the blank, for each of the X frames of the
-        utterances in a batch.
-
-        Args:
-          config: config of the model.
-          params: parameters of the encoder and its head.
-          batch: a batch of utterances.
-          options: further arguments of `EncoderTask.predict`: the random keys `dropout` and
-            `attention`, and `inputs`, features that are read instead of `batch.features`.
+        """Returns the logits of the C tokens, including the blank, for each of the X frames;
+        features in `inputs` are read instead of `batch.features`.
         """
         return super().predict(config, params, batch, **{"inputs": batch.features} | options)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the CTC loss of the transcripts, summed over a batch.
-
-        The second result, from which metrics are computed, has the same sum and the number of
-        scored tokens.
-
-        Args:
-          config: config of the model.
-          params: parameters of the encoder and its head.
-          inputs: the batch of utterances, and the random key for SpecAugment, attention and
-            dropout.
-        """
         batch, speech = inputs.batch, config.speech
         features = batch.features
         if speech.time_masks or speech.feature_masks:
@@ -175,32 +135,18 @@ class SpeechRecognition(EncoderTask):
         return nats, Aux(nats, count_scored(batch.scored))
 
     def evaluator(self, request: EvaluationRequest) -> TranscriptEvaluator:
-        """Returns an evaluator that measures error rates and bits of the transcripts of a split.
-
-        Args:
-          request: the config of the model, and the split.
-
-        Raises:
-          ConfigError: `request.ablate` names a memory that the evaluation should reset, but
-            encoders have no memory; or the attention does not fit the longest utterance.
-          DataError: the frames of the split have another number of features than the model reads.
-        """
+        """Also raises errors if the model cannot read the frames of the split."""
         refuse_ablation(request.ablate)
         check_width(request.config, request.dataset, request.split)
         check_attention(request.config, request.dataset)
         return TranscriptEvaluator(self, request)
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
-        """Returns the mean number of UTF-8 bytes per token of the training transcripts, by which
-        bits per token are divided to get bits per byte.
-        """
+        """Mean number of UTF-8 bytes per token of the training transcripts."""
         train = dataset.split("train")
         return train.transcript_bytes / max(len(train.targets.values), 1)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns lines for the user with commands that evaluate the run in `workdir`, greedily and
-        with beam search, and that train on the user's own speech.
-        """
         evaluate = encoder_next_steps(workdir)
         return [
             *evaluate,
@@ -212,13 +158,7 @@ class SpeechRecognition(EncoderTask):
 
 
 def check_width(config: Config, dataset: Dataset, split: str) -> None:
-    """Raises DataError if the frames of a split have more or fewer features than the model reads.
-
-    Args:
-      config: config of the model.
-      dataset: opened data that contain the split.
-      split: name of the split.
-    """
+    """Raises DataError unless the frames of a split have as many features as the model reads."""
     width = dataset.split(split).width
     if width != config.encoder.features:
         raise DataError(

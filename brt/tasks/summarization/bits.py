@@ -31,21 +31,15 @@ class Bits(NamedTuple):
     Summaries are cut to Pairs.max_target_length tokens. Each token is predicted from the document,
     cut to Pairs.max_source_length tokens, and the reference tokens before it. Padding and tokens
     that were cut off are not scored.
-
-    Attributes:
-      pairs: number of summaries.
-      tokens: number of scored tokens. They include the end token of every summary, even if the
-        summary was cut, and the token <s> with which BART begins a summary.
-      bytes: number of UTF-8 bytes of the scored tokens' text.
-      bits_per_token: total bits divided by `tokens`.
-      bits_per_byte: total bits divided by `bytes`; None if the tokens do not reproduce the text.
     """
 
-    pairs: int
+    pairs: int  # number of summaries
+    # Number of scored tokens. They include the end token of every summary, even if the summary was
+    # cut, and the token <s> with which BART begins a summary.
     tokens: int
-    bytes: int
+    bytes: int  # number of UTF-8 bytes of the scored tokens' text
     bits_per_token: float
-    bits_per_byte: float | None
+    bits_per_byte: float | None  # None if the tokens do not reproduce the text
 
 
 @functools.lru_cache(maxsize=4)
@@ -54,10 +48,6 @@ def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
 
     Every summary that was not cut must equal the text that is decoded from its tokens, and no
     summary may contain the id of unknown text. Only then can bits per byte be computed.
-
-    Args:
-      store: the documents and summaries of a split.
-      tokenizer: the tokenizer that encoded them.
     """
     uncut = np.flatnonzero(store.target_uncut <= store.target.lengths)
     return all(
@@ -67,27 +57,16 @@ def is_lossless(store: PairStore, tokenizer: PairTokenizer) -> bool:
 
 
 def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
-    """Returns the number of UTF-8 bytes of all summaries of a split, without parts that were cut
-    off because a summary had too many tokens.
-
-    Args:
-      store: the documents and summaries of a split.
-      tokenizer: the tokenizer that encoded them.
-    """
+    """Returns the number of UTF-8 bytes of all summaries, without parts that were cut off."""
     cut = np.flatnonzero(store.target_uncut > store.target.lengths)
     size = int(store.reference.lengths.sum() - store.reference.lengths[cut].sum())
     return size + sum(len(tokenizer.decode(store.target[row]).encode()) for row in cut)
 
 
 class TeacherForcing:
-    """Computes the bits of reference summaries with teacher forcing.
+    """Computes the bits of reference summaries, each token predicted from the true ones before it.
 
-    With teacher forcing, each token is predicted from the true tokens before it. One program is
-    compiled for each padded length of documents.
-
-    Args:
-      config: config of the model.
-      tokenizer: the tokenizer that encoded the summaries.
+    One program is compiled for each padded length of documents.
     """
 
     def __init__(self, config: Config, tokenizer: PairTokenizer):

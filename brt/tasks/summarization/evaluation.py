@@ -14,11 +14,7 @@ from brt.types import Variables
 class SummaryEvaluator:
     """Evaluates a model on one split: bits of reference summaries, ROUGE of generated summaries.
 
-    Bits are -log2 of the probability that the model assigns to the tokens of the true summaries.
-    The class implements the interface `brt.tasks.evaluators.Evaluator`.
-
-    Args:
-      request: the config of the model, and the split.
+    If `whole` is False, no summaries are generated.
     """
 
     unit, partial = "row", False
@@ -34,10 +30,6 @@ class SummaryEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`.
-
-        Bits are always computed. Summaries are generated and scored only if `whole` is True.
-        """
         bits = self._bits(variables.params, self._store, control)
         if bits is None:
             return None
@@ -60,17 +52,7 @@ class SummaryEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the reference summary and the generated summary of the split's first document, as
-        text for people.
-
-        The result is None if `control` stopped the work.
-
-        Args:
-          variables: the learned arrays of the model.
-          step: number of training steps of the model; not used.
-          control: functions that interrupt the work and report its progress; the progress is
-            not reported here.
-        """
+        """Returns the reference summary and the generated summary of the first document."""
         summaries = self._summarizer(variables.params, self._store, Control(control.stop), limit=1)
         if summaries is None:
             return None

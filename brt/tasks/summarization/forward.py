@@ -20,24 +20,16 @@ _PURPOSES = 0, 1
 
 
 class Prediction(NamedTuple):
-    """Output of the forward pass.
+    """Output of the forward pass."""
 
-    Attributes:
-      hidden: [B, T, D], the decoder's last hidden vectors, from which each token of a summary is
-        predicted.
-      readout: parameters that map the hidden vectors to logits.
-      metrics: scalars that training logs, by name.
-    """
-
+    # The decoder's last hidden vectors, from which each token of a summary is predicted.
     hidden: Float[Array, "B T D"]
-    readout: Readout
-    metrics: dict[str, Float[Array, ""]]
+    readout: Readout  # maps the hidden vectors to logits
+    metrics: dict[str, Float[Array, ""]]  # scalars that training logs, by name
 
 
 def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
-    """Returns the Flax module of the encoder-decoder that a config describes; `training` enables
-    dropout.
-    """
+    """Returns the encoder-decoder that a config describes; `training` enables dropout."""
     return seq2seq.Seq2Seq(
         config.seq2seq, config.cross_attention, training, config.attention, config.kernels
     )
@@ -49,13 +41,7 @@ def predict(
     """Returns the hidden vectors from which the tokens of summaries are predicted.
 
     Each vector depends on the document and on the true tokens of the summary before the predicted
-    token.
-
-    Args:
-      config: config of the model.
-      params: parameters of the encoder-decoder.
-      batch: documents with their summaries.
-      key: random key of a training step; None disables dropout and makes random choices constant.
+    token. None in `key` disables dropout and makes random choices constant.
     """
     dropout, attention = None, None
     if key is not None:

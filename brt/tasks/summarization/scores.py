@@ -17,43 +17,25 @@ _WIDTH, _LINES = 46, 12
 
 
 class Summary(NamedTuple):
-    """A generated summary of one document.
-
-    Attributes:
-      id: id of the document in its source.
-      source: text of the document as the model reads it: after Pairs.prefix, and without parts
-        that were cut off.
-      reference: reference summary, which was not cut.
-      prediction: generated summary, which may be empty.
-      source_tokens: number of tokens of the whole document, including tokens that were cut off.
-      cut_tokens: number of tokens of the document that were cut off.
-      prediction_tokens: number of tokens that the model generated, without start and end tokens.
-    """
+    """A generated summary of one document."""
 
     id: str
+    # The document as the model reads it: after Pairs.prefix, and without parts that were cut off.
     source: str
-    reference: str
-    prediction: str
-    source_tokens: int
-    cut_tokens: int
-    prediction_tokens: int
+    reference: str  # reference summary, which was not cut
+    prediction: str  # generated summary, which may be empty
+    source_tokens: int  # number of tokens of the whole document, with those that were cut off
+    cut_tokens: int  # number of tokens of the document that were cut off
+    prediction_tokens: int  # number of generated tokens, without start and end tokens
 
 
 class ScoredSummaries(NamedTuple):
-    """The generated summaries of a split, with their ROUGE scores.
-
-    Attributes:
-      summaries: the summaries that were scored.
-      protocol: the definition of the scores.
-      scores: for each summary, its scores by name (such as "rougeL"), in [0, 1].
-      report: metrics of all summaries together as JSON, with scores in percent. The docstring of
-        the function `score_summaries` lists the entries.
-    """
+    """The generated summaries of a split, with their ROUGE scores."""
 
     summaries: list[Summary]
     protocol: RougeProtocol
-    scores: list[dict[str, Score]]
-    report: dict[str, Any]
+    scores: list[dict[str, Score]]  # of each summary, by name (such as "rougeL"), in [0, 1]
+    report: dict[str, Any]  # metrics of all summaries as JSON; see `score_summaries`
 
 
 def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummaries:
@@ -72,13 +54,6 @@ def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> Sc
         empty, distinct                  numbers of empty and of distinct predictions
         copied_bigrams                   share of the predictions' bigrams that occur in the part of
                                          the document that the model read
-
-    Args:
-      summaries: the generated summaries with their references.
-      protocol: the definition of the scores.
-
-    Raises:
-      DataError: there are no summaries.
     """
     summaries = list(summaries)
     scores = [protocol.score(s.reference, s.prediction) for s in summaries]
@@ -96,10 +71,7 @@ def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> Sc
 
 
 def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
-    """Returns a JSON object for each of the scored summaries, for a file of predictions.
-
-    The object contains the summary, its reference, its scores in percent and its lengths.
-    """
+    """Returns a JSON object for each summary, for a file of predictions; scores are in percent."""
     return [
         {
             "id": summary.id,
@@ -116,10 +88,7 @@ def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
 
 
 def text(scored: ScoredSummaries) -> str:
-    """Returns the report about scored summaries as text for people: scores, lengths and examples.
-
-    The examples are the summaries of the first, the middle and the last document.
-    """
+    """Returns the report for people: scores, lengths, and the first, middle and last summary."""
     report, name = scored.report, scored.protocol.name
     cut, lengths = report["truncation"], report["lengths"]
     written, words, reference = (
@@ -192,7 +161,7 @@ def _lengths(summaries: Sequence[Summary]) -> dict[str, dict[str, int | float]]:
 
 
 def _copied_bigrams(summaries: Sequence[Summary], protocol: RougeProtocol) -> float | None:
-    """Returns the percentage of predicted bigrams that occur in the source, or None."""
+    """Returns the percentage of predicted bigrams that are in the source; None without bigrams."""
     copied = total = 0
     for summary in summaries:
         words, source = map(protocol.words, (summary.prediction, summary.source))
@@ -203,7 +172,6 @@ def _copied_bigrams(summaries: Sequence[Summary], protocol: RougeProtocol) -> fl
 
 
 def _example(scored: ScoredSummaries, index: int) -> list[str]:
-    """Returns the reference and the prediction in two columns, below the scores."""
     summary, scores = scored.summaries[index], scored.scores[index]
     f1_scores = ", ".join(f"{name} {100 * s.f1:.1f}" for name, s in scores.items())
     columns = [

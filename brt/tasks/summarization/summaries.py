@@ -29,14 +29,11 @@ from brt.types import PairBatch
 
 
 class Summarizer:
-    """Generates summaries of documents by greedy search, beam search or sampling.
+    """Generates summaries of documents by greedy search, beam search or, with `sampling`, by
+    drawing tokens at random.
 
-    One program is compiled for each padded length of documents.
-
-    Args:
-      config: config of the model; the section Decoding has the settings of the search.
-      tokenizer: the tokenizer that the model was trained with.
-      sampling: settings for drawing tokens at random; None selects a search.
+    The config section Decoding has the settings of the search. One program is compiled for each
+    padded length of documents.
     """
 
     def __init__(
@@ -52,14 +49,6 @@ class Summarizer:
         def generate(
             params: PyTree[Array], source: Int[Array, "B X"], mask: Bool[Array, "B X"], key: Array
         ) -> Hypotheses:
-            """Returns the summaries of a batch of documents as tokens; the function is compiled.
-
-            Args:
-              params: parameters of the model.
-              source: token ids of the documents.
-              mask: True for tokens of the documents, False for padding.
-              key: random key for sampling.
-            """
             beams = 1 if sampling else decoding.beams
             encoded = seq2seq.encode(model, params, source, mask)
             state = seq2seq.prefill(model, params, encoded, mask, beams, decoding.max_length)
@@ -82,12 +71,8 @@ class Summarizer:
     ) -> list[Summary] | None:
         """Returns the summary of each document in order; None if `control` stopped the generation.
 
-        Args:
-          params: parameters of the model.
-          store: the documents.
-          control: functions that interrupt the generation and report its progress.
-          limit: number of documents to summarise, which are evenly spaced in the store and form one
-            batch. If `limit` is 0 or at least the size of the store, all documents are summarised.
+        If `limit` is above 0, only so many documents are summarised, which are evenly spaced in the
+        store and form one batch.
         """
         summaries: dict[int, Summary] = {}
         for batch in self._batches(store, limit):
@@ -104,20 +89,13 @@ class Summarizer:
     def summary(
         self, params: PyTree[Array], source: Int[np.ndarray, " X"], *, seed: int = 0
     ) -> str:
-        """Returns the text of the summary of a single document.
-
-        Args:
-          params: parameters of the model.
-          source: token ids of the document, including special ids.
-          seed: seed of the random numbers for sampling; a search does not use it.
-        """
+        """Returns the summary of a document, given its token ids with special ids."""
         best = self._best(params, source[None], np.ones((1, len(source)), bool), seed)
         return self._tokenizer.decode(best.sequences[0, 0, 1:])
 
     def _best(
         self, params: PyTree[Array], source: np.ndarray, mask: np.ndarray, seed: int = 0
     ) -> Hypotheses:
-        """Returns the best hypotheses as NumPy arrays; raises NonFiniteError for NaN logits."""
         best = jax.device_get(self._generate(params, source, mask, jax.random.key(seed)))
         if np.isnan(best.scores).any():
             raise NonFiniteError("the model's logits are NaN; take an earlier checkpoint (--step)")

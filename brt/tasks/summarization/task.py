@@ -60,9 +60,6 @@ class Summarization(Task):
     table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError if the model does not support the configured kinds of attention, or
-        the configured maximum lengths of documents and summaries.
-        """
         pairs, model, kind = config.pairs, config.seq2seq, config.attention.kind
         if kind != "full" and model.encoder_attention != "full":
             raise ConfigError(
@@ -91,41 +88,22 @@ class Summarization(Task):
                 )
 
     def open(self, config: Config, *, progress: bool = True) -> PairDataset:
-        """Opens the documents and summaries of all splits, and prepares them first if necessary.
-
-        Args:
-          config: the config, which names the sources.
-          progress: True reports the progress of preparing the data on stderr.
-        """
         return preparation.prepare(config.pairs, progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: PairTokenizer, known: Path | None = None
     ) -> PairDataset:
-        """Opens one split of the data, encoded with the tokenizer of a trained model.
-
-        Args:
-          config: the config, which names the sources of the split.
-          split: name of the split.
-          tokenizer: the tokenizer of the run that trained the model.
-          known: directory in which the run prepared the same data before; None if there is none.
-        """
         return Preparation(config.pairs).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> PairTokenizer:
-        """Returns the tokenizer that a run has saved in `file`."""
         return tokenization.load(str(file))
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with the vocabulary size of the data's tokenizer, and the dtype for
-        this machine, filled in.
-        """
         tokenizer = dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> PairReader:
-        """Returns the reader that yields batches of training pairs, in a new order every epoch."""
         section, t = config.pairs, config.training
         return PairReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -133,24 +111,12 @@ class Summarization(Task):
         )  # fmt: skip
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Returns newly initialised parameters of the encoder-decoder, drawn with the random key
-        `key`.
-        """
         return seq2seq.init(network(config), key)
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the cross-entropy of the tokens of summaries, summed over a batch, and metrics.
-
-        The cross-entropy is smoothed by Training.label_smoothing. The second result has the
-        cross-entropy without smoothing, the number of scored tokens, and scalars to log.
-
-        Args:
-          config: config of the model.
-          params: parameters of the encoder-decoder.
-          inputs: the batch of pairs, and the random key for dropout and attention.
-        """
+        """The loss is smoothed by Training.label_smoothing; the nats of the `Aux` are not."""
         batch = inputs.batch
         hidden, out, metrics = predict(config, params, batch, inputs.key)
         total, nats = cross_entropy(
@@ -161,25 +127,13 @@ class Summarization(Task):
         return total, Aux(nats, count_scored(batch.scored), metrics=metrics)
 
     def flops(self, config: Config, batch: PairBatch) -> int | None:
-        """Returns the FLOPs of a training step on a batch, three times the FLOPs of the forward
-        pass; None if the cross-attention is of another kind than "full".
-        """
+        """Returns None if the cross-attention is of another kind than "full"."""
         if config.cross_attention.kind != "full":
             return None
         (rows, source), target = batch.source.shape, batch.target_in.shape[1]
         return 3 * rows * seq2seq_flops(config.seq2seq, source, target)
 
     def evaluator(self, request: EvaluationRequest) -> SummaryEvaluator:
-        """Returns an evaluator that measures the bits of the reference summaries of a split, and
-        the ROUGE scores of generated summaries.
-
-        Args:
-          request: the config of the model, and the split.
-
-        Raises:
-          ConfigError: `request.ablate` names a memory that the evaluation should reset, but the
-            model has no memory.
-        """
         if request.ablate:
             raise ConfigError(
                 f"--ablate={request.ablate} is for language models; a summariser has no "
@@ -188,25 +142,19 @@ class Summarization(Task):
         return SummaryEvaluator(request)
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metrics of a report that are logged as curves, by name.
-
-        They include the F1 of each ROUGE score if the report is about generated summaries, too.
-        """
+        """Also returns the F1 of each ROUGE score if summaries were generated."""
         rouge = {name: score["f1"] for name, score in report.get("rouge", {}).items()}
         return super().select_metrics(report) | rouge
 
     def probe(self, config: Config) -> ProbeFunction:
-        """Returns a function that reads the learned scalars of cross-attention from the parameters,
-        so that training can log them.
+        """Returns a function that reads the learned scalars of cross-attention from the parameters.
 
         `_LEARNED` lists the names of the scalars, which only the cross-attention of the Segmented
-        Recurrent Transformer has. For other models the function returns no metrics.
+        Recurrent Transformer has. For other models the function returns no metrics. The values of a
+        layer's parameter are averaged.
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
-            """Returns the learned scalars in `params` as metrics by tag, one for each layer and
-            name. The values of a layer's parameter are averaged. `carry` is not used.
-            """
             values = {}
             for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
                 *where, name = (str(part.key) for part in path)
@@ -219,18 +167,12 @@ class Summarization(Task):
         return learned_scalars
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Returns the metric that plots show: bits per byte, or bits per token if the tokens of the
-        summaries do not reproduce their text.
-        """
+        """Bits per byte are not defined if the tokens of summaries do not reproduce their text."""
         store = dataset.splits.get("validation") or dataset.split("train")
         return BITS_PER_BYTE if is_lossless(store, dataset.tokenizer) else BITS_PER_TOKEN
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
-        """Returns the number by which bits per token are divided to get the primary metric.
-
-        This is the mean number of bytes of summary text per scored token in the training data, or 1
-        if the primary metric is bits per token.
-        """
+        """Mean number of bytes of summary text per scored token in the training data."""
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         train = dataset.split("train")
@@ -239,15 +181,9 @@ class Summarization(Task):
     def writer(
         self, config: Config, variables: Variables, tokenizer: PairTokenizer
     ) -> SummaryWriter:
-        """Returns an object that summarises documents, which users pass as prompts."""
         return SummaryWriter(config, variables.params, tokenizer)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns lines for the user with commands that are useful after training.
-
-        The commands evaluate with beam search, summarise a document, and train on the user's own
-        pairs.
-        """
         return [
             f"python -m brt.evaluate --workdir={workdir} --split=test "
             "--gin_bindings='Decoding.beams = 4'",
@@ -258,11 +194,7 @@ class Summarization(Task):
         ]
 
     def export(self, source: ExportSource) -> ExportableModel:
-        """Returns a trained model in the T5 or BART format of Hugging Face's transformers.
-
-        Args:
-          source: the run that trained the model.
-        """
+        """Returns a trained model in the T5 or BART format of Hugging Face's transformers."""
         config, opened = source.config, source.tokenizer()
         decoding = config.decoding
         generation = {
@@ -277,9 +209,6 @@ class Summarization(Task):
         )
 
         def copy(target: Path) -> list[str]:
-            """Writes the tokenizer's file to the directory `target`, and returns the names of the
-            written files.
-            """
             name = NAMES[Path(opened.name).suffix]
             (target / name).write_bytes(opened.content)
             return [name]
@@ -294,12 +223,6 @@ class Summarization(Task):
         return ExportableModel(source.path, pretrained_model, convert.to_format, copy, tuple(notes))
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        """Returns the weights of a T5 or BART model that brt.convert wrote.
-
-        Args:
-          config: config of the run that starts from the weights.
-          where: the directory of the weights.
-        """
         described = pretrained.describe(where)
         return Weights(
             str(where), described.model, None, None,
@@ -307,11 +230,7 @@ class Summarization(Task):
         )  # fmt: skip
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Checks that the weights were trained with this tokenizer, and returns the config
-        unchanged.
-
-        Converted weights, whose tokenizer is not known, are not checked.
-        """
+        """Converted weights, whose tokenizer is not known, are not checked."""
         return (
             config
             if weights.tokenizer is None

@@ -14,27 +14,14 @@ from brt.tasks.writers import WriteOptions, Writer
 
 
 class SummaryWriter(Writer):
-    """Summarises prompts, which are documents; a summary does not depend on earlier prompts.
-
-    Args:
-      config: config of the model.
-      params: parameters of the model.
-      tokenizer: the tokenizer that the model was trained with.
-    """
+    """Summarises prompts, which are documents; a summary does not depend on earlier prompts."""
 
     def __init__(self, config: Config, params: PyTree[Array], tokenizer: PairTokenizer):
         self._config, self._params, self._tokenizer = config, params, tokenizer
         self._summarizers: dict[tuple[Decoding, Sampling | None], Summarizer] = {}
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """Yields a summary of a document.
-
-        Args:
-          prompt: text of the document.
-          options: settings of sampling, or the number of beams of a search; the config section
-            Decoding has the other settings of the search. The summary has at most
-            `options.max_tokens` tokens, including the end token.
-        """
+        """The summary has at most `options.max_tokens` tokens, including the end token."""
         config, count = self._config, options.max_tokens
         if count == 0:
             return
@@ -56,7 +43,6 @@ class SummaryWriter(Writer):
         yield summarizer.summary(self._params, source.ids, seed=options.seed or 0)
 
     def _summarizer(self, decoding: Decoding, sampling: Sampling | None) -> Summarizer:
-        """Returns the compiled summarizer for these settings."""
         if (decoding, sampling) not in self._summarizers:
             config = dataclasses.replace(self._config, decoding=decoding)
             summarizer = Summarizer(config, self._tokenizer, sampling)

@@ -11,12 +11,11 @@ Numbers = Float[np.ndarray, " N"]
 
 
 def pearson(x: Numbers, y: Numbers) -> float:
-    """Returns Pearson's correlation of two series of numbers x and y of equal length."""
     return float(scipy.stats.pearsonr(*_exact(x, y)).statistic) if _vary(x, y) else 0.0
 
 
 def spearman(x: Numbers, y: Numbers) -> float:
-    """Returns Spearman's rank correlation of two series x and y; equal numbers share a rank."""
+    """Returns Spearman's rank correlation; equal numbers share a rank."""
     return float(scipy.stats.spearmanr(x, y).statistic) if _vary(x, y) else 0.0
 
 

@@ -30,35 +30,23 @@ _SHOWN = 60  # An example shows at most this number of characters of a text.
 
 
 class SentenceScores(NamedTuple):
-    """Metrics of all rows together, and the prediction for each row.
-
-    Attributes:
-      metrics: the metrics as JSON.
-      summary: a phrase with the most important metrics.
-      rows: the prediction for each row, as JSON.
-      shown: each prediction as text for people.
-    """
+    """Metrics of all rows together, and the prediction for each row."""
 
     metrics: dict[str, Any]
-    summary: str
-    rows: list[dict[str, Any]]
-    shown: list[str]
+    summary: str  # a phrase with the most important metrics
+    rows: list[dict[str, Any]]  # the prediction for each row, as JSON
+    shown: list[str]  # each prediction as text for people
 
 
 class SentenceEvaluator(HeadEvaluator):
     """Base class of the evaluators of labels and of numbers that are predicted for sentences.
 
     A subclass defines what the logits of the model mean.
-
-    Attributes:
-      bits: name of the metric with the bits per row.
-      score_name: name of the metric, in percent, that is reported as the score.
-      forms: format of each metric in a table.
     """
 
-    bits: ClassVar[str]
-    score_name: ClassVar[str]
-    forms: ClassVar[dict[str, str]]
+    bits: ClassVar[str]  # name of the metric with the bits per row
+    score_name: ClassVar[str]  # name of the metric, in percent, that is the score
+    forms: ClassVar[dict[str, str]]  # format of each metric in a table
 
     def __init__(self, task: EncoderTask, request: EvaluationRequest):
         super().__init__(task, request)
@@ -67,55 +55,34 @@ class SentenceEvaluator(HeadEvaluator):
     @staticmethod
     @abc.abstractmethod
     def predictions(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
-        """Converts the model's logits [B, C] to the predictions that are scored, such as the log
-        probabilities of C labels.
-        """
+        """Converts logits to what is scored, such as the log probabilities of C labels."""
 
     @staticmethod
     @abc.abstractmethod
     def nats(logits: Float[Array, "B C"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns -log p of each row's target, without label smoothing. Training minimises the sum
-        over all rows, smoothed by Training.label_smoothing.
-
-        The values of empty rows, which only fill up a batch, are 0.
-
-        Args:
-          logits: the model's logits.
-          batch: the rows, whose field `targets` has the true labels or numbers.
+        """Returns -log p of each row's target, without label smoothing; 0 for empty rows, which
+        only fill up a batch.
         """
 
     @abc.abstractmethod
     def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> SentenceScores:
-        """Compares the predictions for rows with the true labels or numbers in the store.
+        """Compares the predictions with the true labels or numbers in the store.
 
-        Args:
-          order: the index in the store of each row of `predictions`.
-          predictions: for each of N rows, the C predicted values, from the method `predictions`.
-
-        Returns:
-          The metrics of all rows, and the prediction for each row.
+        `order` has the index in the store of each row of `predictions`.
         """
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Returns the function that is compiled and evaluated for each batch.
-
-        The function maps the parameters and a batch to the predictions [B, C], and to -log p of the
-        target of each row [B]. `config` is the config of the model.
-        """
+        """The function returns the predictions, and -log p of each row's target."""
 
         def read(
             params: PyTree[Array], batch: TextBatch
         ) -> tuple[Float[Array, "B C"], Float[Array, " B"]]:
-            """Returns the predictions and -log p of the target, for each row of a batch."""
             logits = self.task.predict(config, params, batch)
             return self.predictions(logits), self.nats(logits, batch)
 
         return read
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        """Yields batches of all rows, or if `limit` is above 0, a single batch of at most this
-        number of rows from the start of the split.
-        """
         return SentenceReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
@@ -124,15 +91,6 @@ class SentenceEvaluator(HeadEvaluator):
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
     ) -> HeadResult:
-        """Returns the metrics and predictions of all rows.
-
-        Args:
-          config: config of the model.
-          outputs: for each row of the split, by its index, the predictions and the nats of the row
-            (see `forward`).
-          timed: the function that `forward` returns, in an object that has recorded the number of
-            inputs and the time of the function's calls.
-        """
         order, nats = list(outputs), [float(row[1]) for row in outputs.values()]
         scores = self.score(order, np.stack([row[0] for row in outputs.values()]))
         kind = config.attention.kind
@@ -161,12 +119,6 @@ class SentenceEvaluator(HeadEvaluator):
         return " / ".join(repr(textwrap.shorten(t, _SHOWN, placeholder=" ...")) for t in texts)
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table of metrics, with a row for each kind of attention.
-
-        Args:
-          report: the report of the whole evaluation, as JSON.
-          results: the result of each kind of attention.
-        """
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         title = f"{report['rows']:,} sentences{left_out}, trained with {report['trained_with']}"
         return [f"{title} attention", "", *metric_table(report, results, self.forms)]
@@ -175,11 +127,10 @@ class SentenceEvaluator(HeadEvaluator):
 class Classifier(SentenceEvaluator):
     """Evaluates classification; the predictions are log probabilities of the labels.
 
-    Accuracy is the percentage of rows whose most likely label is correct; F1 and Matthews
-    correlation are computed from the same most likely labels. Bits are -log2 p of the true labels
-    without smoothing, averaged over rows. Empty rows, which only fill up a batch, do not count, and
-    neither do rows that were left out when the data were prepared. Rows of more than
-    Data.max_length tokens were cut then, too, so the model reads only a part of them.
+    Accuracy, F1 and Matthews correlation are computed from the most likely label of each row. Bits
+    are -log2 p of the true labels without smoothing, averaged over rows. Rows that were left out
+    when the data were prepared do not count. Rows of more than Data.max_length tokens were cut
+    then, too, so the model reads only a part of them.
     """
 
     bits, score_name, compared_metric = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
@@ -189,26 +140,14 @@ class Classifier(SentenceEvaluator):
 
     @staticmethod
     def predictions(logits: Float[Array, "B C"]) -> Float[Array, "B C"]:
-        """Returns the log probabilities of the labels: the log-softmax of the model's logits."""
         return jax.nn.log_softmax(logits)
 
     @staticmethod
     def nats(logits: Float[Array, "B C"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns the cross-entropy of each row's true label under the logits, 0 for empty rows."""
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets[:, 0])
         return jnp.where(batch.scored[:, 0], nats, 0.0)
 
     def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> SentenceScores:
-        """Compares the most likely label of each row with the true label.
-
-        Args:
-          order: the index in the store of each row of `predictions`.
-          predictions: for each of N rows, the log probabilities of the C labels.
-
-        Returns:
-          Accuracy and, for two labels, F1 in percent, Matthews correlation from -1 to 1, and the
-          prediction for each row.
-        """
         labels, true = self.store.labels, self.store.targets[order]
         guesses = np.argmax(predictions, axis=1)
         metrics = metrics_from_confusion(confusion.confusion(true, guesses, len(labels)), labels)
@@ -231,9 +170,8 @@ class Regressor(SentenceEvaluator):
     """Evaluates regression; the prediction for a row is a number.
 
     Correlations are in percent. Bits are -log2 of the density of the true number under a normal
-    distribution of variance 1 around the prediction, averaged over rows. Empty rows, which only
-    fill up a batch, do not count, and neither do rows that were left out when the data were
-    prepared.
+    distribution of variance 1 around the prediction, averaged over rows. Rows that were left out
+    when the data were prepared do not count.
     """
 
     bits, score_name, compared_metric = (
@@ -248,29 +186,15 @@ class Regressor(SentenceEvaluator):
 
     @staticmethod
     def predictions(logits: Float[Array, "B 1"]) -> Float[Array, "B 1"]:
-        """Returns the logits, which are the predicted numbers."""
         return logits
 
     @staticmethod
     def nats(logits: Float[Array, "B 1"], batch: TextBatch) -> Float[Array, " B"]:
-        """Returns -log of the density of each row's true number, 0 for empty rows.
-
-        The model predicts a normal distribution whose mean is the logit and whose variance is 1.
-        """
+        """The prediction is a normal distribution of variance 1, whose mean is the logit."""
         nats = jnp.square(logits - batch.targets) / 2 + math.log(2 * math.pi) / 2
         return jnp.where(batch.scored, nats, 0.0)[:, 0]
 
     def score(self, order: list[int], predictions: Float[np.ndarray, "N 1"]) -> SentenceScores:
-        """Compares the predicted number of each row with the true number.
-
-        Args:
-          order: the index in the store of each row of `predictions`.
-          predictions: for each of N rows, the predicted number.
-
-        Returns:
-          Pearson's and Spearman's correlation of predictions and true numbers in percent, the root
-          mean square error of the predictions, and the prediction for each row.
-        """
         true, guessed = self.store.targets[order], predictions[:, 0]
         metrics = {
             "pearson": 100 * pearson(true, guessed),
@@ -290,12 +214,7 @@ def metrics_from_confusion(table: confusion.Confusion, labels: tuple[str, ...]) 
     """Returns the metrics that follow from a confusion matrix, by name.
 
     Accuracy and F1 are percentages; Matthews correlation is from -1 to 1. The F1 score is computed
-    for the second label, and only if there are two labels. The names of the labels and the matrix
-    itself are included.
-
-    Args:
-      table: the confusion matrix, [true labels, predicted labels].
-      labels: names of the labels, in the order of the matrix.
+    for the second label, and only if there are two labels.
     """
     metrics = {
         "accuracy": 100 * confusion.accuracy(table),

@@ -23,13 +23,7 @@ from brt.tasks.text_classification.evaluation import Classifier, Regressor, Sent
 
 
 class TextClassification(EncoderTask):
-    """The task that predicts the label of a sentence or of a pair of sentences.
-
-    Attributes:
-      evaluator_class: class of the evaluator, which also defines the loss of a row.
-      numbers: True if the labels are real numbers instead of classes, as in the subclass
-        TextRegression.
-    """
+    """The task that predicts the label of a sentence or of a pair of sentences."""
 
     name = "text_classification"
     head = "classification"
@@ -42,54 +36,32 @@ class TextClassification(EncoderTask):
         Metric("matthews", "Matthews", ".4f"),
     )
     table_metrics = (SCORE,)
+    # It also defines the loss of a row.
     evaluator_class: ClassVar[type[SentenceEvaluator]] = Classifier
-    numbers: ClassVar[bool] = False
+    numbers: ClassVar[bool] = False  # the labels are real numbers, not classes
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError if the encoder cannot read rows of Data.max_length tokens."""
         self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
 
     def open(self, config: Config, *, progress: bool = True) -> SentenceDataset:
-        """Opens the labelled sentences of all splits, and prepares them first if necessary.
-
-        Args:
-          config: the config, which names the sources.
-          progress: True reports the progress of preparing the data on stderr.
-        """
         return preparation.prepare(config.sentences, progress, numbers=self.numbers)
 
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
     ) -> SentenceDataset:
-        """Opens one split of the data, encoded with the tokenizer of a trained model.
-
-        Args:
-          config: the config, which names the sources of the split.
-          split: name of the split.
-          tokenizer: the tokenizer of the run that trained the model.
-          known: directory in which the run prepared the same data before; None if there is none.
-        """
         return Preparation(config.sentences, numbers=self.numbers).open_split(
             split, tokenizer, known
         )
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
-        """Returns the tokenizer that a run has saved in `file`."""
         return tokenization.load(str(file), "Data.tokenizer")
 
     def sizes_are_configured(self, config: Config) -> bool:
-        """Returns False, because the size of the model's output is the number of labels, which
-        depends on the data.
-        """
+        """The size of the model's output is the number of labels, which depends on the data."""
         return False
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with vocabulary size, dtype, labels and number of labels filled in.
-
-        Raises:
-          ConfigError: the config has another number of classes than the training data have labels,
-            and training does not start from the weights of another model.
-        """
+        """Also fills in the labels; their number must not differ from that of an existing run."""
         config = super().resolve(config, dataset)
         labels, classes = dataset.split("train").labels, config.encoder.classes
         if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
@@ -104,7 +76,6 @@ class TextClassification(EncoderTask):
         )
 
     def reader(self, config: Config, dataset: Dataset) -> SentenceReader:
-        """Returns the reader that yields batches of training rows, in a new order every epoch."""
         section, t = config.sentences, config.training
         return SentenceReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -114,16 +85,7 @@ class TextClassification(EncoderTask):
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        """Returns the negative log-likelihood of the labels (or numbers), summed over a batch.
-
-        The loss is smoothed by Training.label_smoothing. The second result has the sum without
-        smoothing and the number of scored rows, for metrics.
-
-        Args:
-          config: config of the model.
-          params: parameters of the encoder and its head.
-          inputs: the batch of sentences, and the random key for attention and dropout.
-        """
+        """The loss is smoothed by Training.label_smoothing; the nats of the `Aux` are not."""
         batch, logits = inputs.batch, self.training_logits(config, params, inputs)
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))
         aux = Aux(nats, count_scored(batch.scored))
@@ -135,22 +97,10 @@ class TextClassification(EncoderTask):
         return (1 - share) * nats + share * smoothed, aux
 
     def evaluator(self, request: EvaluationRequest) -> SentenceEvaluator:
-        """Returns an evaluator of the labels (or numbers) that are predicted for a split.
-
-        Args:
-          request: the config of the model, and the split.
-
-        Raises:
-          ConfigError: `request.ablate` names a memory that the evaluation should reset, but
-            encoders have no memory.
-        """
         refuse_ablation(request.ablate)
         return self.evaluator_class(self, request)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Returns lines for the user with commands that evaluate the run in `workdir`, and that
-        train on the user's own sentences.
-        """
         column = "score" if self.numbers else "label"
         task = f"--gin_bindings=\"Training.task = '{self.name}'\" " if self.numbers else ""
         return [
@@ -178,9 +128,6 @@ class TextRegression(TextClassification):
     numbers = True
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for settings that only apply to classes, and if the encoder cannot
-        read rows of Data.max_length tokens.
-        """
         smoothing, labels = config.training.label_smoothing, config.sentences.labels
         if smoothing:
             raise ConfigError(
@@ -193,8 +140,6 @@ class TextRegression(TextClassification):
         super().check(config)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Returns the config with vocabulary size and dtype filled in, and with one class, because
-        the only logit is the predicted number.
-        """
+        """Sets one class, because the only logit is the predicted number."""
         config = EncoderTask.resolve(self, config, dataset)
         return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, classes=1))

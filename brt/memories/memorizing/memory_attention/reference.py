@@ -1,9 +1,4 @@
-"""Reference implementation of memory attention (see `api.py`): for each block, all scores at once.
-
-In shapes, B is the number of rows of the batch, T of queries of each head in a segment, N of blocks
-of the segment, H of heads of keys, K of numbers of a head, and Z of keys of the memory and the
-segment.
-"""
+"""Reference implementation of memory attention (see `api.py`): all scores of a block at once."""
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +24,10 @@ def memory_attention(
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over its neighbours, in the dtype of `values`.
+    """Computes `api.memory_attention` for blocks of `window` tokens.
 
-    Args:
-      queries: the queries, already scaled; the function applies no scale. If S heads of queries
-        share a head of keys, their S queries for a token are consecutive entries of axis T, and T
-        is S times the number of tokens.
-      keys, values: the keys and values of the memory, followed by those of the segment, oldest
-        token first.
-      counts: for each block, the number of tokens that may be neighbours. These are the last tokens
-        before the block.
-      window: the number of tokens of a block.
-      size: the number of tokens of the memory.
-      neighbors: the number of neighbours of a query, which are the keys that a search selects.
-      search: "exact" finds the keys with the largest products; "bucketed" divides the tokens among
-        as many buckets as a query has neighbours, and finds the best key of each bucket.
-      null_keys: True makes missing neighbours count as zero keys with zero values.
+    If S heads of queries share a head of keys, their S queries for a token are consecutive entries
+    of axis T, and T is S times the number of tokens.
     """
     blocks = counts.shape[1]
     width = queries.shape[1] // blocks

@@ -5,8 +5,8 @@ There are two kinds of search:
   bucketed: the tokens are distributed in turn to as many buckets as a query has neighbours. The
     neighbours are the best key of each bucket, as in the approximate search of the original code.
 
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, M of keys, Q of
-queries, and R of neighbours of a query.
+In shapes, M is the number of keys, Q of queries, and R of neighbours of a query. The other letters
+of shapes are those of `brt.layers.state`.
 """
 
 from typing import Literal, NamedTuple
@@ -21,12 +21,8 @@ Search = Literal["exact", "bucketed"]
 
 
 class Neighbors(NamedTuple):
-    """The neighbours of every query, in no particular order.
-
-    Attributes:
-      indices: int32 [B, H, Q, R], the indices of the neighbours' keys.
-      there: bool [B, H, Q, R], False where a neighbour is missing, because there are fewer than R
-        keys or a bucket is empty. The index then has no meaning.
+    """The neighbours of every query, in no particular order. `there` is False where a neighbour is
+    missing, because there are fewer than R keys or a bucket is empty; its index has no meaning.
     """
 
     indices: Int[Array, "B H Q R"]
@@ -41,18 +37,10 @@ def find_neighbors(
     neighbors: int,
     search: Search,
 ) -> Neighbors:
-    """Returns the R = `neighbors` neighbours of every query among the last `count` keys.
+    """Returns the R = `neighbors` neighbours of every query among the last `count` of the M keys.
 
-    The scores are the products of queries and keys. All [B, H, Q, M] scores are computed at once,
-    so the caller limits Q.
-
-    Args:
-      queries: the queries, which may already be scaled; a positive scale has no influence.
-      keys: the keys of the memory, oldest first.
-      count: for each row of the batch, the number of keys that may be neighbours: the last `count`
-        of the M keys.
-      neighbors: R, the number of neighbours of a query.
-      search: "exact" or "bucketed"; "bucketed" needs M to be a multiple of R.
+    The scores are the products of queries and keys; a positive scale of the queries has no
+    influence. All [B, H, Q, M] scores are computed at once, so the caller limits Q.
     """
     scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
     size = keys.shape[2]
@@ -76,14 +64,8 @@ def attend_to_neighbors(
     *,
     null_keys: bool,
 ) -> Float[Array, "B H Q K"]:
-    """Returns the attention output of every query over its R neighbours, in the dtype of `values`.
-
-    Args:
-      queries: the queries, already scaled; the function applies no scale.
-      keys, values: the keys and values of each query's neighbours.
-      there: False for missing neighbours.
-      null_keys: True makes missing neighbours count as zero keys with zero values instead of being
-        ignored.
+    """Returns the attention output of every query, already scaled, over its R neighbours. With
+    `null_keys`, missing neighbours count as zero keys with zero values instead of being ignored.
     """
     logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
     weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))

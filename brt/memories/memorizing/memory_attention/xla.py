@@ -5,10 +5,6 @@ There are two passes. The first pass searches and stores only the indices of the
 second pass gathers the keys and values of the neighbours and attends to them. The gathered keys
 take R times as much space as the queries, and so do the gathered values. They are therefore not
 stored, and the backward pass gathers them again.
-
-In shapes, B is the number of rows of the batch, T of queries of each head in a segment, N of blocks
-of the segment, Q of queries that are processed at once, R of neighbours of a query, H of heads of
-keys, K of numbers of a head, and Z of keys of the memory and the segment.
 """
 
 from collections.abc import Callable
@@ -27,8 +23,8 @@ from brt.memories.memorizing.memory_attention.retrieval import (
 from brt.ops import dispatch
 from brt.ops.gathering import take
 
-# For a lane (a row of the batch), an array of scores, of retrieved keys or of retrieved values has
-# at most this number of elements, which take 32 MiB in float32.
+# For a row of the batch, an array of scores, of retrieved keys or of retrieved values has at most
+# this number of elements, which take 32 MiB in float32.
 AT_ONCE = 2**23
 
 
@@ -44,23 +40,7 @@ def memory_attention(
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over its neighbours, in the dtype of `values`.
-
-    Args:
-      queries: the queries, already scaled; the function applies no scale. If S heads of queries
-        share a head of keys, their S queries for a token are consecutive entries of axis T, and T
-        is S times the number of tokens.
-      keys, values: the keys and values of the memory, followed by those of the segment, oldest
-        token first.
-      counts: for each block, the number of tokens that may be neighbours. These are the last tokens
-        before the block.
-      window: the number of tokens of a block.
-      size: the number of tokens of the memory.
-      neighbors: R, the number of neighbours of a query, which are the keys that a search selects.
-      search: "exact" finds the keys with the largest products; "bucketed" divides the tokens among
-        R buckets and finds the best key of each bucket.
-      null_keys: True makes missing neighbours count as zero keys with zero values.
-    """
+    """Computes `api.memory_attention` for blocks of `window` tokens; axis T as in `reference`."""
     by_head = queries.swapaxes(1, 2)
     # The neighbours have no gradient. A layer that is recomputed in the backward pass stores them;
     # otherwise it would store all scores, which are results of a product.
@@ -72,9 +52,6 @@ def memory_attention(
 
     @jax.checkpoint
     def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
-        """Returns the attention output of the queries q over their neighbours. The keys and values
-        of the neighbours are gathered by the indices in `results`.
-        """
         k, v = take(keys, results.indices), take(values, results.indices)
         return attend_to_neighbors(q, k, v, results.there, null_keys=null_keys)
 
@@ -93,26 +70,15 @@ def _find_in_blocks(
     neighbors: int,
     search: Search,
 ) -> Neighbors:
-    """Calls `retrieval.find_neighbors` for every block; the resulting indices refer to `keys`."""
+    # The resulting indices refer to `keys`.
     batch, heads, tokens, width = queries.shape
     blocks = counts.shape[1]
     rows = _rows(tokens // blocks, heads * size)
 
     def search_block(n: Array, q: Float[Array, "B H Q K"], count: Int[Array, " B"]) -> Neighbors:
-        """Returns the neighbours of the queries of one block.
-
-        Args:
-          n: the index of the block.
-          q: the queries of the block.
-          count: for each row of the batch, the number of keys that may be neighbours. These are the
-            last keys before the block.
-        """
         seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
 
         def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
-            """Returns the neighbours of the queries q, a part of the block's queries. The parts are
-            searched one after the other to limit the number of scores.
-            """
             return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
 
         results = _by_rows(search_rows, rows, q)
@@ -126,24 +92,18 @@ def _find_in_blocks(
 
 
 def _rows(queries: int, each: int) -> int:
-    """Returns the number of queries to process at once: the largest divisor of `queries` for which
-    arrays with `each` elements per query have at most `AT_ONCE` elements, or 1.
-    """
+    # Returns the number of queries to process at once: the largest divisor of `queries` for which
+    # arrays with `each` elements per query have at most `AT_ONCE` elements, or 1.
     most = min(queries, max(AT_ONCE // each, 1))
     return next(rows for rows in range(most, 0, -1) if queries % rows == 0)
 
 
 def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:
-    """Applies the function to arrays [B, H, Q, ...], `rows` queries (axis 2) at a time."""
-
+    # Applies the function to arrays [B, H, Q, ...], `rows` queries (axis 2) at a time.
     def cut(x: Array) -> Array:
-        """Splits an array x [B, H, Q, ...] along the axis of queries into parts of `rows` queries,
-        and stacks the parts on a new first axis, over which `jax.lax.map` runs.
-        """
         return jnp.moveaxis(x.reshape(*x.shape[:2], -1, rows, *x.shape[3:]), 2, 0)
 
     def joined(x: Array) -> Array:
-        """Joins the parts on the first axis of x to one axis of queries; the inverse of `cut`."""
         x = jnp.moveaxis(x, 0, 2)
         return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 

@@ -8,10 +8,7 @@ centroid is nearest to its query, and reads the last R tokens of that cluster in
 token belongs to exactly one cluster of a head, and nothing depends on later tokens.
 
 Queries are used as keys, as in the paper's decoders, so queries and keys share one set of
-centroids.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
-heads, K of numbers of a head, and R of tokens of its cluster that a token reads.
+centroids. The letters of shapes are those of `brt.layers.state`.
 """
 
 import jax.numpy as jnp
@@ -45,26 +42,17 @@ def routed_attention(
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token of a segment over the last R tokens of the
-    token's cluster.
+    token's cluster; zeros for a token that sees no key.
 
     Args:
-      queries: the queries, already scaled; the function applies no scale.
-      tokens: the keys, values and clusters of the segment's tokens.
+      queries: the queries, already scaled.
       rings: the last R tokens of every cluster before the segment. If a document starts in the
         segment, its tokens and all later tokens do not read `rings`.
       document_start: True where a document starts with block n.
       bias: float32, added to the logits of the cluster's last R tokens, the nearest first.
       attend_to_self: True if the R tokens that a token reads include the token itself, as the
         nearest one; False if they are the R tokens of the cluster before the token.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The outputs in the dtype of the values, with the softmax in float32. A token that sees no key
-        gets zeros.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
+      implementation: None selects the best implementation that supports the inputs.
     """
     return dispatch.run(
         OP, implementation, queries, tokens, rings, document_start, bias,
@@ -82,17 +70,8 @@ def routed_attention_step(
     *,
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
-    """Returns the attention output of one token of each row over the last R tokens of the token's
-    cluster, for reading a block token by token.
-
-    Args:
-      queries: the query of the token, already scaled; the function applies no scale.
-      cluster: the index of the token's cluster in each head.
-      block: the keys, values and clusters of the block's tokens, including this token. Entries
-        after this token are ignored.
-      rings: the last R tokens of every cluster before the block.
-      position: the index of the token in its block.
-      bias, attend_to_self: as for `routed_attention`.
+    """Computes `routed_attention` for one token of each row, the token at `position` of `block`.
+    Entries of the block after this token are ignored; `rings` are those before the block.
     """
     bias_length, place = bias.shape[1], jnp.arange(block.keys.shape[1])
     nearest = 0 if attend_to_self else 1

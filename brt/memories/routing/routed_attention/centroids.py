@@ -5,9 +5,6 @@ The number of a cluster's tokens and the sum of their queries are moving average
 (Routing Transformers, section 4.1, spherical k-means). Sums start as unit vectors and counts start
 as 1, so that no sum is divided by a count near 0 at the start. Tokens are assigned to clusters by
 the directions of the centroids alone, so the length of a centroid does not matter.
-
-In shapes, B is the number of rows of the batch, T of tokens of a row, H of heads, C of clusters of
-a head, and K of numbers of a head.
 """
 
 from typing import NamedTuple
@@ -21,33 +18,20 @@ from brt.ops.normalization import l2_normalize
 
 
 class ClusterStatistics(NamedTuple):
-    """Float32 statistics of C clusters of each head.
-
-    Attributes:
-      counts: [*L, H, C], the moving average of the number of a cluster's tokens in a train step. *L
-        stands for an axis of layers, if statistics of several layers are stacked.
-      sums: [*L, H, C, K], the moving average of the sum of the queries of a cluster's tokens in a
-        train step. The centroids are `sums` / `counts`.
-      new_counts, new_sums: the number of a cluster's tokens and the sum of their queries since the
-        last call of `update_averages`, which alone changes the averages and so the centroids.
+    """Float32 statistics of C clusters of each head; *L is an axis of layers, if any. The centroids
+    are `sums` / `counts`.
     """
 
+    # Moving averages of the number of a cluster's tokens and of the sum of their queries.
     counts: Float[Array, "*L H C"]
     sums: Float[Array, "*L H C K"]
+    # The same since the last `update_averages`, which alone changes the averages.
     new_counts: Float[Array, "*L H C"]
     new_sums: Float[Array, "*L H C K"]
 
 
 def new_statistics(heads: int, clusters: int, width: int) -> ClusterStatistics:
-    """Returns the initial statistics of clusters.
-
-    The directions of the centroids are pseudo-random, and are the same in every call.
-
-    Args:
-      heads: the number of heads.
-      clusters: the number of clusters of a head.
-      width: K, the number of elements of a query.
-    """
+    """Returns initial statistics, whose pseudo-random centroids are the same in every call."""
     drawn = np.random.default_rng(0).normal(size=(heads, clusters, width))
     sums = jnp.asarray(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True), jnp.float32)
     counts = jnp.ones((heads, clusters), jnp.float32)
@@ -57,11 +41,7 @@ def new_statistics(heads: int, clusters: int, width: int) -> ClusterStatistics:
 def nearest_clusters(
     queries: Float[Array, "B T H K"], statistics: ClusterStatistics
 ) -> Int[Array, "B T H"]:
-    """Returns, as int32, the index of the cluster whose centroid has the largest cosine to a query,
-    for each token and head.
-
-    The centroids are computed from `statistics`. The queries get no gradient.
-    """
+    """Returns the index of the cluster whose centroid has the largest cosine to each query."""
     directions = l2_normalize(statistics.sums).astype(queries.dtype)
     cosines = jnp.einsum(
         "bthk,hck->bthc", jax.lax.stop_gradient(queries), directions,
@@ -73,14 +53,7 @@ def nearest_clusters(
 def add_tokens(
     statistics: ClusterStatistics, queries: Float[Array, "B T H K"], clusters: Int[Array, "B T H"]
 ) -> ClusterStatistics:
-    """Returns the statistics with tokens added to `new_counts` and `new_sums`. The centroids do not
-    change.
-
-    Args:
-      statistics: the statistics before the tokens.
-      queries: the normalized queries of the tokens.
-      clusters: the index of the cluster of each token in each head.
-    """
+    """Adds tokens to `new_counts` and `new_sums`. The centroids do not change."""
     queries = jax.lax.stop_gradient(queries).astype(jnp.float32)
     ones = jax.nn.one_hot(clusters, statistics.counts.shape[-1], dtype=jnp.float32)
     sums = jnp.einsum("bthc,bthk->hck", ones, queries)
@@ -91,15 +64,11 @@ def add_tokens(
 
 
 def update_averages(statistics: ClusterStatistics, decay: float) -> ClusterStatistics:
-    """Returns the statistics after a train step.
+    """Moves the averages towards `new_counts` and `new_sums`, which are then set to zero.
 
-    The averages `counts` and `sums` move towards `new_counts` and `new_sums`, which are then set to
-    zero. A cluster without new tokens keeps its averages, which would otherwise decay to zero. A
-    train step calls this function once, even if the step reads its batch in several parts.
-
-    Args:
-      statistics: the statistics, to which all tokens of the step have been added.
-      decay: the weight of the old averages, between 0 and 1.
+    A cluster without new tokens keeps its averages, which would otherwise decay to zero. A train
+    step calls this function once, even if the step reads its batch in several parts. `decay` is the
+    weight of the old averages.
     """
     old, new = statistics[:2], statistics[2:]
     full = statistics.new_counts > 0
@@ -115,14 +84,7 @@ def commitment(
     queries: Float[Array, "B T H K"], clusters: Int[Array, "B T H"], statistics: ClusterStatistics
 ) -> Float[Array, ""]:
     """Returns the mean squared distance between queries and the centroids of their clusters: the
-    loss that keeps queries close to centroids.
-
-    The centroids get no gradient.
-
-    Args:
-      queries: the normalized queries of the tokens.
-      clusters: the index of the cluster of each query.
-      statistics: the statistics from which the centroids are computed.
+    loss that keeps queries close to centroids, which get no gradient.
     """
     means = jax.lax.stop_gradient(statistics.sums / statistics.counts[..., None])
     own = jnp.einsum("bthc,hck->bthk", jax.nn.one_hot(clusters, means.shape[1]), means)

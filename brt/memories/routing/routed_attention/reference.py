@@ -1,8 +1,5 @@
 """Reference implementation of routed attention (see `api.py`): it computes the logits of all pairs
 of a query and a key, in float32, and masks those that a query must not read.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
-heads, K of numbers of a head, and R of tokens of its cluster that a token reads.
 """
 
 import jax.numpy as jnp
@@ -22,17 +19,7 @@ def routed_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over the last R tokens of the token's cluster.
-
-    Args:
-      queries: the queries, already scaled; the function applies no scale.
-      tokens: the keys, values and clusters of the segment's tokens.
-      rings: the last R tokens of every cluster before the segment.
-      document_start: True where a document starts with block n.
-      bias: the bias of each head for the last R tokens of a cluster, the nearest first.
-      attend_to_self: True if the R tokens that a token reads include the token itself, as the
-        nearest one; False if they are the R tokens of the cluster before the token.
-    """
+    """Computes `api.routed_attention` with a logit for every pair of a query and a key."""
     visible = readable_tokens(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]
     total = visible.groups.shape[-1]

@@ -1,9 +1,9 @@
 """The last tokens of every cluster, which are carried from segment to segment.
 
-The last R tokens of a cluster are called the ring of the cluster. In shapes, B is the number of
-rows of the batch, T of tokens of a segment, N of its blocks, H of heads, K of numbers of a head, C
-of clusters of a head, and R of tokens of a ring. A segment reads M = C R + T places for tokens:
-first the places of all rings, then one place for each token of the segment.
+The last R tokens of a cluster are called the ring of the cluster. In shapes, C is the number of
+clusters of a head. A segment reads M = C R + T places for tokens: first the places of all rings,
+then one place for each token of the segment. The other letters of shapes are those of
+`brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -17,24 +17,16 @@ NO_TOKEN = -1  # `ReadableTokens.groups` has this number for a place without a t
 
 
 class Rings(NamedTuple):
-    """The last R tokens of every cluster.
-
-    Attributes:
-      keys: [B, H, C, R, K], oldest token first; places before the first token are zeros.
-      values: [B, H, C, R, K], in the same order.
-      filled: int32 [B, H, C], the number of tokens in each ring. They are in the last of the R
-        places.
-    """
+    """The last R tokens of every cluster, oldest token first."""
 
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
+    # The number of tokens in each ring. They are in its last places; the others are zeros.
     filled: Int[Array, "B H C"]
 
 
 class RoutedTokens(NamedTuple):
-    """The tokens of a segment or a block: their keys and values, and the index of each token's
-    cluster in each head.
-    """
+    """The tokens of a segment or a block, and the index of each token's cluster in each head."""
 
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
@@ -42,24 +34,17 @@ class RoutedTokens(NamedTuple):
 
 
 class ReadableTokens(NamedTuple):
-    """All tokens that the tokens of a segment may read: the rings, followed by the segment.
-
-    The tokens of a cluster stand in the order of the text.
-
-    Attributes:
-      keys, values: the keys and values of the rings, followed by the keys and values of the
-        segment.
-      groups: int32, a number that is equal for tokens of the same cluster and the same document;
-        NO_TOKEN for places without a token.
+    """All tokens that the tokens of a segment may read: the rings, followed by the segment. The
+    tokens of a cluster stand in the order of the text.
     """
 
     keys: Float[Array, "B H M K"]
     values: Float[Array, "B H M K"]
+    # Equal numbers for tokens of the same cluster and document; NO_TOKEN for empty places.
     groups: Int[Array, "B H M"]
 
 
 def ring_mask(rings: Rings) -> Bool[Array, "B H C R"]:
-    """Returns a mask that is True for places of the rings that have a token."""
     size = rings.keys.shape[3]
     return jnp.arange(size)[None, None, None] >= size - rings.filled[..., None]
 
@@ -67,13 +52,10 @@ def ring_mask(rings: Rings) -> Bool[Array, "B H C R"]:
 def readable_tokens(
     tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]
 ) -> ReadableTokens:
-    """Returns the tokens of the rings, followed by the tokens of the segment, as `ReadableTokens`.
+    """Returns the tokens of the rings, followed by the tokens of the segment.
 
-    Args:
-      tokens: the tokens of the segment.
-      rings: the rings before the segment. Their tokens belong to the document that is being read
-        when the segment begins, so no token reads them if a document starts with the first block.
-      document_start: True where a block of the segment is the first of a document.
+    The tokens of the rings belong to the document that is being read when the segment begins, so no
+    token reads them if a document starts with the first block.
     """
     clusters, width = rings.keys.shape[2], tokens.keys.shape[1] // document_start.shape[1]
     documents = jnp.repeat(jnp.cumsum(document_start, axis=1, dtype=jnp.int32), width, axis=1)
@@ -91,16 +73,10 @@ def readable_tokens(
 
 
 def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
-    """Returns the rings after a segment.
+    """Returns the rings after a segment: the last R tokens of each cluster in its last document.
 
-    The ring of a cluster then has the last R tokens of the cluster in the last document of the
-    segment. If no document starts in the segment, this document started in an earlier segment, and
-    tokens of `rings` stay in a ring until R newer tokens have replaced them.
-
-    Args:
-      tokens: the tokens of the segment.
-      rings: the rings before the segment.
-      document_start: True where a block of the segment is the first of a document.
+    If no document starts in the segment, this document started in an earlier segment, and tokens of
+    `rings` stay in a ring until R newer tokens have replaced them.
     """
     clusters, size = rings.keys.shape[2:4]
     visible = readable_tokens(tokens, rings, document_start)

@@ -4,12 +4,8 @@ chunks, so that attention to a cluster becomes attention to neighbouring chunks.
 A group is the tokens of one cluster in one document. The tokens of a group fill chunk after chunk,
 and no chunk has tokens of two groups. The place of a token in its chunk, and the tokens before it,
 therefore depend on earlier tokens alone, and the token's result is bitwise the same for any later
-tokens. The tokens before the segment come from rings, which have the last R tokens of every
-cluster.
-
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, H of
-heads, K of numbers of a head, R of tokens of its cluster that a token reads, M of tokens of the
-rings and the segment, and P of chunks of Q rows.
+tokens. In shapes, M is the number of tokens of the rings and the segment, and P of chunks of Q
+rows. The other letters of shapes are those of `brt.layers.state`.
 """
 
 from typing import NamedTuple
@@ -36,15 +32,10 @@ MIN_CHUNK = 8
 
 
 class ChunkLayout(NamedTuple):
-    """The assignment of the M tokens to the Z = P Q rows of all chunks.
+    """The assignment of the M tokens to the Z = P Q rows of all chunks."""
 
-    Attributes:
-      sources: int32 [B, H, Z], the index of the token in each row; M for an empty row.
-      rows: int32 [B, H, M], the row of each token; Z for places without a token.
-    """
-
-    sources: Int[Array, "B H Z"]
-    rows: Int[Array, "B H M"]
+    sources: Int[Array, "B H Z"]  # The index of the token in each row; M for an empty row.
+    rows: Int[Array, "B H M"]  # The row of each token; Z for places without a token.
 
 
 def routed_attention(
@@ -56,17 +47,7 @@ def routed_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over the last R tokens of the token's cluster.
-
-    Args:
-      queries: the queries, already scaled; the function applies no scale.
-      tokens: the keys, values and clusters of the segment's tokens.
-      rings: the last R tokens of every cluster before the segment.
-      document_start: True where a document starts with block n.
-      bias: the bias of each head for the last R tokens of a cluster, the nearest first.
-      attend_to_self: True if the R tokens that a token reads include the token itself, as the
-        nearest one; False if they are the R tokens of the cluster before the token.
-    """
+    """Computes `api.routed_attention` in chunks of tokens of one cluster and one document."""
     visible = readable_tokens(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
     clusters, bias_length = rings.keys.shape[2], bias.shape[1]
@@ -79,9 +60,6 @@ def routed_attention(
     sources = layout.sources.reshape(*layout.sources.shape[:2], chunks, size)
 
     def in_chunks(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
-        """Returns the vectors x of M tokens in the order of the chunks' rows, with zeros for empty
-        rows.
-        """
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
         return take(padded, sources)
 
@@ -122,12 +100,6 @@ def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
     rows = jnp.where(there, chunk * size + rank % size, chunks * size)
 
     def head_layout(order: Int[Array, " M"], rows: Int[Array, " M"]) -> ChunkLayout:
-        """Returns, for one head, the token in each row of the chunks and the row of each token.
-
-        Args:
-          order: the indices of the M tokens, sorted by group.
-          rows: the row of the chunks into which each token of `order` is copied.
-        """
         sources = jnp.full((chunks * size,), total).at[rows].set(order, mode="drop")
         return ChunkLayout(sources, jnp.zeros((total,), rows.dtype).at[order].set(rows))
 
@@ -135,9 +107,8 @@ def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
 
 
 def _with_previous_chunks(x: Array, back: int, nothing: int) -> Array:
-    """Returns an array [B, H, P, (back + 1) * Q, ...] in which every chunk of x [B, H, P, Q, ...]
-    follows the `back` chunks before it; `nothing` fills the chunks before the first.
-    """
+    # In the result [B, H, P, (back + 1) * Q, ...], every chunk of x [B, H, P, Q, ...] follows the
+    # `back` chunks before it; `nothing` fills the chunks before the first.
     pad = [(0, 0)] * x.ndim
     pad[2] = (back, 0)
     padded = jnp.pad(x, pad, constant_values=nothing)

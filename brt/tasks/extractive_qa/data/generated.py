@@ -18,11 +18,7 @@ KEYS, VALUES, FILLERS = 24, 36, 36
 
 
 def questions(source: str) -> Iterator[Question]:
-    """Yields the questions of a generated source.
-
-    Args:
-      source: the name of the source, `generated:NAME/COUNT`, which determines all questions.
-    """
+    """Yields the questions of a source `generated:NAME/COUNT`; NAME determines all of them."""
     name, count = generated.parse(source)
     lexicon = generated.words(f"questions {VERSION}", KEYS + VALUES + FILLERS)
     keys, values, fillers = lexicon[:KEYS], lexicon[KEYS:-FILLERS], lexicon[-FILLERS:]

@@ -27,45 +27,26 @@ TOGETHER = 64  # This number of questions is tokenized in parallel.
 
 
 class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
-    """Prepared questions that are opened for reading: their directory, their tokenizer, and a
-    `QuestionStore` for each split.
-    """
+    """Prepared questions that are opened for reading."""
 
     rows = "questions"
 
 
 def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset:
-    """Opens the questions that a config section describes; prepares them first if necessary.
-
-    Args:
-      section: the section Questions of the config.
-      progress: True reports the progress, and questions that are left out, on stderr.
-
-    Raises:
-      DataError: a source cannot be read.
-    """
     return Preparation(section, progress).open()
 
 
 class Preparation(TextPreparation):
-    """Prepares and opens the questions that a config section describes.
-
-    Args:
-      section: the section Questions of the config.
-      progress: True reports the progress on stderr.
-    """
+    """Prepares and opens the questions that the section Questions of a config describes."""
 
     dataset = QuestionDataset
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
-        """Returns the opened store of the split in a directory; `encoder` is the tokenizer that
-        encoded its questions.
-        """
         return QuestionStore.open(directory, encoder)
 
     def texts(self) -> Iterator[str]:
-        """Yields the texts that a tokenizer is trained on: each training context and question."""
+        """Yields each training context, once, and each training question."""
         seen: set[str] = set()
         for row in self.training_rows():
             if row.context not in seen:
@@ -74,23 +55,11 @@ class Preparation(TextPreparation):
             yield row.text
 
     def content(self, row: Question) -> str:
-        """Returns the context of a question.
-
-        If validation or test questions are held out of the training data, a hash of this text
-        decides which questions are held out. All questions about a context are therefore in one
-        split.
-        """
+        """Returns the context, so that all questions about a context are in one split."""
         return row.context
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Question | BadRow]:
-        """Yields the questions of some sources, and a BadRow for each question with a fault.
-
-        A question that has the id of an earlier question has a fault.
-
-        Args:
-          split: name of the split that has these sources; not used.
-          names: the sources, such as paths of files.
-        """
+        """A question that has the id of an earlier question has a fault."""
         seen: set[str] = set()
         no_answer = self.section.no_answer
         for row in made_up.read(
@@ -104,14 +73,6 @@ class Preparation(TextPreparation):
                 seen.add(row.id)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written.
-
-        Args:
-          split: name of the split.
-          directory: directory of the new store.
-          tally: counts the questions of the split. Questions that cannot be used are left out, or
-            raise an error if the setting Data.errors is "refuse".
-        """
         section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
         valid: list[Question] = []
         context_of, questions, rows = [], [], []
@@ -160,7 +121,7 @@ class _Contexts:
         self.encodings: list[Encoding] = []
 
     def index(self, text: str) -> int:
-        """Returns the index of a context; encodes and adds the context if it is new."""
+        """Returns the index of a context, which is encoded and added if it is new."""
         if text not in self.indices:
             self.indices[text] = len(self.encodings)
             self.encodings += self._tokenizer.encode([text])
@@ -197,10 +158,8 @@ def _rows(
 ) -> Iterator[WindowRow]:
     """Yields the windows of a question.
 
-    Args:
-      question: index of the question.
-      question_length, length: number of tokens of the question and of its context.
-      answer: first and last token of the answer in the context, or None.
+    `question` is its index, `length` the number of tokens of its context, and `answer` the answer's
+    first and last token in the context.
     """
     room = section.max_length - tokenizer.special_count(2) - question_length
     first = len(tokenizer.begin) + question_length + len(tokenizer.between)

@@ -23,45 +23,29 @@ SHOWN = 40  # An error quotes at most this number of characters of a text.
 
 
 class Answer(NamedTuple):
-    """An answer within a context.
-
-    Attributes:
-      text: the text of the answer.
-      start: index of the answer's first character in the context.
-    """
+    """An answer within a context."""
 
     text: str
-    start: int
+    start: int  # index of the answer's first character in the context
 
 
 class Question(NamedTuple):
-    """A question about a context.
+    """A question about a context."""
 
-    Attributes:
-      name: file and position of the question, for messages.
-      id: identifier of the question in files of predictions.
-      context: the text in which the answer has to be found.
-      text: the text of the question.
-      answers: answers that people gave; empty if the context does not contain an answer. Training
-        uses the first answer.
-    """
-
-    name: str
-    id: str
-    context: str
+    name: str  # file and position of the question, for messages
+    id: str  # identifies the question in files of predictions
+    context: str  # the text in which the answer has to be found
     text: str
+    # Answers that people gave; empty if the context does not contain an answer. Training uses the
+    # first answer.
     answers: tuple[Answer, ...]
 
 
 def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
     """Yields the questions of all sources in order, and a BadRow for each question with a fault.
 
-    Args:
-      names: names of the sources, such as paths of files and tables in SQuAD's format.
-      no_answer: True accepts questions without an answer; otherwise they have a fault.
-
-    Raises:
-      DataError: a source cannot be read, contains no question, or has another format.
+    A question without an answer has a fault unless `no_answer` is True. Raises DataError if a
+    source cannot be read, contains no question, or has another format.
     """
     for table in (table for name in names for table in tables.tables(name, ENDINGS)):
         empty = True
@@ -77,11 +61,8 @@ def question(
 ) -> Question | BadRow:
     """Returns the question that an entry of a file describes, or a BadRow if the entry has a fault.
 
-    Args:
-      where: file and position of the entry, for messages.
-      context: the text in which the answer has to be found.
-      entry: an element of the list `qas` in the file, with the keys "id", "question" and "answers".
-      no_answer: True accepts a question without an answer.
+    The entry, an element of the list `qas`, has the keys "id", "question" and "answers"; `where` is
+    its file and position, for messages.
     """
     id, text = entry.get("id"), entry.get("question")
     if not isinstance(id, str | int | float):
@@ -111,7 +92,7 @@ def question(
 
 
 def _problem(answer: Any, context: str) -> str:
-    """Returns a phrase about a fault of a member of `answers`; "" if it has no fault."""
+    """Describes the fault of a member of `answers` in a phrase; "" if it has none."""
     text = answer.get("text") if isinstance(answer, Mapping) else None
     start = answer.get("answer_start") if isinstance(answer, Mapping) else None
     if not isinstance(text, str) or not text.strip() or not isinstance(start, int):
@@ -139,7 +120,6 @@ def _questions(table: tables.Table, no_answer: bool) -> Iterator[Question | BadR
 
 
 def _row_question(row: Row, no_answer: bool) -> Question | BadRow:
-    """Returns the question in a row of a table, or a BadRow if the row has a fault."""
     try:
         entry = _decoded(row.values)
         context = tables.text_value(entry["context"], "context")

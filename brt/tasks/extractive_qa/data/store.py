@@ -18,62 +18,35 @@ from brt.data.texts.tokenization import TextTokenizer
 
 
 class WindowRow(NamedTuple):
-    """A window: a question, and a range of tokens of the question's context.
+    """A window: a question, and a range of tokens of the question's context."""
 
-    Attributes:
-      question: index of the question in the store.
-      start, stop: indices in the context of the window's first token and of the token after the
-          window's last one.
-      answer_start, answer_end: positions of the first and last token of the answer in the model's
-          input; 0, the first special token, if the window does not contain the whole answer.
-    """
-
-    question: int
-    start: int
-    stop: int
+    question: int  # index of the question in the store
+    start: int  # index in the context of the window's first token
+    stop: int  # index of the token after the window's last one
+    # Positions of the first and last token of the answer in the model's input; 0, the first special
+    # token, if the window does not contain the whole answer.
     answer_start: int
     answer_end: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class QuestionStore(RowStore):
-    """Encoded contexts and questions of a split, and the windows into which contexts are cut.
-
-    Attributes:
-      tokenizer: the tokenizer of contexts and questions.
-      contexts: the token ids of each context, int32 [T].
-      spans: for each context, the characters that each token stands for, int32 [T, 2]: the index of
-          the first character, and of the character after the last one.
-      questions: the token ids of each question, int32 [T], cut to the maximum length.
-      context_of: int32 [questions], index of each question's context.
-      rows: int32 [rows, 5], the windows; the columns are the fields of `WindowRow`.
-      ids: the id of each question in predictions.
-      asked: the text of each question.
-      answers: the true answers to each question; empty if the context does not contain an answer.
-      texts: the text of each context.
-    """
+    """Encoded contexts and questions of a split, and the windows into which contexts are cut."""
 
     tokenizer: TextTokenizer
-    contexts: Ragged
+    contexts: Ragged  # token ids, int32 [T]
+    # For each context, int32 [T, 2]: the index of the first character that each token stands for,
+    # and of the character after the last one.
     spans: Ragged
-    questions: Ragged
-    context_of: Int[np.ndarray, " questions"]
-    rows: Int[np.ndarray, "rows 5"]
-    asked: tuple[str, ...]
-    answers: tuple[tuple[str, ...], ...]
-    texts: tuple[str, ...]
+    questions: Ragged  # token ids, int32 [T], cut to the maximum length
+    context_of: Int[np.ndarray, " questions"]  # index of each question's context
+    rows: Int[np.ndarray, "rows 5"]  # the columns are the fields of `WindowRow`
+    asked: tuple[str, ...]  # the text of each question
+    answers: tuple[tuple[str, ...], ...]  # true answers to each question; may be empty
+    texts: tuple[str, ...]  # the text of each context
 
     @classmethod
     def open(cls, directory: Path, tokenizer: TextTokenizer) -> "QuestionStore":
-        """Opens the store in a directory.
-
-        Args:
-          directory: the directory of the store.
-          tokenizer: the tokenizer that encoded the questions and contexts.
-
-        Raises:
-          DataError: the store is missing, unfinished or damaged.
-        """
         names = ("context_of", "rows", "ids", "asked", "texts")
         with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
             parts = {name: opened.ragged(name) for name in ("contexts", "spans", "questions")}
@@ -94,7 +67,6 @@ class QuestionStore(RowStore):
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """Returns the number of windows."""
         return len(self.rows)
 
     @property
@@ -104,12 +76,11 @@ class QuestionStore(RowStore):
         return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.special_count(2)
 
     def window(self, index: int | np.integer) -> WindowRow:
-        """Returns the window with the index `index`, including the index of its question."""
         return WindowRow(*self.rows[index].tolist())
 
     def tokens(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
-        """Returns the token ids that the model reads for the window with the index `row`: the
-        question and the window's part of the context, with special ids.
+        """Returns the token ids that the model reads for a window: the question and the window's
+        part of the context, with special ids.
         """
         question, start, stop = self.rows[row, :3]
         context = self.contexts[self.context_of[question]][start:stop]
@@ -119,27 +90,21 @@ class QuestionStore(RowStore):
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 2"]:
-        """Positions of the answer's first and last token in the input of each window, which the
-        model has to predict; both are 0 if the window does not contain the whole answer.
-        """
+        """The fields `answer_start` and `answer_end` of each window, which the model predicts."""
         return self.rows[:, 3:]
 
     def context_start(self, row: int | np.integer) -> int:
-        """Returns the position of the first token of the context in the model's input for the
-        window with the index `row`.
-        """
+        """Returns the position of the context's first token in the model's input for a window."""
         tokenizer = self.tokenizer
         around = len(tokenizer.begin) + len(tokenizer.between)
         return around + len(self.questions[self.rows[row, 0]])
 
     def context_mask(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
-        """Returns a mask of the inputs of windows that is True for the tokens of the context.
+        """Returns a mask of the inputs of windows that is True for the tokens of the context, of
+        which alone a predicted answer may consist.
 
-        A predicted answer may only consist of these tokens.
-
-        Args:
-          rows: int [B], indices of windows; -1 is an empty row, whose mask is False.
-          length: padded length T of the inputs.
+        `rows` are indices of windows; -1 is an empty row, whose mask is False. Inputs are padded to
+        `length` tokens.
         """
         mask = np.zeros((len(rows), length), bool)
         for i, row in enumerate(rows):
@@ -149,12 +114,8 @@ class QuestionStore(RowStore):
         return mask
 
     def text(self, row: int | np.integer, start: int, end: int) -> str:
-        """Returns the text of the context that some tokens of a window stand for, without spaces at
-        its ends.
-
-        Args:
-          row: index of the window.
-          start, end: positions of the first and last token in the window's input.
+        """Returns the text, without spaces at its ends, of the tokens with the positions `start` to
+        `end` (inclusive) in the input of a window.
         """
         window = self.window(row)
         if window.start == window.stop:

@@ -16,12 +16,7 @@ class Window(NamedTuple):
 def windows(length: int, size: int, overlap: int) -> list[Window]:
     """Returns windows of at most `size` tokens that cover a text and share `overlap` tokens.
 
-    An empty text has one empty window.
-
-    Args:
-      length: number of tokens of the text.
-      size: maximum number of tokens in a window.
-      overlap: number of tokens that neighbouring windows share, less than `size`.
+    An empty text has one empty window. The overlap is less than `size`.
     """
     cuts = [Window(0, min(size, length))]
     while cuts[-1].stop < length:
@@ -31,16 +26,10 @@ def windows(length: int, size: int, overlap: int) -> list[Window]:
 
 
 def token_range(spans: Int[np.ndarray, "T 2"], start: int, stop: int) -> tuple[int, int] | None:
-    """Returns the indices of the first and last token that overlap a range of characters.
+    """Returns the indices of the first and last token that overlap a range of characters; None if
+    no token does.
 
-    Args:
-      spans: for each token, the index of its first character, and of the character after its last
-        one.
-      start, stop: index of the first character of the range, and of the character after the last
-        one.
-
-    Returns:
-      The two indices, or None if no token overlaps the range.
+    `stop` is the character after the last one, as is the second column of `spans`.
     """
     (tokens,) = np.nonzero((spans[:, 0] < stop) & (spans[:, 1] > start))
     return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None

@@ -27,23 +27,17 @@ from brt.types import Variables
 
 
 class TokenNats:
-    """Collects the nats of each token, batch by batch.
-
-    Args:
-      lengths: int [D], the number of tokens of each document.
-    """
+    """Collects the nats of each token, batch by batch."""
 
     def __init__(self, lengths: np.ndarray):
         self._lengths = lengths
         self._blocks: list[list[np.ndarray]] = [[] for _ in lengths]
 
     def __call__(self, document: np.ndarray, nats: np.ndarray) -> None:
-        """Adds a segment of each of B lanes (rows of the batch).
+        """Adds a segment of each of B rows, with the nats [B, T] of each token.
 
-        Args:
-          document: int [B, N], the index of each block's document, -1 for padding. The blocks of a
-            document are added in their order, and all by the same lane.
-          nats: float [B, T], the nats of each token.
+        `document` [B, N] has the index of each block's document, -1 for padding. The blocks of a
+        document are added in their order, and all by the same row.
         """
         blocks = nats.reshape(*document.shape, -1)
         for lane, block in np.argwhere(document >= 0):
@@ -58,27 +52,17 @@ class TokenNats:
 
 
 class Reading(NamedTuple):
-    """The scores of all documents of a split that a model has read.
-
-    Attributes:
-      scores: the scores of the documents.
-      tokens: the nats of the tokens of each document, float64 [T].
-    """
+    """The scores of all documents of a split that a model has read."""
 
     scores: SplitScores
-    tokens: list[np.ndarray]
+    tokens: list[np.ndarray]  # nats of the tokens of each document, float64 [T]
 
 
 class ComparisonEvaluator:
-    """Compares a model with another model; see `brt.tasks.evaluators.Evaluator`.
+    """Compares a model with another model; both read every document from start to end.
 
-    With `request.ablate`, the other model is read without this part of its memory.
-
-    Args:
-      request: the split, and the other model.
-
-    Raises:
-      ConfigError: the two splits have other documents, or there are windows in the request.
+    With `request.ablate`, the other model is read without this part of its memory. Raises
+    ConfigError if the two splits have other documents.
     """
 
     unit, partial = "tok", False
@@ -112,11 +96,6 @@ class ComparisonEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        """Evaluates both models on the split, and compares them.
-
-        The result is None if `control` stopped the evaluation. `whole` has no effect: every
-        document is read from its start to its end.
-        """
         ours = _read(self._evaluator, variables, control, None)
         theirs = ours and _read(self._their_evaluator, self._other.variables, control, self._ablate)
         if ours is None or theirs is None:
@@ -167,7 +146,6 @@ class ComparisonEvaluator:
         )  # fmt: skip
 
     def _classes(self) -> list[np.ndarray]:
-        """Returns the class of each token of each document."""
         window = self._config.model.window
         return [token_classes(self._pieces(i), window) for i in range(len(self._store))]
 
@@ -209,6 +187,5 @@ def _check_same_texts(
 
 
 def _hashes(store: TokenStore, tokenizer: Tokenizer) -> list[bytes]:
-    """Returns the SHA-256 of the text of each document."""
     texts: Iterable[bytes] = (tokenizer.decode_bytes(store.document(i)) for i in range(len(store)))
     return [hashlib.sha256(text).digest() for text in texts]

@@ -37,30 +37,20 @@ stands for {most:g} bits or more. Point at a token to see the bits of both.</p>
 
 
 class Document(NamedTuple):
-    """A document, as two models have read it.
-
-    Attributes:
-      name: the name of the document.
-      pieces: the bytes of each of the T tokens.
-      nats: float64 [T], the nats of each token in the first model.
-      other: float64 [T], the nats of each token in the other model.
-      classes: int [T], the class of each token; see `terms`.
-    """
+    """A document, as two models have read it."""
 
     name: str
-    pieces: Sequence[bytes]
-    nats: np.ndarray
-    other: np.ndarray
-    classes: np.ndarray
+    pieces: Sequence[bytes]  # the bytes of each of the T tokens
+    nats: np.ndarray  # float64 [T], nats in the first model
+    other: np.ndarray  # float64 [T], nats in the other model
+    classes: np.ndarray  # int [T], class of each token; see `terms`
 
 
 def html(documents: Sequence[Document], *, other: str, without: str | None) -> str:
     """Returns a page that needs no other file.
 
-    Args:
-      documents: the documents to show.
-      other: the name of the other run.
-      without: the part of the memory that the other run was read without; None for no part.
+    The other run has the name `other`, and was read without the part `without` of its memory; None
+    stands for no part.
     """
     name = formatting.html(other + (f" without {without}" if without else ""))
     parts = [
@@ -75,7 +65,6 @@ def html(documents: Sequence[Document], *, other: str, without: str | None) -> s
 
 
 def _section(document: Document) -> Iterator[str]:
-    """Yields the parts of the page about one document."""
     total = len(document.pieces)
     bits = (document.nats - document.other) / math.log(2)
     cut = f", of which the first {_MOST_TOKENS:,} are shown" if total > _MOST_TOKENS else ""
@@ -95,7 +84,6 @@ def _characters(pieces: Sequence[bytes]) -> Iterator[str]:
 
 
 def _colour(bits: float) -> str:
-    """Returns the CSS colour of a difference in bits."""
     strength = min(abs(bits) / _FULL_COLOUR, 1.0) * 0.75
     red, green, blue = (30, 110, 230) if bits < 0 else (240, 120, 0)
     return f"rgba({red},{green},{blue},{strength:.2f})"

@@ -16,10 +16,8 @@ def class_rows(
 ) -> list[dict[str, Any]]:
     """Returns a row for each class of tokens, as JSON; classes without tokens are left out.
 
-    Args:
-      classes: the class of each token of each document.
-      nats: the nats of each token of each document.
-      other: the same of the other model.
+    The arguments have the class of each token of each document, its nats, and its nats in the other
+    model.
     """
     rows = _rows(classes, len(CLASSES), nats, other)
     return [{"class": name, **row} for name, row in zip(CLASSES, rows, strict=True) if row]
@@ -30,13 +28,9 @@ def position_rows(
 ) -> list[dict[str, Any]]:
     """Returns a row for each range of positions in the document, as JSON.
 
-    The first range has the length of the window, and each further range ends at four times the
-    position of its start. The last range has no end.
-
-    Args:
-      nats: the nats of each token of each document.
-      other: the same of the other model.
-      window: the window of the first model in tokens.
+    The first range has the length of the window in tokens, and each further range ends at four
+    times the position of its start. The last range has no end. `nats` and `other` have the nats of
+    each token of each document in the two models.
     """
     longest = max((len(own) for own in nats), default=0)
     starts = [0, window]
@@ -56,12 +50,6 @@ def _rows(
     A row has the number of tokens, the bits per token of both models, their difference with half of
     its 95 % confidence interval over documents, and the share of the group in the difference of all
     tokens. The row of a group without tokens is empty.
-
-    Args:
-      groups: the group of each token of each document.
-      count: the number of groups.
-      nats: the nats of each token of each document.
-      other: the same of the other model.
     """
 
     def sums(values: Sequence[np.ndarray] | None) -> np.ndarray:
@@ -145,9 +133,7 @@ def _named_positions(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mappi
 
 
 def _table(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Returns the lines of a table: the title and the names of the columns, and a line for each
-    pair of a name and a row.
-    """
+    """Returns the lines of a table, one for each pair of a name and a row."""
     lines = [
         f"{title:26}{'tokens':>10}{'this':>9}{'other':>9}{'difference':>12}"
         f"{'95 % interval':>22}{'share':>8}"

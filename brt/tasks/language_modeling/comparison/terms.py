@@ -39,10 +39,6 @@ def token_classes(pieces: Sequence[bytes], window: int) -> Int[np.ndarray, " T"]
 
     A term occurred within the window if the last token of its previous occurrence is at most
     `window` tokens before its own first token, and beyond the window if it occurred only earlier.
-
-    Args:
-      pieces: the bytes of each of the T tokens.
-      window: the number of tokens that a token attends to.
     """
     text = b"".join(pieces)
     ends = np.cumsum([len(piece) for piece in pieces])

@@ -34,27 +34,19 @@ States: TypeAlias = dict[int, list[Array]]  # The recurrent states of layers, by
 def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> dict[str, Any]:
     """Measures gradients of the training loss over one segment.
 
-    Two lanes read the same segment of the longest document. In the first lane, the segment
-    continues the document. In the second lane, the segment is marked as the start of a document, so
-    that the learned initial states receive gradients, too.
+    Two rows of a batch read the same segment of the longest document. In the first row, the segment
+    continues the document. In the second row, the segment is marked as the start of a document, so
+    that the learned initial states receive gradients, too. The result is JSON with these entries:
 
-    Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      store: documents, of which the longest is read.
-
-    Returns:
-      JSON with these entries:
-
-        parameters  number of parameter arrays
-        starved     names of parameters whose gradient is zero
-        not_finite  names of parameters with a gradient that is not finite
-        states      an entry for every layer with a recurrent state. Its `blocks` has, for each
-                    block n, the norm of the gradient of the nats of block n with respect to the
-                    layer's state before the segment. Its `through` has the norm that a gradient of
-                    norm 1 at the layer's state after the segment has when it has flowed back to
-                    the layer's state before the segment.
-        verdict     a sentence that sums up the other entries
+      parameters  number of parameter arrays
+      starved     names of parameters whose gradient is zero
+      not_finite  names of parameters with a gradient that is not finite
+      states      an entry for every layer with a recurrent state. Its `blocks` has, for each
+                  block n, the norm of the gradient of the nats of block n with respect to the
+                  layer's state before the segment. Its `through` has the norm that a gradient of
+                  norm 1 at the layer's state after the segment has when it has flowed back to
+                  the layer's state before the segment.
+      verdict     a sentence that sums up the other entries
     """
     config = _without_dropout(config)
     backward = jax.jit(partial(_backward, config))
@@ -80,12 +72,7 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Returns a sentence that says whether all parameters of the model receive finite gradients,
-    and whether gradients flow back through the recurrent states.
-
-    Args:
-      report: the other entries of the result of `gradient_reach`.
-    """
+    """Returns a sentence that sums up the other entries of the result of `gradient_reach`."""
     starved, count = report["starved"], report["parameters"]
     if report["not_finite"]:
         return f"the gradient of {_listed(report['not_finite'])} is not finite"
@@ -103,10 +90,6 @@ def by_layer(config: Config, params: PyTree[Array]) -> dict[str, Array]:
     """Returns the parameters of a model by name, such as `layer_3/tokens/keys`.
 
     Parameters of consecutive layers, which the model stacks for a scan, are separated.
-
-    Args:
-      config: config of the model.
-      params: parameters, or arrays in a tree of the same structure, such as gradients.
     """
     first, places = 0, {}
     for name, _, count, _ in runs(config.model):
@@ -132,9 +115,9 @@ def _without_dropout(config: Config) -> Config:
 
 
 def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
-    """Returns two consecutive segments of the longest document, each for two lanes.
+    """Returns two consecutive segments of the longest document, each for two rows.
 
-    In the second lane, the second segment is marked as the start of a document.
+    In the second row, the second segment is marked as the start of a document.
     """
     batches = evaluation_batches(
         store, batch_size=1, segment_length=config.training.segment_length,
@@ -147,7 +130,7 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
         segments = [segments[0]] * 2
     first, second = (jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch) for batch in segments)
     start = second.document_start.copy()
-    # Document starts in the first lane are removed, because they would stop the flow of gradients.
+    # Document starts in the first row are removed, because they would stop the flow of gradients.
     start[0], start[1, 0] = False, True
     return first, second._replace(document_start=start)
 
@@ -158,7 +141,6 @@ def _backward(
     """Returns the gradients of the loss of a segment, and the state after the segment."""
 
     def loss_of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
-        """Returns the loss for these parameters, and the further results of the loss function."""
         # A key selects the forward pass of training. Its value has no effect, as dropout is off.
         key = jax.random.key(0)
         carry = jax.lax.stop_gradient(carried)
@@ -173,18 +155,15 @@ def _state_reach(
 ) -> tuple[dict[int, Float[Array, " N"]], dict[int, Float[Array, ""]]]:
     """Returns gradient norms at the recurrent states before the segment, by layer.
 
-    The first dict has the gradient norm of each block's nats in the first lane. The second one has
-    the norm of a random unit cotangent of the layer's final state, pulled back through the
-    segment.
+    The first dict has the gradient norm of each block's nats in the first row. The second one has
+    the norm of a random unit cotangent of the layer's final state, pulled back through the segment.
     """
     before = layer_states(config.model, carried)
     if not before:
         return {}, {}
 
     def read(states: States) -> tuple[Float[Array, " N"], States]:
-        """Reads the segment from recurrent states, and returns the nats of each block in the first
-        lane, and the recurrent states of this lane after the segment.
-        """
+        """Returns the nats of the first row's blocks, and its recurrent states after them."""
         state = with_states(config.model, carried, states)
         nats, after = block_nats(config, variables, state, batch)
         return nats[0], jax.tree.map(lambda x: x[0], layer_states(config.model, after))
@@ -202,9 +181,7 @@ def _state_reach(
         ]
 
     def norms(cotangent: tuple[Array, States]) -> dict[int, Float[Array, ""]]:
-        """Returns the norm of the gradient with respect to each layer's state before the segment,
-        by layer, for one cotangent of the results of `read`.
-        """
+        """Returns the gradient norm at each layer's state before the segment."""
         (gradients,) = pull_back(cotangent)
         return {layer: optax.tree.norm(arrays) for layer, arrays in gradients.items()}
 

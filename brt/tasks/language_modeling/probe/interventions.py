@@ -5,7 +5,7 @@ every segment, and does not change the other parts. The split is read once with 
 and once with the unchanged model. The part is replaced in one of these ways:
 
   zeroed    by its initial value, as at the start of a document (`brt.evaluate --ablate`)
-  shuffled  by the same part of another lane, which has read another document
+  shuffled  by the same part of another row, which has read another document
   frozen    by its value after the first segment of the document
 """
 
@@ -37,56 +37,39 @@ METHODS = ("zeroed", "shuffled", "frozen")
 
 
 class Intervention(NamedTuple):
-    """An intervention on the memory.
+    """An intervention on the memory."""
 
-    Attributes:
-      part: the part of the memory that is replaced: "state", "cache" or "memory".
-      how: the method of replacing the part: "zeroed", "shuffled" or "frozen".
-    """
-
-    part: str
-    how: str
+    part: str  # "state", "cache" or "memory"
+    how: str  # "zeroed", "shuffled" or "frozen"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterventionResult:
-    """Scores of every block that was read. Arrays are [B, M]: M consecutive blocks of B lanes.
+    """Scores of every block that was read. Arrays are [B, M]: M consecutive blocks of B rows."""
 
-    Attributes:
-      segment_blocks: number of blocks in a segment.
-      document: index of the block's document, -1 for padding and for blocks that do not count.
-      position: number of tokens of the document before the block.
-      tokens, bytes: number of scored tokens in the block, and number of bytes of these tokens.
-      foreign: True if the block counts for the "shuffled" intervention: the memory was taken from
-        another lane, or the segment begins a document and thus needs no memory. False if there was
-        no other lane.
-      nats: nats of the blocks for each intervention; the key None is the unchanged model.
-      states: metrics of each layer's recurrent state, averaged over lanes and segments.
-    """
-
-    segment_blocks: int
+    segment_blocks: int  # number of blocks in a segment
+    # Index of the block's document, -1 for padding and for blocks that do not count.
     document: np.ndarray
-    position: np.ndarray
-    tokens: np.ndarray
-    bytes: np.ndarray
+    position: np.ndarray  # number of tokens of the document before the block
+    tokens: np.ndarray  # number of scored tokens in the block
+    bytes: np.ndarray  # number of bytes of these tokens
+    # True if the block counts for the "shuffled" intervention: the memory was taken from another
+    # row, or the segment begins a document and thus needs no memory. False if there was no other
+    # row.
     foreign: np.ndarray
-    nats: dict[Intervention | None, np.ndarray]
+    nats: dict[Intervention | None, np.ndarray]  # None: the unchanged model
+    # Metrics of each layer's recurrent state, averaged over rows and segments.
     states: dict[int, dict[str, float]]
 
     def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
-        """Returns the bits per byte of some blocks.
-
-        Args:
-          intervention: the intervention; None for the unchanged model.
-          where: bool [B, M], True for the blocks that count.
+        """Returns the bits per byte of the blocks that `where` marks, with an intervention or, for
+        None, of the unchanged model.
         """
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
-        """Returns bool [B, M], True for the blocks that count when an intervention is scored.
-
-        Padding and blocks of other documents than the scored ones do not count. For the
-        intervention "shuffled", only blocks for which `foreign` is True count.
+        """Returns True for the blocks that count when an intervention is scored: not padding, not
+        blocks of other documents, and for "shuffled" only blocks for which `foreign` is True.
         """
         foreign = self.foreign if intervention.how == "shuffled" else True
         return (self.document >= 0) & foreign
@@ -99,11 +82,7 @@ class InterventionResult:
         return self._error(difference, self.counted(intervention))
 
     def bits_error(self, where: np.ndarray) -> float:
-        """Returns the standard error of the unchanged model's bits per byte over some blocks.
-
-        Args:
-          where: bool [B, M], True for the blocks that count.
-        """
+        """Returns the standard error of the unchanged model's bits per byte over some blocks."""
         mean = self.nats[None][where].sum() / self.bytes[where].sum()
         return self._error(self.nats[None] - mean * self.bytes, where)
 
@@ -118,9 +97,9 @@ class InterventionResult:
 
 
 def possible_interventions(config: Config, lanes: int) -> list[Intervention]:
-    """Returns all interventions that are possible for a model and a number of lanes.
+    """Returns all interventions that are possible for a model and a number of rows.
 
-    "shuffled" takes the memory of another lane, so at least two lanes are needed.
+    "shuffled" takes the memory of another row, so at least two rows are needed.
     """
     existing = parts(config.model) - (set() if config.model.sliding.cache else {"cache"})
     methods = METHODS if lanes > 1 else tuple(how for how in METHODS if how != "shuffled")
@@ -140,12 +119,8 @@ def evaluate_interventions(
     """Reads the documents of `store` with the unchanged model and with every intervention.
 
     Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      tokenizer: the tokenizer, which is used to count the bytes of each block.
-      store: the documents.
-      donor: a store with other documents, from which a second lane reads if `store` has only one
-        document; None for no second lane.
+      donor: a store with other documents, from which a second row reads if `store` has only one
+        document; None for no second row.
       tokens: approximate number of tokens to read from `store`, longest documents first; 0 reads
         all documents.
       progress: called with the number of tokens of each segment.
@@ -176,7 +151,7 @@ def evaluate_interventions(
 
 
 class _Streams:
-    """The carried states of the unchanged model and of each intervention."""
+    """The carried states of the unchanged model (None) and of each intervention."""
 
     def __init__(self, config: Config, variables: Variables, lanes: int):
         self._config, self._variables = config, variables
@@ -191,7 +166,6 @@ class _Streams:
 
     @property
     def interventions(self) -> list[Intervention | None]:
-        """All interventions; None is the unchanged model."""
         return list(self._carried)
 
     def read(
@@ -199,14 +173,9 @@ class _Streams:
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Reads a segment with the unchanged model and with each intervention.
 
-        Args:
-          batch: the segment.
-          document: [B, N], the index of each block's document, -1 for padding.
-          active: [B], False for lanes whose segment ends in padding.
-
-        Returns:
-          A tuple: bool [B, N], as `InterventionResult.foreign`; and the nats [B, N] for each of
-          `interventions`.
+        `document` [B, N] has the index of each block's document, -1 for padding. `active` [B] is
+        False for rows whose segment ends in padding. The results are `InterventionResult.foreign`,
+        bool [B, N], and the nats [B, N] for each of `interventions`.
         """
         normal, source = self._carried[None], _other_lanes(self._active)
         replacements = {
@@ -231,10 +200,7 @@ class _Streams:
         return np.broadcast_to(foreign[:, None], document.shape), nats
 
     def state_means(self) -> dict[int, dict[str, float]]:
-        """Returns the mean of each metric of the recurrent states, by layer.
-
-        The result is empty if no lane ended in a document.
-        """
+        """Returns the mean of each metric of the recurrent states, by layer."""
         count = self._lanes_summed
         return {
             layer: {name: value / count for name, value in sums.items()}
@@ -265,17 +231,16 @@ def _take(state: StackState, lanes: Array) -> StackState:
 
 @jax.jit
 def _select(lanes: Array, a: StackState, b: StackState) -> StackState:
-    """Returns the state `a` in the marked lanes and `b` in the others."""
+    """Returns the state `a` in the marked rows and `b` in the others."""
 
     def choose(x: Array, y: Array) -> Array:
-        """Returns x in the marked lanes and y in the others."""
         return jnp.where(lanes.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
     return jax.tree.map(choose, a, b)
 
 
 def _other_lanes(active: np.ndarray) -> np.ndarray:
-    """Returns for each lane the lane whose memory it gets: another active lane, or itself."""
+    """Returns for each row the row whose memory it gets: another active row, or itself."""
     source, lanes = np.arange(len(active)), np.flatnonzero(active)
     source[lanes] = np.roll(lanes, -1)
     return source
@@ -296,7 +261,7 @@ def _counts(
 
 
 def _block_indices(document: np.ndarray) -> np.ndarray:
-    """Returns the index of each block within its document, [B, M]; a document stays in one lane."""
+    """Returns the index of each block within its document, which stays in one row."""
     column = np.broadcast_to(np.arange(document.shape[1]), document.shape)
     first = np.ones(document.shape, bool)
     first[:, 1:] = document[:, 1:] != document[:, :-1]

@@ -32,12 +32,7 @@ EDGES = (0, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
 def inspect(variables: Variables, request: InspectionRequest) -> Inspection:
-    """Runs all probes, and returns the results with a text and plots.
-
-    Args:
-      variables: the learned arrays of the model.
-      request: the config, the data and the number of tokens to read.
-    """
+    """Runs all probes, and returns the results with a text and plots."""
     from brt.tasks.language_modeling.probe import plots
 
     config, dataset, split, tokens, where = request
@@ -53,14 +48,8 @@ def probe_report(
 
     The entries `memory`, `positions`, `layers` and `gradients` are the results of the functions
     `memory`, `positions`, `layers` and `gradient_reach`. The entry `protocol` has the conditions
-    under which the text was read, and `verdicts` has a sentence for each part of the memory.
-
-    Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      dataset: opened data with the split and, if possible, the training data.
-      split: name of the split to read.
-      tokens: approximate number of tokens to read; 0 reads all.
+    under which the text was read, and `verdicts` has a sentence for each part of the memory. About
+    `tokens` tokens are read; 0 reads all.
     """
     store, donor = dataset.split(split), dataset.splits.get("train")
     if lost := losses.loss_message(store.lost_bytes, int(store.bytes.sum()), 0):
@@ -96,11 +85,8 @@ def probe_report(
 
 
 def memory(result: InterventionResult) -> list[dict[str, Any]]:
-    """Returns a row, as JSON, for each intervention: bits per byte with the intervention and of the
-    unchanged model, both on the same blocks, and their difference.
-
-    Args:
-      result: the scores of all blocks with each intervention.
+    """Returns a row, as JSON, for each intervention: bits per byte with it and of the unchanged
+    model, both on the same blocks, and their difference.
     """
     rows = []
     for intervention in filter(None, result.nats):
@@ -121,7 +107,7 @@ def memory(result: InterventionResult) -> list[dict[str, Any]]:
 
 def positions(result: InterventionResult) -> list[dict[str, Any]]:
     """Returns a row, as JSON, for each range of positions in a document (see `EDGES`), with the
-    bits per byte of the blocks of `result` that begin in this range.
+    bits per byte of the blocks that begin in this range.
 
     The entry `without` of a row has the bits per byte with each part of the memory zeroed.
     """
@@ -152,12 +138,6 @@ def layers(
 ) -> list[dict[str, Any]]:
     """Returns a row, as JSON, for each layer with a recurrent state: metrics of its gate and of its
     states, and the number of tokens after which half of a perturbation of the states remains.
-
-    Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      store: documents, of which the longest is read with perturbed states.
-      result: the result of the interventions, which has the metrics of the states.
     """
     window = config.model.block_length
     decays = fixed_gate_decay(config.model, variables.params)

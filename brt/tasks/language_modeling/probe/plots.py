@@ -14,11 +14,7 @@ _COLORS = {"normal": "#4c78a8", "state": "#e4572e", "cache": "#2a9d62", "memory"
 
 
 def draw(report: dict[str, Any]) -> dict[str, bytes]:
-    """Returns plots of the results of the probes: the content of PNG files by file name.
-
-    Args:
-      report: result of `job.probe_report`. Recurrent models have two plots more than others.
-    """
+    """Returns plots of the result of `job.probe_report`, as PNG files by name."""
     figures = {"probe_positions.png": _positions(report["positions"])}
     if report["memory"]:
         figures["probe_memory.png"] = _memory(report["memory"])

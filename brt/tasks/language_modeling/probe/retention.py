@@ -1,10 +1,10 @@
 """Memory horizon of layers with a recurrent state, measured by perturbing that state.
 
 The memory horizon is the number of tokens after which half of a perturbation remains. It has to be
-measured, because a gate that depends on its input has no fixed half-life. One lane reads a text
-unchanged, and for each layer with a recurrent state another lane reads the same text with a
+measured, because a gate that depends on its input has no fixed half-life. One row reads a text
+unchanged, and for each layer with a recurrent state another row reads the same text with a
 slightly perturbed state of the layer. After each block, the difference between the states of the
-two lanes is compared with the initial difference. The method works for every kind of gate, and
+two rows is compared with the initial difference. The method works for every kind of gate, and
 includes everything that preserves information, such as self-attention of the states.
 """
 
@@ -38,14 +38,6 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
 
     The model reads blocks of the longest document in `store`. If the document is too short for
     BLOCKS blocks, the lists are shorter or empty. The list of a layer whose state is zero is empty.
-
-    Args:
-      config: config of the model.
-      variables: the learned arrays of the model.
-      store: the documents.
-
-    Returns:
-      {index of a layer: [share after 1 block, share after 2 blocks, ...]}.
     """
     model = config.model
     batches = evaluation_batches(
@@ -79,15 +71,10 @@ def retention(config: Config, variables: Variables, store: TokenStore) -> dict[i
 
 
 def half_life_blocks(remaining: list[float]) -> float | None:
-    """Returns the number of blocks after which half of a perturbation remains.
+    """Returns the number of blocks after which half of a perturbation remains, given the share that
+    remains after 1, 2 ... blocks; None if the perturbation never fades.
 
     The number is interpolated exponentially between blocks, and extrapolated beyond the last block.
-
-    Args:
-      remaining: the share that remains after 1, 2 ... blocks.
-
-    Returns:
-      The number of blocks; None if the perturbation never fades.
     """
     logs = [0.0, *(math.log(max(share, 1e-12)) for share in remaining)]
     half = math.log(0.5)
@@ -98,16 +85,11 @@ def half_life_blocks(remaining: list[float]) -> float | None:
 
 
 def _perturb(model: Model, carried: StackState) -> StackState:
-    """Adds noise to the recurrent state of the i-th layer that has one, in lane 1 + i."""
+    """Adds noise to the recurrent state of the i-th layer that has one, in row 1 + i."""
     states = layer_states(model, carried)
     for lane, layer in enumerate(sorted(states), start=1):
 
         def noisy(array: Float[Array, "B ..."], lane: int = lane, layer: int = layer) -> Array:
-            """Returns an array of states with noise in the lane `lane`.
-
-            The size of the noise is a fraction of the root mean square of the lane's states. The
-            index `layer` is the seed of the noise.
-            """
             noise = jax.random.normal(jax.random.key(layer), array.shape[1:])
             size = _SIZE * jnp.sqrt(jnp.mean(jnp.square(array[lane])))
             return array.at[lane].add(size * noise)
@@ -117,12 +99,9 @@ def _perturb(model: Model, carried: StackState) -> StackState:
 
 
 def _distances(model: Model, carried: StackState) -> dict[int, float]:
-    """Returns for each layer the distance of its perturbed state from its state in lane 0."""
+    """Returns for each layer the distance of its perturbed state from its state in row 0."""
 
     def distance(arrays: Sequence[Float[Array, "B ..."]], lane: int) -> float:
-        """Returns the Euclidean distance between the states of `lane` and of lane 0, over all
-        `arrays` of a layer's state.
-        """
         return float(optax.tree.norm([(x[lane] - x[0]).astype(jnp.float32) for x in arrays]))
 
     states = layer_states(model, carried)

@@ -1,7 +1,6 @@
 """Metrics of recurrent states and gates, computed from parameters and carried states alone.
 
-In shapes, B is the number of lanes (rows of the batch), S the number of state vectors, and D their
-width.
+In shapes, B is the number of rows of the batch, S the number of state vectors, and D their width.
 """
 
 import math
@@ -21,36 +20,29 @@ from brt.layers.sections import Recurrence
 from brt.layers.state import LayerState
 from brt.tasks.language_modeling.distillation import DistillationCarry, student_state
 
-# Training computes the metrics for at most this number of lanes, because the Gram matrices of all
-# lanes would need much memory.
+# Training computes the metrics for at most this number of rows, because the Gram matrices of all
+# rows would need much memory.
 _LANES = 8
 
 
 class StateMetrics(NamedTuple):
-    """Metrics of the state vectors of a layer, for each lane.
+    """Metrics of the state vectors of a layer, for each row of the batch."""
 
-    Attributes:
-      norm: [B], mean length of a vector.
-      rank: [B], participation ratio (sum of l)^2 / sum of l^2 of the eigenvalues l of the Gram
-          matrix: 1 if all vectors are parallel, S if they are orthogonal and equally long.
-      similarity: [B], mean cosine between two vectors; 1 means that the states have collapsed,
-          which the state ids, learned vectors that are added to the states, prevent
-          (Block-Recurrent Transformers, section 3.3).
-    """
-
-    norm: Float[Array, " B"]
+    norm: Float[Array, " B"]  # mean length of a vector
+    # Participation ratio (sum of l)^2 / sum of l^2 of the eigenvalues l of the Gram matrix: 1 if
+    # all vectors are parallel, S if they are orthogonal and equally long.
     rank: Float[Array, " B"]
+    # Mean cosine between two vectors; 1 means that the states have collapsed, which the state ids,
+    # learned vectors that are added to the states, prevent (Block-Recurrent Transformers, section
+    # 3.3).
     similarity: Float[Array, " B"]
 
 
 def state_metrics(states: Sequence[Float[Array, "B ..."]]) -> StateMetrics:
-    """Returns the metrics of a layer's state vectors, for each lane.
+    """Returns the metrics of a layer's state vectors, for each row of the batch.
 
-    The metrics are computed from the Gram matrix, because an eigendecomposition would be slow.
-
-    Args:
-      states: the arrays of the layer's recurrent state. The vectors are the rows of the largest
-        array; an array [B, D] is one vector.
+    The vectors are the rows of the largest of the arrays; an array [B, D] is one vector. The
+    metrics are computed from the Gram matrix, because an eigendecomposition would be slow.
     """
     largest = max(states, key=lambda array: array.size)
     v = largest.reshape(len(largest), -1, largest.shape[-1]).astype(jnp.float32)
@@ -75,10 +67,6 @@ def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Arra
 
     The recurrent state of a layer consists of the floating-point arrays in the part "state" of its
     carried state (`LayerKind.parts`): state vectors that change with every block or token.
-
-    Args:
-      model: config of the model.
-      carried: the carried state (caches and recurrent states) of all layers.
     """
     states: dict[int, list[Array]] = {}
     first = 0
@@ -92,13 +80,7 @@ def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Arra
 def with_states(
     model: Model, carried: StackState, states: Mapping[int, Sequence[Array]]
 ) -> StackState:
-    """Returns the carried state of all layers, with the recurrent states replaced.
-
-    Args:
-      model: config of the model.
-      carried: the carried state of all layers.
-      states: the new recurrent states, as `layer_states` returns them.
-    """
+    """Returns the carried state of all layers, with the result of `layer_states` replaced."""
     after, first = [], 0
     for run, state in zip(runs(model), carried, strict=True):
         leaves, fields = _state_leaves(run, state)
@@ -123,11 +105,10 @@ def _is_float(leaf: Array) -> bool:
 
 
 def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Array, " D"]]:
-    """Returns the decay per block of each channel, for each recurrent layer with fixed gates.
+    """Returns the decay per block of each channel, by the index of each layer with fixed gates.
 
     In each block, a channel keeps the share g = sigmoid(bias) of its value, or g = g1 g2 if it
-    passes two gates (the dual layout). The decay is -log g. The keys of the result are indices of
-    layers.
+    passes two gates (the dual layout). The decay is -log g.
     """
     decays, first = {}, 0
     for name, kind, count, _ in runs(model):
@@ -142,11 +123,8 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
 
 
 def half_life_tokens(decay: Float[Array, " D"], window: int) -> Float[Array, " D"]:
-    """Returns the number of tokens after which half of a channel's value remains.
-
-    Args:
-      decay: decay per block of each channel, from `fixed_gate_decay`.
-      window: number of tokens in a block.
+    """Returns the number of tokens after which half of a channel's value remains, given its decay
+    per block of `window` tokens.
     """
     return math.log(2) / decay * window
 
@@ -154,11 +132,8 @@ def half_life_tokens(decay: Float[Array, " D"], window: int) -> Float[Array, " D
 class StateProbe:
     """Function from parameters and carry to the metrics of recurrent states that training logs.
 
-    The metrics are means over a few lanes. The half-life of a gate is the median over channels, and
+    The metrics are means over a few rows. The half-life of a gate is the median over channels, and
     is computed for fixed gates only, because other gates depend on the text.
-
-    Args:
-      config: config of the model.
     """
 
     def __init__(self, config: Config):

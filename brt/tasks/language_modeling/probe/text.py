@@ -7,12 +7,7 @@ from brt.formatting import counted, short
 
 
 def text(report: dict[str, Any]) -> str:
-    """Returns the results of the probes as tables for people, followed by a sentence about each
-    part of the memory.
-
-    Args:
-      report: the result of `job.probe_report`.
-    """
+    """Returns the result of `job.probe_report` as tables and sentences for people."""
     p = report["protocol"]
     lines = [
         f"{report['workdir']}, step {report['step']}, {p['split']}: {p['tokens']:,} tokens of "
@@ -51,11 +46,7 @@ def _positions(report: dict[str, Any]) -> Iterator[str]:
 
 
 def span(row: dict[str, Any]) -> str:
-    """Returns a range of positions as text, such as "1k-2k", or "100k on" for the last range.
-
-    Args:
-      row: a row of the result of `job.positions`, with the entries "from" and "to".
-    """
+    """Returns a range of positions as text, such as "1k-2k", or "100k on" for the last range."""
     begin, end = (None if edge is None else edge // 1000 for edge in (row["from"], row["to"]))
     return f"{begin}k on" if end is None else f"{begin}k-{end}k" if begin else f"0-{end}k"
 

@@ -20,11 +20,7 @@ KINDS = {"features": "fiu", "lengths": "iu", "ids": "Uiu", "transcripts": "U", "
 
 
 def recordings(path: Path) -> Iterator[Recording]:
-    """Yields the utterances of an .npz file, in the order of its arrays.
-
-    Raises:
-      DataError: the file is damaged, lacks an array, or has arrays of contradicting shapes.
-    """
+    """Yields the utterances of an .npz file, in the order of its arrays."""
     arrays = _arrays(path)
     features, lengths = arrays["features"], arrays["lengths"]
     count = lengths.shape[:1]

@@ -20,16 +20,7 @@ FLOOR = 1e-10  # Smaller energies are replaced by this one, because 0 (silence) 
 
 
 def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], int]:
-    """Returns the log-mel features of a wav file, float32 [X, F], and its sample rate in Hz.
-
-    Args:
-      path: the file.
-      speech: config section with the settings of the features.
-
-    Raises:
-      DataError: the file is not a wav file of one channel of PCM, or its sample rate does not fit
-        the settings.
-    """
+    """Returns the log-mel features of a wav file, and its sample rate in Hz."""
     samples, rate = wav.read(path)
     return log_mel(samples, rate, speech), rate
 
@@ -37,21 +28,13 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
 def log_mel(
     samples: Float[np.ndarray, " N"], rate: int, speech: config.Speech
 ) -> Float[np.ndarray, "X F"]:
-    """Returns the natural logarithm of the energy in each mel band of each frame, float32 [X, F].
+    """Returns the natural logarithm of the energy in each mel band of each frame.
 
     There are X = 1 + (N - window) // shift frames, where the window (the length of a frame) and the
-    shift from frame to frame are numbers of samples. X is 0 if the sound is shorter than a window.
+    shift from frame to frame are numbers of samples; X is 0 if the sound is shorter than a window.
     A frame is multiplied by a Hann window after pre-emphasis. Bands are triangles, equally spaced
-    from 20 Hz to half the sample rate on the mel scale 2595 log10(1 + f / 700).
-
-    Args:
-      samples: the sound, N values in [-1, 1].
-      rate: samples per second.
-      speech: config section with the settings of the features.
-
-    Raises:
-      DataError: the sample rate does not fit the settings: the window or the shift is less than one
-        sample, or a band contains no frequency.
+    from 20 Hz to half the sample rate on the mel scale 2595 log10(1 + f / 700). The `samples` are
+    in [-1, 1], and the `rate` is their number per second.
     """
     window, shift = (round(rate * ms / 1000) for ms in (speech.window_ms, speech.shift_ms))
     if min(window, shift) < 1:
@@ -73,20 +56,11 @@ def log_mel(
 
 @functools.cache
 def mel_filters(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"]:
-    """Returns the weight with which each frequency of a Fourier transform contributes to the energy
-    of each mel band, [frequencies, F].
-
-    Args:
-      rate: samples per second.
-      size: number of samples that are transformed.
-      count: number of bands, F.
-
-    Raises:
-      DataError: a band contains no frequency, because there are too many bands.
+    """Returns the weight with which each frequency of a Fourier transform of `size` samples
+    contributes to the energy of each mel band. `count` is F, and `rate` is in samples per second.
     """
 
     def mel(hertz: np.ndarray | float) -> np.ndarray:
-        """Converts frequencies (`hertz`, in Hz) to the mel scale."""
         return np.asarray(2595 * np.log10(1 + np.asarray(hertz) / 700))
 
     edges = np.linspace(mel(LOWEST_HZ), mel(rate / 2), count + 2)

@@ -16,26 +16,19 @@ SMALLEST_DEVIATION = 1e-5
 
 
 class Moments(NamedTuple):
-    """Mean and standard deviation of each feature over some frames, float64 [F]."""
+    """Mean and standard deviation of each feature over some frames."""
 
     mean: Float[np.ndarray, " F"]
     deviation: Float[np.ndarray, " F"]
 
 
 def moments(features: Features) -> Moments:
-    """Returns the mean and standard deviation of each feature over the frames of an utterance.
-
-    Args:
-      features: [X, F], the F features of each of X frames.
-    """
     wide = features.astype(np.float64)
     return Moments(wide.mean(axis=0), wide.std(axis=0))
 
 
 def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
-    """Returns the mean and standard deviation of each feature over all frames of each speaker, by
-    the name of the speaker.
-    """
+    """Returns the moments over all frames of each speaker, by the name of the speaker."""
     sums: dict[str, np.ndarray] = {}
     for utterance in utterances:
         wide = utterance.features.astype(np.float64)
@@ -50,32 +43,16 @@ def speaker_moments(utterances: Iterable[Utterance]) -> dict[str, Moments]:
 
 
 def normalize(features: Features, by: Moments) -> Features:
-    """Returns features minus their mean, divided by their standard deviation, float32 [X, F].
-
-    Features that are constant become 0.
-
-    Args:
-      features: [X, F], the frames of an utterance.
-      by: mean and standard deviation of each feature over the frames of the utterance, or over all
-        frames of its speaker.
-    """
+    """Returns features minus their mean, divided by their deviation; constant features become 0."""
     scale = np.where(by.deviation > SMALLEST_DEVIATION, by.deviation, np.inf)
     return ((features - by.mean) / scale).astype(np.float32)
 
 
 def stack_frames(features: Features, stack: int, stride: int) -> Float[np.ndarray, "frames width"]:
-    """Concatenates consecutive frames to stacked frames.
+    """Concatenates consecutive frames to stacked frames, [ceil(X / stride), stack * F].
 
     Stacked frame i consists of the frames i * stride, ..., i * stride + stack - 1. Frames after the
     end of the utterance are zeros. A stride above 1 shortens the utterance.
-
-    Args:
-      features: [X, F], the frames of an utterance.
-      stack: number of frames in a stacked frame.
-      stride: number of frames from the start of a stacked frame to the start of the next one.
-
-    Returns:
-      The stacked frames, [ceil(X / stride), stack * F].
     """
     count = -(-len(features) // stride)
     padded = np.pad(features, ((0, stack), (0, 0)))

@@ -32,14 +32,11 @@ NOISE = 0.3
 
 
 def digest(source: str) -> str:
-    """Returns a hash that identifies the content of a generated source, in place of a file's hash.
+    """Returns a hash that identifies the content of a source, in place of a file's hash.
 
     Each utterance depends only on the name of its source, on its index and on `VERSION`. A longer
     source therefore begins with the utterances of a shorter one, and both have the same hash. The
     number of utterances is recorded with the hash, as a part of the source's name.
-
-    Args:
-      source: the name of the source, `generated:NAME/COUNT`.
     """
     return hashlib.sha256(
         f"{generated.PREFIX}{VERSION}:{generated.parse(source).name}".encode()
@@ -47,11 +44,7 @@ def digest(source: str) -> str:
 
 
 def recordings(source: str) -> Iterator[Recording]:
-    """Yields the utterances of a generated source.
-
-    Args:
-      source: the name of the source, `generated:NAME/COUNT`, which determines all utterances.
-    """
+    """Yields the utterances of a source `generated:NAME/COUNT`; NAME determines all of them."""
     name, count = generated.parse(source)
     words = lexicon()
     for number in range(count):
@@ -68,7 +61,7 @@ def _load(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
 
 
 def lexicon() -> list[str]:
-    """Returns the words from which generated transcripts are composed, all different."""
+    """Returns the words from which transcripts are composed, all different."""
     draw, words = _random("lexicon"), {}
     while len(words) < WORDS:
         letters = draw.randint(len(LETTERS), size=draw.randint(2, 5))
@@ -78,13 +71,10 @@ def lexicon() -> list[str]:
 
 
 def sound(transcript: str, speaker: str, id: str) -> Float[np.ndarray, "X F"]:
-    """Returns the features of a generated utterance: the strength of each band in each frame,
-    float32 [X, 20].
+    """Returns the strength of each band in each frame of an utterance.
 
-    Args:
-      transcript: the letters and spaces that are spoken.
-      speaker: name of the speaker, which determines the shift of the peaks and the loudness.
-      id: name of the utterance, which determines the noise and the durations.
+    The speaker's name determines the shift of the peaks and the loudness, and `id` determines the
+    noise and the durations of the letters.
     """
     draw, speaker_draw = _random(f"sound {id}"), _random(f"speaker {speaker}")
     shift, loudness = speaker_draw.uniform(-1.2, 1.2), speaker_draw.uniform(-0.5, 0.5)

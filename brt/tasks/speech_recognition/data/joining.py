@@ -14,19 +14,12 @@ Check = Callable[[Utterance], None]
 def join_recordings(
     recordings: Iterable[Recording], count: int, *, orders: int = 1, check: Check
 ) -> Iterator[Recording]:
-    """Yields recordings that consist of `count` recordings of the same speaker.
+    """Yields recordings that consist of `count` (at the end fewer) recordings of the same speaker.
 
-    The last result of a speaker may consist of fewer recordings. The recordings are first shuffled
-    with a fixed seed, because tables often list the same word by the same speaker in consecutive
-    lines. The features are read when the function `load` of a result is called.
-
-    Args:
-      recordings: the recordings.
-      count: number of recordings that are joined to one.
-      orders: number of times that all recordings are used, each time in another order. If the order
-        were always the same, a model would memorise which recordings follow each other.
-      check: function that is called with each of the original recordings after its features have
-        been read; it raises an error if the recording may not be used.
+    The recordings are first shuffled with a fixed seed, because tables often list the same word by
+    the same speaker in consecutive lines. All recordings are used `orders` times, each time in
+    another order; otherwise a model would memorise which recordings follow each other. `check` is
+    called with each original recording once its features have been read, and may raise an error.
     """
     single = list(recordings)
     for order in range(orders):
@@ -40,9 +33,6 @@ def join_recordings(
 
 def _join(parts: Sequence[Recording], order: int, check: Check) -> Recording:
     def load() -> tuple[np.ndarray, int]:
-        """Reads all recordings that are joined; returns their concatenated features and their
-        sample rate.
-        """
         loaded = [part.read() for part in parts]
         if len(kinds := {(one.features.shape[1], one.rate) for one in loaded}) > 1:
             raise DataError(

@@ -27,14 +27,8 @@ _FLOATS: dict[bytes, np.dtype] = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8
 def recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
     """Yields every utterance that the file `text` of a Kaldi data directory lists.
 
-    The features of an utterance come from an archive of features or from a wav file.
-
-    Args:
-      directory: the data directory.
-      speech: config section with the settings of the features of wav files.
-
-    Raises:
-      DataError: a table is missing or lacks an utterance, or wav.scp contains commands.
+    The settings `speech` apply to the features of wav files. Raises DataError if a table is missing
+    or lacks an utterance, or if wav.scp contains commands.
     """
     transcripts = table(directory / "text")
     speakers = table(directory / "utt2spk") if (directory / "utt2spk").exists() else {}
@@ -52,9 +46,7 @@ def _load(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray
 
 
 def files(directory: Path) -> list[Path]:
-    """Returns the paths of a data directory's tables, and of the wav files or archives of features
-    that the tables name.
-    """
+    """Returns the paths of the directory's tables, and of the files that the tables name."""
     existing = [directory / name for name in TABLES if (directory / name).exists()]
     archived = location_table(directory).name == "feats.scp"
     named = {
@@ -64,12 +56,8 @@ def files(directory: Path) -> list[Path]:
 
 
 def location_table(directory: Path) -> Path:
-    """Returns the path of the table that says where the sound or the features of utterances are.
-
-    The result is feats.scp if this file exists, otherwise wav.scp.
-
-    Raises:
-      DataError: neither file exists.
+    """Returns the path of the table that says where the sound or the features of utterances are:
+    feats.scp if it exists, otherwise wav.scp.
     """
     for name in ("feats.scp", "wav.scp"):
         if (directory / name).exists():
@@ -82,10 +70,6 @@ def locations(directory: Path) -> dict[str, str]:
 
     A place is ARCHIVE:POSITION (a byte offset in an archive of features) if the directory has a
     feats.scp, otherwise the path of a wav file.
-
-    Raises:
-      DataError: wav.scp or feats.scp contains commands, or the utterances are segments of wav
-        files.
     """
     path = location_table(directory)
     if path.name == "wav.scp" and (directory / "segments").exists():
@@ -106,11 +90,7 @@ def locations(directory: Path) -> dict[str, str]:
 def table(path: Path) -> dict[str, str]:
     """Returns the values of a table by key, such as transcripts by the ids of utterances.
 
-    The first word of each line is the key, and the rest of the line is the value. A line feed ends
-    a line; spaces, tabs and carriage returns separate words.
-
-    Raises:
-      DataError: the file is missing or not UTF-8, or a key occurs twice.
+    The first word of each line is the key, and the rest of the line is the value.
     """
     values: dict[str, str] = {}
     for number, line in enumerate(contents.small_text(path).split("\n"), 1):
@@ -124,14 +104,7 @@ def table(path: Path) -> dict[str, str]:
 
 
 def read_matrix(where: str) -> np.ndarray:
-    """Returns a matrix of floats, float32 or float64 [frames, features], from an archive.
-
-    Args:
-      where: the place of the matrix, ARCHIVE:POSITION, a path and a byte offset.
-
-    Raises:
-      DataError: there is no matrix at this location, or the matrix is compressed.
-    """
+    """Returns a matrix of floats, [frames, features], at the place ARCHIVE:POSITION."""
     archive, _, position = where.rpartition(":")
     try:
         with untrusted.open_file(archive) as file:

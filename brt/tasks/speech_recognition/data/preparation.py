@@ -24,9 +24,7 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
 
 
 class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
-    """Prepared utterances that are opened for reading: their directory, their vocabulary, and a
-    `SpeechStore` for each split.
-    """
+    """Prepared utterances that are opened for reading."""
 
     rows = "utterances"
 
@@ -42,22 +40,11 @@ class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
 
     @property
     def longest(self) -> int:
-        """Number of frames of the longest utterance in all opened splits, after frames were stacked
-        (Speech.stack, Speech.stride), as a model reads them.
-        """
+        """Number of frames of the longest utterance in all splits, after frames were stacked."""
         return max(int(store.lengths.max()) for store in self.splits.values())
 
 
 def prepare(speech: config.Speech, progress: bool = True) -> SpeechDataset:
-    """Opens the utterances that a config section describes; prepares them first if necessary.
-
-    Args:
-      speech: the section Speech of the config.
-      progress: True reports the progress, and utterances that are left out, on stderr.
-
-    Raises:
-      DataError: a source cannot be read, or an utterance is in two splits.
-    """
     return SpeechPreparation(speech, progress).open()
 
 
@@ -79,43 +66,23 @@ class SpeechPreparation(Preparation):
         self._seen: dict[bytes, str] = {}
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of all files of some sources, given the names of the sources.
-
-        The cache compares hashes to find out whether the files have been prepared before.
-        """
         return sources.hashes(names)
 
     def left_out(self, name: str) -> str:
-        """Returns a sentence about the files of a source that are not read; "" if all are read."""
         return sources.left_out(name)
 
     def load(self, name: str) -> Vocabulary:
-        """Returns the vocabulary that the file with the path `name` contains."""
         return Vocabulary.load(Path(name))
 
     def open_store(self, directory: Path, encoder: Vocabulary) -> SpeechStore:
-        """Returns the opened store of the split in a directory; `encoder` is not used."""
         return SpeechStore.open(directory)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Accepts all sources; the base class would refuse a file that two splits have in common.
-
-        A table, for example, may list the wav files of all splits. Instead of files, the utterances
-        of the splits are compared when the splits are written.
-
-        Args:
-          hashes: hashes of the files of each split; not used.
+        """Accepts files that two splits have in common, such as a table of the wav files of all
+        splits; the utterances of the splits are compared instead when they are written.
         """
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written.
-
-        Args:
-          split: name of the split.
-          directory: directory of the new store.
-          tally: counts the utterances of the split. Utterances that cannot be used are left out, or
-            raise an error if the setting Data.errors is "refuse".
-        """
         moments, width, rows = self._speaker_moments(split), 0, []
         usable = tally.refuse_or_skip(map(self._usable, self._read(split)), self.section.errors)
         with ragged.Writer(directory / "features.bin", store.FLOAT) as writer:
@@ -177,20 +144,10 @@ class SpeechPreparation(Preparation):
             raise DataError(f"Data.{split} = {getattr(self.section, split)} has no utterance")
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Recording]:
-        """Yields the recordings of some sources.
-
-        Args:
-          split: name of the split that has these sources; not used.
-          names: the sources, such as paths of tables of wav files.
-        """
         return sources.recordings(names, self.section)
 
     def content(self, row: Recording) -> str:
-        """Returns the id and the transcript of a recording as one text.
-
-        If validation or test utterances are held out of the training data, a hash of this text
-        decides which utterances are held out.
-        """
+        """Returns the id and the transcript, whose hash decides if an utterance is held out."""
         return f"{row.id}\n{row.transcript}"
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:
@@ -212,7 +169,6 @@ class SpeechPreparation(Preparation):
             return {}
 
         def check_speakers(utterances: Iterator[Utterance]) -> Iterator[Utterance]:
-            """Yields the utterances unchanged; raises DataError if an utterance has no speaker."""
             for utterance in utterances:
                 if not utterance.speaker:
                     raise DataError(
@@ -245,9 +201,6 @@ class SpeechPreparation(Preparation):
 
 
 def describe_store(opened: SpeechStore) -> str:
-    """Returns a line that tells the user how many utterances, minutes and tokens an opened store
-    has, and how many features a frame has.
-    """
     m = opened.manifest
     return (
         f"{m['utterances']:,} utterances, {opened.seconds.sum() / 60:,.1f} minutes, "

@@ -18,15 +18,7 @@ from brt.tasks.speech_recognition.data.utterances import Recording
 
 
 def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recording]:
-    """Yields the utterances of all sources in order; the features of each are read later.
-
-    Args:
-      names: names of the sources; see `brt.config.Speech`.
-      speech: config section with the settings of the features.
-
-    Raises:
-      DataError: a source does not exist, is of an unknown kind, or contains invalid files.
-    """
+    """Yields the utterances of all sources in order; the features of each are read later."""
     for name in names:
         if name.startswith(made_up.PREFIX):
             yield from generated.recordings(name)
@@ -39,7 +31,7 @@ def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recordin
 
 
 def hashes(names: Sequence[str]) -> list[FileHash]:
-    """Returns the name, size and hash of every file of some sources, given the sources' names.
+    """Returns the name, size and hash of every file of some sources.
 
     A table of wav files has a further entry with the hash of its selected rows, and a generated
     source has an entry instead of files.
@@ -58,10 +50,7 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
 
 
 def left_out(name: str) -> str:
-    """Returns a sentence about the files in a source that are not read; "" if all are read.
-
-    `name` is the name of the source. Only a directory can contain files that are not read.
-    """
+    """Names the files of a directory that are not read in a sentence; "" if all are read."""
     path = Path(name)
     return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
 

@@ -35,29 +35,16 @@ _FACTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SpeechStore(RowStore):
-    """Features and transcripts of utterances; an utterance is a row.
+    """Features and transcripts of utterances; an utterance is a row."""
 
-    Attributes:
-      values: features of all frames of each row, concatenated, float32 [frames * width].
-      targets: token ids of each row's transcript, int32 [T]; empty for an empty transcript.
-      frames: int64 [rows], number of frames of each row before frames were stacked.
-      speakers: name of each row's speaker; "" if it is not known.
-      transcripts: text of each row's transcript.
-    """
-
-    values: Ragged
-    targets: Ragged
-    frames: np.ndarray
-    speakers: tuple[str, ...]
+    values: Ragged  # features of all frames of each row, concatenated, float32 [frames * width]
+    targets: Ragged  # token ids of each row's transcript, int32 [T]
+    frames: np.ndarray  # int64 [rows], numbers of frames before frames were stacked
+    speakers: tuple[str, ...]  # "" if not known
     transcripts: tuple[str, ...]
 
     @classmethod
     def open(cls, directory: Path | str) -> "SpeechStore":
-        """Opens the store in a directory.
-
-        Raises:
-          DataError: the store is missing, unfinished, damaged, or of another format.
-        """
         with store.opened(directory, TEXTS, facts=_FACTS) as opened:
             values = opened.on_disk("features.bin", FLOAT, opened.columns["values"], "utterances")
             targets = opened.ragged("targets", "target_offsets")
@@ -73,16 +60,15 @@ class SpeechStore(RowStore):
 
     @property
     def written_with(self) -> str:
-        """Fingerprint (a hash) of the vocabulary that encoded the transcripts."""
         return self.manifest["vocabulary"]
 
     def features(self, row: int | np.integer) -> np.ndarray:
-        """Returns the features of the row with the index `row`, float32 [frames, width]."""
+        """Returns the features of a row, float32 [frames, width]."""
         return self.values[row].reshape(-1, self.width)
 
     @property
     def width(self) -> int:
-        """Number of features of each frame after frames were stacked, as a model reads them."""
+        """Number of features of each frame after frames were stacked."""
         return self.manifest["width"]
 
     @property
@@ -97,12 +83,11 @@ class SpeechStore(RowStore):
 
     @property
     def seconds(self) -> np.ndarray:
-        """Duration of each utterance in seconds, float64 [rows]."""
+        """Duration of each utterance, float64 [rows]."""
         return self.frames * (self.manifest["shift_ms"] / 1000)
 
     @property
     def transcript_bytes(self) -> int:
-        """Total number of bytes of all transcripts in UTF-8."""
         return sum(len(text.encode()) for text in self.transcripts)
 
 
@@ -116,11 +101,9 @@ def finish(
     """Completes a store whose features have been written, and returns the opened store.
 
     Args:
-      directory: the directory of the store.
       offsets: int [rows + 1], index in features.bin of the first float32 value of each row,
         followed by the number of all values.
       columns: the columns `ids`, `speakers`, `transcripts` and `frames`, by name.
-      vocabulary: the vocabulary that encodes the transcripts.
       facts: further entries of the manifest: `width` (number of features of a stacked frame),
         `rate` (sample rate in Hz), `shift_ms` (time from frame to frame before frames were
         stacked), and `rows` (numbers of all utterances and of utterances that were left out).

@@ -20,7 +20,7 @@ NEEDED = ("file", "transcript")
 def parse(source: str) -> tuple[Path, str]:
     """Returns the path and the split in the name of a source, PATH.tsv[:SPLIT].
 
-    The split selects rows of the table. It is "" if the source is the whole table.
+    The split selects rows of the table; it is "" for the whole table.
     """
     path, _, split = source.rpartition(":")
     path, split = (path, split) if path.endswith(".tsv") else (source, "")
@@ -28,15 +28,7 @@ def parse(source: str) -> tuple[Path, str]:
 
 
 def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
-    """Yields the utterances of a table; paths of wav files are relative to the table's directory.
-
-    Args:
-      source: name of the source, PATH.tsv[:SPLIT].
-      speech: config section with the settings of the features.
-
-    Raises:
-      DataError: the table cannot be read, lacks a column, or has no such split.
-    """
+    """Yields the utterances of a table, to whose directory the paths of wav files are relative."""
     table, _ = parse(source)
     for row in rows(source):
         path = table.parent / row["file"]
@@ -47,20 +39,12 @@ def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
 
 
 def files(source: str) -> list[Path]:
-    """Returns the paths of the wav files that the rows of a source, PATH.tsv[:SPLIT], name."""
+    """Returns the paths of the wav files that the rows of a source name."""
     return [parse(source)[0].parent / row["file"] for row in rows(source)]
 
 
 def rows(source: str) -> list[dict[str, str]]:
-    """Returns the rows of a table; a row is a dict from the names of columns to values.
-
-    Args:
-      source: name of the source, PATH.tsv[:SPLIT]; SPLIT selects the rows with this value in the
-        column `split`.
-
-    Raises:
-      DataError: the table cannot be read, lacks a column, or has no such split.
-    """
+    """Returns the rows of a source, PATH.tsv[:SPLIT]: those with SPLIT in the column `split`."""
     path, split = parse(source)
     lines = contents.small_text(path).replace("\r\n", "\n").split("\n")
     columns, *values = [line.split("\t") for line in lines if line] or [[]]

@@ -15,45 +15,31 @@ Features = Float[np.ndarray, "X F"]
 
 
 class Utterance(NamedTuple):
-    """An utterance: the features of spoken text, and its transcript.
+    """An utterance: the features of spoken text, and its transcript."""
 
-    Attributes:
-      file: file that contains the utterance, for messages.
-      id: name of the utterance.
-      speaker: name of the speaker; "" if unknown.
-      transcript: the spoken words.
-      features: float32 [X, F], F features of each of X frames; X may be 0.
-      rate: sample rate of the wav file in Hz; 0 if features were read instead of a wav file.
-    """
-
-    file: str
+    file: str  # for messages
     id: str
-    speaker: str
+    speaker: str  # "" if unknown
     transcript: str
-    features: Features
-    rate: int = 0
+    features: Features  # F features of each of X frames; X may be 0
+    rate: int = 0  # sample rate of the wav file in Hz; 0 if features were read instead
 
 
 class Recording(NamedTuple):
-    """An utterance whose features have not been read yet.
-
-    Attributes:
-      file, id, speaker, transcript: see `Utterance`.
-      load: function that reads and returns the features [X, F], numbers of any type, and the
-        sample rate in Hz or 0. The function raises DataError if the file is invalid.
-    """
+    """An utterance whose features have not been read yet."""
 
     file: str
     id: str
     speaker: str
     transcript: str
+    # Reads the features [X, F], numbers of any type, and the sample rate in Hz or 0. Raises
+    # DataError if the file is invalid.
     load: Callable[[], tuple[np.ndarray, int]]
 
     def read(self) -> Utterance:
-        """Reads the features and returns the utterance; spaces in the transcript are normalised.
+        """Reads the features; spaces in the transcript are normalised.
 
-        Raises:
-          DataError: the file is invalid, or a feature is not finite.
+        Raises DataError if the file is invalid, or a feature is not finite.
         """
         features, rate = self.load()
         features = np.asarray(features, np.float32)

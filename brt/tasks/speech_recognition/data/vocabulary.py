@@ -20,7 +20,6 @@ Unit = Literal["characters", "words"]
 
 
 def units(transcript: str, unit: Unit) -> list[str]:
-    """Returns the tokens of a transcript: its characters or its words, depending on `unit`."""
     return list(transcript) if unit == "characters" else transcript.split()
 
 
@@ -28,17 +27,7 @@ class Vocabulary:
     """Maps the tokens of transcripts to ids, and ids to tokens.
 
     The id of `UNKNOWN` is 0, and the ids of the other tokens are 1, 2, ... The blank of CTC is not
-    a part of the vocabulary.
-
-    Args:
-      unit: "characters" or "words", which says what a token is.
-      tokens: the tokens except for `UNKNOWN`, in the order of their ids.
-
-    Attributes:
-      unit: "characters" or "words".
-      tokens: all tokens, including `UNKNOWN`, in the order of their ids.
-      name: name of the vocabulary for messages.
-      fingerprint: SHA-256 of everything that determines the ids.
+    a part of the vocabulary. The attributes are described in `brt.tasks.weights.Tokenizer`.
     """
 
     beside: ClassVar[dict[str, bytes]] = {}
@@ -52,17 +41,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, unit: Unit, transcripts: Iterable[str]) -> "Vocabulary":
-        """Returns the vocabulary of the tokens that occur in transcripts, in sorted order.
-
-        Args:
-          unit: "characters" or "words", which says what a token is.
-          transcripts: the training transcripts.
-        """
+        """Returns the vocabulary of the tokens that occur in transcripts, in sorted order."""
         return cls(unit, sorted({token for text in transcripts for token in units(text, unit)}))
 
     @classmethod
     def load(cls, path: Path) -> "Vocabulary":
-        """Returns the vocabulary in a file; raises DataError if it is missing or damaged."""
+        """Raises DataError if the file is missing or damaged."""
         try:
             saved = untrusted.read_json(path, {"unit": Unit, "tokens": [str]})
             return cls(saved["unit"], saved["tokens"])
@@ -73,7 +57,6 @@ class Vocabulary:
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """Name and content of a file from which `load` can read this vocabulary."""
         saved = {"unit": self.unit, "tokens": self.tokens[1:]}
         return "vocabulary.json", json.dumps(saved).encode()
 
@@ -83,13 +66,11 @@ class Vocabulary:
         return len(self.tokens)
 
     def encode(self, transcript: str) -> Int[np.ndarray, " T"]:
-        """Returns the ids of a transcript's tokens, int32 [T]; unknown tokens have the id 0."""
+        """Returns the ids of a transcript's tokens; unknown tokens have the id 0."""
         ids = [self._ids.get(token, 0) for token in units(transcript, self.unit)]
         return np.array(ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the transcript with these token ids; ids above the largest id of the vocabulary
-        become `UNKNOWN`.
-        """
+        """Returns the transcript with these token ids; ids above the largest are `UNKNOWN`."""
         tokens = [self.tokens[i] if i < len(self.tokens) else UNKNOWN for i in map(int, ids)]
         return ("" if self.unit == "characters" else " ").join(tokens)

@@ -23,8 +23,7 @@ _CONVERT = "convert it, for example with `ffmpeg -i IN.wav -ac 1 -c:a pcm_s16le 
 def read(path: Path) -> tuple[Float[np.ndarray, " N"], int]:
     """Returns the samples of a wav file, N values in [-1, 1), and its sample rate in Hz.
 
-    Raises:
-      DataError: the file is not a complete wav file of one channel of PCM with 8 to 32 bits.
+    Raises DataError unless it is a complete file of one channel of PCM with 8 to 32 bits.
     """
     try:
         with untrusted.open_file(path) as file:

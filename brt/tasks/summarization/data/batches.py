@@ -12,14 +12,10 @@ from brt.types import PairBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairReader(RowReader):
-    """Reader that yields batches of pairs of document and summary.
+    """Reader of pairs whose documents have similar lengths, so that little padding is needed.
 
-    The documents in a batch have similar lengths, so that little padding is needed.
-
-    Attributes:
-      store: the pairs.
-      buckets: padded lengths of documents, ascending; the last length is the store's
-        `max_source_length`. If there are no buckets, all documents are padded to that length.
+    `buckets` are padded lengths of documents, ascending, of which the last is the store's
+    `max_source_length`. If there are no buckets, all documents are padded to that length.
     """
 
     store: PairStore
@@ -33,33 +29,20 @@ class PairReader(RowReader):
 
     @property
     def longest(self) -> int:
-        """Largest number of token ids that a document may have."""
         return self.store.max_source_length
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
-        """Returns a batch of pairs, padded to equal lengths.
-
-        Args:
-          rows: int [B], indices of pairs in the store; -1 is an empty row.
-          length: number of token ids to which documents are padded.
-        """
         return gather(self.store, rows, length)
 
     @staticmethod
     def positions(batch: PairBatch) -> int:
-        """Returns the number of token ids of the documents and summaries in a batch, including
-        padding.
-        """
         return batch.source.size + batch.target_in.size
 
 
 def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
     """Returns a batch of pairs; summaries are padded to the store's `max_target_length`.
 
-    Args:
-      store: the pairs.
-      rows: int [B], indices of pairs in the store; -1 is an empty row.
-      source_length: number of token ids to which documents are padded.
+    `rows` are indices of pairs in the store; -1 is an empty row.
     """
     pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
     source, mask = padded(rows, store.source.__getitem__, source_length, np.int32, fill=pad)

@@ -41,10 +41,8 @@ SPEAKER = "speaker"  # This column has the speaker of each utterance of a dialog
 class Columns(NamedTuple):
     """Names of the columns of a table that contain pairs.
 
-    Attributes:
-      source: column of documents; "" selects a column whose name is in `COMMON`.
-      target: column of summaries; "" selects a column whose name is in `COMMON`.
-      id: column of ids; "" selects the column "id", if there is one.
+    If `source` or `target` is "", a name in `COMMON` is used; if `id` is "", the column "id", if
+    any.
     """
 
     source: str = ""
@@ -56,17 +54,10 @@ ANY = Columns()
 
 
 class Pair(NamedTuple):
-    """A document and its summary.
+    """A document and its summary."""
 
-    Attributes:
-      name: file and row, for messages.
-      id: identifier of the pair in files of predictions.
-      source: text of the document.
-      target: text of the summary.
-    """
-
-    name: str
-    id: str
+    name: str  # file and row, for messages
+    id: str  # identifies the pair in files of predictions
     source: str
     target: str
 
@@ -74,12 +65,7 @@ class Pair(NamedTuple):
 def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | BadRow]:
     """Yields the pairs of all sources in order, and a BadRow for each row that cannot be used.
 
-    Args:
-      names: names of the sources, such as paths of files; see `brt.data.sources`.
-      configured: the columns that the user has named; common names replace names that are "".
-
-    Raises:
-      DataError: a source cannot be read, has no row, or lacks the columns.
+    Raises DataError if a source cannot be read, has no row, or lacks the columns.
     """
     sources = (table for name in names for table in tables.tables(name))
     return tables.read(
@@ -91,15 +77,7 @@ def choose_columns(table: str, header: Collection[str], configured: Columns = AN
     """Returns the columns that are read from a table: the configured names, or common names.
 
     A name that is not configured is taken from the first entry of `COMMON` whose columns the table
-    has.
-
-    Args:
-      table: name of the table, for the error message.
-      header: names of the table's columns.
-      configured: configured names; "" stands for a name that is not configured.
-
-    Raises:
-      DataError: the table has no such columns; the message lists the existing columns.
+    has. Raises DataError if there is none; the message lists the existing columns.
     """
     exist = f"its columns are {', '.join(header)}"
     for role, name in configured._asdict().items():
@@ -118,12 +96,9 @@ def choose_columns(table: str, header: Collection[str], configured: Columns = AN
 
 
 def read_pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
-    """Returns the document and summary of a row, or a BadRow if the row cannot be used.
+    """Returns the pair in a row, or a BadRow if the row cannot be used.
 
-    Args:
-      row: the row.
-      columns: names of the columns.
-      number: number of the row, which becomes the id of the pair if the row has no id.
+    If the row has no id, `number` becomes the id of the pair.
     """
     try:
         _check(row.problem)

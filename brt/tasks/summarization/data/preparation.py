@@ -21,23 +21,12 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
 class PairDataset(RowCorpus[PairTokenizer, PairStore]):
-    """Prepared pairs of document and summary that are opened for reading: their directory, their
-    tokenizer, and a `PairStore` for each split.
-    """
+    """Prepared pairs of document and summary that are opened for reading."""
 
     rows = "pairs"
 
 
 def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
-    """Opens the pairs that a config section describes; tokenizes the pairs first if necessary.
-
-    Args:
-      pairs: the section Pairs of the config.
-      progress: True reports the progress, and pairs that are cut or left out, on stderr.
-
-    Raises:
-      DataError: a source cannot be read.
-    """
     return Preparation(pairs, progress).open()
 
 
@@ -48,34 +37,19 @@ class Preparation(TokenizedPreparation):
     special = tokenizer_training.T5
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Returns the hashes of all files of some sources, given the names of the sources.
-
-        The cache compares hashes to find out whether the files have been prepared before.
-        """
         return sources.hashes(names, self.endings)
 
     def load(self, name: str) -> PairTokenizer:
-        """Returns the tokenizer in the file `name`, the path of a .model or tokenizer.json file."""
         return tokenization.load(name)
 
     def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
-        """Returns the opened store of the split in a directory; `encoder` is not used."""
         return PairStore.open(directory)
 
     def texts(self) -> Iterator[str]:
-        """Yields the documents and summaries of the training data, to train a tokenizer on them."""
         for pair in self.training_rows():
             yield from (pair.source, pair.target)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written.
-
-        Args:
-          split: name of the split.
-          directory: directory of the new store.
-          tally: counts the pairs of the split. Pairs that cannot be used are left out, or raise
-            an error if the setting Data.errors is "refuse".
-        """
         encoder = Encoder.of(self.section, self.tokenizer)
         opened = store.write(
             directory, tally.refuse_or_skip(self.read(split), self.section.errors), encoder,
@@ -84,28 +58,15 @@ class Preparation(TokenizedPreparation):
         return describe_store(opened)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
-        """Yields the pairs of some sources, and a BadRow for each row that cannot be used.
-
-        Args:
-          split: name of the split that has these sources; not used.
-          names: the sources, such as paths of files.
-        """
         pairs = self.section
         return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
 
     def content(self, row: Pair) -> str:
-        """Returns the document of a pair.
-
-        If validation or test pairs are held out of the training data, a hash of this text decides
-        which pairs are held out. All pairs with the same document are therefore in one split.
-        """
+        """Returns the document, so that all pairs with the same document are in one split."""
         return row.source
 
 
 def describe_store(opened: PairStore) -> str:
-    """Returns a line that tells the user how many pairs and tokens an opened store has, and how
-    many tokens were cut off.
-    """
     m = opened.manifest
     cuts = [
         f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "

@@ -40,29 +40,16 @@ UNCUT = ("source_uncut", "target_uncut")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairStore(RowStore):
-    """Documents and summaries of a split as token ids, which are read from the disk.
+    """Documents and summaries of a split as token ids, which are read from the disk."""
 
-    Attributes:
-      source: token ids of each document, including special ids, at most `max_source_length`.
-      target: token ids of each summary, including special ids, at most `max_target_length`.
-      reference: UTF-8 bytes of each summary as it was read.
-      source_uncut, target_uncut: int64 [rows], number of token ids of each document and of each
-        summary before it was cut.
-    """
-
-    source: Ragged
-    target: Ragged
-    reference: Ragged
-    source_uncut: np.ndarray
+    source: Ragged  # token ids of each document, including special ids
+    target: Ragged  # token ids of each summary, including special ids
+    reference: Ragged  # UTF-8 bytes of each summary as it was read
+    source_uncut: np.ndarray  # int64 [rows], number of token ids before a text was cut
     target_uncut: np.ndarray
 
     @classmethod
     def open(cls, directory: Path | str) -> "PairStore":
-        """Opens the store in a directory.
-
-        Raises:
-          DataError: the store is missing, unfinished, damaged, or of another format.
-        """
         with store.opened(directory, ["ids"], facts=_FACTS) as opened:
             dtypes = dict.fromkeys(TEXTS, stored_dtype(opened.manifest))
             dtypes["reference"] = np.dtype(np.uint8)
@@ -79,7 +66,6 @@ class PairStore(RowStore):
 
     @property
     def written_with(self) -> str:
-        """Fingerprint (a hash) of the tokenizer that encoded the pairs."""
         return self.manifest["tokenizer"]["fingerprint"]
 
     @property
@@ -89,16 +75,14 @@ class PairStore(RowStore):
 
     @property
     def max_source_length(self) -> int:
-        """Largest number of token ids of a document; longer documents were cut."""
         return self.manifest["max_source_length"]
 
     @property
     def max_target_length(self) -> int:
-        """Largest number of token ids of a summary; longer summaries were cut."""
         return self.manifest["max_target_length"]
 
     def summary(self, row: int | np.integer) -> str:
-        """Returns the text of the summary with the index `row`, as it was read and not cut."""
+        """Returns the text of a summary, as it was read and not cut."""
         return self.reference[row].tobytes().decode()
 
 
@@ -111,17 +95,9 @@ def write(
 ) -> PairStore:
     """Tokenizes pairs, writes them to a new store, and returns the opened store.
 
-    If writing is interrupted, the directory has no manifest and cannot be opened.
-
-    Args:
-      directory: the directory of the new store.
-      pairs: the pairs.
-      encoder: encodes documents and summaries, and cuts them.
-      facts: function that returns further entries of the manifest; called after the last pair.
-
-    Raises:
-      DataError: there is no pair; a text is too long and `encoder.truncation` is "error"; or
-        `directory` is not empty.
+    If writing is interrupted, the directory has no manifest and cannot be opened. `facts` is called
+    after the last pair, and returns further entries of the manifest. Raises DataError if there is
+    no pair, or if a text is too long and `encoder.truncation` is "error".
     """
     directory = Path(directory)
     manifests.make_empty(directory)

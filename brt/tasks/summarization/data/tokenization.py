@@ -22,45 +22,30 @@ START, END, PAD = "<s>", "</s>", "<pad>"  # The tokenizers of T5 and BART use th
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairTokenizer:
-    """A tokenizer for encoder-decoders, with special ids.
-
-    Attributes:
-      name: value of Data.tokenizer, without directories.
-      fingerprint: SHA-256 of everything that determines the ids.
-      content: content of the tokenizer's file.
-      vocab_size: number of ids. A pretrained checkpoint may have more, because its embedding can
-        have padding rows and the 100 extra ids of T5, which are not in spiece.model.
-      pad_id: id of padding.
-      eos_id: id of the end token, the last id of every text.
-      decoder_start_id: first input of the decoder: pad_id for T5, eos_id for BART.
-      begin: ids before every text: none for T5, `<s>` for BART.
-      unk_id: id that stands for text which cannot be encoded; -1 if the tokenizer has no such id,
-        and for every tokenizer.json, in which the id is not looked up.
-      encode_all: function from texts to the ids of each text, without special ids.
-      decode_ids: function from ids without special ids to their text.
-    """
+    """A tokenizer for encoder-decoders, with special ids."""
 
     # No other files are kept with the file of the tokenizer.
     beside: ClassVar[dict[str, bytes]] = {}
 
-    name: str
+    name: str  # value of Data.tokenizer, without directories
     fingerprint: str
-    content: bytes = dataclasses.field(repr=False)
+    content: bytes = dataclasses.field(repr=False)  # content of the tokenizer's file
+    # Number of ids. A pretrained checkpoint may have more, because its embedding can have padding
+    # rows and the 100 extra ids of T5, which are not in spiece.model.
     vocab_size: int
     pad_id: int
-    eos_id: int
-    decoder_start_id: int
-    begin: tuple[int, ...]
+    eos_id: int  # the last id of every text
+    decoder_start_id: int  # first input of the decoder: pad_id for T5, eos_id for BART
+    begin: tuple[int, ...]  # ids before every text: none for T5, `<s>` for BART
+    # Id that stands for text which cannot be encoded; -1 if the tokenizer has no such id, and for
+    # every tokenizer.json, in which the id is not looked up.
     unk_id: int = -1
+    # From texts to the ids of each text, and from ids to their text; both without special ids.
     encode_all: Callable[[list[str]], list[Any]] = dataclasses.field(repr=False)
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32 [T], without special ids.
-
-        Raises:
-          DataError: the tokenizer cannot encode a text.
-        """
+        """Returns the ids of each text, int32 [T], without special ids."""
         with tokenizer_files.guarded(self.name):
             encoded = [np.asarray(ids, np.int32) for ids in self.encode_all(list(texts))]
         # The name of a special token in a text, such as </s>, must not become the special id. Some
@@ -75,7 +60,6 @@ class PairTokenizer:
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """Name and content of a file from which `load` can read this tokenizer."""
         return f"tokenizer{Path(self.name).suffix}", self.content
 
     @property
@@ -84,14 +68,9 @@ class PairTokenizer:
 
 
 def load(path: str) -> PairTokenizer:
-    """Loads a tokenizer of documents and summaries from a file.
+    """Loads a sentencepiece .model, or a tokenizer.json of Hugging Face.
 
-    Args:
-      path: path of a sentencepiece .model, or of a tokenizer.json of Hugging Face.
-
-    Raises:
-      DataError: the file is missing or damaged, or has no end or padding token.
-      ConfigError: `path` has another ending.
+    Raises DataError if the file is missing or damaged, or has no end or padding token.
     """
     if path.endswith(".model"):
         return _sentencepiece(Path(path))
@@ -125,7 +104,6 @@ def _json(path: Path) -> PairTokenizer:
     end = _required(path, end_id, "end", END)
 
     def encode(texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text, without special ids."""
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

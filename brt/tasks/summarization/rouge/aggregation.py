@@ -16,13 +16,7 @@ TEXT = (
 
 
 class Aggregate(NamedTuple):
-    """The mean of a score over documents, with its confidence interval.
-
-    Attributes:
-      low: lower bounds of the confidence intervals of precision, recall and F1.
-      mid: means of precision, recall and F1.
-      high: upper bounds of the confidence intervals.
-    """
+    """The mean of a score over documents, with the bounds of its confidence interval."""
 
     low: Score
     mid: Score
@@ -35,16 +29,8 @@ def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, Aggregate]:
     The intervals are estimated by the bootstrap: percentiles of the means of many samples of the
     documents, drawn with replacement. `Aggregate.mid` is the mean of the documents themselves. The
     BootstrapAggregator of the package rouge-score returns the median of the samples' means instead,
-    which differs randomly in the second decimal of a percentage.
-
-    Args:
-      scores: for each document, its scores by kind, such as "rougeL".
-
-    Returns:
-      The aggregates by kind of score.
-
-    Raises:
-      DataError: `scores` is empty.
+    which differs randomly in the second decimal of a percentage. Raises DataError if there are no
+    documents.
     """
     if not scores:
         raise DataError("there are no summaries to score: the split has no documents")

@@ -36,9 +36,7 @@ _STEP_4 = dict.fromkeys(
 
 @lru_cache(maxsize=1 << 16)
 def stem(word: str) -> str:
-    """Returns the stem of `word`, which must be in lower case; words of one or two letters are
-    unchanged.
-    """
+    """Returns the stem of a word in lower case; words of one or two letters are unchanged."""
     if word in _IRREGULAR or len(word) <= 2:
         return _IRREGULAR.get(word, word)
     word = _without_y(_without_past(_without_plural(word)))
@@ -77,7 +75,7 @@ def _replaced(word: str, rules: dict[str, str], allowed: Callable[[str, str], bo
 
 
 def _without_plural(word: str) -> str:
-    """Applies step 1a of the algorithm."""
+    """Step 1a of the algorithm."""
     if word.endswith("ies"):
         return word[:-1] if len(word) == 4 else word[:-2]
     if word.endswith("sses"):
@@ -86,7 +84,7 @@ def _without_plural(word: str) -> str:
 
 
 def _without_past(word: str) -> str:
-    """Applies step 1b of the algorithm."""
+    """Step 1b of the algorithm."""
     if word.endswith("ied"):
         return word[:-1] if len(word) == 4 else word[:-2]
     if word.endswith("eed"):
@@ -105,7 +103,7 @@ def _without_past(word: str) -> str:
 
 
 def _without_y(word: str) -> str:
-    """Applies step 1c of the algorithm."""
+    """Step 1c of the algorithm."""
     rest = word[:-1]
     return rest + "i" if word[-1] == "y" and len(rest) > 1 and _shape(rest)[-1] == "c" else word
 
@@ -129,7 +127,7 @@ def _leaves_enough(rest: str, suffix: str) -> bool:
 
 
 def _without_e(word: str) -> str:
-    """Applies step 5a of the algorithm."""
+    """Step 5a of the algorithm."""
     rest = word[:-1]
     if not word.endswith("e") or _measure(rest) == 0:
         return word

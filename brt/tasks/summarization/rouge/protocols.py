@@ -17,19 +17,12 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 class RougeProtocol(NamedTuple):
-    """A protocol of ROUGE scores: how texts are split into words and sentences.
+    """A protocol of ROUGE scores: how texts are split into words and sentences."""
 
-    Attributes:
-      name: name of the protocol in the setting Evaluation.rouge and in reports.
-      stemmer: True applies Porter's stemmer to words of more than three letters.
-      split: function that splits a text into sentences, for ROUGE-Lsum.
-      sentences: phrase that describes `split`, for reports.
-    """
-
-    name: str
-    stemmer: bool
-    split: Callable[[str], list[str]]
-    sentences: str
+    name: str  # name in the setting Evaluation.rouge and in reports
+    stemmer: bool  # applies Porter's stemmer to words of more than three letters
+    split: Callable[[str], list[str]]  # splits a text into sentences, for ROUGE-Lsum
+    sentences: str  # phrase that describes `split`, for reports
 
     @property
     def text(self) -> str:
@@ -41,23 +34,14 @@ class RougeProtocol(NamedTuple):
         )
 
     def words(self, text: str) -> list[str]:
-        """Returns the words of a text that ROUGE compares, in lower case and in their order.
-
-        A word consists of ASCII letters and digits; all other characters separate words. If
-        `stemmer` is True, words of more than three letters are reduced to their stems.
-        """
+        """Returns the words that ROUGE compares: runs of ASCII letters and digits in lower case."""
         words = _WORD.findall(text.lower())
         if not self.stemmer:
             return words
         return [word for word in (stem(w) if len(w) > 3 else w for w in words) if word]
 
     def score(self, reference: str, prediction: str) -> dict[str, Score]:
-        """Compares a predicted summary with a reference summary.
-
-        Returns:
-          The scores by name: "rouge1", "rouge2", "rougeL" and "rougeLsum". All scores are 0 if one
-          of the two texts has no words.
-        """
+        """Returns "rouge1", "rouge2", "rougeL" and "rougeLsum", all 0 if one text has no words."""
         texts = reference, prediction
         words = self.words(reference), self.words(prediction)
         split = [[self.words(sentence) for sentence in self.split(text)] for text in texts]
@@ -91,11 +75,6 @@ PROTOCOLS = {
 
 
 def get_protocol(name: str) -> RougeProtocol:
-    """Returns the ROUGE protocol whose name is `name`, one of the keys of `PROTOCOLS`.
-
-    Raises:
-      ConfigError: there is no protocol of this name.
-    """
     if name not in PROTOCOLS:
         raise ConfigError(
             f"there is no ROUGE protocol {name!r}; there are {', '.join(sorted(PROTOCOLS))}"

@@ -26,8 +26,7 @@ def _score(hits: int, reference: int, prediction: int) -> Score:
 
 
 def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
-    """Returns ROUGE-N: the score of the n-grams (sequences of n words) that a predicted summary
-    shares with a reference summary.
+    """Returns the score of the n-grams (sequences of n words) that two summaries share.
 
     An n-gram that occurs i times in one summary and j times in the other is shared min(i, j) times.
     """
@@ -49,17 +48,13 @@ def rouge_l(reference: Words, prediction: Words) -> Score:
 
 
 def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Score:
-    """Returns ROUGE-Lsum of a reference summary and a predicted summary.
+    """Returns ROUGE-Lsum of two summaries, each a list of sentences.
 
     Each sentence of the reference has a longest common subsequence with each sentence of the
     prediction. A word of the reference's sentence is a hit if at least one of these subsequences
     contains the word. As in ROUGE-1.5.5, the hits of a word are at most its occurrences in the
     reference and at most its occurrences in the prediction. Precision and recall are the number of
     hits, divided by the number of words of the prediction and of the reference.
-
-    Args:
-      reference: the sentences of the reference summary, each a list of words.
-      prediction: the sentences of the predicted summary, each a list of words.
     """
     left = [Counter(word for words in text for word in words) for text in (reference, prediction)]
     totals = [counts.total() for counts in left]

@@ -31,33 +31,20 @@ IDS = ("id", "idx", "index")
 
 
 class Example(NamedTuple):
-    """One sentence or a pair of sentences, with a label or a number.
+    """One sentence or a pair of sentences, with a label or a number."""
 
-    Attributes:
-      name: file and row, for messages.
-      id: identifier of the row in files of predictions.
-      texts: one or two sentences.
-      label: name of the label, or the number.
-    """
-
-    name: str
-    id: str
-    texts: tuple[str, ...]
+    name: str  # file and row, for messages
+    id: str  # identifies the row in files of predictions
+    texts: tuple[str, ...]  # one or two sentences
     label: str | float
 
 
 class Columns(NamedTuple):
-    """Names of the columns of a table that are read.
+    """Names of the columns of a table that are read."""
 
-    Attributes:
-      texts: columns of one or two sentences.
-      label: column of the label or number.
-      id: column of ids; "" if the table has no ids.
-    """
-
-    texts: tuple[str, ...]
-    label: str
-    id: str
+    texts: tuple[str, ...]  # columns of one or two sentences
+    label: str  # column of the label or number
+    id: str  # "" if the table has no ids
 
 
 def read(
@@ -65,15 +52,8 @@ def read(
 ) -> Iterator[Example | BadRow]:
     """Yields the rows of all sources in order, and a BadRow for each row that cannot be used.
 
-    The id of a row without an id is its number; the numbers continue from source to source.
-
-    Args:
-      names: names of the sources, such as paths of files.
-      section: the section Sentences of the config, which names the columns.
-      numbers: True if labels are real numbers instead of classes.
-
-    Raises:
-      DataError: a source cannot be read, has no row, or lacks the columns.
+    The id of a row without an id is its number; the numbers continue from source to source. With
+    `numbers`, labels are real numbers instead of classes.
     """
     sources = (table for name in names for table in tables.tables(name, ENDINGS, section.header))
     label = _number if numbers else _class
@@ -85,16 +65,7 @@ def read(
 
 
 def choose_columns(table: str, header: Collection[str], section: config.Sentences) -> Columns:
-    """Returns the columns that are read from a table: the configured names, or common names.
-
-    Args:
-      table: name of the table, for the error message.
-      header: names of the table's columns.
-      section: the section Sentences of the config, which may name columns.
-
-    Raises:
-      DataError: the table has no such columns; the message lists the existing columns.
-    """
+    """Returns the columns that are read from a table: those that `section` names, or usual ones."""
     exist = f"its columns are {', '.join(header)}"
     for role in ("first", "second", "label", "id"):
         if (name := column(section, role)) and name not in header:

@@ -17,11 +17,7 @@ FILLERS, LABELS, WORDS = 60, ("animal", "plant", "stone"), 6
 
 
 def examples(source: str) -> Iterator[Example]:
-    """Yields the texts of a generated source.
-
-    Args:
-      source: the name of the source, `generated:NAME/COUNT`, which determines all texts.
-    """
+    """Yields the texts of a source `generated:NAME/COUNT`; NAME determines all of them."""
     name, count = generated.parse(source)
     lexicon = generated.words(f"sentences {VERSION}", FILLERS + len(LABELS) * WORDS)
     for number in range(count):

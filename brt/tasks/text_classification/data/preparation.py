@@ -28,8 +28,7 @@ TOGETHER = 512  # This number of rows is tokenized in parallel.
 
 
 class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
-    """Prepared sentences that are opened for reading: their directory, their tokenizer, and a
-    `SentenceStore` for each split.
+    """Prepared sentences that are opened for reading.
 
     The index of a label is the same in all splits.
     """
@@ -45,27 +44,13 @@ class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
 def prepare(
     section: config.Sentences, progress: bool = True, *, numbers: bool = False
 ) -> SentenceDataset:
-    """Opens the sentences that a config section describes; prepares them first if necessary.
-
-    Args:
-      section: the section Sentences of the config.
-      progress: True reports the progress, and rows that are left out, on stderr.
-      numbers: True if labels are real numbers instead of classes.
-
-    Raises:
-      DataError: a source cannot be read.
-      ConfigError: Sentences.labels lacks a label that occurs.
-    """
     return Preparation(section, progress, numbers).open()
 
 
 class Preparation(TextPreparation):
     """Prepares and opens the sentences that a config section describes.
 
-    Args:
-      section: the section Sentences of the config.
-      progress: True reports the progress on stderr.
-      numbers: True if labels are real numbers instead of classes.
+    If `numbers` is True, labels are real numbers instead of classes.
     """
 
     dataset = SentenceDataset
@@ -79,54 +64,26 @@ class Preparation(TextPreparation):
         self._labels: tuple[str, ...] = ()
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceDataset:
-        """Opens a single split; prepares the split first if necessary.
-
-        Args:
-          split: the name of the split.
-          encoder: the tokenizer of the run whose model is evaluated.
-          known: directory in which the run prepared this split before; None if there is none.
-        """
         self._labels = sort_labels(set(self.section.labels))
         return super().open_split(split, encoder, known)
 
     def values_from_train(self) -> dict[str, Any]:
-        """Returns {"labels": names of the labels}, which follow from the training rows.
-
-        If another split is prepared alone, the cache stores the split under a key that includes
-        this result, because the indices of the labels in the split depend on the names.
-        """
+        """Returns the names of the labels, whose order determines the indices in every split."""
         return {"labels": self.section.labels}
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
-        """Returns the opened store of the split in a directory, with the labels in the order of
-        Sentences.labels if this setting is not empty; `encoder` is not used.
-        """
         opened, labels = SentenceStore.open(directory), self.section.labels
         return opened.with_labels(labels) if labels else opened
 
     def texts(self) -> Iterator[str]:
-        """Yields the sentences of the training data, to train a tokenizer on them."""
         for row in self.training_rows():
             yield from row.texts
 
     def content(self, row: Example) -> str:
-        """Returns the sentences of a row, one per line.
-
-        If validation or test rows are held out of the training data, a hash of this text decides
-        which rows are held out. Rows with equal sentences are therefore in one split.
-        """
+        """Returns the sentences, so that rows with equal sentences are in one split."""
         return "\n".join(row.texts)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
-        """Yields the rows of some sources, and a BadRow for each row that cannot be used.
-
-        Args:
-          split: name of the split that has these sources, for error messages.
-          names: the sources, such as paths of files.
-
-        Raises:
-          DataError: a generated source has classes for labels, but the task reads numbers.
-        """
         if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
             raise DataError(
                 f"Data.{split} = {names} is generated with classes for labels, but "
@@ -138,14 +95,6 @@ class Preparation(TextPreparation):
         )  # fmt: skip
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, and returns a line that tells the user what was written.
-
-        Args:
-          split: name of the split.
-          directory: directory of the new store.
-          tally: counts the rows of the split. Rows that cannot be used are left out, or raise
-            an error if the setting Data.errors is "refuse".
-        """
         section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
         tokens, labels, ids, cut = [], [], [], 0
         rows = tally.refuse_or_skip(_known(self.read(split), self._labels), section.errors)
@@ -177,13 +126,11 @@ class Preparation(TextPreparation):
 def _label_targets(
     labels: list[str], known: tuple[str, ...]
 ) -> tuple[Int[np.ndarray, " rows"], str]:
-    """Returns the indices of labels, and a text with the number of rows of each label."""
     counts = ", ".join(f"{labels.count(label):,} {label}" for label in known)
     return np.array([known.index(label) for label in labels], np.int32), counts
 
 
 def _number_targets(labels: list[float]) -> tuple[Float[np.ndarray, " rows"], str]:
-    """Returns the numbers as an array, and a text with their range."""
     return np.array(labels, np.float32), f"{min(labels):g} to {max(labels):g}"
 
 
@@ -207,13 +154,6 @@ def truncate_texts(texts: list[np.ndarray], limit: int) -> list[np.ndarray]:
     """Cuts the ends of one or two texts, so that they have at most `limit` token ids in total.
 
     Of two texts, the longer one is cut first.
-
-    Args:
-      texts: the token ids of each text.
-      limit: the largest total number of ids.
-
-    Returns:
-      The token ids of each text that remain.
     """
     if len(texts) == 1:
         return [texts[0][:limit]]
@@ -230,9 +170,7 @@ def truncate_texts(texts: list[np.ndarray], limit: int) -> list[np.ndarray]:
 
 
 def sort_labels(labels: set[str]) -> tuple[str, ...]:
-    """Returns names of labels in order: in numerical order if all names are integers such as "10",
-    otherwise in alphabetical order.
-    """
+    """Returns labels in alphabetical order, or in numerical order if all are integers."""
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return tuple(sorted(labels, key=int))
     return tuple(sorted(labels))

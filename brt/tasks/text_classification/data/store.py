@@ -18,25 +18,15 @@ from brt.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SentenceStore(RowStore):
-    """Sentences (or pairs of sentences) of a split as token ids, each with a label or a number.
+    """Sentences (or pairs of sentences) of a split as token ids, each with a label or a number."""
 
-    Attributes:
-      tokens: token ids of each row, int32 [T].
-      targets: int32 [rows], indices into `labels`; or float32 [rows], numbers.
-      labels: names of all labels; empty for numbers.
-    """
-
-    tokens: Ragged
+    tokens: Ragged  # token ids of each row, int32 [T]
+    # int32 indices into `labels`, or float32 numbers
     targets: Int[np.ndarray, " rows"] | Float[np.ndarray, " rows"]
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # names of all labels; empty for numbers
 
     @classmethod
     def open(cls, directory: Path) -> "SentenceStore":
-        """Opens the store in a directory.
-
-        Raises:
-          DataError: the store is missing, unfinished or damaged.
-        """
         with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
             columns = {name: opened.columns[name] for name in ("targets", "ids", "labels")}
             tokens = opened.ragged("tokens")
@@ -48,11 +38,9 @@ class SentenceStore(RowStore):
 
     @property
     def lengths(self) -> Int[np.ndarray, " rows"]:
-        """Number of tokens of each row."""
         return self.tokens.lengths
 
     def read(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
-        """Returns the token ids of the row with the index `row`."""
         return self.tokens[row]
 
     @property
@@ -64,13 +52,7 @@ class SentenceStore(RowStore):
         """Returns the store with the labels in another order, and possibly with additional labels.
 
         The targets of the result are indices into `labels`. When a model is evaluated, the order of
-        `labels` must be the order of the model's outputs.
-
-        Args:
-          labels: names of all labels in the new order.
-
-        Raises:
-          ConfigError: a label of the store is missing in `labels`.
+        `labels` must be the order of the model's outputs. Raises ConfigError if `labels` lacks one.
         """
         if tuple(labels) == self.labels:
             return self

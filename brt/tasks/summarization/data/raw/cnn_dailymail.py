@@ -25,17 +25,7 @@ HIGHLIGHT = "@highlight"
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split in the order of its list of addresses, by the name of the
-    split; stories are read as examples are requested.
-
-    A story that is missing or cannot be read yields a BadRow instead of an example.
-
-    Args:
-      directory: the directory of the published files; see the docstring of this module.
-
-    Raises:
-      DataError: a directory of stories or a list is missing.
-    """
+    """Returns the examples of each split in the order of its list of addresses."""
     stories = {name: examples.find(directory, f"{d}/stories") for name, d in PUBLISHERS.items()}
     lists = {s: examples.find(directory, name, f"url_lists/{name}") for s, name in LISTS.items()}
     return {split: _split(path, stories) for split, path in lists.items()}
@@ -69,12 +59,9 @@ def parse(story: str) -> tuple[str, str]:
     """Returns the article and the highlights (the summary) of a story, as version 3.4.0 of the
     dataset in TFDS does.
 
-    A line that does not end like a sentence gets a full stop. Most such lines are captions, which
-    would otherwise run into the next sentence.
-
-    Args:
-      story: the content of a story's file: the lines of the article, followed by the highlights,
-        each after a line "@highlight".
+    The lines of the article are followed by the highlights, each after a line "@highlight". A line
+    that does not end like a sentence gets a full stop. Most such lines are captions, which would
+    otherwise run into the next sentence.
     """
     article: list[str] = []
     highlights: list[str] = []

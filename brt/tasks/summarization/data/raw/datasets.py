@@ -26,26 +26,18 @@ Splits = Mapping[str, Iterator[Example | BadRow]]
 
 
 class RawDataset(NamedTuple):
-    """A summarization dataset: the names of its features in TFDS, and how its files are read.
-
-    Attributes:
-      name, version, config: name, version and configuration of the dataset in TFDS; a dataset
-        without configurations has "".
-      texts: names of the features that are text.
-      lists: names of the features that are lists of text.
-      source: name of the feature with the document.
-      target: name of the feature with the summary.
-      read: function from the directory of the published files to the examples of each split, by
-        the name of the split.
-    """
+    """A summarization dataset: the names of its features in TFDS, and how its files are read."""
 
     name: str
     version: str
-    config: str = ""
-    texts: tuple[str, ...] = ("document", "summary", "id")
-    lists: tuple[str, ...] = ()
-    source: str = "document"
-    target: str = "summary"
+    config: str = ""  # "" for a dataset without configurations
+    texts: tuple[str, ...] = ("document", "summary", "id")  # features that are text
+    lists: tuple[str, ...] = ()  # features that are lists of text
+    source: str = "document"  # feature with the document
+    target: str = "summary"  # feature with the summary
+    # Returns the examples of each split, given the directory of the published files, and reads them
+    # as they are requested. An example that is missing or damaged is a BadRow. Raises DataError if
+    # the directory lacks a file that lists or contains the examples.
     read: Callable[[Path], Splits] = lambda directory: {}
 
     @property
@@ -55,9 +47,7 @@ class RawDataset(NamedTuple):
 
     @property
     def tfds_name(self) -> str:
-        """NAME in `tfds:NAME/SPLIT`, by which a config refers to a split of the dataset: the name
-        and, if there is one, the configuration.
-        """
+        """NAME in `tfds:NAME/SPLIT`, by which a config refers to a split of the dataset."""
         return "/".join(filter(None, (self.name, self.config)))
 
 
@@ -84,9 +74,7 @@ RAW = {
 
 
 def default_directory() -> Path:
-    """Returns the directory in which TFDS keeps all datasets: $TFDS_DATA_DIR, or TFDS's default in
-    the home directory.
-    """
+    """Returns the directory in which TFDS keeps all datasets."""
     from tensorflow_datasets.core import constants
 
     return Path(places.local(constants.DATA_DIR, "TFDS_DATA_DIR"))
@@ -95,18 +83,9 @@ def default_directory() -> Path:
 def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) -> dict[str, Tally]:
     """Writes a dataset as ArrayRecord files, without TensorFlow, one row at a time.
 
-    Args:
-      dataset: name and features of the dataset.
-      splits: the examples of each split, with a BadRow for each row that cannot be used.
-      directory: the directory in which TFDS keeps all datasets.
-      errors: "refuse" raises an error at the end of a split with bad rows; "skip" omits bad rows.
-
-    Returns:
-      The numbers of all rows and of bad rows, by the name of the split.
-
-    Raises:
-      DataError: rows are bad and `errors` is "refuse", a split has no usable rows, the dataset
-        exists already, or the directory cannot be written.
+    Returns the numbers of all rows and of bad rows in each split. Raises DataError if rows are bad
+    and `errors` is "refuse" instead of "skip", if a split has no usable rows, or if the dataset
+    exists already or cannot be written.
     """
     target = directory / dataset.path
     if target.exists():
@@ -169,8 +148,6 @@ def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> Non
     # The class is not registered with TFDS, because TFDS has classes of its own for some of the
     # datasets, which are registered under the same names.
     class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]  # TFDS is untyped
-        """A TFDS dataset builder, which writes the examples of each split to files."""
-
         name = dataset.name
         VERSION = version
         BUILDER_CONFIGS = [

@@ -15,17 +15,11 @@ CHUNK = 1 << 24  # This number of characters of a JSON array is read at a time.
 
 
 class Example(NamedTuple):
-    """An example of a published dataset, such as a document with its summary.
+    """An example of a published dataset, such as a document with its summary."""
 
-    Attributes:
-      name: the file and, if the file has many examples, the row; for messages.
-      key: a text that is different for every example of a split; TFDS needs such keys.
-      values: features by name; each is a string or a list of strings.
-    """
-
-    name: str
-    key: str
-    values: dict[str, Any]
+    name: str  # The file and, if the file has many examples, the row; for messages.
+    key: str  # different for every example of a split; TFDS needs such keys
+    values: dict[str, Any]  # features by name; each is a string or a list of strings
 
 
 def text(path: Path) -> str | BadRow:
@@ -37,15 +31,7 @@ def text(path: Path) -> str | BadRow:
 
 
 def find(directory: Path, *names: str) -> Path:
-    """Returns the path of the first of `names` that exists in a directory.
-
-    Args:
-      directory: the directory.
-      names: paths of files or directories relative to `directory`, in order of preference.
-
-    Raises:
-      DataError: none of the names exists.
-    """
+    """Returns the path of the first of `names` that exists; raises DataError if none does."""
     for name in names:
         if (directory / name).exists():
             return directory / name
@@ -53,11 +39,6 @@ def find(directory: Path, *names: str) -> Path:
 
 
 def json_file(path: Path) -> Any:
-    """Returns the content of a JSON file.
-
-    Raises:
-      DataError: the file is not JSON, or not UTF-8.
-    """
     try:
         return untrusted.parse_json(untrusted.read_file(path), halves="keep")
     except (OSError, ValueError) as error:
@@ -65,14 +46,7 @@ def json_file(path: Path) -> Any:
 
 
 def json_array(path: Path) -> Iterator[Any]:
-    """Yields the values of a JSON array one at a time, because the file may exceed the memory.
-
-    Args:
-      path: a file that contains one JSON array.
-
-    Raises:
-      DataError: the file is not a JSON array, or not UTF-8.
-    """
+    """Yields the values of a JSON array one at a time, because the file may exceed the memory."""
     decoder = json.JSONDecoder()
     try:
         with open(path, encoding="utf-8") as file:

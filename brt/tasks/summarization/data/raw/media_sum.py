@@ -19,17 +19,7 @@ LISTS = ("utt", "speaker")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split, by the name of the split.
-
-    The file of transcripts is read once for each split, as the split's examples are requested. A
-    transcript that is missing or damaged yields a BadRow instead of an example.
-
-    Args:
-      directory: the directory of the published files; see the docstring of this module.
-
-    Raises:
-      DataError: files are missing, or the list of the splits is damaged.
-    """
+    """Returns the examples of each split; the file of transcripts is read once for each."""
     transcripts = examples.find(directory, "news_dialogue.json")
     path = examples.find(directory, "train_val_test_split.json")
     members = examples.json_file(path)

@@ -21,17 +21,7 @@ COLUMNS = Columns("article_text", "abstract_text", "article_id")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split, by the name of the split; files are read as examples are
-    requested.
-
-    A row that cannot be used yields a BadRow instead of an example.
-
-    Args:
-      directory: the directory of the published files; see the docstring of this module.
-
-    Raises:
-      DataError: a file is missing.
-    """
+    """Returns the examples of each split, as `RawDataset.read` does."""
     folders = ("", "arxiv-dataset/", "pubmed-dataset/")
     paths = {
         split: examples.find(directory, *(f"{folder}{name}" for folder in folders))

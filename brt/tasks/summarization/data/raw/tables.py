@@ -6,11 +6,7 @@ from brt.tasks.summarization.data.raw.examples import Example
 
 
 def example(pair: Pair | BadRow) -> Example | BadRow:
-    """Returns a pair as an example with the features document, summary and id.
-
-    The key of the example is the name of the row, which is unique. A BadRow, which stands for a row
-    that cannot be used, is returned unchanged.
-    """
+    """Returns a pair as an example, whose key is the name of the row, which is unique."""
     if isinstance(pair, BadRow):
         return pair
     return Example(

@@ -35,17 +35,7 @@ PAGE_ELEMENTS = {
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """Returns the examples of each split, by the name of the split; articles are read as examples
-    are requested.
-
-    An article that cannot be used yields a BadRow instead of an example.
-
-    Args:
-      directory: the directory of the published files; see the docstring of this module.
-
-    Raises:
-      DataError: files are missing, or the list of the splits is damaged.
-    """
+    """Returns the examples of each split, as `RawDataset.read` does."""
     if not (directory / SPLIT_FILE).exists():
         return {split: _table(directory, split) for split in SPLITS}
     folder = examples.find(directory, *EXTRACTS)
