@@ -1,8 +1,4 @@
-"""Activations of MLPs, with a ReLU that saves only its output for the backward pass.
-
-The next matrix product saves this output for its own gradient anyway, so the ReLU itself needs no
-memory.
-"""
+"""Activations of MLPs, with a ReLU that saves only its output for the backward pass."""
 
 from functools import partial
 
@@ -16,13 +12,10 @@ from brt.ops.tpu import materialized
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def relu(x: Float[Array, "..."], saves_result: bool = False) -> Float[Array, "..."]:
-    """Returns max(x, 0) in the shape and dtype of x; the backward pass reads only the result.
+    """Returns max(x, 0); the backward pass reads only the result.
 
-    Args:
-      x: an array of any shape.
-      saves_result: True if a rematerialized layer saves the result, so that the backward pass need
-        not compute x and the result again. Callers pass True if the next matrix product needs the
-        result for its own gradient anyway.
+    `saves_result` lets a rematerialized layer save the result, which costs nothing if the next
+    matrix product saves it anyway.
     """
     return jnp.maximum(x, 0)
 
@@ -44,13 +37,10 @@ relu.defvjp(_relu_forward, _relu_backward)
 def activation(
     x: Float[Array, "..."], name: str, *, saves_result: bool = False
 ) -> Float[Array, "..."]:
-    """Returns the activation of every number of x, in x's dtype.
+    """Returns the activation of every number of x.
 
-    Args:
-      x: an array of any shape.
-      name: "relu", "gelu" (exact), "gelu_tanh" (its approximation by a tanh) or "silu".
-      saves_result: for "relu", True if a rematerialized layer saves the result (see `relu`); the
-        other activations ignore this argument.
+    `name` is "relu", "gelu" (exact), "gelu_tanh" (its approximation by a tanh) or "silu". Only
+    "relu" uses `saves_result`.
     """
     if name == "relu":
         return relu(x, saves_result)

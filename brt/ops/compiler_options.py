@@ -1,7 +1,7 @@
 """Options of XLA's compiler for the programs of brt.
 
-jax accepts compiler options at the outermost jit only, so the functions that are compiled with them
-must not be called inside of another jit.
+jax accepts them at the outermost jit only, so functions that are compiled with them must not be
+called inside of another jit.
 """
 
 import functools
@@ -44,28 +44,19 @@ _VARIABLES: Mapping[str, str] = MappingProxyType({"cpu": "XLA_FLAGS", "tpu": "LI
 
 @functools.cache
 def options(width: int) -> Mapping[str, str]:
-    """Returns XLA's compiler options for the train step on the current backend, by name: those of
-    `preferred` that the installed compiler knows.
-
-    `width` is Model.model_dim.
-    """
+    """Returns the options of `preferred` that the installed compiler knows."""
     return MappingProxyType({k: v for k, v in preferred(width).items() if _is_known(k, v)})
 
 
 def of_inference() -> dict[str, str]:
-    """Returns XLA's compiler options for programs that evaluate a model or generate text with it.
-
-    On CPUs, these are the options of the train step. On other backends there are none.
-    """
+    """Returns the compiler options of programs that evaluate a model or generate text with it."""
     return dict(options(0)) if dispatch.backend() == "cpu" else {}
 
 
 def preferred(width: int) -> dict[str, str]:
-    """Returns the compiler options that brt prefers for the train step of a model with
-    Model.model_dim = `width` on the backend that programs are compiled for, by name.
+    """Returns the options for the train step on the current backend that the user has not set.
 
-    Options that the user has set in the environment are left out. The installed version of the
-    compiler may not know all options.
+    `width` is Model.model_dim. The installed version of the compiler may not know all options.
     """
     found: dict[str, str] = {}
     if dispatch.backend() == "cpu":
@@ -80,8 +71,8 @@ def preferred(width: int) -> dict[str, str]:
     return {name: value for name, value in found.items() if f"--{name}" not in by_user}
 
 
+# Experimental options come and go with the versions of jaxlib.
 def _is_known(name: str, value: str) -> bool:
-    """Returns True if this jaxlib knows an option; experimental ones change with versions."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError:

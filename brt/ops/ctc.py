@@ -1,7 +1,6 @@
 """The loss of connectionist temporal classification (CTC; Graves et al., 2006).
 
-In shapes, B is the number of rows of the batch, X of frames of a row, C of classes, and T of
-targets of a row.
+In shapes, X is the number of frames of a row, C of classes (the last is the blank), T of targets.
 """
 
 import jax.numpy as jnp
@@ -15,17 +14,10 @@ def ctc_nats(
     targets: Int[Array, "B T"],
     scored: Bool[Array, "B T"],
 ) -> Float[Array, " B"]:
-    """Returns the negative log probability of each row's targets, float32.
+    """Returns the negative log probability of each row's targets; 0 for a row without frames.
 
-    An alignment assigns a target or the blank to each frame. The blank is the last class. The
-    probability of the targets is the sum of the probabilities of all alignments. A row without
-    valid frames has loss 0.
-
-    Args:
-      logits: the logits of the C classes for each of the X frames.
-      valid: True for the first frames of a row, False for padding.
-      targets: the tokens to be recognized.
-      scored: True for the first tokens of a row, False for padding.
+    The probability is a sum over all alignments of frames with targets and blanks. `valid` and
+    `scored` are True for the first frames and targets of a row and False for padding.
     """
     logits = jnp.where(valid[..., None], logits.astype(jnp.float32), 0.0)
     nats = optax.ctc_loss(

@@ -1,8 +1,8 @@
 """Products with weights, which are matrices or kernels with several input or output axes.
 
-XLA's CPU backend transposes and copies the factors of a product that sums over several axes. On
-CPUs such axes are therefore merged by a reshape, which costs nothing. The axes stay separate where
-heads are sharded, because a merge of the heads with another axis would move data between devices.
+XLA's CPU backend transposes and copies the factors of a product that sums over several axes, so
+they are merged by a reshape. They stay separate where heads are sharded, because a merge with
+another axis would move data between devices.
 """
 
 import math
@@ -27,14 +27,9 @@ def dense(
     """Returns the product [*rows, *outputs] of x and a kernel, in x's dtype.
 
     Args:
-      x: [*rows, *inputs], where *rows stands for any number of axes, and *inputs for the axes that
-        the product sums over.
-      kernel: [*inputs, *outputs], where *outputs stands for any number of axes, or the kernel of a
-        layer that the program chooses, for which there are no gradients.
-      inputs: the number of axes in *inputs.
-
-    Raises:
-      ValueError: a layer's kernel is stored transposed for another number of input axes.
+      x: [*rows, *inputs]; the product sums over the last `inputs` axes.
+      kernel: [*inputs, *outputs], or the kernel of a layer that the program chooses, for which
+        there are no gradients.
     """
     return _dense(x, kernel, inputs)
 
@@ -50,7 +45,6 @@ def _dense(x: Array, kernel: Array | LayerKernel, inputs: int) -> Array:
 
 
 def _product_of_layer(x: Array, kernel: LayerKernel, inputs: int) -> Array:
-    """Returns the product of x and the kernel of a layer that the program chooses."""
     transposed_inputs = kernel.kernels.transposed
     if not transposed_inputs:
         return kernel.product(lambda own: _dense(x, own, inputs))
@@ -67,15 +61,9 @@ def _product_of_layer(x: Array, kernel: LayerKernel, inputs: int) -> Array:
 
 
 def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the product that `dense` returns, and the pair (x, kernel) that the backward pass of
-    `dense` needs.
+    """Computes `dense` and its residuals, for functions with custom gradients of their own.
 
-    Functions with custom gradients of their own call this function instead of `dense`, whose custom
-    gradient would hide the product from JAX's rematerialization. A product that is not hidden can
-    be saved by the policies of the setting `remat_keep`.
-
-    Args:
-      x, kernel, inputs: as for `dense`.
+    The custom gradient of `dense` would hide the product from the policies of `remat_keep`.
     """
     return _dense(x, kernel, inputs), (x, kernel)
 
@@ -87,13 +75,7 @@ def _backward(inputs: int, residuals: tuple[Array, Array], gradient: Array) -> t
 
 
 def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs: int = 1) -> Array:
-    """Returns the gradient of the input of `dense`, [*rows, *inputs], in dy's dtype.
-
-    Args:
-      kernel: [*inputs, *outputs], the kernel of the product.
-      dy: [*rows, *outputs], the gradient of the product; *rows stands for any number of axes.
-      inputs: the number of input axes of the kernel, which are its first axes.
-    """
+    """Returns the gradient [*rows, *inputs] of the input of `dense`; dy is [*rows, *outputs]."""
     outputs, kernel = kernel.ndim - inputs, kernel.astype(dy.dtype)
     if is_sharded("heads") or not dispatch.policy().stores_transposes:
         axes = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, kernel.ndim))
@@ -107,20 +89,14 @@ def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs:
 def weight_gradient(
     x: Float[Array, "..."], dy: Float[Array, "..."], inputs: int = 1, outputs: int = 1
 ) -> Array:
-    """Returns the gradient of a kernel of `dense`, [*inputs, *outputs], in float32.
+    """Returns the gradient x^T dy of a kernel of `dense`, [*inputs, *outputs], in float32.
 
-    The gradient is x^T dy, summed over all rows. The axes of rows are merged to one axis, unless
-    that moves data between devices, because XLA's CPU backend transposes and copies both factors of
-    a sum over two axes. In a small model, the copies take longer than the product.
-
-    Args:
-      x: [*rows, *inputs], the product's input; *rows stands for any number of axes.
-      dy: [*rows, *outputs], the gradient of the product.
-      inputs: the number of input axes of the kernel.
-      outputs: the number of output axes of the kernel.
+    x has the axes [*rows, *inputs], and the gradient dy of the product has [*rows, *outputs].
     """
     shape = (*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
     rows = tuple(range(x.ndim - inputs))
+    # XLA's CPU backend transposes and copies both factors of a sum over several axes of rows. In a
+    # small model, the copies take longer than the product.
     if not can_merge_axes(len(rows)) or is_sharded("heads"):
         return jnp.tensordot(x, dy, axes=(rows, rows), preferred_element_type=jnp.float32)
     if dispatch.policy().merges_rows:
@@ -131,21 +107,15 @@ def weight_gradient(
 
 
 def _sum_over_rows(x: Float[Array, "*R M"], dy: Float[Array, "*R N"]) -> Float[Array, "M N"]:
-    """Returns x^T dy, summed over all rows.
-
-    The narrower factor is transposed in memory, because a product that reads a factor against its
-    memory order takes longer.
-    """
     x, dy = (part.reshape(-1, part.shape[-1]) for part in (x, dy))
+    # The narrower factor is transposed in memory, because a product that reads a factor against its
+    # memory order takes longer.
     if x.shape[-1] > dy.shape[-1]:
         return transposed(_sum_over_rows(dy, x))
     return jnp.matmul(transposed(x), dy, preferred_element_type=jnp.float32)
 
 
 def _flattens_axes(kernel: Array, inputs: int) -> bool:
-    """Returns True if the product with a kernel of more than two axes is computed as a product with
-    a matrix.
-    """
     policy = dispatch.policy()
     small_heads = kernel.ndim - inputs > 1 and kernel.shape[-1] % LANES != 0
     flattens = policy.merges_rows or (policy.flattens_small_heads and small_heads)
@@ -153,7 +123,7 @@ def _flattens_axes(kernel: Array, inputs: int) -> bool:
 
 
 def _flatten_last(x: Array, axes: int) -> Array:
-    """Flattens the last `axes` axes. The reshape names the size, as -1 fails if x has no rows."""
+    # The size is named, because -1 fails if x has no rows.
     return x.reshape(*x.shape[: x.ndim - axes], math.prod(x.shape[x.ndim - axes :]))
 
 

@@ -1,10 +1,7 @@
 """Selects the implementation of an op: the one that the caller names, or the first that can run.
 
-The name `auto` stands for the first implementation that can run. An op lists its implementations in
-the order in which `auto` tries them. Each implementation declares the backends that it runs on, the
-backends on which `auto` may select it, and a function that returns the reason why it cannot compute
-given inputs. There is no silent fallback: an implementation that is named explicitly runs or raises
-an error.
+The name `auto` stands for the first implementation that can run, in the op's order. There is no
+silent fallback: an implementation that is named explicitly runs or raises an error.
 """
 
 import contextlib
@@ -41,84 +38,68 @@ def _accepts_all(*_: Any, **__: Any) -> None:
 
 
 class Implementation(NamedTuple):
-    """One way to compute an op.
+    """One way to compute an op."""
 
-    Attributes:
-      name: one of `brt.config.kernels.IMPLEMENTATIONS`.
-      function: computes the op from its inputs.
-      auto: the backends on which `auto` may select this implementation.
-      backends: the backends on which this implementation can run.
-      refusal: a function with the same arguments as `function`; returns the reason why `function`
-        does not support these arguments, or None if `function` does.
-    """
-
-    name: str
+    name: str  # one of `brt.config.kernels.IMPLEMENTATIONS`
     function: Callable[..., Any]
-    auto: tuple[str, ...] = ANY
-    backends: tuple[str, ...] = ANY
+    auto: tuple[str, ...] = ANY  # the backends on which `auto` may select this implementation
+    backends: tuple[str, ...] = ANY  # the backends on which this implementation can run
+    # This function takes the arguments of `function` and returns the reason why `function` does not
+    # support them, or None if it does.
     refusal: Callable[..., str | None] = _accepts_all
 
 
 class BackendPolicy(NamedTuple):
     """The forms of arithmetic that are fast on one backend.
 
-    The compilers of the backends execute different forms of the same arithmetic quickly. Each
-    difference is an attribute of this class. Code that depends on a difference reads the attribute
-    from `policy()` instead of comparing names of backends. An attribute of type bool is True if the
-    sentence after its name below holds for the backend.
-
-    Attributes:
-      dtype: the dtype of activations and caches if the setting for this dtype is 'auto'.
-      orders_memory: the compiler chooses the memory order of arrays well by itself.
-      stores_transposes: a matrix product is faster if a transposed factor is first stored in
-        memory than if the product reads the factor against its memory order.
-      float32_factors: the backend has no product of bfloat16 factors whose float32 result is
-        transposed, so factors of such products are first converted to float32.
-      merges_rows: products with weights of several input or output axes, and their weight
-        gradients, are computed as products of matrices, whose axes are merged by a reshape.
-      flattens_small_heads: if heads do not fill vector registers, projections to heads are computed
-        as products of matrices. Most places of an array [..., heads, numbers of a head] would be
-        padding when it is stored or copied.
-      splits_wide_sums: a sum over many adjacent numbers is computed as the sum of several parts.
-      stores_barriers: an array that several consumers read is stored by an optimization barrier.
-      multiplies_separately: several inputs of one matrix product are multiplied one by one instead
-        of being concatenated first.
-      gathers_by_product: rows are gathered by a product with a matrix of zeros and ones.
-      turns_by_product: rotary embeddings exchange channels by a product with a matrix of 0, 1 and
-        -1, because operations on halves of heads leave most places of a vector register empty.
-      packs_dropout: dropout masks are drawn in the shape in which `dropout_bits` packs masks.
-      defers_gradients: weight gradients of a loop over blocks are computed after the loop.
-      recomputes_elementwise: the backward pass recomputes elementwise results instead of reading
-        stored ones.
-      sends_arrays_together: a reduction over devices concatenates all arrays and sends them at
-        once.
-      shares_optimizer_state: the optimizer's state is sharded over replicas if the setting for this
-        sharding is 'auto'.
-      separates_layers: the compiled step has a separate array for each layer of a stack
-        (`brt.training.layer_forms`).
-      rewrites_few_rows: products of a few vectors with a matrix need other forms than products of
-        many vectors (`brt.ops.few_rows`).
-      copies_layers: a loop over layers copies a layer's kernels before it multiplies with them.
+    Code that depends on a difference between backends reads it here, through `policy()`. A field of
+    type bool is True if the sentence beside it holds for the backend.
     """
 
+    # the dtype of activations and caches if the setting for this dtype is 'auto'
     dtype: str = "bfloat16"
-    orders_memory: bool = True
+    orders_memory: bool = True  # The compiler chooses the memory order of arrays well by itself.
+    # A matrix product is faster if a transposed factor is first stored in memory than if the
+    # product reads the factor against its memory order.
     stores_transposes: bool = False
+    # The backend has no product of bfloat16 factors whose float32 result is transposed, so factors
+    # of such products are first converted to float32.
     float32_factors: bool = False
+    # Products with weights of several input or output axes, and their weight gradients, are
+    # computed as products of matrices, whose axes are merged by a reshape.
     merges_rows: bool = False
+    # If heads do not fill vector registers, projections to heads are computed as products of
+    # matrices. Most places of an array [..., heads, numbers of a head] would be padding when it is
+    # stored or copied.
     flattens_small_heads: bool = False
+    # A sum over many adjacent numbers is computed as the sum of several parts.
     splits_wide_sums: bool = False
+    # An array that several consumers read is stored by an optimization barrier.
     stores_barriers: bool = False
+    # Several inputs of one matrix product are multiplied one by one instead of being concatenated
+    # first.
     multiplies_separately: bool = False
+    # Rows are gathered by a product with a matrix of zeros and ones.
     gathers_by_product: bool = False
+    # Rotary embeddings exchange channels by a product with a matrix of 0, 1 and -1, because
+    # operations on halves of heads leave most places of a vector register empty.
     turns_by_product: bool = False
+    # Dropout masks are drawn in the shape in which `dropout_bits` packs masks.
     packs_dropout: bool = False
+    # Weight gradients of a loop over blocks are computed after the loop.
     defers_gradients: bool = True
+    # The backward pass recomputes elementwise results instead of reading stored ones.
     recomputes_elementwise: bool = True
+    # A reduction over devices concatenates all arrays and sends them at once.
     sends_arrays_together: bool = False
+    # The optimizer's state is sharded over replicas if the setting for this sharding is 'auto'.
     shares_optimizer_state: bool = True
+    # The compiled step has a separate array for each layer of a stack (`brt.training.layer_forms`).
     separates_layers: bool = True
+    # Products of a few vectors with a matrix need other forms than products of many vectors
+    # (`brt.ops.few_rows`).
     rewrites_few_rows: bool = False
+    # A loop over layers copies a layer's kernels before it multiplies with them.
     copies_layers: bool = False
 
 
@@ -138,63 +119,41 @@ _POLICIES = {
 
 
 class Op(NamedTuple):
-    """An operation and its implementations.
+    """An operation and its implementations, in the order in which `auto` prefers them."""
 
-    Attributes:
-      name: the operation's name in error messages and profiles. If a setting selects the
-        implementation, this name is one of `brt.config.kernels.OPERATIONS`.
-      implementations: the implementations, in the order in which `auto` prefers them.
-    """
-
+    # the name in errors and profiles; one of `brt.config.kernels.OPERATIONS` if a setting selects
+    # the implementation
     name: str
     implementations: tuple[Implementation, ...]
 
 
 def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
-    """Returns a kernel's output, named so that a rematerialized layer can save the output.
+    """Returns a kernel's output, named so that the setting `remat_keep` can save it.
 
-    The policies of the setting `remat_keep` choose, by name, the values that a rematerialized layer
-    saves. The array is converted to unsigned integers while it is named, because JAX inserts a
-    `reduce_precision` after a saved array of floating-point numbers. This operation would read and
-    write the whole array once more. Integers have no gradient, so only forward rules of custom
-    derivatives may call this function.
-
-    Args:
-      x: the output, or its bits as unsigned integers.
-      dtype: the dtype of the result if `x` contains bits; None if `x` is the output itself.
-
-    Returns:
-      The output as numbers of its own dtype.
+    Only forward rules of custom derivatives may call this function, because the named integers have
+    no gradient. If x is already the bits of the output, `dtype` is the dtype of the output.
     """
+    # JAX inserts a `reduce_precision` after a saved array of floating-point numbers, which would
+    # read and write the whole array once more. The array is therefore named as integers.
     named = checkpoint_name(x if dtype else to_bits(x), KERNEL_RESIDUAL)
     return from_bits(named, dtype or x.dtype)
 
 
 def input_residual(x: Array) -> Array:
-    """Returns a kernel's input x, named so that a rematerialized layer can save the input for the
-    backward pass.
-
-    The backward pass then need not repeat the operations that produced the input. Unlike
-    `output_residual`, this function does not convert the array to integers, because JAX inserts no
-    `reduce_precision` after a named array that only backward passes read.
-    """
+    """Returns a kernel's input x, named so that rematerialized layers can save it."""
+    # JAX inserts no `reduce_precision` here, because only backward passes read the named array.
     return checkpoint_name(x, KERNEL_RESIDUAL)
 
 
 def to_bits(x: Array) -> Array:
-    """Returns the bits of the numbers in x as unsigned integers of the same width."""
     return jax.lax.bitcast_convert_type(x, bits_dtype(x.dtype))
 
 
 def from_bits(x: Array, dtype: DTypeLike) -> Array:
-    """Returns the numbers of `dtype` whose bits are the unsigned integers x; the inverse of
-    `to_bits`.
-    """
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def bits_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the unsigned integer dtype that is as wide as `dtype`."""
     return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
 
 
@@ -205,16 +164,11 @@ def backend() -> str:
 
 
 def policy() -> BackendPolicy:
-    """Returns the `BackendPolicy` of the backend that programs are compiled for."""
     return _POLICIES[backend()]
 
 
 def for_backend(default: T, **by_backend: T) -> T:
-    """Returns the value in `by_backend` for the backend that programs are compiled for.
-
-    The keyword arguments are named 'cpu', 'gpu' or 'tpu'. If there is none for the backend, the
-    result is `default`.
-    """
+    """Returns the value whose keyword is the backend ('cpu', 'gpu', 'tpu'), or else `default`."""
     return by_backend.get(backend(), default)
 
 
@@ -225,9 +179,7 @@ def device() -> Any:
 
 
 def device_kind() -> str:
-    """Returns the kind of device that is compiled for, such as "TPU v5 lite", or an empty string if
-    it is unknown.
-    """
+    """Returns the kind of device, such as "TPU v5 lite", or an empty string if it is unknown."""
     return getattr(device(), "device_kind", "")
 
 
@@ -235,12 +187,8 @@ def device_kind() -> str:
 def use_backend(name: str, device: Any = None) -> Iterator[None]:
     """Context in which programs are compiled for a backend that this process does not have.
 
-    The cache of `jax.jit` ignores this setting, so a function that is traced inside this context
-    must not be used outside of it, or in the context of another backend.
-
-    Args:
-      name: 'cpu', 'gpu' or 'tpu'.
-      device: one of the devices to compile for, or None if only the backend is known.
+    A function that is traced inside this context must not be used outside of it, or in the context
+    of another backend, because the cache of `jax.jit` ignores this setting.
     """
     token = _other_target.set((name, device))
     gpu = name == "gpu" and device is not None
@@ -252,18 +200,13 @@ def use_backend(name: str, device: Any = None) -> Iterator[None]:
 
 
 def choice(op: Op, name: str | None, *inputs: Any, **options: Any) -> str:
-    """Returns the name of the implementation by which `run` computes an op.
+    """Returns the name of the implementation by which `run` computes an op from the given inputs.
 
-    Args:
-      op: the op.
-      name: an implementation's name; None or 'auto' select the first implementation that `auto` may
-        select on the backend and that does not refuse the inputs.
-      *inputs, **options: the arguments of the implementation.
+    If `name` is None or 'auto', it is the first implementation that `auto` may select on the
+    backend and that does not refuse the inputs.
 
     Raises:
-      UnsupportedError: the op has no implementation of that name, the named implementation does not
-        run on the backend or refuses these inputs, or `auto` has no implementation that accepts
-        these inputs. The class is a subclass of NotImplementedError.
+      UnsupportedError: the named implementation cannot compute this, or `auto` has none that can.
     """
     reasons = {one.name: _refusal(one, inputs, options) for one in op.implementations}
     if name is None or name == AUTO:
@@ -281,11 +224,7 @@ def choice(op: Op, name: str | None, *inputs: Any, **options: Any) -> str:
 
 
 def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
-    """Returns the result of an op, computed by the named implementation or, with `auto`, by the
-    first implementation that accepts the inputs.
-
-    The arguments and errors are those of `choice`.
-    """
+    """Returns the result of an op, computed by the implementation that `choice` names."""
     chosen = choice(op, name, *inputs, **options)
     function = next(one.function for one in op.implementations if one.name == chosen)
     # The scope's name is part of the name of each operation inside the scope. Profiles and memory
@@ -295,11 +234,7 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
 
 
 def auto_choices() -> dict[str, str]:
-    """Returns a dictionary from each op's name to the names of the implementations that `auto` has
-    selected in this process.
-
-    The selection can differ between inputs. Several names are separated by commas.
-    """
+    """Returns, for each op, the names of the implementations that `auto` has selected so far."""
     return {op: ", ".join(names) for op, names in sorted(_auto_choices.items())}
 
 
@@ -329,9 +264,5 @@ def _record_choice(op: str, name: str) -> None:
 
 
 def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:
-    """Returns the reason to refuse inputs with dropout, or None if `dropout` is None.
-
-    This function is the `refusal` of implementations that have no dropout. It ignores all other
-    arguments.
-    """
+    """Refuses inputs with dropout; the `refusal` of implementations that have no dropout."""
     return None if dropout is None else "has no dropout; set its rate to 0"

@@ -1,14 +1,10 @@
 """Inverted dropout, whose masks are drawn in the fastest way for each backend.
 
-On CPUs the random generator takes most of the time. One byte therefore decides each entry, so that
-a 32-bit word of the generator serves four entries; this takes a seventh of the time of a word per
-entry. On TPUs, drawing bytes takes two to four times as long as drawing a word per entry. JAX's
-usual generator takes the TPU compiler longer than all other parts of a train step, and the TPU's
-own generator draws the numbers of all devices on every device. On TPUs and GPUs the mask is
-therefore a hash of the key and each entry's position, which kernels of attention compute themselves
-instead of reading a mask.
-
-In shapes, B is the number of rows of the batch, and *T stands for any other axes.
+On CPUs, where the generator takes most of the time, one random byte decides each entry. On TPUs,
+bytes take longer than words, JAX's usual generator takes the compiler longer than all other parts
+of a train step, and the TPU's own generator draws the numbers of all devices on every device. On
+TPUs and GPUs the mask is therefore a hash of the key and each entry's position, which kernels of
+attention compute themselves instead of reading a mask.
 """
 
 import dataclasses
@@ -38,10 +34,8 @@ _FAST_HASHES = "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p"
 class Dropout:
     """Inverted dropout: entries are zeroed with probability `rate`, the others are scaled up.
 
-    Attributes:
-      rng: a random key. The same key drops the same entries of arrays of the same shape, on the
-        same backend.
-      rate: the probability; on CPUs it is rounded to one of 1/256, 2/256 ... 255/256.
+    A key drops the same entries of all arrays of one shape. CPUs round `rate` to multiples of
+    1/256.
     """
 
     # The random key `rng` is an array. The field's type is Any because JAX's tree functions put
@@ -50,35 +44,26 @@ class Dropout:
     rate: float
 
     def __call__(self, x: Float[Array, "B *T"]) -> Float[Array, "B *T"]:
-        """Returns x with dropped entries set to zero and the others scaled up."""
         mask = self._drawn(rules.lane_indices(x.shape[0]), x.shape[1:])
         return x * mask.factors(x.dtype, stored=dispatch.device_kind() not in _FAST_HASHES)
 
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
-        """Returns random factors, 0 or 1 / (1 - rate), in the given shape and dtype.
+        """Returns random factors, 0 or 1 / (1 - rate).
 
-        The first axis of the shape has the rows of the batch, or only those of one device within a
-        `shard_map`. The factors of a row depend on the row's index in the batch of all devices, and
-        not on the other rows.
+        The first axis has the rows of the batch (of this device, within a `shard_map`). The factors
+        of a row depend on its index in the batch of all devices, and not on the other rows.
         """
         return self._drawn(rules.lane_indices(shape[0]), shape[1:]).factors(dtype)
 
     def shared_mask(self, heads: int, rows: int, columns: int) -> "DropoutMask":
-        """Returns one mask [heads, rows, columns], which the caller applies to every row of the
-        batch.
-
-        On TPUs the mask is drawn transposed and in the shape in which `dropout_bits` packs masks.
-        In another shape, XLA would store the random numbers in memory before packing them to bits.
-        An optimization barrier separates the masks of several layers, because one instruction that
-        packed five masks took the compiler seven times as long as five instructions.
-
-        Args:
-          heads: the number of heads, each of which has a matrix of its own.
-          rows, columns: the size of each matrix.
-        """
+        """Returns one mask [heads, rows, columns], to be applied to every row of the batch."""
         indices = jnp.arange(heads)
         if not dispatch.policy().packs_dropout:
             return self._drawn(indices, (rows, columns))
+        # The mask is drawn in the shape in which `dropout_bits` packs it. In another shape, XLA
+        # would store the random numbers in memory before packing. The masks of several layers are
+        # kept apart, because one instruction that packed five masks took the compiler seven times
+        # as long as five instructions.
         cut = *dropout_bits.bit_layout(columns), rows
         keep, scale = _draw_hash(self.rng, self.rate, indices, cut, apart=True)
         return DropoutMask(keep.reshape(heads, columns, rows), scale, transposed=True)
@@ -87,10 +72,7 @@ class Dropout:
         return DropoutMask(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
 
     def part(self, index: Array | int) -> "Dropout":
-        """Returns a `Dropout` of the same rate, whose random key is derived from `rng` and `index`.
-
-        A caller that applies dropout to several arrays uses a different index for each array.
-        """
+        """Returns a `Dropout` with a random key of its own; callers use an index for each array."""
         return Dropout(jax.random.fold_in(self.rng, index), self.rate)
 
 
@@ -99,44 +81,30 @@ class Dropout:
 )
 @dataclasses.dataclass(frozen=True)
 class DropoutMask:
-    """The entries of an array that dropout keeps, and the factor that scales them up.
+    """The entries of an array that dropout keeps, and the factor that scales them up."""
 
-    Attributes:
-      keep: the mask, True for entries that dropout keeps.
-      scale: the factor of the kept entries, 1 / (1 - rate).
-      transposed: True if `keep` has the last two axes of the array in reverse order.
-    """
-
-    keep: Bool[Array, "*T"]
-    scale: float
-    transposed: bool = False
+    keep: Bool[Array, "*T"]  # True for kept entries
+    scale: float  # 1 / (1 - rate)
+    transposed: bool = False  # True if `keep` has the last two axes of the array in reverse order.
 
     def factors(self, dtype: jnp.dtype, stored: bool = True) -> Float[Array, "*T"]:
-        """Returns the factors of the array's entries, 0 or `scale`, in `dtype`.
-
-        `stored` stores the mask on TPUs instead of computing it for each reader.
-        """
+        """Returns factors 0 or `scale`; on TPUs, each reader computes them unless `stored`."""
         keep = _draw_once(self.keep) if stored else self.keep
         factors = jnp.where(keep, jnp.asarray(self.scale, dtype), 0)
         return factors.swapaxes(-1, -2) if self.transposed else factors
 
     def keep_mask(self) -> Bool[Array, "*T"]:
-        """Returns the mask, True for kept entries, with its axes in the array's order."""
         keep = _draw_once(self.keep)
         return keep.swapaxes(-1, -2) if self.transposed else keep
 
     def packed_words(self) -> UInt32[Array, "H G R"]:
-        """Returns the mask packed to 32-bit words, for a kernel that reads transposed masks.
-
-        The mask [H, R, C] of H heads is transposed to [H, C, R]. `dropout_bits.pack` then packs the
-        C entries of each row of the mask into G words.
-        """
+        """Packs the C entries of each row of the mask [H, R, C] into G words (`dropout_bits`)."""
         keep = self.keep if self.transposed else self.keep.swapaxes(-1, -2)
         return _draw_once(dropout_bits.pack(keep))
 
 
 def _draw_once(x: Array) -> Array:
-    """Stores the mask x on TPUs, where XLA would otherwise compute its hash for every reader."""
+    # XLA for TPUs would otherwise compute the hash for every reader.
     if not dispatch.policy().stores_barriers:
         return x
     return checkpoint_name(jax.lax.optimization_barrier(x), dispatch.KERNEL_RESIDUAL)
@@ -148,13 +116,9 @@ DrawnMask = tuple[Bool[Array, "B *T"], float]
 def _draw_hash(
     rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], apart: bool = False
 ) -> DrawnMask:
-    """Draws a mask by hashing the position of each entry with the key.
-
-    Args:
-      apart: True separates the masks of several layers by an optimization barrier. Compilers would
-        otherwise compute them in one instruction, because they share the positions.
-    """
     along, key = _position_terms(rows, shape), jax.random.key_data(rng)
+    # Compilers would otherwise compute the masks of several layers in one instruction, because they
+    # share the positions.
     if apart:
         along, key = jax.lax.optimization_barrier((along, key))
     whole = len(rows), *shape
@@ -166,10 +130,7 @@ def _draw_hash(
 
 
 def _position_terms(rows: Int[Array, " B"], shape: tuple[int, ...]) -> list[UInt32[Array, " _"]]:
-    """Returns the amounts that the axes add to an entry's position in the global array.
-
-    A device computes the sums for its own entries only.
-    """
+    """Returns what the axes add to an entry's position in the array of all devices."""
     sizes = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
     each = rows, *(jnp.arange(n) for n in shape)
     return [x.astype(jnp.uint32) * jnp.uint32(n % 2**32) for x, n in zip(each, sizes, strict=True)]

@@ -1,11 +1,8 @@
-"""Dropout masks of matrices, packed to one bit per entry: a 32nd of the size of float32 factors.
+"""Dropout masks of matrices, packed to one bit per entry.
 
-TPUs compute with vector registers that hold eight rows of a matrix. The masks of up to 32
-consecutive registers are packed into one register of 32-bit words: bit j of a word belongs to the
-same row and column of the j-th register. A kernel therefore unpacks one register of words to the
-masks of up to 32 registers without moving data between rows or columns.
-
-In shapes, H is the number of masks (heads), R of rows, C of columns, and G of rows of words.
+A vector register of a TPU holds eight rows of a matrix. The masks of up to 32 consecutive registers
+are packed into one register of words: bit j of a word belongs to the same row and column of the
+j-th register. A kernel therefore unpacks them without moving data between rows or columns.
 """
 
 import math
@@ -20,18 +17,10 @@ _BITS = 32  # A word has this many bits.
 
 
 def bit_layout(rows: int) -> tuple[int, int, int]:
-    """Returns how the rows of a mask are split before `pack` packs them into 32-bit words.
+    """Returns how `pack` splits rows into groups of registers.
 
-    A vector register holds up to eight rows. The rows of a mask are split into groups of
-    consecutive registers. Each group is packed into one register of words: bit j of a word belongs
-    to the j-th register of the group.
-
-    Args:
-      rows: the number of rows of the mask.
-
-    Returns:
-      The number of groups; the number of registers of a group, which is the number of bits that a
-      word uses, at most 32; and the number of rows of a register. Their product is `rows`.
+    The result has the number of groups, of registers of a group (the bits of a word in use), and of
+    rows of a register; their product is `rows`.
     """
     register_rows = math.gcd(rows, _ROWS)
     bits = max(n for n in range(1, _BITS + 1) if rows // register_rows % n == 0)
@@ -39,11 +28,7 @@ def bit_layout(rows: int) -> tuple[int, int, int]:
 
 
 def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
-    """Returns the mask of each head as a matrix of 32-bit words; `unpack` inverts this function.
-
-    G is the number of groups of registers times the number of rows of a register, which are the
-    first and the third result of `bit_layout`.
-    """
+    """Returns the masks as 32-bit words; G is groups times rows of a register (`bit_layout`)."""
     heads, rows, columns = mask.shape
     cut = mask.reshape(heads, *bit_layout(rows), columns)
     bit = jax.lax.broadcasted_iota(jnp.uint32, cut.shape, 2)
@@ -52,10 +37,7 @@ def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
 
 
 def unpack(words: Any, rows: int) -> Bool[Array, "R C"]:
-    """Returns the mask of R rows that is packed in the words [G, C] of one head.
-
-    The words may also belong to a slice of the head's columns; C is then the size of the slice.
-    """
+    """Inverts `pack` for the words [G, C] of one head, or of a slice of its columns."""
     runs, bits, register_rows = bit_layout(rows)
     shape = runs, bits, register_rows, words.shape[1]
     each = jnp.broadcast_to(words.reshape(runs, 1, register_rows, -1), shape)

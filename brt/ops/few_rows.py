@@ -1,7 +1,7 @@
 """Products of a few vectors with large matrices, as in generation.
 
 XLA's CPU backend computes such products slowly in the form in which products of many vectors are
-fast. `BackendPolicy.rewrites_few_rows` turns on other forms of the same products.
+fast; `BackendPolicy.rewrites_few_rows` turns on other forms.
 """
 
 import math
@@ -23,22 +23,15 @@ _MOST_COLUMNS = 63
 def stacked_products(
     a: Float[Array, "*B M N"], b: Float[Array, "*B N P"]
 ) -> Float[Array, "*B M P"]:
-    """Returns the matrix products of a and b, float32.
-
-    On CPUs, a product of two to four rows of `a` is computed row by row, because XLA would copy `b`
-    for the product of all rows.
-    """
     product, rows = partial(jnp.matmul, preferred_element_type=jnp.float32), a.shape[-2]
     if not dispatch.policy().rewrites_few_rows or not 1 < rows <= _MOST_SEPARATE:
         return product(a, b)
+    # XLA's CPU backend would copy `b` for the product of all rows.
     return jnp.concatenate([product(row, b) for row in jnp.split(a, rows, axis=-2)], axis=-2)
 
 
 def transposed_product(x: Float[Array, "*B D"], matrix: Float[Array, "V D"]) -> Array:
-    """Returns the float32 product [*B, V] of vectors x with the transpose of a matrix.
-
-    On CPUs, the product of 2 to 63 vectors is computed by `product_of_columns`.
-    """
+    """Returns x @ matrix.T in float32."""
     rows = math.prod(x.shape[:-1])
     if not dispatch.policy().rewrites_few_rows or not 1 < rows <= _MOST_COLUMNS:
         return jnp.einsum("...d,vd->...v", x, matrix, preferred_element_type=jnp.float32)
@@ -49,14 +42,7 @@ def transposed_product(x: Float[Array, "*B D"], matrix: Float[Array, "V D"]) -> 
 def product_of_columns(
     x: Float[Array, "R D"], multiply: Callable[[Float[Array, "D R"]], Float[Array, "V R"]]
 ) -> Float[Array, "R V"]:
-    """Returns the products of R vectors with a matrix that is stored transposed.
-
-    XLA's CPU backend is fastest at a product of 8 to 32 vectors if the matrix is the left factor,
-    in row-major order, and the vectors are columns. Transposed copies of the few vectors and of
-    their products cost little.
-
-    Args:
-      x: the vectors.
-      multiply: a function that multiplies the transposed matrix [V, D] by the vectors as columns.
-    """
+    """Returns the products of R vectors with a matrix, which `multiply` multiplies by columns."""
+    # XLA's CPU backend is fastest at 8 to 32 vectors if the matrix [V, D] is the left factor, in
+    # row-major order. Transposed copies of the few vectors and of their products cost little.
     return transposed(multiply(transposed(x)))

@@ -1,10 +1,7 @@
 """Gates of the recurrent cell (Block-Recurrent Transformers, equations 1-4).
 
-After each block of tokens, the cell computes an update for each of its state vectors. A gate mixes
-the states with these updates.
-
-In shapes, B is the number of rows of the batch, S of states, and D of numbers of a state; *M stands
-for the axes of the features from which a gate is computed.
+In shapes, S is the number of states, D of numbers of a state; *M stands for the axes of the
+features from which a gate is computed.
 """
 
 from typing import NamedTuple
@@ -17,20 +14,14 @@ from brt.ops.dense import dense
 
 
 class GateWeights(NamedTuple):
-    """Weights of one gate; fields that the kind of gate does not use are None.
+    """Weights of one gate; fields that the kind of gate does not use are None."""
 
-    Attributes:
-      bias: [D], bias of the fixed gate, the forget gate (lstm) or the update gate (gru).
-      kernel: [*M, D], kernel of the forget gate (lstm) or the update gate (gru); M stands for the
-        axes of the features that the gate reads.
-      input_bias: [D], bias of the input gate (lstm).
-      input_kernel: [*M, D], kernel of the input gate (lstm).
-    """
-
+    # The bias of the fixed gate, the forget gate (lstm) or the update gate (gru).
     bias: Float[Array, " D"]
+    # The kernel of the forget gate (lstm) or the update gate (gru).
     kernel: Float[Array, "*M D"] | None = None
-    input_bias: Float[Array, " D"] | None = None
-    input_kernel: Float[Array, "*M D"] | None = None
+    input_bias: Float[Array, " D"] | None = None  # the bias of the input gate (lstm)
+    input_kernel: Float[Array, "*M D"] | None = None  # the kernel of the input gate (lstm)
 
 
 def _sigmoid(
@@ -50,27 +41,15 @@ def gate(
     z: Float[Array, "B S D"],
     h: Float[Array, "B S *M"],
 ) -> Float[Array, "B S D"]:
-    """Returns the next states, a mixture of the current states s and the proposed updates z.
+    """Returns the next states in float32, a mixture of the states s and the proposed updates z.
 
-    The kinds of gates are:
-    - fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
-    - lstm: f s + i z, with biases of +1 and -1 so that the gate remembers at first (equation 4,
-      section 3.5);
-    - gru: g s + (1 - g) z, with g computed from h and a bias of +1, as in the original code of the
-      paper.
+    The kinds of gates, of which lstm and gru compute their weights from the features h, are:
 
-    Args:
-      kind: 'fixed', 'lstm' or 'gru'.
-      weights: the weights of a gate of this kind.
-      s: the current states.
-      z: the proposed update of each state.
-      h: for each state, the features from which lstm computes f and i, and gru computes g.
-
-    Returns:
-      The next states in float32.
-
-    Raises:
-      ValueError: `kind` is none of the three kinds.
+      * fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
+      * lstm: f s + i z, with biases of +1 and -1 so that the gate remembers at first (equation 4,
+        section 3.5);
+      * gru: g s + (1 - g) z, with g computed from h and a bias of +1, as in the original code of
+        the paper.
     """
     z = z.astype(jnp.float32)
     if kind == "fixed":

@@ -1,12 +1,10 @@
 """Grouped-query attention, in which several heads of queries share a head of keys and values.
 
-Head g of the keys serves R consecutive heads g R, g R + 1, ... of the queries. These R heads of
-queries are called the members of group g (Ainslie et al. 2023). Keys and values are never repeated
-in memory, unless the heads of queries are sharded over more devices than there are heads of keys.
+Head g of the keys serves the R consecutive heads g R, g R + 1, ... of the queries, the members of
+group g (Ainslie et al. 2023). Keys are never repeated in memory, unless the heads of queries are
+sharded over more devices than there are heads of keys.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, H of heads of
-queries, G of heads of keys and values, and K of numbers of a head; R = H / G. *S stands for any
-other axes.
+In shapes, H is the number of heads of queries, G of heads of keys and values, and R = H / G.
 """
 
 import dataclasses
@@ -24,16 +22,10 @@ from brt.ops.dropout import DropoutMask
 
 
 def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that computes grouped-query attention by calls of `attend`, which needs as
-    many heads of keys as of queries.
+    """Returns a function for grouped heads that calls `attend`, which needs ungrouped heads.
 
-    The function calls `attend` R times, each time with one head of queries from every group, and
-    therefore reads the keys R times.
-
-    Args:
-      attend: an implementation of window attention, with the arguments of
-        `brt.ops.window_attention.api.window_part`. It returns the output [B, T, G, K] and the
-        log-sum-exp [B, T, G] of G heads.
+    Both have the contract of `brt.ops.window_attention.api.window_part`. `attend` is called R
+    times, each time with one head of queries from every group; it therefore reads the keys R times.
     """
 
     @functools.wraps(attend)
@@ -42,35 +34,12 @@ def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
         bias: Array | None, cache_mask: Array, dropout: DropoutMask | None = None,
         *, scale: Array | None = None, **options: Any,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] of all heads of queries.
-
-        The arguments `queries`, `bias`, `dropout` and `scale` have H heads; the keys and values
-        have G heads.
-
-        Args:
-          queries: queries of a segment.
-          cached: keys and values of the block of tokens before the segment.
-          keys, values: keys and values of the segment.
-          bias: the bias of each head and distance between a query and a key, or None.
-          cache_mask: True for the blocks that may read the block before them.
-          dropout: dropout of the attention weights, or None.
-          scale: for each head, the norm that `attend` gives to the queries; None leaves them as
-            they are.
-          options: the other keyword arguments of `attend`.
-        """
         others = cached, keys, values
         groups, members = keys.shape[2], queries.shape[2] // keys.shape[2]
         if members == 1:
             return attend(queries, *others, bias, cache_mask, dropout, scale=scale, **options)
 
         def member_part(x: Array, axis: int, member: int) -> Array:
-            """Returns the part of x that belongs to one member of each group.
-
-            Args:
-              x: an array whose axis `axis` has H heads; in the result, this axis has G heads.
-              axis: the axis of the heads.
-              member: the index of the member in each group, from 0 to R - 1.
-            """
             by_group = x.reshape(*x.shape[:axis], groups, members, *x.shape[axis + 1 :])
             return jax.lax.index_in_dim(by_group, member, axis + 1, keepdims=False)
 
@@ -92,16 +61,10 @@ def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def heads_to_tokens(queries: Float[Array, "B T H K"], groups: int) -> Float[Array, "B TR G K"]:
-    """Returns the queries with G heads, as many as the keys have, and R times as many tokens.
+    """Returns the queries with as many heads as the keys: R heads become R consecutive tokens.
 
-    The R heads of queries that share a head of keys become R consecutive tokens of one head. An
-    attention function that needs as many heads of keys as of queries can then be used, if its
-    result for a query does not depend on the other queries. `tokens_to_heads` restores the order of
-    heads in the results.
-
-    Args:
-      queries: the queries of H = G R heads.
-      groups: G, the number of heads of keys.
+    This suits attention in which the result for a query does not depend on the other queries.
+    `tokens_to_heads` restores the order in the results.
     """
     batch, tokens, heads, size = queries.shape
     if heads == groups:
@@ -111,13 +74,7 @@ def heads_to_tokens(queries: Float[Array, "B T H K"], groups: int) -> Float[Arra
 
 
 def tokens_to_heads(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B T H *S"]:
-    """Returns attention results with H heads and T tokens; the inverse of `heads_to_tokens`.
-
-    Args:
-      x: the results for the queries that `heads_to_tokens` returned, with G heads and R consecutive
-        entries for each token.
-      heads: H, the number of heads of queries.
-    """
+    """Returns attention results with H heads and T tokens; the inverse of `heads_to_tokens`."""
     batch, rows, groups = x.shape[:3]
     members = heads // groups
     if members == 1:
@@ -127,16 +84,10 @@ def tokens_to_heads(x: Float[Array, "B TR G *S"], heads: int) -> Float[Array, "B
 
 
 def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> Array:
-    """Returns keys or values whose heads can be sharded over the same devices as the heads of
-    queries.
+    """Returns keys or values whose heads can be sharded over the same devices as the queries.
 
     Heads are repeated only if the number of devices does not divide the number of heads of keys.
-    Every device then has the keys that its own queries need.
-
-    Args:
-      x: keys or values with G heads.
-      heads: H, the number of heads of queries, a multiple of G.
-      names: the names of the axes of x for sharding; the axis of heads has the name "heads".
+    `names` are the logical names of the axes of x, with "heads" for the axis of heads.
     """
     axis = names.index("heads")
     groups, devices = x.shape[axis], rules.shard_count("heads", heads)
@@ -145,16 +96,7 @@ def spread_over_devices(x: Array, heads: int, names: tuple[str | None, ...]) -> 
 
 
 def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[Array, "..."]:
-    """Returns the gradients of keys or values for each head of keys.
-
-    The gradient of a head of keys is the sum of the gradients from all heads of queries that share
-    this head of keys.
-
-    Args:
-      x: the gradients of the keys or values from each head of queries.
-      groups: G, the number of heads of keys.
-      axis: the axis of x that has H heads; in the result, it has G heads.
-    """
+    """Returns the gradients of G heads of keys, as sums over the H heads of queries on `axis`."""
     members = x.shape[axis] // groups
     if members == 1:
         return x
@@ -170,16 +112,9 @@ def summed_over_groups(x: Float[Array, "..."], groups: int, axis: int) -> Float[
 def local_groups(x: Float[Array, "B T G K"], heads: int, members: int, axis: str) -> Array:
     """Returns the heads of keys or values that the queries of the current device attend to.
 
-    The function is called within `shard_map`. It is needed if the heads of queries are sharded over
-    so many devices that the heads of keys cannot be sharded; every device then has all heads of
-    keys. The result has one head if all queries of the device belong to one group, and otherwise
-    one head of keys for each head of queries.
-
-    Args:
-      x: all heads of keys or values.
-      heads: the number of heads of queries on each device.
-      members: R, the number of heads of queries that share a head of keys.
-      axis: the name of the mesh axis over which the heads of queries are sharded.
+    This is for use within `shard_map` over the mesh axis `axis`, if the heads of queries are
+    sharded over so many devices that every device has all heads of keys. The result has one head if
+    all `heads` queries of the device belong to one group, and otherwise one for each of them.
     """
     first = jax.lax.axis_index(axis) * heads
     if members % heads == 0:

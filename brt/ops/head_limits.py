@@ -11,13 +11,7 @@ def alternatives(numbers: Sequence[int]) -> str:
 
 
 def heads_refusal(x: Array, head_dims: Sequence[int], dtypes: Sequence[str]) -> str | None:
-    """Returns the reason why a kernel does not support the heads of x, or None if it does.
-
-    Args:
-      x: [..., K], queries with heads of K numbers.
-      head_dims: the supported sizes of a head.
-      dtypes: the names of the supported dtypes.
-    """
+    """Returns why a kernel does not support heads of the size and dtype of x, or None."""
     if x.shape[-1] not in head_dims:
         return f"has heads of {alternatives(head_dims)}, not of {x.shape[-1]}"
     if x.dtype.name not in dtypes:

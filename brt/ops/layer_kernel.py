@@ -1,10 +1,8 @@
 """The kernel (weights) of one of several equal layers, which a program chooses while it runs.
 
 Models have the kernels of equal layers in one array with an axis of layers. In a loop over layers,
-XLA's CPU backend first copies a layer's kernel out of this array, and then multiplies with the
-copy. If few tokens are read at a time, as in generation, the copies take as long as the products.
-`SeparateKernels` have an array for each layer instead, and a `LayerKernel` chooses one of them by a
-conditional with a branch for each layer, which needs no copy.
+XLA's CPU backend copies a layer's kernel out of this array. If few tokens are read at a time, the
+copies take as long as the products. A conditional with a branch per layer needs no copy.
 """
 
 import dataclasses
@@ -19,30 +17,23 @@ from jaxtyping import Array, Float, Int, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SeparateKernels:
-    """The kernels of equal layers, as a separate array for each layer.
+    """The kernels of equal layers, as a separate array for each layer."""
 
-    Attributes:
-      arrays: the kernel of each layer, all of the same shape and dtype.
-      shape: the shape of the kernel of one layer, [*inputs, *outputs].
-      transposed: the number of axes in *inputs if the arrays are transposed matrices [outputs,
-        inputs], whose axes are merged; 0 if the arrays have the shape `shape`.
-    """
-
+    # the kernel of each layer, all of the same shape and dtype
     arrays: tuple[Float[Array, "..."], ...]
+    # The shape of the kernel of one layer, [*inputs, *outputs].
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    # The number of axes in *inputs if the arrays are transposed matrices [outputs, inputs], whose
+    # axes are merged; 0 if the arrays have the shape `shape`.
     transposed: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerKernel:
-    """The kernel of one layer of several.
+    """The kernel of the layer with the index `layer`.
 
     `brt.ops.dense` takes a `LayerKernel` in place of an array. Products with it have no gradients.
-
-    Attributes:
-      kernels: the kernels of all layers.
-      layer: the index of the layer.
     """
 
     kernels: SeparateKernels
@@ -50,37 +41,29 @@ class LayerKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the kernel of one layer, [*inputs, *outputs]."""
         return self.kernels.shape
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the kernel of one layer."""
         return len(self.kernels.shape)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the kernels."""
         return self.kernels.arrays[0].dtype
 
     def product(self, multiply: Callable[[Array], Array]) -> Array:
-        """Returns `multiply(kernel)` for the array of the layer."""
         branches = [partial(multiply, kernel) for kernel in self.kernels.arrays]
         return jax.lax.switch(self.layer, branches)
 
 
 def are_separate(kernels: PyTree[Array]) -> bool:
-    """Returns True if a part of a model's parameters has a separate array for each layer."""
     return isinstance(kernels, SeparateKernels)
 
 
 def of_layer(kernels: Array | SeparateKernels, layer: Int[Array, ""]) -> Array | LayerKernel:
-    """Returns the parameter of a layer.
+    """Returns the parameter of a layer from those of all layers.
 
-    Args:
-      kernels: the parameters of all layers, as an array with an axis of layers in front or as
-        separate arrays.
-      layer: the index of the layer.
+    An array has an axis of layers in front.
     """
     if isinstance(kernels, SeparateKernels):
         return LayerKernel(kernels, layer)

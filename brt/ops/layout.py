@@ -1,10 +1,9 @@
 """Transposes that are stored in memory, for XLA's CPU backend.
 
-XLA's CPU backend can fuse a transpose with a computation, in a loop that reads the array against
-its memory order. A separate transposed copy is three to eight times as fast. The functions of this
-module therefore put a layout constraint and an optimization barrier around a transpose. On other
-backends, and where an array is sharded over devices, there is only the barrier: to constrain the
-layout of a sharded array, XLA would gather it on every device.
+That backend can fuse a transpose with a computation, in a loop that reads the array against its
+memory order; a separate copy is three to eight times as fast. On other backends, and where an array
+is sharded, only an optimization barrier stands around a transpose: to constrain the layout of a
+sharded array, XLA would gather it on every device.
 """
 
 import jax
@@ -23,29 +22,21 @@ def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def transpose_copy(x: Float[Array, "..."], *axes: int) -> Float[Array, "..."]:
-    """Returns x.transpose(axes), stored in memory.
-
-    The backward pass stores the transposed gradient in memory, too.
-    """
+    """Returns x.transpose(axes), stored in memory; the backward pass stores the gradient, too."""
     if _compiler_chooses_order():
         return jax.lax.optimization_barrier(x.transpose(axes))
     return row_major(row_major(x).transpose(axes))
 
 
 def swapaxes_copy(x: Float[Array, "..."], one: int, other: int) -> Float[Array, "..."]:
-    """Returns x.swapaxes(one, other), stored in memory as by `transpose_copy`."""
     axes = list(range(x.ndim))
     axes[one], axes[other] = axes[other], axes[one]
     return transpose_copy(x, *axes)
 
 
 def transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
-    """Returns the transpose of each matrix [M, N] in x, stored in memory; *B stands for any leading
-    axes.
-    """
     return swapaxes_copy(x, -1, -2)
 
 
 def _compiler_chooses_order() -> bool:
-    """Returns True if the compiler, not this module, chooses the memory order of arrays."""
     return dispatch.policy().orders_memory or partitioned()

@@ -1,8 +1,4 @@
-"""Embedding lookup, with little communication if the table is sharded over devices.
-
-In shapes, V is the number of rows of the table, D of numbers of a row, and *B stands for the axes
-of the ids.
-"""
+"""Embedding lookup, with little communication if the table is sharded over devices."""
 
 from functools import partial
 
@@ -19,16 +15,7 @@ def lookup(
 ) -> Float[Array, "*B D"]:
     """Returns the rows of the table with the given ids, in `dtype`.
 
-    The gradient of a row is the sum of the gradients of all ids that name this row. If the columns
-    of the table are sharded over devices, each device first converts its columns to `dtype` and
-    then gathers the other columns, because `dtype` is usually smaller than the dtype of the table.
-
-    Args:
-      table: the embeddings.
-      ids: indices of rows.
-      dtype: dtype of the result.
-      axis: the logical name of the table's first axis, for the sharding rules in
-        `brt.distributed.rules`; None for an axis that is not sharded.
+    `axis` is the logical name of the table's first axis, for `brt.distributed.rules`.
     """
     if not partitioned():
         return jnp.take(table, ids, axis=0).astype(dtype)
@@ -37,6 +24,8 @@ def lookup(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup_sharded(table: Array, ids: Array, dtype: str, axis: str | None) -> Array:
+    # Each device converts its columns to `dtype`, which is usually smaller, before it gathers the
+    # others.
     whole = constrain(table.astype(dtype), axis, None)
     return _shard_by_lane(jnp.take(whole, ids, axis=0))
 

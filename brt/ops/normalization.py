@@ -1,9 +1,7 @@
-"""RMS, L2 and layer normalization, computed in float32.
+"""RMS, L2 and layer normalization over the last axis, computed in float32.
 
-RMS and L2 normalization have hand-written backward passes. These save the input or the result, and
-one number per vector, the factor by which the vector was multiplied.
-
-In shapes, D or K is the number of numbers of a vector, and *B stands for any leading axes.
+RMS and L2 normalization have hand-written backward passes, which save the input or the result, and
+for each vector the factor by which it was multiplied.
 """
 
 from functools import partial
@@ -21,17 +19,14 @@ EPSILON = 1e-6
 def _inverse(
     x: Float[Array, "*B D"], weight: float, epsilon: float = EPSILON
 ) -> Float[Array, "*B 1"]:
-    """Returns 1 / sqrt(weight * sum(x^2) + epsilon) over the last axis, in float32.
-
-    The result is marked as a residual: rematerialized layers that save this number per vector need
-    not read all of x again to compute the sum.
-    """
     squares = sum_last(jnp.square(x.astype(jnp.float32)))
+    # Rematerialized layers that save this number per vector need not read all of x again to compute
+    # it.
     return dispatch.output_residual(jax.lax.rsqrt(weight * squares + epsilon))
 
 
 def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) -> Array:
-    """Returns the gradient of x from the gradient of y = x * inverse."""
+    # This is the gradient of x for y = x * inverse.
     along = weight * sum_last(gradient * y)
     return (gradient - along * y) * inverse
 
@@ -40,10 +35,7 @@ def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) ->
 def rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float = EPSILON
 ) -> Float[Array, "*B D"]:
-    """Returns x / rms(x) * scale over the last axis, in x's dtype (Zhang & Sennrich 2019).
-
-    `epsilon` is added to the mean square, whose root is rms(x).
-    """
+    """Returns x / rms(x) * scale (Zhang & Sennrich 2019); `epsilon` is added to the mean square."""
     return rms_norm_forward(x, scale, epsilon)[0]
 
 
@@ -77,11 +69,7 @@ def layer_norm(
     bias: Float[Array, " D"],
     epsilon: float,
 ) -> Float[Array, "*B D"]:
-    """Returns (x - mean) / deviation * scale + bias over the last axis, in x's dtype (Ba et al.
-    2016).
-
-    `epsilon` is added to the variance.
-    """
+    """Returns (x - mean) / deviation * scale + bias (Ba et al. 2016)."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
@@ -90,15 +78,13 @@ def layer_norm(
 
 
 def inverse_norms(x: Float[Array, "*B K"]) -> Float[Array, "*B"]:
-    """Returns the float32 factor 1 / |x| of each vector, by which `l2_normalize` multiplies the
-    vector.
-    """
+    """Returns 1 / |x| of each vector, the factor of `l2_normalize`, in float32."""
     return _inverse(x, 1.0)[..., 0]
 
 
 @jax.custom_vjp
 def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-    """Returns x / |x| over the last axis, in x's dtype."""
+    """Returns x / |x|."""
     return _l2_forward(x)[0]
 
 
@@ -119,11 +105,10 @@ l2_normalize.defvjp(_l2_forward, _l2_backward)
 
 @jax.custom_vjp
 def scaled_unit(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
-    """Returns x / |x| * scale in x's dtype, where the norm is over the last axis.
+    """Returns x / |x| * scale.
 
-    The axes of `scale` are those axes of x that stand right before the last one, usually only the
-    axis of heads; each head then has a norm of its own. The backward pass computes the scale's
-    gradient, in float32, from sums that the gradient of x needs anyway.
+    The axes of `scale` are those that stand right before the last axis of x, usually only the axis
+    of heads; each head then has a norm of its own.
     """
     return _unit_forward(x, scale)[0]
 
@@ -137,6 +122,7 @@ def _unit_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Ar
 def _unit_backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, inverse, scale = residuals
     unit, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
+    # The gradient of the scale, in float32, needs the same sums as the gradient of x.
     along = sum_last(gradient * unit)
     dx = (gradient - along * unit) * (inverse * _broadcast_scale(scale, along[..., 0])[..., None])
     return dx.astype(x.dtype), sum_leading(along[..., 0], x.ndim - 1 - scale.ndim)

@@ -1,11 +1,7 @@
 """Softmax attention to a subset of the keys, and the combination of several such results.
 
-Attention to the window and attention to a memory, for example, are computed separately. The
-log-sum-exps of both then tell how to weight their outputs, so that the combination equals one
-softmax over all keys.
-
-In shapes, Q is the number of queries, S of keys of the subset, and K of numbers of a value; *B
-stands for any leading axes, such as the rows of the batch and the heads.
+The log-sum-exps of attention to the window and to a memory, for example, tell how to weight their
+outputs, so that the combination equals one softmax over all keys.
 """
 
 from collections.abc import Sequence
@@ -21,15 +17,11 @@ from brt.ops.softmax import FLOOR
 
 
 class AttentionPart(NamedTuple):
-    """The result of attention to a subset of the keys.
+    """The result of attention to a subset of the keys."""
 
-    Attributes:
-      output: [*B, K], the weighted mean of the subset's values.
-      lse: float32 [*B], the log-sum-exp of the subset's logits, which determines the weight of this
-        subset among others; `softmax.FLOOR` (-1000) where no key is visible.
-    """
-
-    output: Float[Array, "*B K"]
+    output: Float[Array, "*B K"]  # the weighted mean of the subset's values
+    # The float32 log-sum-exp of the subset's logits, which determines the weight of this subset
+    # among others; `softmax.FLOOR` (-1000) where no key is visible.
     lse: Float[Array, "*B"]
 
 
@@ -39,17 +31,9 @@ def attend_to_part(
     values: Float[Array, "*B S K"],
     dropout: Dropout | None = None,
 ) -> AttentionPart:
-    """Returns the attention output over a subset of the keys and the log-sum-exp of the logits,
-    both float32.
+    """Returns the float32 attention with given logits to a subset of the keys.
 
-    The backward pass needs, for each query, the sum over the keys of the weight times the weight's
-    gradient. This sum equals the dot product of the output and the output's gradient, so the
-    backward pass need not read all weights for it.
-
-    Args:
-      logits: float32, with the value `softmax.MASKED` where a query must not see a key.
-      values: the values of the keys.
-      dropout: dropout of the attention weights; None for no dropout.
+    The logits are float32, with the value `softmax.MASKED` where a query must not see a key.
     """
     return _forward(logits, values, dropout)[0]
 
@@ -69,6 +53,9 @@ def _backward(residuals: tuple, gradient: AttentionPart) -> tuple[Array, Array, 
     d_weights = matmul_nt(d_read.astype(values.dtype), values)
     if dropout is not None:
         d_weights *= dropout.factors(weights.shape, weights.dtype)
+    # The softmax's gradient needs, for each query, the sum over the keys of the weight times the
+    # weight's gradient. It equals the dot product of the output and the output's gradient, so no
+    # weights are read for it.
     # XLA's CPU backend takes six times as long for an elementwise product followed by a sum as for
     # this einsum.
     along = jnp.einsum("...k,...k->...", d_read, read)[..., None]
@@ -86,11 +73,9 @@ attend_to_part.defvjp(_forward, _backward)
 
 
 def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
-    """Returns the result of one softmax over all keys, computed from the results of attention to
-    disjoint subsets of the keys.
+    """Returns, in float32, one softmax over all keys from attention to disjoint subsets of them.
 
-    The output and the log-sum-exp are float32. The axes of the parts are broadcast against each
-    other.
+    The axes of the parts are broadcast against each other.
     """
     lse = jnp.stack(jnp.broadcast_arrays(*(part.lse for part in parts)))
     weights = jax.nn.softmax(lse, axis=0)[..., None]

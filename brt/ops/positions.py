@@ -1,7 +1,7 @@
 """Relative positions of keys and queries: T5 buckets, ALiBi and rotary embeddings.
 
-In shapes, B is the number of rows of the batch, T of tokens, H of heads, K of channels of a head, R
-of buckets or of pairs of channels, and W of keys that a token sees; *P stands for any axes.
+In shapes, K is the number of channels of a head, R of buckets or of pairs of channels, and W of
+keys that a token sees.
 """
 
 import math
@@ -16,16 +16,11 @@ from brt.ops import dispatch
 
 
 def t5_buckets(distances: np.ndarray, *, buckets: int, max_distance: int) -> np.ndarray:
-    """Returns the index of T5's bucket for each distance, int32, in the shape of `distances`.
+    """Returns the index of T5's bucket for each distance between a query and an earlier key, int32.
 
     A bucket is a range of distances that share a bias. Each of the first half of the buckets holds
     one distance. The ranges of the second half grow logarithmically up to `max_distance`, and all
-    larger distances share the last bucket.
-
-    Args:
-      distances: positions of queries minus positions of keys; negative numbers count as 0.
-      buckets: the number of buckets.
-      max_distance: the distance from which on all keys share the last bucket.
+    larger distances share the last bucket. Negative distances count as 0.
     """
     exact = buckets // 2
     distances = np.maximum(distances, 0)
@@ -46,15 +41,9 @@ def _distances(window: int, attend_to_self: bool) -> np.ndarray:
 def relative_bias(
     table: Float[Array, "H R"], *, window: int, attend_to_self: bool, max_distance: int
 ) -> Float[Array, "H W"]:
-    """Returns T5's causal bias (Raffel et al. 2020) of the `window` keys that a token sees.
+    """Returns T5's causal bias (Raffel et al. 2020) of the keys that a token sees, nearest first.
 
-    Column j belongs to the key at distance j, or j + 1 if a token does not see itself.
-
-    Args:
-      table: the bias of each of R buckets of distances.
-      window: the number of keys that a token sees.
-      attend_to_self: True if the nearest key is the token itself.
-      max_distance: distances from this number on share the last bucket.
+    The nearest key is the token itself if `attend_to_self`. `t5_buckets` explains `max_distance`.
     """
     distances = _distances(window, attend_to_self)
     buckets = t5_buckets(distances, buckets=table.shape[1], max_distance=max_distance)
@@ -70,17 +59,10 @@ def alibi_bias(
     window: int,
     attend_to_self: bool,
 ) -> Float[Array, "H W"]:
-    """Returns the bias of ALiBi (Press et al. 2022) for the `window` keys that a token sees.
+    """Returns the bias of ALiBi (Press et al. 2022) in the order of `relative_bias`.
 
-    The bias falls with the distance of the key; each head has its own slope. Column j belongs to
-    the key at distance j, or j + 1 if a token does not see itself.
-
-    Args:
-      scale: a learned number; all slopes are multiplied by its absolute value.
-      bound: a learned number; no bias is below minus its absolute value.
-      heads: the number of heads.
-      window: the number of keys that a token sees.
-      attend_to_self: True if the nearest key is the token itself.
+    The learned `scale` multiplies the fixed slopes of all heads; no bias is below the learned
+    -|bound|.
     """
     slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
     falling = -np.outer(slopes, _distances(window, attend_to_self)).astype(np.float32)
@@ -88,10 +70,9 @@ def alibi_bias(
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles by which rotary embeddings rotate pairs of channels.
+    """Cosines and sines of the angles by which rotary embeddings rotate R pairs of channels.
 
-    Both arrays have a row for each of T positions, and a column for each of R pairs. If the
-    positions differ between the rows of a batch, the arrays have the axes [B, T, R].
+    The axis B exists only if the positions differ between the rows of a batch.
     """
 
     cosines: Float[Array | np.ndarray, "*B T R"]
@@ -101,8 +82,7 @@ class Rotation(NamedTuple):
 class RotarySpeeds(NamedTuple):
     """The angles in radians by which rotary embeddings rotate a head's pairs of channels per token.
 
-    `radians` has one angle for each of the R = head_dim / 2 pairs. The angles are a tuple, not an
-    array, so that equal angles compare as equal if they are a static argument of a program.
+    They are a tuple, so that equal angles compare as equal as a static argument of a program.
     """
 
     radians: tuple[float, ...]
@@ -115,21 +95,15 @@ def rotary_speeds(
 ) -> RotarySpeeds:  # fmt: skip
     """Returns the angles per token of rotary embeddings, for heads with `size` channels.
 
-    Without scaling, pair i of the R = size / 2 pairs of channels rotates by base ** (-i / R)
-    radians per token (Su et al. 2021). The scaling of Llama 3 is computed as in Hugging Face's
-    transformers.
+    Without scaling, pair i of R = size / 2 pairs rotates by base ** (-i / R) radians (Su et al.
+    2021).
 
     Args:
-      size: the number of channels of a head, an even number.
-      base: the base of the powers in the formula above.
-      times_pi: True multiplies all angles by pi.
-      scaling: "none"; "linear", which divides all angles by `factor`; or "llama3", which divides
-        the angles of slow pairs by `factor`, leaves fast pairs as they are, and interpolates
-        between them.
-      factor: the divisor of the angles.
-      low_frequency, high_frequency: for "llama3", the numbers of turns within `original_length`
-        tokens up to which a pair is slow, and from which on a pair is fast.
-      original_length: for "llama3", the number of tokens for which the model was first trained.
+      scaling: "none"; "linear", which divides all angles by `factor`; or "llama3" (as in Hugging
+        Face's transformers), which divides the angles of slow pairs, leaves fast pairs as they are,
+        and interpolates between them.
+      low_frequency, high_frequency: the numbers of turns within `original_length` tokens up to
+        which a pair is slow, and from which on it is fast, in "llama3".
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
     # The pretrained decoders of Hugging Face were trained with speeds that are rounded to float32.
@@ -145,13 +119,7 @@ def rotary_speeds(
 
 
 def rotations(first: int, count: int, speeds: RotarySpeeds) -> Rotation:
-    """Returns the cosines and sines [count, R] of the positions first, ..., first + count - 1.
-
-    Args:
-      first: the first position, which may be negative.
-      count: the number of positions.
-      speeds: the angle per token of each of the R pairs of channels.
-    """
+    """Returns the cosines and sines of `count` positions from `first` on, which may be negative."""
     # The angles of a long segment are thousands of turns. float32 would be too coarse for them.
     angles = np.outer(np.arange(first, first + count), np.asarray(speeds.radians, np.float64))
     return Rotation(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
@@ -161,11 +129,7 @@ def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T 
     """Returns x, with each pair of channels (i, i + K / 2) rotated by the angle of its position.
 
     The dot product of a rotated query and a rotated key depends on their positions only through the
-    distance. The result has x's dtype.
-
-    Args:
-      x: queries or keys.
-      rotation: the cosines and sines for the positions of the T tokens.
+    distance.
     """
     cosines, sines = (
         jnp.expand_dims(jnp.concatenate([part, part], axis=-1), -2)
@@ -196,10 +160,5 @@ _quarter_turn.defvjp(lambda x: (_quarter_turn(x), None), lambda _, dy: (-_quarte
 
 
 def take_positions(rotation: Rotation, places: Int[Array, "*P"]) -> Rotation:
-    """Returns the cosines and sines for the positions `places`, with the axes [*P, R].
-
-    Args:
-      rotation: a table whose row p belongs to position p.
-      places: positions, of any shape.
-    """
+    """Returns the rotations of the positions `places`, from a table whose row p is position p."""
     return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in rotation))

@@ -1,9 +1,7 @@
 """Matrix products of batches of matrices, whose sums and results are float32.
 
-The suffix of a function's name has a letter for each factor, as in BLAS: N for a factor that is
-used as it is, T for a factor that is transposed.
-
-In shapes, M, N and K are the sizes of matrices, and *B stands for any leading axes.
+The suffix of a name has a letter for each factor, as in BLAS: N for a factor as it is, T for a
+factor that is transposed.
 """
 
 import jax
@@ -15,12 +13,9 @@ from brt.ops.layout import transposed
 
 
 def einsum_float32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
-    """Returns jnp.einsum(spec, a, b) in float32, for any order of the axes.
-
-    XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. The
-    factors are therefore converted to float32 on CPUs. The result is the same, because products of
-    bfloat16 numbers are exact in float32.
-    """
+    """Returns jnp.einsum(spec, a, b) in float32, for any order of the axes."""
+    # XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. The
+    # result is the same, because products of bfloat16 numbers are exact in float32.
     if dispatch.policy().float32_factors:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
@@ -28,22 +23,20 @@ def einsum_float32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) ->
 
 @jax.custom_vjp
 def matmul_nt(a: Float[Array, "*B M K"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M N"]:
-    """Returns the matrix product a b^T of each pair of matrices in float32."""
+    """Returns a b^T for each pair of matrices."""
     return jnp.einsum("...mk,...nk->...mn", a, b, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
 def matmul_nn(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
-    """Returns the matrix product a b of each pair of matrices in float32."""
+    """Returns a b for each pair of matrices."""
     return jnp.einsum("...mn,...nk->...mk", a, b, preferred_element_type=jnp.float32)
 
 
 def matmul_tn(a: Float[Array, "*B N M"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
-    """Returns the matrix product a^T b of each pair of matrices in float32.
-
-    The left factor is first transposed in memory, because XLA's CPU backend takes twice as long for
-    a product that reads a factor against the factor's memory order.
-    """
+    """Returns a^T b for each pair of matrices."""
+    # XLA's CPU backend takes twice as long for a product that reads a factor against its memory
+    # order.
     return matmul_nn(transposed(a), b)
 
 

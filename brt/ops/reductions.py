@@ -1,12 +1,8 @@
-"""Sums that are fast on CPUs, and functions that add a bias or multiply by a scale, whose gradients
-are such sums.
+"""Sums that are fast on CPUs, and functions with a bias or scale, whose gradients are such sums.
 
-The gradient of every bias and scale is a sum over leading axes. XLA's CPU backend computes such a
-sum against the memory order, up to 25 times more slowly than a matrix product. The sums are
-therefore computed as products with a vector of ones. The precision HIGHEST keeps the products in
-float32 on hardware whose matrix units would round to bfloat16.
-
-In shapes, D is the size of the last axis, and *B stands for all other axes.
+XLA's CPU backend computes a sum over leading axes against the memory order, up to 25 times more
+slowly than a matrix product. The sums are therefore computed as products with a vector of ones. The
+precision HIGHEST keeps float32 on hardware whose matrix units would round to bfloat16.
 """
 
 from functools import reduce
@@ -36,25 +32,20 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
 
 
 def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
-    """Returns the sum of x over the last axis, which stays in the result with size 1.
-
-    XLA's CPU backend sums 32 numbers in one pass. For longer vectors, XLA would store the array in
-    memory before the sum. Vectors of 64, 96 ... 1,024 numbers are therefore split into parts of 32
-    numbers on CPUs. The parts are added elementwise, and then the 32 numbers of the result are
-    summed.
-    """
+    """Returns the sum of x over the last axis, which stays in the result with size 1."""
     parts, rest = divmod(x.shape[-1], _VECTOR_WIDTH)
+    # XLA's CPU backend would store an array of longer vectors before the sum, so their parts of 32
+    # numbers are added elementwise first.
     if dispatch.policy().splits_wide_sums and 1 < parts <= _MAX_PARTS and not rest:
         x = reduce(jnp.add, jnp.split(x, parts, axis=-1))
     return jnp.sum(x, axis=-1, keepdims=True)
 
 
 def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
-    """Returns the sum of x over the first `axes` axes, computed by a loop that adds one term, such
-    as x[0, ..., 0], at a time.
+    """Returns the sum of x over the first `axes` axes, by a loop that adds one term at a time.
 
-    Use this function if one term is so large that it fills a processor's cache. The loop makes
-    XLA's CPU backend store x, which XLA would otherwise compute a second time for the sum.
+    It is faster if one term, such as x[0, ..., 0], fills a processor's cache. The loop makes XLA's
+    CPU backend store x, which XLA would otherwise compute a second time for the sum.
     """
     if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))
@@ -63,7 +54,6 @@ def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
 
 
 def _broadcastable(shared: Array, x: Array) -> Array:
-    """Casts the shared array to x's dtype and adds leading axes of size 1."""
     return shared.astype(x.dtype).reshape((1,) * (x.ndim - shared.ndim) + shared.shape)
 
 
@@ -74,10 +64,7 @@ def _shared_gradient(shared: Array, terms: Array) -> Array:
 
 @jax.custom_vjp
 def add_shared(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns x + bias in x's dtype, for a bias that has only the last axes of x.
-
-    The gradient of the bias is the sum of the result's gradient over the other axes.
-    """
+    """Returns x + bias in x's dtype, for a bias that has only the last axes of x."""
     return x + _broadcastable(bias, x)
 
 
@@ -89,10 +76,7 @@ add_shared.defvjp(
 
 @jax.custom_vjp
 def scale_shared(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns x * scale in x's dtype, for a scale that has only the last axes of x.
-
-    The gradient of the scale is a sum over the other axes.
-    """
+    """Returns x * scale in x's dtype, for a scale that has only the last axes of x."""
     return x * _broadcastable(scale, x)
 
 

@@ -1,12 +1,10 @@
 """T5's relative position bias in both directions (Raffel et al. 2020).
 
-The bias between a query and a key depends only on the offset, the key's position minus the query's
-position. The matrix of the biases between Q consecutive queries and S consecutive keys is called a
-tile. The bias of each offset is looked up once, and each row of the tile is a slice of these
+The bias depends only on the offset, the key's position minus the query's. It is looked up once for
+each offset, and each row of a tile (Q consecutive queries, S consecutive keys) is a slice of these
 biases. The gradient is therefore a sum, not a scatter of Q x S entries.
 
-In shapes, R is the number of buckets of distances, H of heads, Q of queries, S of keys and O of
-offsets.
+In shapes, R is the number of buckets (`positions.t5_buckets`) and O of offsets.
 """
 
 from collections.abc import Callable
@@ -24,16 +22,11 @@ _BLOCK = 128  # the queries and keys of a block of a large tile
 def relative_buckets(
     offsets: np.ndarray, *, buckets: int, max_distance: int, both_ways: bool
 ) -> np.ndarray:
-    """Returns the index of each offset's bucket, int32, in the shape of `offsets`.
+    """Returns the index of each offset's bucket, int32.
 
-    A bucket is a range of distances that share a bias; `positions.t5_buckets` defines the ranges.
-
-    Args:
-      offsets: positions of keys minus positions of queries, of any shape.
-      buckets: the number of buckets.
-      max_distance: the distance from which on all keys on one side of the query share a bucket.
-      both_ways: True reserves the upper half of the buckets for keys after the query. False gives
-        all keys after the query the bucket of offset 0.
+    If `both_ways`, the upper half of the buckets is for keys after the query, and each half shares
+    its last bucket from `max_distance` on. Otherwise, all keys after the query have the bucket of
+    offset 0.
     """
     if not both_ways:
         return t5_buckets(-offsets, buckets=buckets, max_distance=max_distance)
@@ -47,12 +40,7 @@ def offset_bias(
 ) -> Float[Array, "H *N O"]:
     """Returns the bias of each head for each of O offsets, or of N rows of O offsets.
 
-    Args:
-      table: the bias of each bucket and head.
-      offsets: [*N, O], positions of keys minus positions of queries.
-      max_distance: the distance from which on all keys on one side of the query share a bucket.
-      both_ways: True if keys before and after the query have different buckets; see
-        `relative_buckets`.
+    The buckets are those of `relative_buckets`.
     """
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=both_ways
@@ -71,14 +59,7 @@ def bias_tile(
 ) -> Float[Array, "H Q S"]:
     """Returns the bias between each of Q consecutive queries and each of S consecutive keys.
 
-    Args:
-      table: the bias of each bucket and head.
-      queries: Q, the number of queries.
-      keys: S, the number of keys.
-      first: the position of key 0 minus the position of query 0.
-      max_distance: the distance from which on all keys on one side of the query share a bucket.
-      both_ways: True if keys before and after the query have different buckets; see
-        `relative_buckets`.
+    `first` is the position of key 0 minus the position of query 0.
     """
     bias = partial(offset_bias, table, max_distance=max_distance, both_ways=both_ways)
     if queries % _BLOCK or keys % _BLOCK or queries == _BLOCK:
@@ -95,13 +76,7 @@ def bias_tile(
 def _shifted_rows(
     bias: Callable[[np.ndarray], Float[Array, "H *N O"]], queries: int, keys: int
 ) -> Float[Array, "H *N Q S"]:
-    """Returns the tile that has, for query i and key j, the bias of the offset j - i.
-
-    Args:
-      bias: a function from offsets to their biases, for one or several tiles.
-      queries: Q, the number of queries.
-      keys: S, the number of keys.
-    """
+    """Returns the tile that has, for query i and key j, the `bias` of the offset j - i."""
     period = queries + keys
     # The entry of `offsets` at index (j - i) mod `period` is the offset j - i of key j and query i.
     # One entry of `offsets` belongs to no pair of key and query and is never read.
@@ -116,15 +91,6 @@ def _shifted_rows(
 def bias_row(
     table: Float[Array, "R H"], query: Int[Array, ""], keys: int, *, max_distance: int
 ) -> Float[Array, "H 1 S"]:
-    """Returns the causal bias between one query and the keys at the positions 0 to S - 1.
-
-    Keys after the query have the bias of offset 0.
-
-    Args:
-      table: the bias of each bucket and head.
-      query: the position of the query, from 0 to S - 1, known only at run time.
-      keys: S, the number of keys.
-      max_distance: the distance from which on all keys share a bucket.
-    """
+    """Returns the causal bias between one query, known at run time, and the keys 0 to S - 1."""
     row = offset_bias(table, -np.arange(keys), max_distance=max_distance, both_ways=False)
     return jnp.take(row, jnp.clip(query - jnp.arange(keys), 0, keys - 1), axis=1)[:, None]

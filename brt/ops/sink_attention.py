@@ -1,14 +1,12 @@
 """Attention to the first tokens of a document (the sinks) after they have left the window.
 
-A decoder that was pretrained without a window attends strongly to the first tokens of its context,
-whatever these tokens say (attention sinks, Xiao et al. 2023). If the tokens leave the window, such
-a model breaks. The keys and values of the first S tokens are therefore kept. A query sees them at
-distances as if they stood right before its window: token p of a document sees sink j at the
-distance min(p, F + S) - j, where F is the distance of the farthest key of a window.
+A decoder that was pretrained without a window attends strongly to the first tokens of its context
+(attention sinks, Xiao et al. 2023) and breaks without them. Their keys and values are therefore
+kept, at distances as if they stood right before the window: token p sees sink j at the distance
+min(p, F + S) - j, where F is the distance of the farthest key of a window.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks, S of
-sinks, H of heads of queries, G of heads of keys, and K of numbers of a head. A head of keys serves
-H / G consecutive heads of queries.
+In shapes, N is the number of blocks of a segment, S of sinks, H of heads of queries, and G of heads
+of keys, each of which serves H / G consecutive heads of queries.
 """
 
 import jax
@@ -31,28 +29,19 @@ def with_sinks(
     farthest: int,
     speeds: RotarySpeeds | None = None,
 ) -> AttentionPart:
-    """Returns the attention output of every token over its window and the sinks beyond the window,
-    and the log-sum-exp of all these logits.
-
-    Few keys are sinks, so they are repeated for each head of queries, and the weight of the window
-    and the weights of the sinks are computed together. On TPUs, whose registers have 128 lanes, the
-    logits have the tokens on their last axis.
+    """Returns the attention to the window and the sinks beyond it, in the dtype of `part.output`.
 
     Args:
-      part: the attention to the window: the output [B, T, H, K] and the log-sum-exp [B, T, H].
+      part: the attention to the window.
       queries: already normalized and multiplied by any scale, but not rotated.
-      keys, values: the keys and values of the first S tokens of the document of each block, not
-        rotated. The entries of tokens that have not been read yet have no meaning and are not used.
-      places: the index of each token in its document, 0 for the first.
-      bias: the position bias of each head, which is the same for all sinks; None for no bias.
-      farthest: the distance of the farthest key of a window. Sinks at a smaller or equal distance
-        belong to the window and are masked here.
-      speeds: the angles per token of rotary embeddings; None in models without them.
-
-    Returns:
-      The attention output [B, T, H, K] in the dtype of `part.output`, and the log-sum-exp
-        [B, T, H].
+      keys, values: of the first S tokens of each block's document, not rotated. The entries of
+        tokens that have not been read yet are ignored.
+      places: the index of each token in its document.
+      bias: the position bias of each head, which is the same for all sinks.
+      farthest: F; sinks at this distance or nearer belong to the window and are masked here.
     """
+    # Few keys are sinks, so they are repeated for each head of queries. The tokens are on the last
+    # axis of the logits, because the registers of TPUs have 128 lanes.
     batch, length, heads, size = queries.shape
     blocks, count, groups = keys.shape[1:4]
     if speeds is not None:

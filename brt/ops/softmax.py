@@ -1,7 +1,4 @@
-"""Softmax functions that return zeros instead of NaN where all logits are masked.
-
-In shapes, S is the number of logits of a row, and *B stands for any leading axes.
-"""
+"""Softmax functions that return zeros instead of NaN where all logits are masked."""
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +21,7 @@ def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
 def softmax_and_lse(
     logits: Float[Array, "*B S"],
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
-    """Returns the result of `safe_softmax` and the log-sum-exp of the logits, both float32.
-
-    The log-sum-exp of a row with only MASKED logits is FLOOR.
-    """
+    """Returns `safe_softmax` and the float32 log-sum-exp, FLOOR where all logits are MASKED."""
     logits = logits.astype(jnp.float32)
     top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), FLOOR)
     top = jax.lax.stop_gradient(top)
@@ -39,9 +33,6 @@ def softmax_and_lse(
 def masked_softmax(
     logits: Float[Array, "*B S"], mask: Bool[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:
-    """Returns the softmax over the last axis of the logits where the mask is True, float32.
-
-    The result is zero where the mask is False.
-    """
+    """Returns the float32 softmax over the logits where the mask is True, and zeros elsewhere."""
     logits = jnp.where(mask, logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
     return jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0.0)

@@ -1,8 +1,4 @@
-"""Prediction of a span of a sequence, from logits of each token for being the span's first token or
-its last token.
-
-In shapes, B is the number of sequences and T the number of tokens of a sequence.
-"""
+"""Prediction of a span of a sequence, from each token's logits for being its start and its end."""
 
 from typing import NamedTuple
 
@@ -12,32 +8,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Spans(NamedTuple):
-    """The best span of each sequence.
+    """The best span of each sequence."""
 
-    Attributes:
-      start: int32, the index of the first token.
-      end: int32, the index of the last token.
-      score: the sum of the logits of the start and the end, or the lowest finite number if no span
-        is allowed; `start` and `end` then have no meaning.
-    """
-
-    start: Int[Array, " B"]
-    end: Int[Array, " B"]
+    start: Int[Array, " B"]  # int32, the index of the first token
+    end: Int[Array, " B"]  # int32, the index of the last token
+    # The sum of the two logits, or the lowest finite number if no span is allowed; `start` and
+    # `end` then have no meaning.
     score: Float[Array, " B"]
 
 
 def span_nats(
     logits: Float[Array, "B T 2"], targets: Int[Array, "B 2"], scored: Bool[Array, "B 2"]
 ) -> Float[Array, "B 2"]:
-    """Returns the negative log probabilities of the correct start and the correct end of each
-    sequence's span.
+    """Returns the negative log probabilities of the correct starts and ends, 0 where not `scored`.
 
     The softmax is over all T positions, including padding.
-
-    Args:
-      logits: the logits of each token for being the start and for being the end.
-      targets: the positions of the correct start and the correct end.
-      scored: False for targets that do not count; their results are 0.
     """
     log_probs = jax.nn.log_softmax(logits, axis=1)
     chosen = jnp.take_along_axis(log_probs, targets[:, None, :], axis=1)[:, 0]
@@ -47,13 +32,8 @@ def span_nats(
 def best_spans(logits: Float[Array, "B T 2"], allowed: Bool[Array, "B T"], longest: int) -> Spans:
     """Returns the span of 1 to `longest` allowed tokens with the highest sum of its two logits.
 
-    If several spans have the highest sum, the result is the span that starts first; if several
-    start there, it is the shortest of them.
-
-    Args:
-      logits: the logits of each token for being the start and for being the end.
-      allowed: True for the tokens that a span may contain; they must be contiguous.
-      longest: the largest number of tokens of a span.
+    Of several, it is the one that starts first, and then the shortest. The allowed tokens must be
+    contiguous.
     """
     floor = jnp.finfo(logits.dtype).min
     start, end = (jnp.where(allowed, logits[..., i], floor) for i in range(2))

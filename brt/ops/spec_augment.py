@@ -1,7 +1,4 @@
-"""SpecAugment: masks bands of time and of features of a spectrogram (Park et al., 2019).
-
-In shapes, B is the number of rows of the batch, X of frames of a row, and F of features of a frame.
-"""
+"""SpecAugment: masks bands of time and of features of a spectrogram (Park et al., 2019)."""
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +20,14 @@ def spec_augment(
     """Returns the features with random bands set to 0, which is the mean of normalized features.
 
     Each row of the batch draws its own bands. The width of a band is drawn uniformly from 0 to its
-    maximum, and a band covers at most half of the row's frames or of the features. The position is
-    drawn uniformly from all positions where the band fits.
-
-    Args:
-      features: spectrograms of X frames with F features.
-      valid: True for the frames of a row, False for padding.
-      key: a random key.
-      time_masks: the number of bands of time.
-      time_mask_frames: the largest width of a band of time.
-      feature_masks: the number of bands of features.
-      feature_mask_width: the largest width of a band of features.
+    maximum, and a band covers at most half of the row's valid frames or of the features. The
+    position is drawn uniformly from all positions where the band fits.
     """
     keys = lane_keys(key, len(features))
     frames, width = features.shape[1:]
     lengths = valid.sum(axis=1)
 
     def row_mask(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
-        """Returns a mask that is True inside the random bands of a row with `length` frames.
-
-        The bands are drawn with the random key `key`.
-        """
         time_key, feature_key = jax.random.split(key)
         in_time = random_bands(time_key, length, frames, time_masks, time_mask_frames)
         whole = jnp.asarray(width)
@@ -56,15 +40,9 @@ def spec_augment(
 def random_bands(
     key: Array, length: Int[Array, ""], size: int, count: int, widest: int
 ) -> Bool[Array, " size"]:
-    """Returns a mask that is True in `count` random bands, which may overlap.
+    """Returns a mask of `size` entries that is True in `count` random bands, which may overlap.
 
-    Args:
-      key: a random key.
-      length: the number of entries, from the start, within which the bands are; each band covers at
-        most half of these entries.
-      size: the number of entries of the mask.
-      count: the number of bands.
-      widest: the largest width of a band.
+    The bands are within the first `length` entries, and each covers at most half of these.
     """
     width_key, place_key = jax.random.split(key)
     limit = jnp.minimum(widest, length // 2)

@@ -1,8 +1,6 @@
-"""Masked language modelling: the random choice of tokens to predict (BERT, Devlin et al. 2019,
-section 3.1).
+"""Masked language modelling: the random choice of tokens to predict (Devlin et al. 2019, 3.1).
 
-In shapes, B is the number of rows, T of tokens of a row, and R of slots of a row. A slot holds a
-token to predict or is unused.
+A row has R slots, each of which holds a token to predict or is unused.
 """
 
 from typing import NamedTuple
@@ -23,19 +21,12 @@ _CHUNK = 128
 
 
 class MaskedTokens(NamedTuple):
-    """Rows of tokens; the model has to predict up to R tokens of each row.
+    """Rows of tokens; the model has to predict up to R tokens of each row."""
 
-    Attributes:
-      inputs: int32, the tokens that the model reads.
-      positions: int32, the positions of the tokens to predict, in random order.
-      targets: int32, the original tokens at these positions.
-      scored: True for the slots that hold a token to predict, which are the first slots of a row;
-        False for unused slots.
-    """
-
-    inputs: Int[Array, "B T"]
-    positions: Int[Array, "B R"]
-    targets: Int[Array, "B R"]
+    inputs: Int[Array, "B T"]  # int32, the tokens that the model reads
+    positions: Int[Array, "B R"]  # int32, the positions of the tokens to predict, in random order
+    targets: Int[Array, "B R"]  # int32, the original tokens at these positions
+    # True for the slots with a token to predict, the first slots of a row
     scored: Bool[Array, "B R"]
 
 
@@ -47,17 +38,9 @@ def mask_tokens(
     share: float,
     mask_id: int,
 ) -> MaskedTokens:
-    """Chooses random tokens of each row to predict, and replaces most of them in the input.
+    """Chooses a `share` of each row's valid tokens to predict, and replaces most in the input.
 
-    Of the chosen tokens, 80 % are replaced by the mask token and 10 % by random tokens.
-
-    Args:
-      tokens: the original tokens.
-      valid: False for padding, which is never chosen.
-      keys: [B], a random key for each row; the choice depends on the row's key alone.
-      share: the fraction of valid tokens to predict, in (0, 1].
-      mask_id: the id of the mask token, greater than all other tokens; random tokens are drawn
-        below it.
+    A row's choice depends on its key alone. `mask_id` must be greater than all other tokens.
     """
     length = tokens.shape[1]
     most = prediction_slots(length, share)
@@ -82,24 +65,14 @@ def _draw(
 
 
 def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B"]:
-    """Returns the number of tokens to predict in each row, int32.
-
-    Args:
-      valid: False for padding.
-      share: the fraction of valid tokens to predict. At least one token is to be predicted, unless
-        a row has no valid tokens.
-    """
+    """Returns the number of tokens to predict, at least one in a row with a valid token."""
     count = jnp.sum(valid, axis=1)
     predicted = jnp.maximum(jnp.round(count * share).astype(jnp.int32), 1)
     return jnp.minimum(predicted, count)
 
 
 def prediction_slots(length: int, share: float) -> int:
-    """Returns R, the number of slots for predicted tokens of a row with `length` tokens.
-
-    R is at least the number that `prediction_counts` may return, if `share` is the fraction of
-    tokens to predict.
-    """
+    """Returns R for rows of `length` tokens, which `prediction_counts` never exceeds."""
     # One slot is added, because `prediction_counts` computes in float32 and may round a half up
     # where Python rounds the half down.
     most = max(round(length * share) + 1, 1)

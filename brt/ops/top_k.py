@@ -1,8 +1,7 @@
 """Top-k of each row of a sharded array without communication.
 
-XLA gathers the input of `jax.lax.top_k` onto every device, even if only leading axes are
-sharded. A custom partitioning tells XLA that rows are independent, so each device processes its
-own rows.
+XLA gathers the input of `jax.lax.top_k` onto every device, even if only leading axes are sharded. A
+custom partitioning tells XLA that rows are independent.
 """
 
 from functools import partial
@@ -20,11 +19,8 @@ def _top_k(x: Array, count: int) -> tuple[Array, Array]:
 
 
 def _local_top_k(x: Array, count: int) -> tuple[Array, Array]:
-    """Returns the top k of each row of the flattened array.
-
-    The array is flattened to a matrix because XLA's CPU backend sorts complete rows, instead of
-    selecting the largest values, if there are more than two axes.
-    """
+    # With more than two axes, XLA's CPU backend sorts complete rows instead of selecting the
+    # largest.
     result = jax.lax.top_k(x.reshape(-1, x.shape[-1]), count)
     values, indices = (y.reshape(*x.shape[:-1], count) for y in result)
     return values, indices
@@ -43,12 +39,7 @@ _top_k.def_partition(
 
 
 def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"]]:
-    """Returns the `count` largest of the M values of each row of x in descending order, and their
-    indices (int32).
-
-    A row is a vector along the last axis of x, and *B stands for any leading axes. The last axis of
-    both results has R = `count` entries. The results are exact.
-    """
+    """Returns the R = `count` largest values of each row, in descending order, and indices."""
     # In a `shard_map` over replicas of the parameters, each device computes on its own arrays, and
     # XLA partitions nothing. Top-k therefore needs no custom partitioning there.
     if rules.in_replica():

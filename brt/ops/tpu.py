@@ -1,11 +1,4 @@
-"""Constants, limits and small functions that the Pallas kernels for TPUs share.
-
-The constants NT, TN and NN select a matrix product. They have a letter for each factor, as in BLAS:
-N for a factor that is used as it is, T for a factor that is transposed. NT is thus a b^T.
-
-In shapes, B is the number of rows of the batch, T of tokens, H of heads, K of numbers of a head or
-of a row, and R of rows.
-"""
+"""Constants, limits and small functions that the Pallas kernels for TPUs share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,9 +28,7 @@ NN = (((1,), (0,)), ((), ()))
 
 
 def vmem_limit() -> int:
-    """Returns the number of bytes of VMEM that a kernel may use on the chip for which programs are
-    compiled.
-    """
+    """Returns the bytes of VMEM that a kernel may use on the chip that is compiled for."""
     return _V4_VMEM_BYTES if "v4" in dispatch.device_kind() else VMEM_BYTES
 
 
@@ -47,19 +38,14 @@ def cores_per_chip() -> int:
 
 
 def vmem_budget() -> int:
-    """Returns the number of bytes of VMEM that a kernel may use for blocks and intermediate
-    results, which is 2 MiB less than the kernel may use in all (`vmem_limit()`).
-    """
+    """Returns the bytes of VMEM that a kernel may use for blocks and intermediate results."""
     return vmem_limit() - 2 * 2**20
 
 
 def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> str | None:
-    """Returns the reason why a kernel cannot keep `taken` bytes in VMEM, or None if it can.
+    """Returns why a kernel cannot keep `taken` bytes of `what` in VMEM, or None if it can.
 
-    Args:
-      taken: the number of bytes that the kernel needs.
-      what: the data that the kernel keeps in VMEM, as a noun for the message.
-      most: the number of bytes that are available; None stands for `vmem_budget()`.
+    `most` bytes are available, by default `vmem_budget()`.
     """
     most = vmem_budget() if most is None else most
     if taken <= most:
@@ -68,11 +54,7 @@ def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> s
 
 
 def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
-    """Returns the reason why a kernel does not accept heads of `width` numbers with this dtype, or
-    None if it does.
-
-    The kernels accept heads of 64, 128 or 256 numbers in float32 or bfloat16.
-    """
+    """Returns why a kernel does not accept heads of `width` numbers with this dtype, or None."""
     if width not in (64, 128, 256):
         return f"has heads of 64, 128 or 256, not of {width}"
     if dtype not in (jnp.float32, jnp.bfloat16):
@@ -83,31 +65,21 @@ def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
 def materialized(x: Array) -> Array:
     """Returns x; on TPUs, an optimization barrier stores x as an array in memory.
 
-    XLA would otherwise fuse the computation of x into a matrix product that reads x, and repeat the
-    computation for every tile of the product.
+    XLA would otherwise repeat the computation of x for every tile of a matrix product that reads x.
     """
     return jax.lax.optimization_barrier(x) if dispatch.policy().stores_barriers else x
 
 
 def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
-    """Returns x, the output of a kernel, with the axis of tokens before the axis of heads.
-
-    The output is stored for the backward pass as integers with the same bits. This function
-    transposes the integers instead of x. The forward and the backward pass then read the same
-    stored array, and XLA makes no copy.
-    """
+    """Returns a kernel's output with the axis of tokens before the axis of heads."""
+    # The output is stored for the backward pass as integers with the same bits. The integers are
+    # transposed instead of x, so that both passes read the same stored array, and XLA makes no
+    # copy.
     return dispatch.from_bits(materialized(dispatch.to_bits(x).swapaxes(1, 2)), x.dtype)
 
 
 def dot_float32(a: Array, b: Array, axes: tuple) -> Array:
-    """Returns a product of the matrices a and b in float32.
-
-    Float32 factors are multiplied at full precision.
-
-    Args:
-      a, b: the factors.
-      axes: `NT` for a b^T, `TN` for a^T b, or `NN` for a b.
-    """
+    """Returns a float32 product at full precision; `axes` is NT, TN or NN."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
@@ -126,18 +98,10 @@ def l2_normalize_rows_backward(
     gradient: Float[Array, "*B R K"],
     inverse: Float[Array, "*B R 1"] | None = None,
 ) -> tuple[Float[Array, "*B R K"], Float[Array, "*B R 1"]]:
-    """Returns the gradient of the input of `l2_normalize_rows`, and a sum for the gradient of a
-    scale; both float32.
+    """Returns the gradient of x from that of u = x / |x|, and the dot products of the latter and u.
 
-    Args:
-      x: the rows before normalization.
-      gradient: the gradient of x / |x|.
-      inverse: 1 / |x|, the second result of `l2_normalize_rows`; None to compute it again, which
-        takes longer than the rest of the function.
-
-    Returns:
-      The gradient of x; and for each row the dot product of `gradient` and x / |x|, from which
-      the gradient of a scale is computed.
+    Both are float32. The dot products give the gradient of a scale. If `inverse` (1 / |x|) is None,
+    it is computed again, which takes longer than the rest of the function.
     """
     if inverse is None:
         direction, inverse = l2_normalize_rows(x)
@@ -148,20 +112,16 @@ def l2_normalize_rows_backward(
 
 
 def head_block_spec(*shape: int) -> Any:
-    """Returns the block spec with which a step of the grid reads one head of one lane.
+    """Returns the block spec with which a step of the grid reads one head of one row of the batch.
 
-    The array has the axes [B, H, *shape]; `shape` has the sizes of the axes of one head. The first
-    two axes of the kernel's grid must be the heads and the lanes (rows of the batch).
+    The array has the axes [B, H, *shape]. The first two axes of the kernel's grid must be the heads
+    and the rows.
     """
     return pl.BlockSpec((None, None, *shape), lambda h, b, *_: (b, h, *(0 for _ in shape)))
 
 
 def parallel_heads(axes: int) -> pltpu.CompilerParams:
-    """Returns the compiler parameters for a grid of `axes` axes whose first axis is the heads.
-
-    The parameters divide the heads among the cores of a chip, and let the kernel use up to
-    `VMEM_BYTES` bytes of VMEM.
-    """
+    """Returns compiler parameters for a grid whose first axis, the heads, is split over cores."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", *["arbitrary"] * (axes - 1)), vmem_limit_bytes=VMEM_BYTES
     )
@@ -170,18 +130,11 @@ def parallel_heads(axes: int) -> pltpu.CompilerParams:
 def unrolled_loop(count: int, body: Callable[[Any, Any], Any], carry: Any = None) -> Any:
     """Returns the final `carry` of `carry = body(i, carry)` for i = 0 ... count - 1.
 
-    Up to 16 iterations are unrolled to straight-line code. If there are more iterations, the result
-    is a loop whose body is a group of unrolled iterations.
-
-    Args:
-      count: the number of iterations.
-      body: the function that computes an iteration, from its number i and the carry.
-      carry: the initial carry.
+    Up to 16 iterations are unrolled; more become a loop over groups of unrolled iterations.
     """
     size = next(n for n in range(min(count, _MAX_UNROLL), 0, -1) if count % n == 0)
 
     def straight_code(i: Any, carry: Any) -> Any:
-        """Returns the carry after the i-th group of iterations, which are unrolled."""
         for j in range(size):
             carry = body(i * size + j, carry)
         return carry

@@ -1,17 +1,14 @@
 """Attention methods that clustered attention is compared with: oracle top-k and Reformer.
 
-With `oracle_top_k`, each query attends only to the keys with its largest logits. `reformer` is
-attention with locality-sensitive hashing (Kitaev et al. 2020, section 2).
+Reformer (Kitaev et al. 2020, section 2) takes the normalized queries as keys. A round of hashing
+assigns each token to a bucket by random planes, sorts the tokens by bucket, and splits them into
+chunks. A token sees its own chunk and the chunk before. As in the code of Vyas et al. 2020, and
+unlike Kitaev's, nothing is before the first chunk, buckets only determine the order (a chunk may
+span several), and all rounds have equal weight. Which tokens share a chunk depends on the complete
+sequence, so a causal mask alone does not make the attention causal.
 
-Reformer's keys are the normalized queries. A round of hashing assigns each token to a bucket by
-random planes, sorts the tokens by bucket, and splits the sorted tokens into chunks. A token sees
-its own chunk and the chunk before. As in the code of the paper on clustered attention (Vyas et al.
-2020), and unlike Kitaev's, nothing is before the first chunk, buckets only determine the order (a
-chunk may span several), and all rounds have equal weight. Which tokens share a chunk depends on the
-complete sequence, so a causal mask alone does not make the attention causal.
-
-In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
-of a head, R of rounds, P of planes of a round (half its buckets), and N of chunks of C tokens.
+In shapes, X is the number of keys, R of rounds, P of planes of a round (half its buckets), and N of
+chunks of C tokens.
 """
 
 import jax
@@ -55,24 +52,15 @@ def oracle_top_k(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over the `count` keys with the query's largest
-    logits, in the dtype of `values`.
+    """Returns the attention of every query to the `count` keys with its largest logits.
 
-    This is "oracle-top" in section 4.1 of Vyas et al. 2020. If several keys have the same logit as
-    the last of these keys, all of them are included, so the order of the keys does not matter. A
-    query that sees at most `count` keys gets the result of ordinary attention.
+    This is "oracle-top" of Vyas et al. 2020, section 4.1. Ties with the last of these keys are
+    included, so the order of the keys does not matter. A query that sees no key gets zeros.
 
     Args:
-      queries: unscaled queries.
-      keys: the keys.
-      values: the values.
-      valid: False for padding, which no query sees. A query that sees no key gets zeros.
-      dropout: dropout of the attention weights [B, H, T, X]; None for no dropout.
-      count: the number of keys that a query attends to.
-      scale: factor of the logits q.k.
-      causal: True hides the keys of later tokens from a query.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
+      queries: not yet multiplied by `scale`, the factor of the logits.
+      valid: False for padding, which no query sees.
+      causal: True hides the keys of later tokens.
     """
     return dispatch.run(
         ORACLE_TOP_K, implementation, queries, keys, values, valid,
@@ -83,17 +71,7 @@ def oracle_top_k(
 def random_planes(
     key: jax.Array, *, rounds: int, buckets: int, width: int
 ) -> Float[Array, "R P K"]:
-    """Returns random planes through the origin, as the float32 normal vectors of P planes for each
-    round of hashing.
-
-    All heads and examples share the planes, which are passed to `bucket_ids` or `reformer`.
-
-    Args:
-      key: the random key from which the planes are drawn.
-      rounds: R, the number of rounds.
-      buckets: the number of buckets of a round, which has P = `buckets` / 2 planes.
-      width: K, the size of the vectors to hash.
-    """
+    """Returns normal vectors of random planes through the origin, shared by all heads."""
     return jax.random.normal(key, (rounds, buckets // 2, width))
 
 
@@ -102,10 +80,6 @@ def bucket_ids(x: Float[Array, "B T H K"], planes: Float[Array, "R P K"]) -> Int
 
     The bucket is the index of the plane whose normal vector has the dot product of largest
     magnitude with the vector, plus P if this dot product is negative.
-
-    Args:
-      x: the vectors, one for each token and head.
-      planes: the normal vectors of the planes of each round, from `random_planes`.
     """
     projected = jnp.einsum(
         "bthk,rpk->rbhtp", x.astype(jnp.float32), planes, precision=jax.lax.Precision.HIGHEST
@@ -126,23 +100,9 @@ def reformer(
     attend_to_self: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns Reformer's attention output, averaged over R rounds of hashing, in the dtype of
-    `values`.
+    """Returns Reformer's attention, with the buckets of `bucket_ids`; see `attend_in_chunks`.
 
-    Each round computes the tokens' buckets by `bucket_ids` and attends by `attend_in_chunks`.
     Padding gets a bucket after all others, so it does not change which tokens share a chunk.
-
-    Args:
-      queries: unscaled queries, which are also the keys after normalization.
-      values: the values.
-      valid: False for padding, which no query sees.
-      planes: the planes of all rounds, from `random_planes`.
-      dropout: dropout of each round's attention weights; None for no dropout.
-      chunk: the number of tokens of a chunk.
-      scale: factor of the logits q.k, with k = q / |q|.
-      attend_to_self: False lets a token see itself only if it sees nothing else.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
     """
     ids = bucket_ids(jax.lax.stop_gradient(queries), planes)
     ids = jnp.where(valid[None, :, None], ids, 2 * planes.shape[1])
@@ -166,28 +126,19 @@ def attend_in_chunks(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the output of Reformer's attention for buckets that are already known.
+    """Returns Reformer's attention, averaged over the rounds, for the known buckets `ids`.
 
-    In each round, the tokens are sorted by bucket and split into chunks. Tokens of one bucket stay
-    in the order of their positions. A token sees its own chunk and the chunk before it. The results
-    of all rounds are averaged.
+    Tokens of one bucket stay in the order of their positions. A query that sees no key gets zeros.
 
     Args:
-      queries: unscaled queries, which are also the keys after normalization.
-      values: the values.
-      valid: False for padding, which no query sees. A query that sees no key gets zeros.
-      ids: int32, the bucket of every token in each of R rounds.
-      dropout: dropout of each round's attention weights [B, H, N, C, 2C]; None for no dropout.
-      chunk: C, the number of tokens of a chunk; T need not be a multiple of C.
-      scale: factor of the logits q.k, with k = q / |q|.
+      queries: not yet multiplied by `scale`, the factor of the logits; also the keys after
+        normalization.
+      valid: False for padding, which no query sees.
+      dropout: of each round's attention weights [B, H, N, C, 2C].
+      chunk: C; T need not be a multiple of C.
       attend_to_self: False lets a token see itself only if it sees nothing else (Kitaev, section
         2).
       causal: True hides later tokens from a token. The sorting still depends on later tokens.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The outputs in the dtype of `values`, with the softmax in float32.
     """
     return dispatch.run(
         REFORMER, implementation, queries, values, valid, ids,

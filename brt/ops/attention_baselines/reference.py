@@ -1,10 +1,4 @@
-"""Reference implementation of oracle top-k attention and of Reformer's attention.
-
-All logits of T queries and X keys are computed, and most of them are masked.
-
-In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
-of a head, and R of rounds of hashing.
-"""
+"""Oracle top-k and Reformer's attention, with all T x X logits, most of them masked."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -24,20 +18,6 @@ def oracle_top_k(
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over the `count` keys with the query's largest
-    logits.
-
-    A key is included if fewer than `count` keys have a larger logit.
-
-    Args:
-      queries: unscaled queries.
-      keys, values: the keys and the values.
-      valid: False for padding, which no query sees.
-      dropout: None, because dropout is not supported.
-      count: the number of keys that a query attends to.
-      scale: factor of the logits.
-      causal: True hides the keys of later tokens from a query.
-    """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = scale * _logits(queries, keys)
     better = (logits[..., None, :] > logits[..., :, None]) & mask[..., None, :]
@@ -56,24 +36,6 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the output of Reformer's attention, averaged over R rounds of hashing.
-
-    A chunk consists of `chunk` successive tokens in the order of their buckets. A token sees its
-    own chunk and the chunk before it. This implementation does not sort the tokens. Instead, it
-    counts how many tokens come before a token in the order of buckets, which determines the token's
-    chunk.
-
-    Args:
-      queries: unscaled queries, which are also the keys after normalization to length 1.
-      values: the values.
-      valid: False for padding, which no query sees.
-      ids: the bucket of each token in each round.
-      dropout: None, because dropout is not supported.
-      chunk: the number of tokens of a chunk.
-      scale: factor of the logits.
-      attend_to_self: False lets a token see itself only if it sees nothing else.
-      causal: True hides later tokens from a token.
-    """
     place = jnp.arange(queries.shape[1])
     own = (place[:, None] == place[None])[None, None]
     earlier = (place[None] < place[:, None])[None, None]
@@ -84,6 +46,8 @@ def attend_in_chunks(
     rounds = []
     for round_ids in ids:
         bucket, other = round_ids[..., :, None], round_ids[..., None, :]
+        # The tokens are not sorted. The number of tokens before a token in the order of buckets
+        # determines its chunk.
         rank = jnp.sum((other < bucket) | ((other == bucket) & earlier), axis=-1)
         chunks_back = rank[..., :, None] // chunk - rank[..., None, :] // chunk
         near = (chunks_back == 0) | (chunks_back == 1)

@@ -1,11 +1,4 @@
-"""Oracle top-k attention and Reformer's attention in plain XLA.
-
-Oracle top-k computes all logits. Reformer sorts the tokens by bucket, splits them into chunks, and
-computes the logits of each chunk's queries for the keys of the chunk and of the chunk before.
-
-In shapes, B is the number of rows of the batch, T of queries, X of keys, H of heads, K of numbers
-of a head, R of rounds of hashing, and N of chunks of C tokens.
-"""
+"""Oracle top-k attention and Reformer's attention in plain XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +27,6 @@ def oracle_top_k(
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over the `count` keys with the query's largest
-    logits.
-
-    All [B, H, T, X] logits exist at once.
-
-    Args:
-      queries: unscaled queries.
-      keys, values: the keys and the values.
-      valid: False for padding, which no query sees.
-      dropout: dropout of the attention weights; None for no dropout.
-      count: the number of keys that a query attends to.
-      scale: factor of the logits.
-      causal: True hides the keys of later tokens from a query.
-    """
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = jnp.einsum(
         "bqhk,bshk->bhqs", queries * scale, keys, preferred_element_type=jnp.float32
@@ -72,22 +51,6 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the output of Reformer's attention, averaged over R rounds of hashing.
-
-    The tokens are sorted by bucket and split into chunks. A token sees its own chunk and the chunk
-    before it.
-
-    Args:
-      queries: unscaled queries, which are also the keys after normalization to length 1.
-      values: the values.
-      valid: False for padding, which no query sees.
-      ids: the bucket of each token in each round.
-      dropout: dropout of the attention weights, or None.
-      chunk: the number of tokens of a chunk.
-      scale: factor of the logits.
-      attend_to_self: False lets a token see itself only if it sees nothing else.
-      causal: True hides later tokens from a token.
-    """
     tokens = queries.shape[1]
     more = -tokens % chunk
     x = (queries * scale, l2_normalize(queries), values)
@@ -143,9 +106,7 @@ def _chunks(x: Array, chunk: int) -> Array:
 
 
 def _with_previous(x: Array) -> Array:
-    """Returns [B, H, N, 2C, ...]: the previous chunk before each chunk, and zeros before the first
-    chunk.
-    """
+    # The result is [B, H, N, 2C, ...]. Zeros stand before the first chunk.
     previous = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), x[:, :, :-1]], axis=2)
     return jnp.concatenate([previous, x], axis=3)
 

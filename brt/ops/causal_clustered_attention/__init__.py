@@ -1,8 +1,4 @@
-"""Causal attention to all earlier tokens, in which clusters of queries share a memory.
-
-Each token attends exactly to the keys of its window. For the keys before the window, queries are
-assigned to learned centroids, and each centroid has a memory of constant size.
-"""
+"""Causal attention to all earlier tokens, in which clusters of queries share a memory."""
 
 from brt.ops.causal_clustered_attention.api import (
     causal_clustered_attention as causal_clustered_attention,

@@ -1,10 +1,8 @@
 """Causal clustered attention for decoders, with a memory of constant size.
 
-Clustered attention assigns queries to clusters, whose centroids attend in place of the queries. The
-clusters of the paper (Fast Transformers with Clustered Attention, section 3) and their centroids
-depend on the complete sequence, so a mask would not make that attention causal. Here a token
-attends to four parts, which are merged by their log-sum-exps to one softmax over all earlier
-tokens:
+Clusters of queries and their centroids (Fast Transformers with Clustered Attention, section 3)
+depend on the complete sequence. Here, centroids are parameters and a query chooses its own. One
+softmax over all earlier tokens is merged from four parts:
 
   window: the W keys that a sliding-window layer reads, exactly.
   nearby: keys of the previous block that have left the window, exactly.
@@ -14,16 +12,12 @@ tokens:
     token, and their logits are corrected by the second term of Jensen's gap: the mean of exp(q.k)
     over queries q around a centroid c with variance var is about exp(c.k + var |k|^2 / 2).
 
-The best keys of each centroid, and one vector for the centroid's attention to the rest, are the
-memory. Centroids are parameters. The loss trains them through the keys that they keep and
-summarize. If centroids were means of earlier queries, they would move from block to block; a
-summary for a centroid that has moved must be computed again from all keys, which would have to be
-kept. With fixed centroids the memory has C (R + 1) vectors per head for any length, and each key is
-processed once. A query chooses its centroid by itself, so a token depends on no later token.
+The memory, of constant size C (R + 1) per head, has the best keys of each centroid and one vector
+for the rest. If centroids were means of earlier queries, they would move from block to block, and a
+summary for a moved centroid must be computed again from all keys.
 
-In shapes, B is the number of rows of the batch, H of heads, and K of numbers of a head. A segment
-has T tokens in N blocks of W tokens, and Z = T + W counts the keys of the cached block and of the
-segment. C is the number of centroids of a head, and R the number of keys that each keeps.
+In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W counts the keys of the
+cached block and the segment. C is the number of centroids of a head, R of keys that each keeps.
 """
 
 import jax.numpy as jnp
@@ -86,27 +80,15 @@ def memory_scan(
     *,
     implementation: str | None = None,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Updates the memory of the centroids block by block, for all blocks of a segment.
+    """Returns the memory that the block after the segment reads, and those that its N blocks read.
 
-    The memory of a block has the keys and values that each centroid keeps or summarizes of the
-    blocks before the previous one (`CentroidMemory`).
+    The latter are stacked on a first axis N.
 
     Args:
-      keys, values: keys and values of the cached block (the last block before the segment),
-        followed by the keys and values of the segment; without rotary embedding.
-      cache_mask: True where block n may read the block before it. Where False, a new document
-        begins, and the memory is emptied.
+      keys, values: of the cached block (the last before the segment), then of the segment; without
+        rotary embedding.
+      cache_mask: False where block n begins a new document and reads an empty memory.
       past: the memory that the first block of the segment reads.
-      centroids: the centroids of the layer.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The memory that the block after the segment reads, and the memories that the segment's blocks
-        read, stacked on a first axis N.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(MEMORY_SCAN, implementation, keys, values, cache_mask, past, centroids)
 
@@ -124,24 +106,14 @@ def causal_clustered_attention(
     attend_to_self: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over all earlier tokens, in the dtype of
-    `values`.
+    """Returns the attention output of every token over all earlier tokens.
 
     Args:
       queries: already multiplied by any scale; without rotary embedding.
-      window: the result of attention to each token's window: the output [B, T, H, K] and its
-        log-sum-exp [B, T, H].
-      keys, values, cache_mask: as for `memory_scan`.
-      pasts: the memories that the N blocks read, from `memory_scan`.
-      centroids: the centroids of the layer.
-      bias: float32, a number for each head, added to the logits of all keys outside the window.
-      attend_to_self: True if a token's window ends with the token itself; False if the window ends
-        with the token before.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
+      window: the result of attention to each token's window.
+      keys, values, cache_mask: as for `memory_scan`, whose second result is `pasts`.
+      bias: added to the logits of all keys outside the window.
+      attend_to_self: whether a token's window ends with the token itself, or with the one before.
     """
     return dispatch.run(
         OP, implementation, queries, window, keys, values, cache_mask, pasts, centroids, bias,
@@ -162,17 +134,13 @@ def causal_clustered_attention_step(
     *,
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
-    """Returns the attention output of a single token over all earlier tokens, for decoding.
+    """Computes `causal_clustered_attention` of a single token, for decoding.
 
     Args:
-      queries: the query of the token, already multiplied by any scale; without rotary embedding.
-      window: the result of attention to the token's window: the output [B, 1, H, K] and its
-        log-sum-exp [B, 1, H].
-      keys, values: keys and values of the complete block before the token's block.
+      keys, values: of the complete block before the token's block.
       cache_mask: True if the token may read the previous block and the memory.
       position: the index of the token in its block.
       past: the memory that the token's block reads.
-      centroids, bias, attend_to_self: as for `causal_clustered_attention`.
     """
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
     mask = (left[None] & cache_mask[:, None])[:, None]

@@ -1,13 +1,12 @@
 """A memory of constant size for keys that queries no longer read individually.
 
-A block is added to the memory when the next block ends. Each centroid compares the block's keys
-with the keys that it has kept so far. It keeps those with the largest logits. All others are added
-to a weighted sum, which is the result of the centroid's own attention to them. Nothing is ever
-removed from the sum, so every key counts exactly once.
+A block is added to the memory when the next block ends. Each centroid keeps, of the block's keys
+and the keys that it has kept so far, those with the largest logits. All others are added to a
+weighted sum, the result of the centroid's own attention to them. Nothing is ever removed from the
+sum, so every key counts exactly once.
 
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, Q of queries, C
-of centroids of a head, R of keys that each centroid keeps, and W of tokens of a block; M = R + W.
-The R places for keys of a centroid are called slots.
+In shapes, Q is the number of queries, C of centroids of a head, R of places for keys of a centroid
+(slots), and W of tokens of a block; M = R + W.
 """
 
 from typing import NamedTuple
@@ -22,49 +21,37 @@ from brt.ops.top_k import top_k
 
 
 class Centroids(NamedTuple):
-    """The centroids to which the queries of each head are assigned, in float32.
+    """The float32 centroids to which the queries of each head are assigned."""
 
-    Attributes:
-      vectors: [H, C, K], the centroids. They include any scale by which queries are multiplied.
-      variances: [H, C], the variance of the queries around their centroid, averaged over the K
-        numbers of a query; zero if all queries of a centroid are taken to be equal to it.
-    """
-
-    vectors: Float[Array, "H C K"]
+    vectors: Float[Array, "H C K"]  # including any scale by which queries are multiplied
+    # The variance of the queries around their centroid, averaged over the K numbers of a query;
+    # zero if all queries of a centroid are taken to be equal to it.
     variances: Float[Array, "H C"]
 
 
 class CentroidMemory(NamedTuple):
     """The keys and values that each centroid keeps or summarizes of a document.
 
-    The memory that a block reads covers all blocks before the previous one. The tokens of a block
-    attend to each key of the previous block individually.
-
-    Attributes:
-      keys: [B, H, C, R, K], the R keys with the largest logits for the centroid, in descending
-        order; zeros if there are fewer keys.
-      values: [B, H, C, R, K], the values of these keys.
-      rest: float32 [B, H, C, K], the centroid's attention output over all other keys. The logit of
-        such a key k for centroid c is c.k + v |k|^2 / 2, with the centroid's variance v.
-      lse: float32 [B, H, C], the log-sum-exp of the logits of these other keys.
-      filled: int32 [B], how many of the R slots hold a key. If the number is 0, the other arrays of
-        this row of the batch have no meaning.
+    The memory that a block reads covers all blocks before the previous one.
     """
 
+    # The R keys with the largest logits for the centroid, in descending order; zeros if there are
+    # fewer keys.
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
+    # The centroid's float32 attention output over all other keys. The logit of such a key k for
+    # centroid c is c.k + v |k|^2 / 2, with the centroid's variance v.
     rest: Float[Array, "B H C K"]
-    lse: Float[Array, "B H C"]
+    lse: Float[Array, "B H C"]  # the float32 log-sum-exp of the logits of these other keys
+    # How many of the R slots hold a key. If the number is 0, the other arrays of this row of the
+    # batch have no meaning.
     filled: Int[Array, " B"]
 
 
 def nearest_centroids(
     queries: Float[Array, "B H Q K"], centroids: Centroids
 ) -> Int[Array, "B H Q"]:
-    """Returns the index of the centroid with the smallest distance to each query, int32.
-
-    The queries are already multiplied by any scale. The result has no gradient.
-    """
+    """Returns the centroid with the smallest distance to each (scaled) query."""
     queries, vectors = jax.lax.stop_gradient((queries, centroids.vectors))
     products = _product("bhqk,hck->bhqc", queries, vectors.astype(queries.dtype))
     squares = jnp.sum(vectors**2, axis=-1)[None, :, None]
@@ -72,15 +59,10 @@ def nearest_centroids(
 
 
 def empty_memory_unless(memory: CentroidMemory, keep: Bool[Array, " B"]) -> CentroidMemory:
-    """Returns the memory, emptied in the rows of the batch in which a new document begins.
+    """Empties the memory in the rows of the batch where `keep` is False or no slot is filled.
 
-    A row is emptied where `keep` is False, and also where no slot holds a key, because the other
-    arrays of such a row have no meaning. In an emptied row, all keys and values are zeros, and the
-    log-sum-exps are so small that `rest` has no weight.
-
-    Args:
-      memory: the memory.
-      keep: False for the rows of the batch that are emptied.
+    In an emptied row, all keys and values are zeros, and the log-sum-exps are so small that `rest`
+    has no weight.
     """
     keep = keep & (memory.filled > 0)
 
@@ -89,9 +71,6 @@ def empty_memory_unless(memory: CentroidMemory, keep: Bool[Array, " B"]) -> Cent
 
 
 def slot_mask(past: CentroidMemory) -> Bool[Array, "B R"]:
-    """Returns a mask of the R slots of the memory `past`: True for slots that hold a key, False for
-    empty slots.
-    """
     return jnp.arange(past.keys.shape[3])[None] < past.filled[:, None]
 
 
@@ -104,12 +83,8 @@ def memory_after(
 ) -> CentroidMemory:
     """Returns the memory after one more block of keys and values is added.
 
-    Args:
-      past: the memory before the addition.
-      keys, values: keys and values of the block to add. The model has just read the block after it.
-      cache_mask: True if the block to add and the block after it belong to one document. Where
-        False, the result is an empty memory.
-      centroids: the centroids of the layer.
+    `cache_mask` is False where the added block and the block after it belong to different
+    documents; the result is then an empty memory.
     """
     past = empty_memory_unless(past, cache_mask)
     slots, width = past.keys.shape[3], keys.shape[2]
@@ -142,23 +117,20 @@ def memory_after(
 def _find_best_keys(
     logits: Float[Array, "B H C M"], there: Bool[Array, "B 1 1 M"], count: int
 ) -> tuple[Int[Array, "B H C R"], Bool[Array, "B H C M"]]:
-    """Returns the indices of the `count` keys to keep, largest logit first, and the same keys as a
-    mask. Among equal logits, the first keys are kept.
-    """
+    """Returns the `count` keys to keep, largest logit first, as indices and as a mask."""
     ranked = jnp.where(there, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, count)
     last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
+    # Among equal logits, the first keys are kept.
     return indices, (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
 
 
 def _add_to_rest(
     past: CentroidMemory, values: Float[Array, "B H W K"], expected: Float[Array, "B H C M"]
 ) -> tuple[Float[Array, "B H C K"], Float[Array, "B H C"]]:
-    """Returns `rest` and `lse` of the memory after keys with the logits `expected` are added.
-
-    The old `rest` counts as the value of one key whose logit is the old `lse`.
-    """
+    """Returns `rest` and `lse` of the memory after keys with the logits `expected` are added."""
     slots, dtype = past.keys.shape[3], values.dtype
+    # The old `rest` counts as the value of one key whose logit is the old `lse`.
     logits = jnp.concatenate([expected, past.lse[..., None]], axis=-1)
     lse = jax.nn.logsumexp(logits, axis=-1)
     weights = jnp.exp(logits - lse[..., None])
@@ -173,9 +145,7 @@ def _take_old_or_new(
     new: Float[Array, "B H W K"],
     indices: Int[Array, "B H C R"],
 ) -> Float[Array, "B H C R K"]:
-    """Returns the vectors at `indices` of a list: the R vectors of each centroid, followed by the W
-    vectors that all centroids share.
-    """
+    """Returns vectors of a list: the R of each centroid, then the W that all centroids share."""
     slots = old.shape[3]
     old_vectors = jnp.take_along_axis(old, jnp.minimum(indices, slots - 1)[..., None], axis=3)
     new_vectors = take(new, jnp.maximum(indices - slots, 0))

@@ -1,11 +1,6 @@
-"""Reference implementation of causal clustered attention.
+"""Causal clustered attention in float32, with the memory of a block computed from all keys before.
 
-The memory of every block is computed from the memory of the first block and all keys since then,
-instead of from the memory of the block before. All computations are in float32.
-
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, N of its blocks of W tokens, and C of centroids of a head. Each centroid keeps R keys. Z
-= T + W counts the cached block, too, and M is a number of keys.
+M is a number of keys; see `api` for the other axes.
 """
 
 import jax
@@ -25,18 +20,6 @@ def memory_scan(
     past: CentroidMemory,
     centroids: Centroids,
 ) -> tuple[CentroidMemory, CentroidMemory]:
-    """Returns the memory of the centroids after the segment, and the memories that the segment's
-    blocks read, stacked on a first axis N.
-
-    A memory has the keys and values that each centroid keeps or summarizes of earlier blocks.
-
-    Args:
-      keys, values: keys and values of the cached block, followed by those of the segment.
-      cache_mask: True where block n may read the block before it. Where False, a new document
-        begins, and the memory is emptied.
-      past: the memory that the first block reads.
-      centroids: the centroids of the layer.
-    """
     k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values))
     results = [
         _memory_of_block(k, v, cache_mask, past, centroids, block)
@@ -61,20 +44,6 @@ def causal_clustered_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over all earlier tokens, in the dtype of
-    `values`.
-
-    Args:
-      queries: already multiplied by any scale.
-      window: the result of attention to each token's window: the output [B, T, H, K] and its
-        log-sum-exp [B, T, H].
-      keys, values, cache_mask: as for `memory_scan`.
-      pasts: the memories that the N blocks read, from `memory_scan`.
-      centroids: the centroids of the layer.
-      bias: a number for each head, added to the logits of all keys outside the window.
-      attend_to_self: True if a token's window ends with the token itself; False if the window ends
-        with the token before.
-    """
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
     left = np.tri(width, k=0 if attend_to_self else -1, dtype=bool)[None]
@@ -100,9 +69,10 @@ def _memory_of_block(
     centroids: Centroids,
     block: int,
 ) -> CentroidMemory:
-    """Returns the memory that the segment's block with the index `block` reads, computed from the
-    segment's initial memory and the first `block` blocks of `keys` and `values`. The first of these
-    blocks is the cached block, so the block right before the reading block is not among them.
+    """Returns the memory that block `block` reads, computed from the first `block` blocks.
+
+    The first of them is the cached block, so the block right before the reading one is not among
+    them.
     """
     blocks, slots = cache_mask.shape[1], past.keys.shape[3]
     width = keys.shape[2] // (blocks + 1)
@@ -112,18 +82,9 @@ def _memory_of_block(
     there = jnp.concatenate([known, jnp.repeat(same[:, :block], width, axis=1)], axis=1)
     there = there[:, None, None]
 
+    # Each centroid chooses among its keys of the initial memory and those of the first `block`
+    # blocks, which are the same for all centroids.
     def with_new(past_part: Array, new_part: Array) -> Float[Array, "B H C M K"]:
-        """Returns all keys, or all values, among which each centroid chooses the R that it keeps.
-
-        Args:
-          past_part: the keys or values [B, H, C, R, K] that each centroid keeps in the initial
-            memory.
-          new_part: the keys or values [B, H, Z, K] of the cached block and of the segment.
-
-        Returns:
-          The R keys or values of the initial memory, followed by those of the first `block` blocks
-          of `new_part`, which are the same for all centroids: M in total.
-        """
         since = new_part[:, :, None, : block * width]
         since = jnp.broadcast_to(since, (*past_part.shape[:3], *since.shape[3:]))
         return jnp.concatenate([past_part.astype(jnp.float32), since], axis=3)
@@ -160,17 +121,11 @@ def _attend(
     centroids: Centroids,
     bias: Float[Array, " H"],
 ) -> Float[Array, "B H W K"]:
-    """Computes one softmax over the window (as one column), the keys that have left the window, the
-    keys that the query's centroid keeps, and the centroid's summary of all other keys (as one
-    column).
-    """
+    """Computes one softmax over the window, keys that have left it, and the centroid's memory."""
     away = queries[:, :, :, None] - centroids.vectors[None, :, None]
     label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)
 
     def take_centroid(x: Array) -> Array:
-        """Returns an array [B, H, W, ...] that has, for each query, the entry of the query's
-        centroid in x [B, H, C, ...].
-        """
         return jnp.take_along_axis(x, label.reshape(*label.shape, *[1] * (x.ndim - 3)), axis=2)
 
     best_keys, best_values = take_centroid(past.keys), take_centroid(past.values)
@@ -179,6 +134,7 @@ def _attend(
     nearby = jnp.einsum("bhqk,bhsk->bhqs", queries, keys) + head_bias
     best = jnp.einsum("bhqk,bhqrk->bhqr", queries, best_keys) + head_bias
     there = jnp.arange(best.shape[-1])[None] < past.filled[:, None]
+    # The window's output and the centroid's summary of its other keys have one column each.
     columns = [
         window.lse[..., None], jnp.where(mask[:, None], nearby, -jnp.inf),
         jnp.where(there[:, None, None], best, -jnp.inf), total[..., None] + head_bias,

@@ -21,15 +21,10 @@ def refusal() -> str | None:
 
 
 def on_devices(kernel: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns a version of `kernel` in which each device computes its own rows and heads.
-
-    Args:
-      kernel: a function with the arguments of `causal_clustered_attention`.
-    """
+    """Returns a version of `kernel` in which each device computes its own rows and heads."""
 
     @functools.wraps(kernel)
     def attend_on_devices(*arguments: Any, **options: Any) -> Array:
-        """Calls `kernel` with the device's parts of the positional arguments."""
         local = functools.partial(kernel, **options)
         if not rules.partitioned():
             return local(*arguments)

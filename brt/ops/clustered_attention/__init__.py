@@ -1,8 +1,4 @@
-"""Clustered attention (Vyas et al. 2020, "Fast Transformers with Clustered Attention").
-
-The queries of a head are clustered by k-means of their hash codes. All queries of a cluster share
-the attention weights of the cluster's centroid.
-"""
+"""Clustered attention (Vyas et al. 2020, "Fast Transformers with Clustered Attention")."""
 
 from brt.ops.clustered_attention.api import attend as attend
 from brt.ops.clustered_attention.api import attend_by_label as attend_by_label

@@ -1,15 +1,12 @@
-"""Clustered and improved clustered attention (sections 3.2 and 3.3 of the paper).
+"""Clustered and improved clustered attention (Vyas et al. 2020, sections 3.2 and 3.3).
 
-Clustered attention gives all queries of a cluster the attention output of the cluster's centroid.
-In improved clustered attention, each query also computes its own logits for the best keys of its
-cluster, which are the keys with the centroid's largest logits.
+The queries of a head are clustered by k-means of their hash codes. All queries of a cluster get the
+attention output of its centroid. In improved clustered attention, each query computes its own
+logits for the best keys of its cluster, the keys with the centroid's largest logits. Neither kind
+is causal, because the clusters and best keys depend on the complete sequence.
 
-Neither kind is causal. The clusters of the queries and the best keys of a cluster depend on the
-complete sequence, so a causal mask could not hide later tokens.
-
-In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, and C of
-clusters; K and E are the sizes of a key and of a value of a head, and O = T + X - 1 is the number
-of distances between a query and a key.
+In shapes, X is the number of keys, C of clusters; K and E are the sizes of a key and of a value,
+and O = T + X - 1 is the number of distances (key minus query) from 1 - T to X - 1.
 """
 
 from collections.abc import Callable
@@ -58,38 +55,17 @@ def attend(
 ) -> Float[Array, "B T H E"]:
     """Clusters the queries, and returns their clustered or improved clustered attention output.
 
-    The same random key gives bitwise the same result, so evaluation uses one fixed key.
+    The same random `key` gives bitwise the same result, so evaluation uses one fixed key. Padding,
+    and queries of an example without keys, get zeros.
 
     Args:
-      queries: unscaled queries.
-      keys: the keys.
-      values: the values.
+      queries: not yet multiplied by `scale`, the factor of the logits.
       valid: False for padding, which no query sees and which does not affect the result.
-      config: settings whose `kind` is "clustered" or "improved_clustered". If T is smaller than
-        `config.clusters`, there are T clusters; if X is smaller than `config.top_k`, there are X
-        best keys.
-      key: the random key of the planes that hash queries and of the queries that k-means starts
-        from.
-      dropout: dropout of the attention weights: of the centroids' weights [B, H, C, X], which all
-        members of a cluster share, and of each query's own weights of its cluster's best keys.
-      scale: factor of the logits q.k.
-      queries_valid: False for queries that are padding; None stands for `valid`, if queries and
-        keys belong to the same tokens (T = X).
-      bias: float32, a relative position bias: for each head, the number to add to the logit of a
-        key at each distance (key minus query) from 1 - T to X - 1. None stands for no bias.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-      kmeans_implementation: the name of an implementation of k-means; None selects the best one
-        that supports the inputs.
-
-    Returns:
-      The outputs in the dtype of `values`, with the softmax in float32. Padding, and queries of an
-        example without keys, get zeros.
-
-    Raises:
-      NotImplementedError: the kind or the implementation does not exist, or it refuses these
-        inputs.
-      ValueError: `queries_valid` is missing although the numbers of keys and queries differ.
+      config: there are at most T clusters and at most X best keys.
+      dropout: of the centroids' weights [B, H, C, X], which the members of a cluster share, and of
+        each query's own weights of the best keys.
+      queries_valid: None stands for `valid`, if queries and keys belong to the same tokens.
+      bias: a relative position bias for each distance.
     """
     if queries_valid is None:
         if queries.shape[1] != valid.shape[1]:
@@ -119,14 +95,9 @@ def attend_by_label(
     bias: Float[Array, "H O"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Returns the clustered or improved clustered attention output for clusters that are already
-    known.
+    """Returns the output of `attend` for known clusters.
 
-    Args:
-      queries, keys, values, valid, dropout, scale, bias, implementation: as for `attend`.
-      labels: int32, the index of each query's cluster. There are C = min(`config.clusters`, T)
-        clusters, and padding has the label C.
-      config: the kind of clustered attention and its settings.
+    There are C = min(`config.clusters`, T) clusters. The label of padding is C.
     """
     if config.kind not in OPS:
         raise NotImplementedError(

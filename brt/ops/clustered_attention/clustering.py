@@ -1,11 +1,9 @@
 """Clustering of queries by k-means of their hash codes (section 3.2 of the paper).
 
-A code is a vector of +1 and -1. Codes are packed to words of 32 bits, and the distance of two codes
-is the number of different bits. On CPUs this takes a quarter of the time of products of +1 and -1,
-and is as exact.
+A code is a vector of +1 and -1, and the distance of two codes is the number of different bits.
+Codes are packed to words of 32 bits, because on CPUs this takes a quarter of the time of products.
 
-In shapes, B is the number of rows of the batch, H of heads, T of queries of a head, K of numbers of
-a query, P of bits of a code, W of its words, and C of clusters.
+In shapes, P is the number of bits of a code, W of its words, and C of clusters.
 """
 
 import jax
@@ -32,22 +30,11 @@ def cluster_queries(
     *,
     implementation: str | None = None,
 ) -> Int[Array, "B H T"]:
-    """Hashes the queries and clusters their hash codes by k-means.
+    """Hashes the queries and returns the cluster of each, from k-means of the hash codes.
 
-    Returns the index of each query's cluster, int32; padding gets the number of clusters.
-
-    There are min(`config.clusters`, T) clusters; an example with fewer queries than clusters uses
-    at most one cluster per query. The result for an example depends on the example's queries and
-    the random key, not on the rest of the batch or padding. The result has no gradient.
-
-    Args:
-      queries: the queries.
-      valid: False for padding.
-      config: the number of clusters and the settings of k-means.
-      key: the random key of the planes that hash queries and of the queries that k-means starts
-        from.
-      implementation: the name of an implementation of k-means; None selects the best one that
-        supports the inputs.
+    There are min(`config.clusters`, T) clusters; padding gets this number as its label. An example
+    with fewer queries uses at most one cluster per query. The result for an example does not depend
+    on the rest of the batch or padding, and has no gradient.
     """
     queries = jax.lax.stop_gradient(queries)
     tokens, width = queries.shape[2:]
@@ -85,21 +72,10 @@ def kmeans(
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
 
-    Codes are assigned to their nearest centroids `iterations` times, and the centroids are updated
-    between two assignments.
-
-    Args:
-      codes: the hash codes, whose numbers (bits) are +1 and -1.
-      valid: False for padding, which does not affect centroids.
-      centroids: the initial centroids.
-      active: True for clusters that codes may be assigned to.
-      iterations: the number of assignments.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The cluster of each code, int32, or C for padding; and the centroids of the last assignment.
-        Neither has a gradient.
+    Returns the cluster of each code, or C for padding, and the centroids of the last of
+    `iterations` assignments, without gradients. A bit of a centroid is the majority of the
+    cluster's codes, -1 for a tie; empty clusters keep their centroid. Codes are not assigned to
+    clusters that are not `active`.
     """
     codes, centroids = map(jax.lax.stop_gradient, (codes, centroids))
     return dispatch.run(OP, implementation, codes, valid, centroids, active, iterations=iterations)
@@ -116,9 +92,6 @@ def _kmeans(
     words = pack_codes(codes)
 
     def update_centroids(_: Array | int, centroids: Array) -> Array:
-        """Returns the centroids after one iteration: each code is assigned to the nearest of
-        `centroids`, and a new centroid is the bitwise majority of its cluster's codes.
-        """
         return _update_centroids(
             codes, nearest_centroids(words, valid, pack_codes(centroids), active), centroids
         )
@@ -146,14 +119,9 @@ def nearest_centroids(
     centroids: UInt32[Array, "B H W C"],
     active: Bool[Array, "B C"],
 ) -> Int[Array, "B H T"]:
-    """Returns the index of the active centroid with the smallest distance to each code, int32.
+    """Returns the first of the active centroids (packed) with the smallest distance to each code.
 
-    Among equally near centroids, the first is chosen. Padding gets C.
-
-    Args:
-      codes, centroids: packed codes, from `pack_codes`.
-      valid: False for padding.
-      active: False for centroids that no code may be assigned to.
+    Padding gets C.
     """
     clusters = centroids.shape[-1]
     pairs = (codes[:, :, i, None] ^ centroids[:, :, i, :, None] for i in range(codes.shape[2]))
@@ -171,10 +139,6 @@ def _update_centroids(
     labels: Int[Array, "B H T"],
     centroids: Float[Array, "B H C P"],
 ) -> Float[Array, "B H C P"]:
-    """Returns the bitwise majority of each cluster's members, -1 for a tie.
-
-    Empty clusters keep their centroid.
-    """
     clusters = centroids.shape[2]
     majority = jnp.where(cluster_sums(codes, labels, clusters) > 0, 1, -1).astype(centroids.dtype)
     return jnp.where(member_counts(labels, clusters)[..., None] > 0, majority, centroids)
@@ -197,19 +161,15 @@ def _word(bits: Bool[Array, "B H T P"]) -> UInt32[Array, "B H T"]:
 
 
 def _pad_to_words(x: Float[Array, "P *K"]) -> Float[Array, "Q *K"]:
-    """Pads planes with zeros to a multiple of 32 bits, because other numbers take longer.
-
-    All vectors have the same bit for a plane of zeros.
-    """
+    # A number of bits that is no multiple of 32 takes longer. All vectors have the same bit for a
+    # plane of zeros.
     return jnp.pad(x, ((0, -len(x) % 32), *((0, 0),) * (x.ndim - 1)))
 
 
 def _random_order(key: jax.Array, valid: Bool[Array, "B T"], count: int) -> Int[Array, "B R"]:
-    """Returns `count` different positions in random order, the valid ones first.
-
-    The random number of a position does not depend on the number of positions.
-    """
+    """Returns `count` different positions in random order, the valid ones first."""
     positions = jnp.arange(valid.shape[1])
+    # The random number of a position does not depend on the number of positions.
     draw = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(key, position)))
     numbers = jnp.where(valid, draw(positions)[None], -1.0)
     return top_k(numbers, count)[1]

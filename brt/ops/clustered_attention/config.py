@@ -6,28 +6,19 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusteredConfig:
-    """Settings of clustered attention: how queries are clustered, and how the queries of a cluster
-    (its members) attend.
+    """How queries are clustered, and how the queries of a cluster (its members) attend."""
 
-    Attributes:
-      kind: "clustered" gives all members of a cluster the attention output of their centroid. With
-        "improved_clustered", a member also computes its own logits for the `top_k` keys that the
-        centroid attends to most.
-      clusters: the number of clusters of a head's queries; short sequences have fewer.
-      iterations: the number of iterations of k-means.
-      fit_queries: the number of random queries that k-means is fitted to; 0 stands for all.
-      top_k: the number of keys for which the members of a cluster compute their own logits.
-      mass_rule: how much of a member's attention goes to these `top_k` keys, and how much to all
-        other keys. "paper" takes the sum of the centroid's weights of the `top_k` keys.
-        "lse_jensen" compares two log-sum-exps: the member's own for the `top_k` keys, and the
-        centroid's for the other keys, corrected by the variance of the cluster's queries.
-      mass_stop_gradient: True gives the total weight of the `top_k` keys no gradient.
-    """
-
+    # "clustered" gives all members of a cluster the attention output of their centroid. With
+    # "improved_clustered", a member also computes its own logits for the `top_k` keys that the
+    # centroid attends to most.
     kind: str
-    clusters: int
-    iterations: int
-    fit_queries: int
-    top_k: int
+    clusters: int  # the number of clusters of a head's queries; short sequences have fewer
+    iterations: int  # the number of iterations of k-means
+    fit_queries: int  # the number of random queries that k-means is fitted to; 0 stands for all
+    top_k: int  # the number of keys for which the members of a cluster compute their own logits
+    # How much of a member's attention goes to these `top_k` keys, and how much to all other keys.
+    # "paper" takes the sum of the centroid's weights of the `top_k` keys. "lse_jensen" compares two
+    # log-sum-exps: the member's own for the `top_k` keys, and the centroid's for the other keys,
+    # corrected by the variance of the cluster's queries.
     mass_rule: Literal["paper", "lse_jensen"]
-    mass_stop_gradient: bool
+    mass_stop_gradient: bool  # True gives the total weight of the `top_k` keys no gradient

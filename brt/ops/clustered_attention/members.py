@@ -1,15 +1,10 @@
 """Sums over the queries of each cluster, copies back to the queries, and tiles of sorted queries.
 
-The queries of a head are sorted by cluster and laid out in tiles of M slots. Each tile belongs to
+The queries of a head are sorted by cluster and laid out in N tiles of M slots. Each tile belongs to
 one cluster, and only the last tile of a cluster has empty slots. An array that the queries of a
-cluster share is therefore read once per tile, and products with it are dense.
-
-The functions come in pairs. The two functions of a pair are transposes of each other, so each is
-the backward pass of the other one. No backward pass of a permutation needs a scatter of T rows.
-
-In shapes, B is the number of rows of the batch, H of heads, T of queries of a head, K of numbers of
-a vector, C of clusters, and N of tiles of M slots; *R stands for any axes. The label of a query is
-the index of its cluster; padding has the label C.
+cluster share is therefore read once per tile, and products with it are dense. The functions come in
+pairs, each the transpose and thus the backward pass of the other, so none scatters T rows. The
+label of a query is the index of its cluster; padding has the label C, the number of clusters.
 """
 
 from functools import partial
@@ -21,45 +16,25 @@ from jaxtyping import Array, Float, Int, Shaped
 
 
 class QueryTiles(NamedTuple):
-    """The assignment of the queries of each head to tiles of M slots.
+    """The assignment of the queries of each head to tiles of M slots."""
 
-    Attributes:
-      queries: int32, the index of the query in each of the NM = N * M slots; T for an empty slot.
-      slots: int32, the slot of each query; N * M for padding.
-      clusters: int32, the cluster of each tile; any cluster for an empty tile.
-    """
-
-    queries: Int[Array, "B H NM"]
-    slots: Int[Array, "B H T"]
-    clusters: Int[Array, "B H N"]
+    queries: Int[Array, "B H NM"]  # the query in each slot; T for an empty slot
+    slots: Int[Array, "B H T"]  # the slot of each query; N * M for padding
+    clusters: Int[Array, "B H N"]  # the cluster of each tile; any cluster for an empty tile
 
 
 def tile_size(tokens: int, clusters: int) -> int:
-    """Returns the number of slots of a tile: the largest power of 2 up to the mean number of
-    queries of a cluster, but at least 8 and at most 128.
+    """Returns the slots of a tile: the largest power of 2 up to the mean size of a cluster.
 
-    Each cluster fills its tiles except the last one, so fewer than `clusters` tiles of slots are
-    empty. If a cluster has 8 or more queries on average, a tile is not larger than this average.
-    Then there are fewer empty slots than queries, so less than half of all slots are empty.
-
-    Args:
-      tokens: the number of queries of a head.
-      clusters: the number of clusters of a head.
+    It is at least 8 and at most 128. Fewer than `clusters` tiles of slots are empty, so with 8 or
+    more queries per cluster less than half of all slots are empty.
     """
     usual = max(tokens // clusters, 1)
     return min(max(1 << (usual.bit_length() - 1), 8), 128)
 
 
 def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> QueryTiles:
-    """Returns the assignment of queries to tiles of `size` slots.
-
-    The number of tiles depends only on shapes, and suffices for clusters of any sizes.
-
-    Args:
-      labels: the cluster of each query; `clusters` for padding.
-      clusters: the number of clusters.
-      size: the number of slots of a tile.
-    """
+    """Assigns queries to tiles of `size` slots, as many as suffice for clusters of any sizes."""
     tokens = labels.shape[-1]
     count = min((tokens + clusters * (size - 1)) // size, tokens)
     members = member_counts(labels, clusters)
@@ -88,11 +63,6 @@ def build_tiles(labels: Int[Array, "B H T"], *, clusters: int, size: int) -> Que
 
 
 def _sort_by_label(labels: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
-    """Returns the positions sorted by label, in ascending order for each label.
-
-    Label and position are sorted as one number if it fits into 32 bits, because XLA's CPU backend
-    takes four times as long to sort pairs.
-    """
     tokens = labels.shape[-1]
     # Label and position are combined to the number label * T + position. Labels are at most T, so
     # the largest such number is T * T + T - 1, which has to fit into 32 bits.
@@ -107,50 +77,34 @@ def _inverse_permutation(order: Int[Array, "B H T"]) -> Int[Array, "B H T"]:
     places = jnp.arange(order.shape[-1], dtype=order.dtype)
 
     def invert_order(order: Int[Array, " T"]) -> Int[Array, " T"]:
-        """Returns the inverse of the permutation `order` of one head's queries."""
         return jnp.zeros_like(places).at[order].set(places, unique_indices=True)
 
     return jax.vmap(jax.vmap(invert_order))(order)
 
 
 def to_tiles(x: Float[Array, "B H T K"], tiles: QueryTiles) -> Float[Array, "B H N M K"]:
-    """Returns the vectors x of the queries, copied to the queries' slots in `tiles`; empty slots
-    are zero.
-    """
+    """Returns the vectors x of the queries in the queries' slots; empty slots are zero."""
     return _permute_rows(x, tiles.queries, tiles.slots).reshape(
         *tiles.clusters.shape, -1, x.shape[-1]
     )
 
 
 def from_tiles(x: Float[Array, "B H N M K"], tiles: QueryTiles) -> Float[Array, "B H T K"]:
-    """Returns, for each query, the vector of x in the query's slot; padding gets zeros.
-
-    x has a vector for each slot, and `tiles` has the slot of each query.
-    """
+    """Returns, for each query, the vector of x in the query's slot; padding gets zeros."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return _permute_rows(flat, tiles.slots, tiles.queries)
 
 
 def gather_by_tile(x: Shaped[Array, "B H C *R"], tiles: QueryTiles) -> Shaped[Array, "B H N *R"]:
-    """Returns, for each of the tiles, the row of x that belongs to the tile's cluster.
-
-    x has a row for each cluster.
-    """
+    """Returns, for each tile, the row of x that belongs to the tile's cluster."""
 
     def gather_rows(x: Array, clusters: Array) -> Array:
-        """Returns the rows of x at the indices `clusters`, which are the clusters of one head's
-        tiles.
-        """
         return x.at[clusters].get(mode="promise_in_bounds", indices_are_sorted=True)
 
     return jax.vmap(jax.vmap(gather_rows))(x, tiles.clusters)
 
 
 def member_counts(labels: Int[Array, "B H T"], clusters: int) -> Int[Array, "B H C"]:
-    """Returns the number of queries in each cluster, int32.
-
-    `labels` are the clusters of the queries; padding has the label `clusters` and is left out.
-    """
     return _segment_sums(jnp.ones_like(labels), labels, clusters)
 
 
@@ -158,15 +112,7 @@ def member_counts(labels: Int[Array, "B H T"], clusters: int) -> Int[Array, "B H
 def cluster_sums(
     x: Float[Array, "B H T K"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C K"]:
-    """Returns the sum of x over the queries of each cluster, in the dtype of x.
-
-    The sums are computed in float32 or better.
-
-    Args:
-      x: a vector for each query.
-      labels: the cluster of each query. Padding has the label `clusters` and is left out.
-      clusters: the number of clusters.
-    """
+    """Returns the sum of x over the queries of each cluster, computed in float32 or better."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return _segment_sums(wide, labels, clusters).astype(x.dtype)
 
@@ -174,11 +120,7 @@ def cluster_sums(
 def gather_by_label(
     x: Float[Array, "B H C K"], labels: Int[Array, "B H T"]
 ) -> Float[Array, "B H T K"]:
-    """Returns, for each query, the row of x that belongs to the query's cluster; padding gets
-    zeros.
-
-    `labels` are the clusters of the queries.
-    """
+    """Returns, for each query, the row of x of the query's cluster; padding gets zeros."""
     return _gather_by_label(x, labels, x.shape[2])
 
 
@@ -198,14 +140,7 @@ _gather_by_label.defvjp(
 
 
 def _segment_sums(x: Array, indices: Array, count: int) -> Array:
-    """Adds the rows of x of each head to the rows given by `indices` of an array with
-    `count` rows.
-    """
-
     def sum_rows(x: Array, indices: Array) -> Array:
-        """Returns, for one head, an array of `count` rows. Row i is the sum of the rows x[j] for
-        all j with indices[j] = i.
-        """
         return jnp.zeros((count, *x.shape[1:]), x.dtype).at[indices].add(x, mode="drop")
 
     return jax.vmap(jax.vmap(sum_rows))(x, indices)
@@ -215,7 +150,6 @@ def _gather_rows(x: Array, indices: Array) -> Array:
     """Returns the rows of x of each head; indices beyond the end give zeros."""
 
     def gather_rows(x: Array, indices: Array) -> Array:
-        """Returns the rows of one head's x at `indices`; indices beyond the end give zeros."""
         return x.at[indices].get(mode="fill", fill_value=0)
 
     return jax.vmap(jax.vmap(gather_rows))(x, indices)

@@ -4,9 +4,6 @@ The centroids of the clusters attend to the keys like queries, so the kernels of
 compute their attention, forward and backward (`brt.ops.masked_attention`). Their weights [C, X]
 never leave the chip. Sums over clusters, the search for the best keys, and in improved clustered
 attention the attention of the queries to the best keys, stay in plain XLA.
-
-In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, and C of
-clusters; K and E are the sizes of a key and of a value of a head.
 """
 
 import functools
@@ -81,7 +78,6 @@ def _by_head(
     values: Float[Array, "B H X E"], valid: Bool[Array, "B X"], labels: Int[Array, "B H T"],
     config: ClusteredConfig, dropout: None, bias: None, *, interpret: Any,
 ) -> Float[Array, "B H T E"]:  # fmt: skip
-    """Computes clustered attention on each device, for its own rows and heads."""
     attend = functools.partial(_attend, backend=backend, interpret=interpret)
     local: Callable[..., Array] = functools.partial(
         _KINDS[kind], config=config, dropout=None, bias=None, attend=attend
@@ -107,12 +103,10 @@ def _attend(
     backend: str,
     interpret: Any,
 ) -> AttentionPart:
-    """Returns the attention of the centroids; see `xla.CentroidAttention`.
-
-    Centroids have a mask for each head. The kernels have a mask for each row of the batch, so heads
-    become rows.
-    """
+    """Returns the attention of the centroids; see `xla.CentroidAttention`."""
     batch, heads, clusters, width = centroids.shape
+    # Centroids have a mask for each head, and the kernels one for each row of the batch, so heads
+    # become rows.
     by_head = jnp.broadcast_to(seen, (batch, heads, *seen.shape[2:]))
     mask = _padded(by_head, 3) if seen.shape[2] == 1 else _padded(_padded(by_head, 3), 2)
     # The TPU's kernels read heads of 64 in pairs, and a row has one head here.

@@ -1,14 +1,4 @@
-"""Reference implementation of clustered attention, its hash and its k-means.
-
-Clustered attention gives each query the attention output of its cluster's centroid. Improved
-clustered attention computes the exact logits of each query for the keys with the largest logits of
-the centroid, the best keys. All weights [B, H, T, X] exist at once, in float64 if JAX has enabled
-it. There is no dropout.
-
-In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, C of clusters,
-and P of bits of a hash code; K and E are the sizes of a key and of a value of a head, and O = T + X
-- 1 is the number of distances between a query and a key.
-"""
+"""Clustered attention, its hash and its k-means, with all weights [B, H, T, X] at once."""
 
 from functools import partial
 
@@ -29,17 +19,7 @@ def clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
-    """Returns, for each query, the attention output of its cluster's centroid.
-
-    Args:
-      queries: queries, already multiplied by any scale.
-      keys, values: the keys and the values.
-      valid: False for padding, which no query sees.
-      labels: the cluster of each query; the number of clusters for padding, which gets zeros.
-      config: the settings of clustered attention.
-      dropout: None, because dropout is not supported.
-      bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
-    """
+    """Implements `api.attend_by_label` for scaled queries, with heads before tokens."""
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
     pairs = _pair_bias(bias, queries, keys)
@@ -58,20 +38,7 @@ def improved_clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
-    """Returns the output of improved clustered attention for all queries.
-
-    The weights of a query for the best keys of its cluster come from the query's own logits, and
-    the weights for all other keys from the logits of the cluster's centroid.
-
-    Args:
-      queries: queries, already multiplied by any scale.
-      keys, values: the keys and the values.
-      valid: False for padding, which no query sees.
-      labels: the cluster of each query; the number of clusters for padding, which gets zeros.
-      config: the settings of clustered attention.
-      dropout: None, because dropout is not supported.
-      bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
-    """
+    """Implements `api.attend_by_label` for scaled queries, with heads before tokens."""
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
     mask = valid[:, None, None]
@@ -94,15 +61,7 @@ def improved_clustered(
 def hash_codes(
     x: Float[Array, "*B K"], normals: Float[Array, "P K"], offsets: Float[Array, " P"]
 ) -> Float[Array, "*B P"]:
-    """Returns the hash codes of vectors: bit p of a code is +1 if the vector is beyond plane p, and
-    -1 otherwise.
-
-    Args:
-      x: the vectors.
-      normals: the normal vector of each plane.
-      offsets: the offset of each plane. A vector is beyond a plane if its product with the normal
-        is greater than the offset.
-    """
+    """Implements `hashing.hash_codes`."""
     bits = [x @ n > b for n, b in zip(normals, offsets, strict=True)]
     return jnp.where(jnp.stack(bits, axis=-1), 1.0, -1.0)
 
@@ -115,18 +74,7 @@ def kmeans(
     *,
     iterations: int,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
-
-    Returns the index of each code's cluster, and the centroids of the last assignment. A bit of a
-    centroid is +1 if more than half of the cluster's codes have +1 there, and -1 otherwise.
-
-    Args:
-      codes: hash codes of +1 and -1.
-      valid: False for padding, which belongs to no cluster and gets the label C.
-      centroids: the initial centroids.
-      active: True for clusters that codes may be assigned to.
-      iterations: the number of assignments.
-    """
+    """Implements `clustering.kmeans`."""
     per_head = partial(_kmeans, iterations=iterations)
     return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(codes, valid, centroids, active)
 
@@ -157,16 +105,13 @@ def _kmeans(
 def _same_cluster(
     labels: Int[Array, "B H T"], config: ClusteredConfig
 ) -> tuple[Bool[Array, "B H T T"], Bool[Array, "B H T 1"]]:
-    """Returns a mask of the pairs of queries that share a cluster, and a mask of the queries that
-    are no padding.
-    """
+    """Returns which pairs of queries share a cluster, and which queries are no padding."""
     real = labels < min(config.clusters, labels.shape[-1])
     same = labels[..., :, None] == labels[..., None, :]
     return same & real[..., None, :], real[..., None]
 
 
 def _cluster_mean(x: Float[Array, "B H T K"], together: Bool[Array, "B H T T"]) -> Array:
-    """Returns the mean of x over each query's cluster."""
     count = jnp.maximum(jnp.sum(together, axis=-1, keepdims=True), 1)
     return together.astype(x.dtype) @ x / count.astype(x.dtype)
 
@@ -186,9 +131,7 @@ def _pair_bias(bias: Float[Array, "H O"] | None, queries: Array, keys: Array) ->
 
 
 def _rank(x: Float[Array, "B H T X"]) -> Int[Array, "B H T X"]:
-    """Returns the rank of each number, 0 for the largest; the first of equal numbers
-    ranks higher.
-    """
+    """Returns 0 for the largest number; the first of equal numbers ranks higher."""
     x = jax.lax.stop_gradient(x)
     return jnp.argsort(jnp.argsort(-x, axis=-1, stable=True), axis=-1)
 

@@ -1,8 +1,6 @@
 """Clustered attention in plain XLA, with weights [C, X] and [T, R] for each head.
 
-In shapes, B is the number of rows of the batch, H of heads, T of queries, X of keys, C of clusters,
-and R of best keys of a cluster; K and E are the sizes of a key and of a value of a head, and O = T
-+ X - 1 is the number of distances between a query and a key.
+R is the number of best keys of a cluster; see `api` for the other axes.
 """
 
 from collections.abc import Callable
@@ -33,17 +31,12 @@ from brt.ops.top_k import top_k
 
 
 class BestKeys(NamedTuple):
-    """The best keys of each cluster, which are the keys with the largest logits of its centroid.
-
-    Attributes:
-      indices: int32 [B, H, C, R], the positions of the best keys.
-      there: bool [B, H, C, R], False for slots without a key, which exist if there are fewer than R
-        valid keys.
-      mask: bool [B, H, C, X], True for the best keys; the value for invalid keys has no meaning.
-    """
+    """The best keys of each cluster, which are the keys with the largest logits of its centroid."""
 
     indices: Int[Array, "B H C R"]
+    # False for slots without a key, if there are fewer than R valid keys
     there: Bool[Array, "B H C R"]
+    # True for the best keys; the value for invalid keys has no meaning
     mask: Bool[Array, "B H C X"]
 
 
@@ -64,7 +57,6 @@ def attend_from_centroids(
     logits: Float[Array, "B H C X"],
     dropout: Dropout | None,
 ) -> AttentionPart:
-    """Returns the attention of the centroids with these logits; see `CentroidAttention`."""
     return attend_to_part(jnp.where(seen, logits, MASKED), values, dropout)
 
 
@@ -80,19 +72,7 @@ def clustered(
     *,
     attend: CentroidAttention = attend_from_centroids,
 ) -> Float[Array, "B H T E"]:
-    """Returns, for each query, the attention output of its cluster's centroid (equations 4 to 6).
-
-    Args:
-      queries: queries, already multiplied by any scale.
-      keys, values: the keys and the values.
-      valid: False for padding, which no query sees.
-      labels: int32, the cluster of each query; the number of clusters for padding, which gets
-        zeros.
-      config: the settings of clustered attention.
-      dropout: dropout of the centroids' attention weights [B, H, C, X], or None.
-      bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
-      attend: computes the attention of the centroids.
-    """
+    """Implements `api.attend_by_label` (equations 4-6) for scaled queries, heads before tokens."""
     centroids = _centroids(queries, labels, config)
     logits = matmul_nt(centroids, keys)
     if bias is not None:
@@ -113,23 +93,10 @@ def improved_clustered(
     *,
     attend: CentroidAttention = attend_from_centroids,
 ) -> Float[Array, "B H T E"]:
-    """Returns the output of improved clustered attention (section 3.3 of the paper).
+    """Implements `api.attend_by_label` (section 3.3) for scaled queries, heads before tokens.
 
-    A query computes its own logits for the best keys of its cluster. For all other keys, it has the
-    logits of the cluster's centroid.
-
-    Args:
-      queries: queries, already multiplied by any scale.
-      keys, values: the keys and the values.
-      valid: False for padding, which no query sees.
-      labels: int32, the cluster of each query; the number of clusters for padding, which gets
-        zeros.
-      config: the settings of clustered attention.
-      dropout: dropout of the attention weights, or None. `dropout.part(0)` is applied to each
-        query's weights of the best keys, and `dropout.part(1)` to the centroids' weights
-        [B, H, C, X].
-      bias: the bias of each distance (key minus query) from 1 - T to X - 1, or None.
-      attend: computes the attention of the centroids to all keys that are not their best keys.
+    `dropout.part(0)` is for each query's weights of the best keys, `dropout.part(1)` for the
+    weights of the centroids, whose attention to the other keys `attend` computes.
     """
     tokens, clusters = labels.shape[-1], _cluster_count(labels, config)
     size = min(tile_size(tokens, clusters), tokens)
@@ -170,10 +137,8 @@ def _best_keys_lse(
     best: BestKeys,
     mean_bias: Float[Array, "B H C X"] | None,
 ) -> Float[Array, "B H C"]:
-    """Returns the log-sum-exp of the centroid's logits of its best keys.
-
-    The paper gives the best keys the same total weight for each member of the cluster.
-    """
+    """Returns the log-sum-exp of the centroid's logits of its best keys."""
+    # The paper gives the best keys the same total weight for each member of the cluster.
     logits = matmul_nt(centroids[..., None, :], best_keys)[..., 0, :]
     if mean_bias is not None:
         logits += jnp.take_along_axis(mean_bias, best.indices, axis=-1)
@@ -195,10 +160,7 @@ def _find_best_keys(
 def _centroids(
     queries: Float[Array, "B H T K"], labels: Int[Array, "B H T"], config: ClusteredConfig
 ) -> Float[Array, "B H C K"]:
-    """Returns the means of the clusters' members (equation 3) in the queries' dtype.
-
-    Empty clusters have zeros.
-    """
+    """Returns the means of the clusters' members (equation 3), zeros for empty clusters."""
     clusters = _cluster_count(labels, config)
     sums = cluster_sums(queries.astype(jnp.float32), labels, clusters)
     return (sums / _member_divisors(labels, clusters)[..., None]).astype(queries.dtype)

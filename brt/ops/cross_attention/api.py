@@ -10,8 +10,7 @@ The source is divided into segments, and each target position reads one of them.
   transformer_xl: softmax over one segment and the previous segment.
   local_global: softmax over one segment and the means of all segments.
 
-In shapes, B is the number of sources, T of target positions, X of source positions, N of beams of a
-source, H of heads, and K of numbers of a head.
+In shapes, B is the number of sources, T of target positions, X of source positions, N of beams.
 """
 
 from functools import partial
@@ -78,31 +77,17 @@ def attend(
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Returns the attention output of the T target positions from t0 on, and metrics.
 
-    Training uses this function. Decoding uses `prefill` and `step`.
+    The metrics describe the neurons of `srformer`; they are None for other kinds. Training uses
+    this function. Decoding uses `prefill` and `step`.
 
     Args:
       queries: already multiplied by any scale.
-      keys, values: projections of the encoder's output. Padding is not read, except if
-        `config.mask_kv` is False, as in the original code's T5. Padding then counts in recurrences
-        and in the means of segments, but no softmax reads the keys of padding themselves.
-      valid: False for padding. If `config.mask_kv` is True, the softmax of a source without valid
-        positions gives zeros.
-      parameters: learned parameters of the kind of cross-attention.
-      config: settings of cross-attention.
-      t0: the target position of the first query, 0 in training. If t0 is an array, the computation
-        costs as much as full attention.
+      valid: False for padding, which no softmax reads; a source without valid positions gives zeros
+        if `config.mask_kv`. Without this setting, as in the original code's T5, padding counts in
+        recurrences and in means of segments.
+      t0: 0 in training. If t0 is an array, the computation costs as much as full attention.
       target_length: the number of target positions of the padded batch, among which the setting
         `index_mode = "batch"` distributes the segments; None in decoding.
-      dropout: dropout of the softmax weights; None for no dropout.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The outputs in the dtype of the keys, with softmax and recurrence in float32; and metrics of
-        the neurons of `srformer`, all of which are None for other kinds.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         OP, implementation, queries, keys, values, valid, parameters, config,
@@ -117,16 +102,7 @@ def prefill(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> CrossCache:
-    """Returns the cache of the keys and values of a source, which decoding reads by `step`.
-
-    All beams of a source share one cache.
-
-    Args:
-      keys, values: projections of the encoder's output.
-      valid: False for padding.
-      parameters: learned parameters of the kind of cross-attention.
-      config: settings of cross-attention.
-    """
+    """Returns the cache that decoding reads by `step`, shared by all beams of a source."""
     windows = build_windows(keys, values, valid, parameters, config)
     return segmented.prefill(windows, parameters.raf, config)
 
@@ -134,13 +110,8 @@ def prefill(
 def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
     """Returns the cache for decoding steps at target position t and later.
 
-    Only the kind `srformer` with the setting `cache = "carry"` changes its cache, because this
-    cache holds the state of the recurrence at one position.
-
-    Args:
-      cache: the cache from `prefill` or from an earlier call of `advance`.
-      t: the target position, which must not decrease from call to call.
-      config: settings of cross-attention.
+    t must not decrease from call to call. Only `srformer` with `cache = "carry"` changes its cache,
+    which holds the state of the recurrence at one position.
     """
     return segmented.advance(cache, t, config)
 
@@ -151,16 +122,9 @@ def step(
     t: int | Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Returns the attention output of T target positions, from position t on, for the N beams of
-    every source.
+    """Returns the result of `attend` for T target positions from t on, for all beams.
 
-    This is a step of decoding. The result equals the result of `attend` at these positions. If
-    beams are reordered, the cache stays as it is, because all beams of a source share the cache.
-
-    Args:
-      queries: queries of each beam, already multiplied by any scale.
-      cache: the cache for position t, from `prefill` or `advance`.
-      t: the target position of the first query.
-      config: settings of cross-attention.
+    The cache, from `prefill` or `advance`, is for position t. If beams are reordered, it stays as
+    it is, because all beams of a source share it.
     """
     return segmented.step(queries, cache, t, config)

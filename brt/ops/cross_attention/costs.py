@@ -1,8 +1,9 @@
 """Costs of cross-attention for one head: multiplications, and numbers that are stored.
 
 The functions `paper_...` count as the paper does (Table 1, Figure 5). The others count all matrix
-products. The paper omits the product of softmax weights and values, the product with the weights W
-of the recurrence, and the product of queries and states Q R.
+products but projections. The paper omits the product of softmax weights and values, the product
+with the weights W of the recurrence, and the product of queries and states Q R. In formulas, q is
+the number of target positions, k of source positions, d the size of a head, s that of a segment.
 """
 
 from typing import Literal
@@ -14,18 +15,6 @@ Kind = Literal["full", "segmented", "srformer", "xl_memory", "local_global"]
 def paper_multiplications(
     kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
 ) -> int:
-    """Returns the number of multiplications of one head, as the paper counts them.
-
-    With q target positions, k source positions, heads of size d and segments of s positions, the
-    number is qkd for full attention, qsd for segmented attention, and qsd + kd^2 for `srformer`.
-
-    Args:
-      kind: the kind of cross-attention.
-      targets: q.
-      sources: k.
-      head_dim: d.
-      segment_size: s.
-    """
     q, k, d, s = targets, sources, head_dim, segment_size
     return {"full": q * k * d, "segmented": q * s * d, "srformer": q * s * d + k * d**2}[kind]
 
@@ -33,19 +22,6 @@ def paper_multiplications(
 def paper_memory(
     kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
 ) -> int:
-    """Returns how many numbers one head stores, as the paper counts them.
-
-    With q target positions, k source positions, heads of size d and m segments of s positions, the
-    number is qk + kd for full attention, qs + kd for segmented attention, and qs + kd + md^2 for
-    `srformer`.
-
-    Args:
-      kind: the kind of cross-attention.
-      targets: q.
-      sources: k.
-      head_dim: d.
-      segment_size: s.
-    """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)
     return {
@@ -67,19 +43,9 @@ def multiplications(
 ) -> int:
     """Returns the number of multiplications of one head, for all target positions.
 
-    All matrix products of cross-attention are counted, except the projections.
-
-    Args:
-      kind: the kind of cross-attention.
-      targets: the number of target positions.
-      sources: the number of source positions.
-      head_dim: the size of a head.
-      segment_size: the number of source positions of a segment.
-      w_on: for `srformer`, the arrays with which the weights W of the recurrence are multiplied:
-        the values (kd^2 multiplications for k source positions and heads of size d, as in brt), or
-        the products of keys and values of each of m segments (md^3, as in the paper).
-      heads: for `xl_memory`, the number of heads, whose vectors its RNNs read as one vector; 0
-        leaves the RNNs out of the result. The other kinds do not use this number.
+    `w_on` says with what `srformer` multiplies W: the values (kd^2 multiplications, as in brt), or
+    the products of keys and values of each of m segments (md^3, as in the paper). `heads` adds the
+    RNNs of `xl_memory`, which read all heads as one vector; 0 leaves them out.
     """
     q, k, d, s = targets, sources, head_dim, segment_size
     segments = -(-k // s)
@@ -97,14 +63,7 @@ def multiplications(
 def step_multiplications(kind: Kind, *, sources: int, head_dim: int, segment_size: int) -> int:
     """Returns the number of multiplications of one head for one target position in decoding.
 
-    The position reads a cache that has the states of the recurrence of `srformer` for all segments,
-    and the outputs of the RNNs of `xl_memory`, so the recurrence and the RNNs are not counted.
-
-    Args:
-      kind: the kind of cross-attention.
-      sources: the number of source positions.
-      head_dim: the size of a head.
-      segment_size: the number of source positions of a segment.
+    The states of recurrences and RNNs are in a cache and not counted.
     """
     if kind == "srformer":
         return 2 * segment_size * head_dim + head_dim**2

@@ -1,9 +1,4 @@
-"""Learned parameters of cross-attention apart from its projections: shapes and initial values.
-
-The kind `srformer` of cross-attention has a recurrence over the segments of the source with
-recurrent accumulate-and-fire neurons (RAF), and the kind `xl_memory` has two RNNs. The other kinds
-have no such parameters.
-"""
+"""Learned parameters of cross-attention apart from its projections: shapes and initial values."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,46 +14,28 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class CrossParameters(NamedTuple):
-    """Learned parameters of a layer's cross-attention, apart from its projections.
+    """Learned parameters of a layer's cross-attention, apart from its projections."""
 
-    Attributes:
-      raf: parameters of the recurrent accumulate-and-fire neurons of `srformer`. For other kinds of
-        cross-attention, all fields of `raf` are None.
-      memory_keys, memory_values: the RNNs of `xl_memory`; None for other kinds.
-    """
-
+    # of the recurrent accumulate-and-fire neurons of `srformer`
     raf: segmented.RecurrenceParameters = segmented.RecurrenceParameters()
-    memory_keys: RnnWeights | None = None
+    memory_keys: RnnWeights | None = None  # the RNNs of `xl_memory`
     memory_values: RnnWeights | None = None
 
 
 class ParameterSpec(NamedTuple):
-    """Shape, sharding and initial value of a float32 parameter.
-
-    Attributes:
-      shape: the shape.
-      axes: the logical name of each axis, for sharding; None for unsharded axes.
-      initializer: a function from a random key, the shape and the dtype to the initial value.
-    """
+    """Shape, sharding and initial value of a float32 parameter."""
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    initializer: Callable[..., Array]
+    axes: tuple[str | None, ...]  # the logical name of each axis; None if unsharded
+    initializer: Callable[..., Array]  # a function of a random key, the shape and the dtype
 
 
 def specifications(
     config: CrossConfig, heads: int, head_dim: int
 ) -> dict[str, dict[str, ParameterSpec]]:
-    """Returns the shape, sharding and initial value of each parameter of a layer's cross-attention.
+    """Returns the specification of each parameter, as in {"raf": {"kernel": ..., "leak": ...}}.
 
-    The keys of the outer dictionary are names of fields of `CrossParameters`, and the keys of an
-    inner dictionary are names of arrays, as in {"raf": {"kernel": ..., "leak": ...}}. The
-    dictionary is empty for kinds of cross-attention without parameters.
-
-    Args:
-      config: settings of cross-attention.
-      heads: the number of heads.
-      head_dim: the size of a head.
+    The outer keys are fields of `CrossParameters`; kinds without parameters have none.
     """
     if config.kind == "srformer":
         results = _raf(config, head_dim)
@@ -69,11 +46,7 @@ def specifications(
 
 
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
-    """Returns parameters in nested dictionaries as a `CrossParameters`.
-
-    `tree` has the parameters as nested dictionaries of arrays, with the keys that `specifications`
-    returns.
-    """
+    """Returns the parameters in nested dictionaries with the keys of `specifications`."""
     kinds = {
         "raf": segmented.RecurrenceParameters,
         "memory_keys": RnnWeights,
@@ -85,14 +58,6 @@ def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
 def initial_parameters(
     rng: Array, config: CrossConfig, heads: int, head_dim: int
 ) -> CrossParameters:
-    """Returns newly drawn float32 parameters of a layer's cross-attention.
-
-    Args:
-      rng: the random key.
-      config: settings of cross-attention.
-      heads: the number of heads.
-      head_dim: the size of a head.
-    """
     tree = specifications(config, heads, head_dim)
     names = [(part, name) for part, entries in tree.items() for name in entries]
     keys = dict(zip(names, jax.random.split(rng, max(len(names), 1)), strict=False))
@@ -109,9 +74,6 @@ def initial_parameters(
 
 def _uniform(bound: float) -> Callable[..., Array]:
     def initialize(rng: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        """Returns an array of this shape and dtype with uniform random numbers from -`bound` to
-        `bound`, drawn with the key `rng`.
-        """
         return jax.random.uniform(rng, shape, dtype, -bound, bound)
 
     return initialize

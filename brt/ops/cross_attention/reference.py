@@ -1,11 +1,6 @@
-"""Reference implementation of cross-attention.
+"""Cross-attention by the reference implementation of segmented recurrent attention.
 
-The window of a segment is the keys and values that the targets of the segment read. This module
-builds the windows in a simple way, and attends to them by the reference implementation of segmented
-recurrent attention.
-
-In shapes, B is the number of sources, T of target positions, X of source positions, M of segments,
-S of source positions of a segment, H of heads, and K of numbers of a head.
+The windows, the keys and values that a segment's targets read, are built in a simple way.
 """
 
 import jax
@@ -32,24 +27,6 @@ def attend(
     target_length: int | None = None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics.
-
-    The kind of cross-attention that is named `srformer` passes the states of a recurrence through
-    accumulate-and-fire neurons. The metrics describe these neurons; for other kinds, all fields of
-    the metrics are None.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: projections of the encoder's output.
-      valid: False for padding. If `config.mask_kv` is True, the softmax of a source without valid
-        positions gives zeros.
-      parameters: learned parameters of the kind of cross-attention.
-      config: settings of cross-attention.
-      t0: the target position of the first query.
-      target_length: the number of target positions of the padded batch, among which the setting
-        `index_mode = "batch"` distributes the segments; None in decoding.
-      dropout: None, because dropout is not supported.
-    """
     windows = _windows(keys, values, valid, parameters, config)
     return segmented.attend(
         queries, windows, parameters.raf, config,

@@ -1,11 +1,4 @@
-"""Cross-attention in plain XLA.
-
-The window of a segment is the keys and values that the targets of the segment read. This module
-builds the windows, and attends to them by segmented recurrent attention.
-
-In shapes, B is the number of sources, T of target positions, X of source positions, M of segments,
-S of source positions of a segment, H of heads, and K of numbers of a head.
-"""
+"""Cross-attention in plain XLA: it builds the windows for segmented recurrent attention."""
 
 from collections.abc import Iterable
 
@@ -33,26 +26,6 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str = "xla",
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics.
-
-    The kind of cross-attention that is named `srformer` passes the states of a recurrence through
-    accumulate-and-fire neurons. The metrics describe these neurons; for other kinds, all fields of
-    the metrics are None.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: projections of the encoder's output.
-      valid: False for padding. If `config.mask_kv` is True, the softmax of a source without valid
-        positions gives zeros.
-      parameters: learned parameters of the kind of cross-attention.
-      config: settings of cross-attention.
-      t0: the target position of the first query.
-      target_length: the number of target positions of the padded batch, among which the setting
-        `index_mode = "batch"` distributes the segments; None in decoding.
-      dropout: dropout of the softmax weights; None for no dropout.
-      implementation: the implementation of segmented recurrent attention, which this function
-        calls.
-    """
     windows = build_windows(keys, values, valid, parameters, config)
     return segmented.attend(
         queries, windows, parameters.raf, config, t0=t0, target_length=target_length,
@@ -67,14 +40,7 @@ def build_windows(
     parameters: CrossParameters,
     config: CrossConfig,
 ) -> segmented.SegmentWindows:
-    """Returns the windows of all segments: the keys and values that the targets of a segment read.
-
-    Args:
-      keys, values: projections of the encoder's output.
-      valid: False for padding.
-      parameters: learned parameters of the kind of cross-attention.
-      config: settings of cross-attention.
-    """
+    """Returns, for all segments, the keys and values that the targets of a segment read."""
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
     size = keys.shape[1] if config.kind == "full" else config.segment_size

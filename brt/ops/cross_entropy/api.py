@@ -1,7 +1,8 @@
 """Cross-entropy loss and token scores over a vocabulary, without storing all logits at once.
 
-This module selects the implementation. In shapes, B is the number of rows of the batch, T of tokens
-of a row, D of numbers of a token's vector, and V of tokens of the vocabulary.
+In shapes, D is the number of numbers of a token's vector, and V of tokens of the vocabulary. The
+logits are scale * hidden @ embedding.T + bias. At most `chunk` tokens of a row have logits at once
+on a device; the TPU kernels ignore this number.
 """
 
 from jaxtyping import Array, Bool, Float, Int
@@ -46,25 +47,7 @@ def token_scores(
     chunk: int,
     implementation: str | None = None,
 ) -> TokenScores:
-    """Returns the negative log probability of each target, and whether the target is the most
-    probable token.
-
-    The function is for evaluation only and has no gradients.
-
-    Args:
-      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
-      embedding: the embeddings of the vocabulary.
-      targets: the token to score at each position.
-      bias: a bias of the logits, or None.
-      scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits exist at once on a device. The TPU
-        kernels ignore this number.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
-    """
+    """Returns the scores of the targets, for evaluation; there are no gradients."""
     return dispatch.run(
         SCORES, implementation, hidden, embedding, targets, bias, scale=scale, chunk=chunk
     )
@@ -82,29 +65,11 @@ def cross_entropy(
     smoothing: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the summed cross-entropy of the targets, with label smoothing (Szegedy et al. 2016,
-    section 7) and without.
+    """Returns two sums, in nats, of the cross-entropy of the targets where `mask` is True.
 
-    Args:
-      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
-      embedding: the embeddings of the vocabulary.
-      targets: the target of each position.
-      mask: False where a target does not count.
-      bias: float32, a bias of the logits, or None.
-      scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits exist at once on a device. The TPU
-        kernels ignore this number.
-      smoothing: the fraction of each target's probability that is distributed evenly over all
-        tokens.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The sum with label smoothing, which is the loss; and the sum without, which is the sum of the
-        targets' negative log probabilities in nats and has no gradient. Both are float32 scalars.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
+    The first has label smoothing (Szegedy et al. 2016, section 7): the fraction `smoothing` of each
+    target's probability is distributed evenly over all tokens. The second has none, and no
+    gradient.
     """
     return dispatch.run(
         LOSS, implementation, hidden, embedding, targets, mask, bias,

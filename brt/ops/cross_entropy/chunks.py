@@ -1,8 +1,4 @@
-"""Chunks of tokens, whose logits are computed one chunk after the other.
-
-In shapes, B is the number of rows of the batch, T of tokens of a row, C of tokens of a chunk, and D
-of numbers of a token's vector.
-"""
+"""Chunks of C tokens of a row, whose logits are computed one chunk after the other."""
 
 from collections.abc import Callable
 
@@ -15,14 +11,9 @@ from brt.ops.cross_entropy.scored import TokenScores
 
 
 def chunk_length(tokens: int, limit: int) -> int:
-    """Returns the number of tokens of a row that each device contributes to a chunk.
+    """Returns the number of tokens, up to `limit`, that each device contributes to a chunk.
 
-    The tokens of a row may be divided among several devices. The result is the largest number up to
-    `limit` that divides the number of a row's tokens on one device.
-
-    Args:
-      tokens: the number of tokens of a row on all devices.
-      limit: the largest number of tokens to return.
+    It divides the number of a row's tokens on one device.
     """
     own = tokens // shard_count("tokens", tokens)
     return next(n for n in range(min(limit, own), 0, -1) if own % n == 0)
@@ -31,8 +22,7 @@ def chunk_length(tokens: int, limit: int) -> int:
 def split_chunks(x: Array, chunk: int) -> Array:
     """Splits an array x [B, T, ...] into chunks of C tokens, [number of chunks, B, C, ...].
 
-    C is `chunk` times the number of devices among which the tokens of a row are divided. Each chunk
-    has `chunk` tokens of each of these devices, so every token stays on its device.
+    A chunk has `chunk` tokens of each device among which a row is divided; every token stays there.
     """
     batch, tokens = x.shape[:2]
     devices = shard_count("tokens", tokens)
@@ -41,10 +31,7 @@ def split_chunks(x: Array, chunk: int) -> Array:
 
 
 def join_chunks(x: Array, chunk: int) -> Array:
-    """Joins chunks x [number of chunks, B, C, ...] to an array [B, T, ...].
-
-    This is the inverse of `split_chunks` with the same `chunk`.
-    """
+    """Inverts `split_chunks` with the same `chunk`."""
     cut = x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
     return jnp.moveaxis(cut, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
@@ -55,12 +42,6 @@ def scores_by_chunk(
     targets: Int[Array, "B T"],
     chunk: int,
 ) -> TokenScores:
-    """Returns the scores of all targets, computed one chunk of tokens after the other.
-
-    Args:
-      score_chunk: returns the scores of a chunk, given its vectors [B, C, D] and targets [B, C].
-      hidden, targets: the vectors of the tokens, and the token to score at each position.
-      chunk: the number of tokens of a row in a chunk, from `chunk_length`.
-    """
+    """Returns all scores, by calls of `score_chunk` with vectors [B, C, D] and targets [B, C]."""
     pieces = split_chunks(hidden, chunk), split_chunks(targets, chunk)
     return TokenScores(*(join_chunks(x, chunk) for x in jax.lax.map(score_chunk, pieces)))

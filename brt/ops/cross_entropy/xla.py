@@ -1,11 +1,8 @@
-"""Token scores and cross-entropy loss in plain XLA, one chunk of tokens at a time.
+"""Token scores and cross-entropy loss in plain XLA, one chunk of C tokens at a time.
 
-The float32 logits [B, T, V] of a long segment would be the largest array of a train step. Under
+The float32 logits of a long segment would be the largest array of a train step. Under
 differentiation the gradients of each chunk are computed while its logits exist, so nothing is
 computed twice.
-
-In shapes, B is the number of rows of the batch, T of tokens of a row, C of tokens of a chunk, D of
-numbers of a token's vector, and V of tokens of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -39,23 +36,19 @@ class _ChunkLogits(NamedTuple):
 
     @property
     def nats(self) -> Float[Array, "B C"]:
-        """The negative log probabilities of the targets, in nats."""
         return self.lse - self.chosen
 
     def is_target(self, targets: Int[Array, "B C"]) -> Bool[Array, "B C V"]:
-        """Returns a mask of the logits: True for the logits of the targets, False for others."""
         return jnp.arange(self.all.shape[-1])[None, None] == targets[..., None]
 
 
 def _embedding_product(
     embedding: Float[Array, "V D"], dtype: jnp.dtype
 ) -> Callable[[Array], Array]:
-    """Returns a function that multiplies [B, C, D] by the embedding to [B, C, V].
-
-    On CPUs the embedding is transposed once for all chunks; a product with the transpose takes 1.2
-    times as long for 1,024 tokens.
-    """
+    """Returns a function that multiplies [B, C, D] by the embedding to [B, C, V]."""
     table, sizes = embedding.astype(dtype), "bcd,vd->bcv"
+    # For 1,024 tokens on CPUs, a product with the transpose takes 1.2 times as long as with this
+    # copy.
     if dispatch.policy().stores_transposes:
         table, sizes = transposed(table), "bcd,dv->bcv"
     return lambda x: jnp.einsum(sizes, x, table, preferred_element_type=jnp.float32)
@@ -85,29 +78,12 @@ def token_scores(
     scale: float,
     chunk: int,
 ) -> TokenScores:
-    """Returns the negative log probability of each target, and whether the target is the most
-    probable token.
-
-    The function has no gradients.
-
-    Args:
-      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
-      embedding: the embeddings of the vocabulary.
-      targets: the token to score at each position.
-      bias: a bias of the logits, or None.
-      scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits exist at once on a device.
-    """
     chunk, product = (
         chunk_length(hidden.shape[1], chunk),
         _embedding_product(embedding, hidden.dtype),
     )
 
     def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
-        """Returns the scores of the targets of one chunk.
-
-        `piece` has the vectors [B, C, D] and the targets [B, C] of the chunk.
-        """
         results = _logits(product(piece[0]), piece[1], bias, scale)
         others = jnp.where(results.is_target(piece[1]), -jnp.inf, results.all)
         return TokenScores(results.nats, results.chosen > jnp.max(others, axis=-1))
@@ -126,22 +102,6 @@ def cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the summed cross-entropy of the targets, with label smoothing and without, as two
-    float32 scalars.
-
-    Only the sum with label smoothing has a gradient.
-
-    Args:
-      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
-      embedding: the embeddings of the vocabulary.
-      targets: the target of each position.
-      mask: False where a target does not count.
-      bias: a bias of the logits, or None.
-      scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits exist at once on a device.
-      smoothing: the fraction of each target's probability that is distributed evenly over all
-        tokens.
-    """
     return _cross_entropy(hidden, embedding, targets, mask, bias, scale, chunk, smoothing)
 
 
@@ -162,16 +122,6 @@ def _cross_entropy(
     )
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
-        """Adds the sums over the tokens of a chunk to `total`.
-
-        Args:
-          total: [2], the sums over the previous chunks: the loss, which has label smoothing, and
-            the negative log probabilities of the targets (nats), which have none.
-          piece: the vectors, the targets and the mask of the chunk.
-
-        Returns:
-          The new sums; and None, because `lax.scan` also expects an output of each step.
-        """
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)
         return total + _sums(results, counts, smoothing), None
@@ -205,14 +155,6 @@ def _forward(
     )
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
-        """Returns the scan's carry after a chunk is added, and the gradient of the chunk's vectors.
-
-        Args:
-          carry: three sums over the previous chunks: an array of two numbers, the loss, which has
-            label smoothing, and the nats, the negative log probabilities of the targets without
-            it; the gradient of the embedding; and the gradient of the bias, None without a bias.
-          piece: the vectors, the targets and the mask of the chunk.
-        """
         total, d_embedding, d_bias = carry
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)

@@ -1,11 +1,8 @@
-"""Token scores on CPUs, one tile of the vocabulary at a time.
+"""Token scores on CPUs, one tile of W tokens of the vocabulary at a time.
 
 XLA's CPU backend multiplies vectors with a table of many columns slowly, because it reads each
-column across the whole table. The table of a large vocabulary is therefore cut into tiles of
-tokens. The logits of a tile stay in the caches of the processor, and only their sums are stored.
-
-In shapes, B is the number of rows of the batch, T of tokens of a row, C of tokens of a chunk, D of
-numbers of a token's vector, V of tokens of the vocabulary, and W of tokens of a tile.
+column across the whole table. The logits of a tile stay in the caches of the processor, and only
+their sums are stored.
 """
 
 from typing import NamedTuple
@@ -24,25 +21,18 @@ _TILE = 512
 
 
 class _Sums(NamedTuple):
-    """What is known of the logits after some tiles of the vocabulary.
+    """What is known of the logits after some tiles of the vocabulary."""
 
-    Attributes:
-      largest: the largest logit.
-      exponentials: the sum of exp(logit - largest), or of exp(logit) if `largest` is not finite.
-      target: the logit of the target; -inf before its tile.
-      other: the largest logit of another token than the target.
-    """
-
-    largest: Float[Array, "B C"]
+    largest: Float[Array, "B C"]  # the largest logit
+    # the sum of exp(logit - largest), or of exp(logit) if `largest` is not finite
     exponentials: Float[Array, "B C"]
-    target: Float[Array, "B C"]
-    other: Float[Array, "B C"]
+    target: Float[Array, "B C"]  # the logit of the target; -inf before its tile
+    other: Float[Array, "B C"]  # the largest logit of another token than the target
 
 
 def refusal(
     hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *args: object, **options: object
 ) -> str | None:
-    """Returns why `token_scores` does not support the inputs, or None."""
     if partitioned():
         return "the arrays may be sharded over several devices"
     if len(embedding) < 2 * _TILE:
@@ -59,26 +49,12 @@ def token_scores(
     scale: float,
     chunk: int,
 ) -> TokenScores:
-    """Returns the negative log probability of each target, and whether the target is the most
-    probable token.
-
-    The function has no gradients.
-
-    Args:
-      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T + bias.
-      embedding: the embeddings of the vocabulary.
-      targets: the token to score at each position.
-      bias: a bias of the logits, or None.
-      scale: factor of the logits.
-      chunk: the largest number of tokens of a row whose logits of a tile exist at once.
-    """
     chunk = chunk_length(hidden.shape[1], chunk)
     table, tiles = embedding.astype(hidden.dtype), len(embedding) // _TILE
 
     def add_tile(
         sums: _Sums, x: Array, own: Array, start: int | Array, tokens: int = _TILE
     ) -> _Sums:
-        """Returns the sums after the tile of tokens that begins at `start`."""
         vectors = jax.lax.dynamic_slice_in_dim(table, start, tokens)
         products = jnp.matmul(x, transposed(vectors), preferred_element_type=jnp.float32)
         logits = scale * row_major(products)
@@ -87,7 +63,6 @@ def token_scores(
         return _added(sums, logits, jnp.arange(tokens)[None, None] == (own - start)[..., None])
 
     def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
-        """Returns the scores of the targets [B, C] of a chunk with the vectors [B, C, D]."""
         x, own = piece
         sums, _ = jax.lax.scan(
             lambda sums, start: (add_tile(sums, x, own, start), None),
@@ -103,13 +78,11 @@ def token_scores(
 
 
 def _none(shape: tuple[int, ...]) -> _Sums:
-    """Returns the sums before the first tile."""
     lowest = jnp.full(shape, -jnp.inf)
     return _Sums(lowest, jnp.zeros(shape), lowest, lowest)
 
 
 def _added(sums: _Sums, logits: Float[Array, "B C W"], is_target: Bool[Array, "B C W"]) -> _Sums:
-    """Returns the sums after the logits of another tile."""
     target = jnp.maximum(sums.target, jnp.max(jnp.where(is_target, logits, -jnp.inf), axis=-1))
     other = jnp.maximum(sums.other, jnp.max(jnp.where(is_target, -jnp.inf, logits), axis=-1))
     largest = jnp.maximum(target, other)

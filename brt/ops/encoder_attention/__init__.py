@@ -1,6 +1,4 @@
-"""Self-attention of an encoder to a sliding window and, optionally, to global tokens, which are
-sums over blocks of tokens (LongT5, Guo et al. 2022).
-"""
+"""Self-attention of an encoder to a sliding window and to optional global tokens (LongT5)."""
 
 from brt.ops.encoder_attention.api import local_attention as local_attention
 from brt.ops.encoder_attention.globals import GlobalBlocks as GlobalBlocks

@@ -1,10 +1,7 @@
 """Local attention: every token sees the keys within a radius on both sides (LongT5, section 3.1.1).
 
 A row's tokens are split into blocks of W tokens, one more than the radius. A token then sees keys
-of its own block, the previous and the next block, and of no others.
-
-In shapes, B is the number of rows, T of tokens of a row, H of heads, K of numbers of a head, and
-X = 3 W of keys of three blocks.
+of its own block, the previous and the next block, X = 3 W in total, and of no others.
 """
 
 from jaxtyping import Array, Bool, Float
@@ -40,27 +37,13 @@ def local_attention(
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over all keys at most `radius` away.
 
-    The logits are q.k + bias, without a scale.
+    The logits are q.k + bias. A token that sees no key gets zeros.
 
     Args:
-      queries: already multiplied by any scale.
-      keys: the keys.
-      values: the values.
-      bias: float32, the bias between the queries of a block and the 3 W keys of the previous block,
-        the block itself and the next block; None for no bias.
+      bias: between the queries of a block and the keys of the previous block, the block and the
+        next.
       mask: False for padding, which no token sees.
-      global_keys: additional keys that all tokens see, in the same softmax; None for no such keys.
-      dropout: dropout of the attention weights; None for no dropout.
-      radius: the largest distance of a visible key.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The outputs in the dtype of `values`, with the softmax in float32. A token that sees no key
-        gets zeros.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
+      global_keys: additional keys that all tokens see, in the same softmax.
     """
     return dispatch.run(
         OP, implementation, queries, keys, values, bias, mask, global_keys,

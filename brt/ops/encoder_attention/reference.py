@@ -1,8 +1,4 @@
-"""Reference implementation of local attention: all T x T logits, most of them masked.
-
-In shapes, B is the number of rows, T of tokens of a row, H of heads, and K of numbers of a head. A
-block has W tokens, one more than the radius, and X = 3 W.
-"""
+"""Local attention of encoders with all T x T logits, most of them masked."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,18 +19,6 @@ def local_attention(
     *,
     radius: int,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over all keys at most `radius` away.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and the values.
-      bias: the bias between the queries of a block and the 3 W keys of the previous block, the
-        block itself and the next block; None for no bias.
-      mask: False for padding, which no token sees.
-      global_keys: additional keys that all tokens see, in the same softmax; None for no such keys.
-      dropout: None, because dropout is not supported.
-      radius: the largest distance of a visible key.
-    """
     place = np.arange(queries.shape[1])
     offset = place[None, :] - place[:, None]
     near = np.abs(offset) <= radius

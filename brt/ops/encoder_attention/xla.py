@@ -1,8 +1,6 @@
-"""Local attention in plain XLA: each block attends to a window of three blocks.
+"""Local attention in plain XLA: each of N blocks attends to a window of three blocks.
 
-In shapes, B is the number of rows, T of tokens of a row, N of its blocks of W tokens, H of heads,
-and K of numbers of a head. W is the radius plus one, and X = 3 W is the number of keys of a window.
-Y is the number of keys of a window and of global tokens together.
+Y is the number of keys of a window and of global tokens together; see `api` for the other axes.
 """
 
 import jax.numpy as jnp
@@ -26,18 +24,6 @@ def local_attention(
     *,
     radius: int,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over all keys at most `radius` away.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and the values.
-      bias: the bias between the queries of a block and the 3 W keys of the previous block, the
-        block itself and the next block; None for no bias.
-      mask: False for padding, which no token sees.
-      global_keys: additional keys that all tokens see, in the same softmax; None for no such keys.
-      dropout: dropout of the weights; None for no dropout.
-      radius: the largest distance of a visible key.
-    """
     block, tokens = radius + 1, queries.shape[1]
     q, near_k, near_v = _blocks(queries, block), _windows(keys, block), _windows(values, block)
     logits = jnp.einsum("bnqhk,bnshk->bnhqs", q, near_k, preferred_element_type=jnp.float32)

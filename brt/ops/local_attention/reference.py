@@ -1,9 +1,4 @@
-"""Reference implementation of local attention: all tokens mask the logits of all keys.
-
-In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys, K of
-numbers of a head, T of tokens of a segment, and N of its blocks; Z = W + T counts the W cached
-tokens, too.
-"""
+"""Local attention with the logits of all Z = W + T keys, most of them masked."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -22,19 +17,7 @@ def local_attention(
     dropout: None = None,
     attend_to_self: bool,
 ) -> AttentionPart:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: keys and values of the W tokens before the segment, oldest first, followed by
-        those of the segment.
-      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
-      first: for each block, the place of the first token of its document; the segment begins at
-        place 0, and cached tokens have negative places.
-      dropout: None, because dropout is not supported.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-    """
+    """Implements `api.local_attention`; the keys begin with the cached ones."""
     del dropout  # `local_attention` never calls this implementation with dropout.
     length, members = queries.shape[1], queries.shape[2] // keys.shape[2]
     window = keys.shape[1] - length

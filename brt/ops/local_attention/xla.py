@@ -1,9 +1,7 @@
 """Local attention in plain XLA: chunks of queries, each with the keys that its tokens can see.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, W of keys of a window, H
-of heads of queries, G of heads of keys, and K of numbers of a head; Z = W + T. A chunk has Q
-queries and X = W + Q keys. A head of keys serves R = H / G consecutive heads of queries, and RQ is
-the product of R and Q.
+The backward pass computes the weights of a chunk again. A chunk has Q queries and X = W + Q keys;
+RQ is the product of R = H / G and Q, and Z = W + T. See `api` for the other axes.
 """
 
 import jax
@@ -31,21 +29,7 @@ def local_attention(
     dropout: Dropout | None,
     attend_to_self: bool,
 ) -> AttentionPart:
-    """Returns the attention output of every token over its window, and the log-sum-exp of its
-    logits.
-
-    The backward pass computes the attention weights of a chunk again.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: keys and values of the W tokens before the segment, oldest first, followed by
-        those of the segment.
-      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
-      first: for each block, the place of the first token of its document; the segment begins at
-        place 0, and cached tokens have negative places.
-      dropout: dropout of the attention weights; None for no dropout.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-    """
+    """Implements `api.local_attention`; the keys begin with the cached ones."""
     length = queries.shape[1]
     window, chunk = keys.shape[1] - length, min(length, CHUNK)
     count = -(-length // chunk)
@@ -65,23 +49,16 @@ def local_attention(
 
     heads, groups = queries.shape[2], keys.shape[2]
 
+    # The queries of all R heads that share a head of keys are on one axis. Here and in the inverse,
+    # weights have X numbers, and queries or outputs K.
     def by_key_head(x: Float[Array, "B H Q X"]) -> Float[Array, "B G RQ X"]:
-        """Returns x, the weights or the queries (which have K numbers instead of X), with the
-        queries of all R heads that share a head of keys on one axis.
-        """
         return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
     def by_query_head(x: Float[Array, "B G RQ X"]) -> Float[Array, "B H Q X"]:
-        """Returns x, the logits or the outputs (which have K numbers instead of X), with a separate
-        axis for the heads of queries. The function is the inverse of `by_key_head`.
-        """
         return x.reshape(x.shape[0], heads, -1, x.shape[-1])
 
     @jax.checkpoint
     def attend_chunk(n: Int[Array, ""]) -> AttentionPart:
-        """Returns the attention of the queries of chunk n: the output [B, Q, H, K] and the
-        log-sum-exp [B, Q, H].
-        """
         rows = (jax.lax.dynamic_slice_in_dim(x, n * chunk, chunk, axis=1) for x in (q, starts))
         columns = (
             jax.lax.dynamic_slice_in_dim(x, n * chunk, chunk + window, axis=1) for x in (k, v)
@@ -102,9 +79,6 @@ def local_attention(
     parts = jax.lax.map(attend_chunk, jnp.arange(count))
 
     def join_chunks(x: Float[Array, "C B Q ..."]) -> Float[Array, "B T ..."]:
-        """Returns the results x of C chunks as one array of all T tokens, without the padding of
-        the last chunk.
-        """
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
     return AttentionPart(*map(join_chunks, parts))

@@ -1,8 +1,7 @@
 """Softmax attention to the keys where a mask is True.
 
-In shapes, Q and T are numbers of queries, S and X are numbers of keys, H is the number of heads of
-queries, and K the number of numbers of a head. G is the number of heads of keys and values, if it
-differs from H. B is the number of rows of the batch, and *B stands for any leading axes.
+In shapes, Q and T are numbers of queries, S and X of keys, H of heads of queries, and G of heads of
+keys, each of which serves H / G consecutive heads of queries.
 """
 
 import jax.numpy as jnp
@@ -54,23 +53,7 @@ def attend(
 ) -> Float[Array, "*B Q H K"]:
     """Returns the attention output of every query over the keys that it sees.
 
-    The logits are q.k + bias, without a scale.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys: the keys.
-      values: the values.
-      bias: float32, added to the logits along all leading axes; None for no bias.
-      mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: dropout of the attention weights; None for no dropout.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The outputs in the dtype of `values`, with the softmax in float32.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
+    The logits are q.k + bias. A query that sees no key gets zeros.
     """
     return dispatch.run(
         OP, implementation, queries, keys, values, bias, mask, dropout=dropout
@@ -86,23 +69,9 @@ def attend_part(
     *,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns the attention output [B, Q, H, K] of every query over the keys that it sees, and the
-    log-sum-exp of the query's logits, float32 [B, Q, H].
+    """Returns attention without repeating grouped keys, for `partial_attention.merge_parts`.
 
-    With the log-sum-exp, `partial_attention.merge_parts` can combine the output with attention to
-    other keys. The log-sum-exp of a query that sees no key is `softmax.FLOOR`. The logits are q.k.
-    Each head of keys serves H / G consecutive heads of queries, and no key is repeated in memory.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and the values.
-      mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: dropout of the attention weights; None for no dropout.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
+    The logits are q.k. The result for a query that sees no key is zeros and `softmax.FLOOR`.
     """
     heads, groups = queries.shape[2], keys.shape[2]
     if mask.shape[1] > 1:
@@ -123,37 +92,17 @@ def attend_to_valid(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over all valid keys, in the dtype of `values`.
+    """Returns the attention output of every query over all valid keys, with logits scale * q.k.
 
-    The logits are scale * q.k.
-
-    Args:
-      queries: unscaled queries.
-      keys: the keys.
-      values: the values.
-      valid: False for padding, which no query sees. A query that sees no key gets zeros.
-      dropout: dropout of the attention weights; None for no dropout.
-      scale: the factor of the logits.
-      causal: True hides the keys of later tokens; queries and keys must then be of the same tokens.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
+    Queries without keys get zeros. If `causal`, queries and keys are of the same tokens, and later
+    keys are hidden.
     """
     mask = valid_mask(valid, queries.shape[1], causal)
     return attend(queries * scale, keys, values, None, mask, dropout, implementation=implementation)
 
 
 def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:
-    """Returns the mask of visible keys for `attend`, True where a query sees a key.
-
-    Args:
-      valid: False for padding, which no query sees.
-      tokens: T, the number of queries.
-      causal: True hides the keys after a query; query t and key t then belong to the same token.
-
-    Returns:
-      A mask [B, T, X] if `causal` is True. Otherwise all queries have the same mask, and the shape
-      is [B, 1, X].
-    """
+    """Returns the mask [B, 1, X] of valid keys; if `causal`, [B, T, X] without later keys."""
     if not causal:
         return valid[:, None]
     return valid[:, None] & np.tri(tokens, valid.shape[1], dtype=bool)[None]

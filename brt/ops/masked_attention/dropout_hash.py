@@ -1,7 +1,4 @@
-"""The hash that drops weights of masked attention within kernels.
-
-The kernels compute the numbers that `dropout.Dropout` draws by its hash, with signed numbers.
-"""
+"""The hash of `dropout.Dropout` in signed numbers, for kernels of masked attention."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ _GOLDEN = 0x9E3779B9  # the factor of the place in the hash
 
 
 def query_keys(dropout: Dropout, queries: int) -> UInt32[Array, "T 2"]:
-    """Returns the random key of each of T queries."""
     draw = jax.vmap(lambda place: jax.random.key_data(dropout.part(place).rng)[:2])
     return draw(jnp.arange(queries))
 
@@ -23,12 +19,8 @@ def query_keys(dropout: Dropout, queries: int) -> UInt32[Array, "T 2"]:
 def draw_words(keys: UInt32[Array, "T 2"], lanes: int, each: int) -> Int[Array, "B 2 T"]:
     """Returns the two words with which the kernels hash dropout of each query's weights.
 
-    The first word contains the part of the hash that depends on the row of the batch.
-
-    Args:
-      keys: the random key of each query.
-      lanes: B, the number of rows of the batch on this device.
-      each: the number of weights of a query in all heads.
+    The first depends on the row of the batch. `each` is the number of weights of a query in all
+    heads.
     """
     row = rules.lane_indices(lanes).astype(jnp.uint32)[:, None]
     first = row * jnp.uint32(each * _GOLDEN % 2**32) + keys[None, :, 0]
@@ -41,11 +33,8 @@ def kept(
 ) -> Bool[Array, "..."]:
     """Returns True for weights that dropout keeps.
 
-    Args:
-      place: for each weight, the index of its head times the number of keys, plus the index of its
-        key.
-      first, second: the words of the weight's query.
-      rate: the probability that a weight is dropped.
+    `place` is the index of a weight's head times the number of keys, plus the index of its key;
+    `first` and `second` are the words of its query (`draw_words`).
     """
     drawn = _mix_bits(_mix_bits(place * _int32(_GOLDEN) + first) ^ second)
     dropped = min(round(rate * 2**32), 2**32 - 1)
@@ -54,7 +43,6 @@ def kept(
 
 
 def _mix_bits(x: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Computes `dropout._mix_bits` with signed numbers."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
         x = (x ^ jax.lax.shift_right_logical(x, _int32(shift))) * _int32(factor)
     return x ^ jax.lax.shift_right_logical(x, _int32(15))

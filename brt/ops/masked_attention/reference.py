@@ -1,8 +1,4 @@
-"""Reference implementation of masked attention, with all logits at once.
-
-In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head; *B stands
-for any leading axes.
-"""
+"""Masked attention with all logits at once."""
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +16,7 @@ def attend_part(
     mask: Bool[Array, "*#B #Q S"],
     dropout: None = None,
 ) -> AttentionPart:
-    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
-    of the query's logits.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and the values.
-      bias: added to the logits along all leading axes; None for no bias.
-      mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: None, because dropout is not supported.
-    """
+    """Implements `api.attend` and `api.attend_part`."""
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:

@@ -1,7 +1,6 @@
 """Runs a kernel of masked attention on each device, for the device's rows and heads.
 
-In shapes, T is the number of queries, S of keys, H of heads and K of numbers of a head; *B stands
-for any leading axes, the first of which is sharded.
+The first of the leading axes *B is sharded. T is the number of queries, and S of keys.
 """
 
 import functools
@@ -20,12 +19,7 @@ from brt.ops.partial_attention import AttentionPart
 
 
 def dropout_refusal(queries: Array, dropout: Any) -> str | None:
-    """Returns the reason why kernels have no dropout for these queries, or None if they have it.
-
-    Args:
-      queries: [*B, T, H, K].
-      dropout: dropout of the attention weights; None for no dropout.
-    """
+    """Returns the reason why kernels have no dropout for these queries, or None if they have it."""
     if dropout is None or not rules.partitioned():
         return None
     if rules.shard_count("heads", queries.shape[-2]) > 1 or queries.ndim != 4:
@@ -42,18 +36,10 @@ def attend_on_devices(
     mask: Bool[Array, "*#B #T S"],
     dropout: Dropout | None,
 ) -> AttentionPart:
-    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
-    of the query's logits.
+    """Computes `attend_part` by a kernel, which returns the output and log-sum-exp of one device.
 
-    Args:
-      kernel: computes the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device from
-        the device's parts of the arguments below, with the keys of `dropout_hash.query_keys` in the
-        place of `dropout`, and with the keyword argument `rate`, the rate of dropout.
-      queries: already multiplied by any scale.
-      keys, values: the keys and the values.
-      bias: float32, added to the logits along all leading axes; None for no bias.
-      mask: True where a query sees a key.
-      dropout: dropout of the attention weights; None for no dropout.
+    The kernel gets the device's parts of the arguments, the keys of `dropout_hash.query_keys` in
+    the place of `dropout`, and the keyword argument `rate`.
     """
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
     rate, random_keys = 0.0, None

@@ -1,11 +1,7 @@
-"""Masked attention in plain XLA, in tiles of queries.
+"""Masked attention in plain XLA, in N tiles of Q queries, one after the other.
 
 The hand-written backward pass recomputes the attention weights, so that no array of Q x S numbers
-is saved. If the logits of all queries would be large, the queries are split into tiles, which are
-processed one after the other.
-
-In shapes, Q is the number of queries, S of keys, H of heads and K of numbers of a head. *B stands
-for any leading axes, which are merged to one axis B.
+is saved. All leading axes are merged to one axis B.
 """
 
 from typing import NamedTuple
@@ -33,25 +29,15 @@ def attend_part(
     *,
     tile: int | None = None,
 ) -> AttentionPart:
-    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
-    of the query's logits.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and the values.
-      bias: float32, added to the logits along all leading axes; None for no bias.
-      mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: dropout of the attention weights; None for no dropout.
-      tile: the number of logits that may exist at once on a device, from which the number of
-        queries of a tile follows. A tile has at least one query. None selects `TILE_LOGITS`, or, if
-        this is more, as many logits as the keys have numbers: each tile reads and writes the sums
-        of the gradients of all keys and values, which takes longer than smaller tiles of logits.
-    """
+    """Implements `api.attend_part` with `tile` logits (or those of one query) on a device."""
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])
     shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
     of_query = max(q.shape[0] * heads * k.shape[2] // shared, 1)
+    # Each tile reads and writes the sums of the gradients of all keys and values, which takes
+    # longer than smaller tiles of logits. By default there are therefore at least as many logits as
+    # the keys have numbers.
     most = max(TILE_LOGITS // of_query, width) if tile is None else tile // of_query
     each = max(min(length, most), 1)
     count = -(-length // each)
@@ -72,23 +58,14 @@ def attend_part(
 
 
 class QueryTiles(NamedTuple):
-    """The queries of an attention with their biases and masks, split into N tiles of Q queries.
-
-    Attributes:
-      queries: the queries of each tile.
-      bias: the bias of each tile; None for no bias.
-      mask: the mask of each tile; None for a mask that all queries share.
-    """
+    """The queries of an attention with their biases and masks, split into N tiles."""
 
     queries: Float[Array, "N B H Q K"]
     bias: Float[Array, "N H Q S"] | None
-    mask: Bool[Array, "N B Q S"] | None
+    mask: Bool[Array, "N B Q S"] | None  # None for a mask that all queries share
 
 
 def _split_tiles(x: Array, axis: int, count: int, each: int) -> Array:
-    """Splits an axis into tiles, stacked on a new first axis; the last tile is padded
-    with zeros.
-    """
     short = count * each - x.shape[axis]
     x = jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x
     return jnp.moveaxis(x.reshape(*x.shape[:axis], count, each, *x.shape[axis + 1 :]), axis, 0)
@@ -117,19 +94,15 @@ def _logits(tile: QueryTiles, k: Array, mask: Array | None) -> Array:
 def _factors(
     dropout: Dropout | None, index: Array, like: Float[Array, "B H Q S"]
 ) -> Float[Array, "B H Q S"] | None:
-    """Returns dropout's factors for the weights of tile `index`.
-
-    Every query draws by its position in the sequence. The number of queries of a tile depends on
-    the number of lanes of a device, and the result must not depend on the number of devices.
-    """
     if dropout is None:
         return None
     lanes, heads, length, keys = like.shape
 
     def query_factors(place: Int[Array, ""]) -> Float[Array, "B H S"]:
-        """Returns dropout's factors for the weights of the query at position `place`."""
         return dropout.part(place).factors((lanes, heads, keys), like.dtype)
 
+    # Every query draws by its position in the sequence. The number of queries of a tile depends on
+    # the number of devices, and the result must not.
     return jnp.moveaxis(jax.vmap(query_factors)(index * length + jnp.arange(length)), 0, 2)
 
 
@@ -139,11 +112,6 @@ def _forward(
     lowest = jnp.finfo(jnp.float32).min
 
     def attend_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
-        """Returns the outputs [B, H, Q, K] of a tile's queries and the log-sum-exps [B, H, Q, 1] of
-        their logits.
-
-        `xs` has the tile and the tile's index.
-        """
         logits = _logits(xs[0], k, mask)
         top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), lowest)
         weights = jnp.exp(logits - top)
@@ -164,22 +132,12 @@ def _forward(
 def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     tiles, k, v, mask, dropout, y, normalizer = residuals
     gradient, lse_gradient = gradients
+    # The gradient of a logit is w (g - along), where w is the attention weight and g the gradient
+    # of w.
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     along -= lse_gradient
 
     def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
-        """Adds a tile's contribution to the gradients of keys and values.
-
-        Args:
-          sums: the gradients of the keys and of the values from the previous tiles.
-          xs: the tile; the tile's index; the gradient of the tile's outputs; a number a for each
-            query; and the log-sum-exps of the tile's logits. The gradient of a logit is w (g - a),
-            where w is the attention weight and g the gradient of w. The number a is the sum over
-            the keys of w g, minus the gradient of the log-sum-exp.
-
-        Returns:
-          The new sums; and the gradients of the tile's queries and of the tile's bias.
-        """
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)
         d_kept = _product("bhqk,bhsk->bhqs", g, v)

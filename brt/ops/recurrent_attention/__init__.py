@@ -1,6 +1,4 @@
-"""The recurrent cell: state vectors that attend to a block of tokens, and tokens that attend to
-the states.
-"""
+"""The recurrent cell: states that attend to a block of tokens, and tokens that attend to states."""
 
 from brt.ops.recurrent_attention.api import state_scan as state_scan
 from brt.ops.recurrent_attention.cell import CellWeights as CellWeights

@@ -1,9 +1,4 @@
-"""Reference implementation of the recurrent cell: block by block, with separate float32
-products.
-
-In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
-numbers, T of tokens of a segment, and N of its blocks of W tokens.
-"""
+"""The recurrent cell block by block, with separate float32 products."""
 
 import jax
 import jax.numpy as jnp
@@ -33,32 +28,7 @@ def state_scan(
     unroll: int = 1,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Returns the states after the blocks of a segment, and the state keys and values that the
-    tokens read.
-
-    The states are float32, and the state keys and values have the dtype of `keys`.
-
-    Args:
-      weights: the cell's weights.
-      initial: the learned states at the start of a document.
-      vectors: the states before the segment.
-      cached: keys and values of the tokens of the block before the segment.
-      keys, values: keys and values of the tokens of the segment. If `normalize_qk` is True, the
-        keys of all tokens are already normalized.
-      cache_mask: True where block n may read the block before it.
-      document_start: True where the states restart with `initial`.
-      kind: the kind of gate, 'fixed', 'lstm' or 'gru' (`brt.ops.gates`).
-      tanh: selects the updates that are bounded by tanh before the gate. 'original' bounds the
-        update of the single layout (`CellWeights`), and 'paper' the updates of lstm gates.
-      normalize_qk: True normalizes keys and queries of the states.
-      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
-        that they still take part in the softmax. False leaves them out of the softmax.
-      taps, unroll, attention: ignored.
-
-    Returns:
-      The states after the last block, and the state keys and values that the tokens of each block
-        read, [B, N, S, H, K].
-    """
+    """Implements `api.state_scan` for tokens whose keys are already normalized."""
     blocks, dtype = cache_mask.shape[1], keys.dtype
     window = keys.shape[1] // blocks
     pairs = zip(cached, (keys, values), strict=True)
@@ -112,10 +82,7 @@ def _next_states(
     kind: str,
     tanh: str,
 ) -> Float[Array, "B S D"]:
-    """Returns the states after a block in one of the layouts of section 3.6.
-
-    The layout dual has both residual connections, skip has the first, and single has the second.
-    """
+    """Returns the states after the first (skip), second (single) or both (dual) connections."""
     single = weights.output is None
     bounded = single if tanh == "original" else kind == "lstm"
     bound = jnp.tanh if bounded else lambda z: z

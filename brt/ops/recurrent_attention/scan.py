@@ -3,11 +3,7 @@
 The weight gradients of the projection, of the output projection and of the MLP are computed once,
 after the scan, from taps: arrays that collect the inputs and output gradients of a product from all
 steps (`brt.ops.deferred`). Only the gradients of the kernels of lstm and gru gates are summed block
-by block.
-
-In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
-numbers, T of tokens of a segment, and N of its blocks of W tokens; *M stands for the axes of the
-MLP's inputs.
+by block. See `cell` for the axes.
 """
 
 from collections.abc import Callable
@@ -50,43 +46,22 @@ _NO_TAPS = _Kernels(None, None, None, None)
 
 
 def _input_axes(kernels: _Kernels) -> _Kernels:
-    """Returns the number of axes that each product sums over.
-
-    All products but the first have one output axis.
-    """
+    """Returns the number of axes that each product sums over."""
     return _Kernels(1, *(k if k is None else jnp.ndim(k) - 1 for k in kernels[1:]))
 
 
 def state_taps(
     weights: CellWeights, blocks: int, vectors: tuple[int, int], dtype: jnp.dtype
 ) -> _Kernels:
-    """Returns the taps of several layers for a caller that scans over blocks and, in each block,
-    over layers.
+    """Returns the taps of several layers, for a caller that scans over blocks and then layers.
 
-    Taps are arrays that are passed to matrix products as further arguments. Their values are not
-    used, but in the backward pass, the inputs and output gradients of the products are stored as
-    their gradients. The weight gradients of all blocks are then computed at once, after the scan.
-    `state_scan` gets the part for its block and layer as the argument `taps`.
-
-    Args:
-      weights: the weights of all layers, stacked on axis 0.
-      blocks: the number of blocks.
-      vectors: the number of lanes (rows of the batch) and the number of states of each lane.
-      dtype: dtype of the products.
-
-    Returns:
-      The taps of the products with the projection, the output projection and both kernels of the
-      MLP. A field of the result is None if the cell has no such product, or if reading and writing
-      its taps would take longer than adding up the weight gradients of the blocks.
+    The weights of all layers are stacked on axis 0, and `vectors` has the numbers of rows and of
+    states of a row. A field is None if the cell has no such product, or if its taps would take
+    longer than adding up the gradients of the blocks.
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
     def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
-        """Returns the taps of the product with a kernel, one for each layer.
-
-        Axis 0 of the kernel has the layers, and the product sums over the next `inputs` axes. Both
-        arguments and the result are None if the cell has no such product.
-        """
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
     one = jax.tree.map(lambda kernel: kernel[0], kernels)
@@ -107,25 +82,14 @@ def state_update(
     read: Callable[..., tuple[Array, StateKV]],
     **options: bool | str | None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Returns the states after one block, float32, and the keys and values of the states before the
-    block, which the tokens of the block read.
+    """Returns the states after one block, float32, and the keys and values that its tokens read.
 
     Args:
-      weights: the cell's weights.
-      vectors: float32, the states before the block.
-      before: keys and values of the tokens of the previous block.
-      own: keys and values of the tokens of this block.
+      before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
-      kernels, taps: the kernels of the projection, the output projection and the MLP, taken from
-        `weights`, and the taps for the gradients of these kernels. `state_scan` prepares both once
-        for all blocks; other callers leave both None.
-      kind: the kind of gate, 'fixed', 'lstm' or 'gru' (`brt.ops.gates`).
-      tanh: selects the updates that are bounded by tanh before the gate. 'original' bounds the
-        update of the single layout (`CellWeights`), as in the original code; 'paper' bounds the
-        updates of lstm gates, as in the paper.
-      read: the function that computes the attention of the states to states and to tokens, such as
-        `xla.state_attention`.
-      options: the keyword arguments of `read`, such as `normalize_qk` and `null_keys`.
+      kernels, taps: from `state_scan`, once for all blocks; other callers leave both None.
+      kind, tanh: as for `api.state_scan`.
+      read: computes the attention of the states, such as `xla.state_attention`, with `options`.
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
@@ -146,10 +110,7 @@ def _apply_gates(
     kind: str,
     tanh: str,
 ) -> Float[Array, "B S D"]:
-    """Returns the next states in the dual, single or skip layout (section 3.6).
-
-    The layout follows from the weights that are present.
-    """
+    """Returns the next states in the layout that follows from the weights that are present."""
     single = weights.output is None
     bounded = single if tanh == "original" else kind == "lstm"
     bound = jnp.tanh if bounded else lambda z: z
@@ -157,9 +118,6 @@ def _apply_gates(
     inputs = _input_axes(kernels)
 
     def states_after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
-        """Returns the next states: a gate mixes the states `vectors` with the output of the MLP for
-        its input x.
-        """
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
         z = bound(deferred.dot(hidden, kernels.mlp_out, taps.mlp_out))
@@ -189,27 +147,7 @@ def state_scan(
     unroll: int = 1,
     **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """Returns the states after the blocks of a segment, and the state keys and values that the
-    tokens read.
-
-    Args:
-      weights: the cell's weights.
-      initial: float32, the learned states at the start of a document.
-      vectors: float32, the states before the segment.
-      cached: keys and values of the tokens of the block before the segment.
-      keys, values: keys and values of the tokens of the segment.
-      cache_mask: True where block n may read the block before it.
-      document_start: True where the states restart with `initial`.
-      taps: None lets the function create its own taps. A caller that scans over blocks itself, and
-        passes segments of one block, passes the block's part of the result of `state_taps`.
-      unroll: the number of blocks that one iteration of the scan's loop processes.
-      options: the arguments `kind`, `tanh` and `read` of `state_update`, and the keyword arguments
-        of `read`.
-
-    Returns:
-      The states after the last block, and the state keys and values that the tokens of each block
-        read, [B, N, S, H, K].
-    """
+    """Implements `api.state_scan`; `options` also has `read` of `state_update`."""
     batch, blocks = cache_mask.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     if taps is None:
@@ -227,22 +165,11 @@ def state_scan(
             projection=materialized(_stacked_projection(weights, keys.dtype))
         )
 
+    # The carry has the states and the tokens of the previous block.
     def update_block(
         carry: tuple[Float[Array, "B S D"], TokenKV],
         block: tuple[TokenKV, Array, Array, _Kernels],
     ) -> tuple[tuple[Float[Array, "B S D"], TokenKV], StateKV]:
-        """Updates the states with one block.
-
-        Args:
-          carry: the states before the block, and the keys and values of the previous block's
-            tokens.
-          block: the keys and values of the block's tokens, its entries of `cache_mask` and of
-            `document_start`, and its part of the taps.
-
-        Returns:
-          The states after the block, and the keys and values of the block's tokens, as the next
-          carry; and the state keys and values that the tokens of the block read.
-        """
         s, before = carry
         own, may_read, starts, block_taps = block
         s = _reset_states(starts, initial, s)
@@ -263,7 +190,6 @@ def state_scan(
         return carry[0], jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *state_kvs)
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
-        """Returns the tokens' keys or values x, divided into N blocks on a new first axis."""
         return jnp.moveaxis(x.reshape(batch, blocks, -1, *x.shape[2:]), 1, 0)
 
     xs = tokens_by_head(split_blocks(keys), split_blocks(values)), *flags, taps
@@ -275,16 +201,14 @@ def state_scan(
 def _reset_states(
     starts: Bool[Array, " B"], initial: Float[Array, "S D"], vectors: Float[Array, "B S D"]
 ) -> Float[Array, "B S D"]:
-    """Replaces the states by the initial ones where a document starts.
-
-    The gradient is hand-written, because autodiff would save a flag for each number.
-    """
+    """Replaces the states by the initial ones where a document starts."""
     return jnp.where(starts[:, None, None], initial[None], vectors)
 
 
 def _reset_states_backward(
     starts: Bool[Array, " B"], gradient: Float[Array, "B S D"]
 ) -> tuple[None, Array, Array]:
+    # Autodiff would save a flag for each number.
     restarts = starts[:, None, None]
     return None, jnp.sum(jnp.where(restarts, gradient, 0), axis=0), jnp.where(restarts, 0, gradient)
 

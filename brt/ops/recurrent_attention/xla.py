@@ -1,10 +1,4 @@
-"""Attention of the recurrent cell's states in plain XLA.
-
-The states attend to each other and to the tokens of two blocks, with separate queries for each.
-
-In shapes, B is the number of rows of the batch, S of states, H of heads, and K of numbers of a
-head.
-"""
+"""Attention of the recurrent cell's states in plain XLA."""
 
 from functools import partial
 
@@ -30,24 +24,12 @@ def state_attention(
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
     """Returns the attention outputs of the states, and the keys and values of the states.
 
-    The states attend to the states and to the tokens of two blocks.
-
     Args:
-      projected: keys, queries to states, queries to tokens, and values of the states, in this order
-        on the axis of size 4.
+      projected: keys, queries to states, queries to tokens, and values of the states.
       scales: the factors of each head's queries to states, then of its queries to tokens.
-      before: keys and values of the tokens of the previous block.
-      own: keys and values of the tokens of this block. If `normalize_qk` is True, the keys of all
-        tokens are already normalized.
+      before, own: tokens of the previous block and of this block, with normalized keys if
+        `normalize_qk`.
       cache_mask: True if the states may read the tokens of the previous block.
-      normalize_qk: True normalizes keys and queries of the states.
-      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
-        that they still take part in the softmax. False leaves them out of the softmax.
-      attention: the name of the implementation of both attentions; None or "auto" select the best.
-
-    Returns:
-      The outputs [B, S, 2, H, K], first over states and then over tokens, in the dtype of
-      `projected`; and the keys and values of the states.
     """
     scaled, v = projected[:, :, :-1], projected[:, :, -1]
     scales = jnp.concatenate([jnp.ones_like(scales[:1]), scales])

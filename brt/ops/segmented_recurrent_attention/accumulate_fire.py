@@ -1,19 +1,16 @@
 """The recurrent accumulate-and-fire neuron (SRformer, section 3.3 and appendix A.2).
 
-A neuron has a membrane potential U, which adds up its inputs X_j over the segments j of a source
-sequence. Its output R is the amount by which the potential exceeds the threshold, relative to the
-threshold:
+A neuron has a membrane potential U, which adds up its inputs X_j over the segments j of a source.
+Its output R is the amount by which U exceeds the threshold, relative to the threshold:
 
     U_j = leak U_{j-1} + X_j
     Y_j = U_j / threshold - 1
     R_j = relu(Y_j)
     U_j <- U_j - threshold [Y_j > 0]
 
-The last line is the reset: a neuron that has fired loses the threshold. The comparison Y_j > 0 has
-no gradient. The backward pass is hand-written and saves, of all these arrays, only U.
-
-A source has K x K neurons for each of its heads. In shapes, B is the number of sources, M of
-segments, H of heads, and K of numbers of a head; *B stands for any leading axes.
+The last line is the reset of a neuron that has fired. The comparison Y_j > 0 has no gradient. The
+hand-written backward pass saves only U. A source has K x K neurons for each of its heads. In
+shapes, B is the number of sources, and M of segments.
 """
 
 import jax
@@ -26,38 +23,20 @@ Scalar = Float[Array, ""]
 def accumulate(
     membrane: Float[Array, "*B K K"], x: Float[Array, "*B K K"], leak: Scalar, threshold: Scalar
 ) -> Float[Array, "*B K K"]:
-    """Returns the membrane potential U_j at a segment j, before the reset of neurons that fire.
-
-    Args:
-      membrane: the potential U_{j-1} at the previous segment, before its reset; zeros for the first
-        segment.
-      x: the input X_j.
-      leak, threshold: parameters of the neurons.
-    """
+    """Returns the potential U_j before the reset, from U_{j-1} (`membrane`) before its reset."""
     return leak * _reset(membrane, threshold) + x
 
 
 def fire(membrane: Float[Array, "*B K K"], threshold: Scalar) -> Float[Array, "*B K K"]:
-    """Returns the output R = relu(U / threshold - 1) of neurons.
-
-    `membrane` is the potential U before the reset.
-    """
     return jax.nn.relu(membrane / threshold - 1)
 
 
 def accumulate_fire(
     inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], leak: Scalar, threshold: Scalar
 ) -> tuple[Float[Array, "M B H K K"], Scalar]:
-    """Returns the outputs R of the neurons at every segment, in the dtype of the inputs, and the
-    firing rate.
+    """Returns the outputs R at every segment, and the fraction that is above 0.
 
-    The firing rate is the fraction of entries of R that are above 0, over the existing segments of
-    a source, averaged over sources.
-
-    Args:
-      inputs: the inputs X of the neurons at all segments.
-      counts: the number of existing segments of each source; the others are padding.
-      leak, threshold: parameters of the neurons.
+    The rate is over the existing segments (`counts`) of a source, averaged over sources.
     """
     outputs = _accumulate_fire(inputs, leak, threshold)
     counted = jnp.arange(inputs.shape[0])[:, None] < counts[None]
@@ -75,12 +54,6 @@ def _reset(membrane: Array, threshold: Array) -> Array:
 
 def _membranes(inputs: Array, leak: Array, threshold: Array) -> Array:
     def add_segment(membrane: Array, x: Array) -> tuple[Array, Array]:
-        """Returns the potential U of a segment twice, as the scan's carry and as an output.
-
-        Args:
-          membrane: the potential of the previous segment, before its reset.
-          x: the input X of the segment.
-        """
         membrane = accumulate(membrane, x, leak, threshold)
         return membrane, membrane
 
@@ -98,9 +71,7 @@ def _forward(inputs: Array, leak: Array, threshold: Array) -> tuple[Array, tuple
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Returns the sum of a * b as a product, which is faster on CPUs (see
-    `recurrence.sum_segments`).
-    """
+    # A product is faster on CPUs (see `recurrence.sum_segments`).
     return jnp.tensordot(a, b, axes=a.ndim, precision="highest")
 
 
@@ -110,13 +81,6 @@ def _backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[A
     direct = jnp.where(fired, gradient / threshold, 0)
 
     def add_segment(later: Array, direct: Array) -> tuple[Array, Array]:
-        """Returns the gradient of a segment's potential U twice, as the scan's carry and as an
-        output.
-
-        Args:
-          later: the gradient of the next segment's potential.
-          direct: the part of the gradient of U that comes from this segment's output R.
-        """
         d_membrane = direct + leak * later
         return d_membrane, d_membrane
 

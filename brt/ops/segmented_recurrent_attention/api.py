@@ -5,11 +5,8 @@ linear attention, whose states pass through accumulate-and-fire neurons:
 
     O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i / norm(K), where i is the segment of t
 
-K_i and V_i are the keys and values of segment i, and R_i is the state that summarizes the other
-segments.
-
-In shapes, B is the number of sources, T of target positions, N of beams of a source, H of heads,
-and K of numbers of a head.
+K_i and V_i are the keys and values of segment i, and the state R_i summarizes the other segments.
+In shapes, B is the number of sources, T of target positions, and N of beams of a source.
 """
 
 from functools import partial
@@ -115,30 +112,15 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics of the
-    accumulate-and-fire neurons.
+    """Returns the attention of the T target positions from t0 on, and metrics of the neurons.
 
     Args:
       queries: already multiplied by any scale.
-      windows: the keys and values that the queries of each segment read.
-      parameters: the learned parameters of the recurrence.
-      config: settings of cross-attention.
-      t0: the first target position. If t0 is an array, every query is multiplied with the keys of
-        all segments, and the keys of all segments except the query's own are masked, because the
-        segments of the queries are not known at trace time.
+      t0: if it is an array, every query is multiplied with the keys of all segments, because its
+        segment is not known at trace time.
       target_length: the number of target positions of the padded batch, over which
         `config.index_mode = "batch"` distributes the segments. None in decoding, where
         `config.q_ref` takes its place.
-      dropout: dropout of the softmax weights; None for no dropout.
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The output in the dtype of the keys, and numbers to log about the neurons, which are None for
-        kinds of cross-attention without neurons.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         OP, implementation, queries, windows, parameters, config,
@@ -149,32 +131,15 @@ def attend(
 def prefill(
     windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossConfig
 ) -> DecodingCache:
-    """Returns the cache that `step` reads in decoding, computed once for each source.
-
-    `config.cache` selects the form of the cache. "table" stores the states R of all segments.
-    "carry" stores the accumulate-and-fire neurons as they are at the current segment. "auto"
-    selects the table if the table is not larger than the keys and values (S >= K / 2 for segments
-    of S positions), and otherwise "carry".
-
-    Args:
-      windows: the keys and values of each segment.
-      parameters: the learned parameters of the recurrence.
-      config: settings of cross-attention.
-    """
+    """Returns the cache that `step` reads in decoding, in the form that `config.cache` selects."""
     return cache.prefill(windows, parameters, config)
 
 
 def advance(cache_: DecodingCache, t: int | Int[Array, ""], config: CrossConfig) -> DecodingCache:
     """Returns the cache with its neurons advanced to the segment that target position t reads.
 
-    The function `step` also advances the neurons but does not return them. Without `advance`, every
-    step therefore advances the neurons again from the segment of the cache. A cache with a table of
-    all states is returned unchanged.
-
-    Args:
-      cache_: the cache from `prefill` or from an earlier call of `advance`.
-      t: the target position, which must not decrease from call to call.
-      config: settings of cross-attention.
+    The function `step` also advances the neurons but does not return them, so without `advance`
+    every step does it again. t must not decrease from call to call.
     """
     return cache.advance(cache_, jnp.asarray(t, jnp.int32), config)
 
@@ -185,17 +150,8 @@ def step(
     t: int | Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Returns the attention output of T target positions, from position t on, for N beams of every
-    source.
+    """Returns the attention of T target positions, from t on, for N beams of every source.
 
-    The result equals the result of `attend` with t0 = t. With `index_mode = "batch"`, this holds if
-    `attend` is called without a target length.
-
-    Args:
-      queries: queries of each beam, already multiplied by any scale.
-      cache_: the cache of each source, from `prefill` or `advance`; all beams of a source share the
-        cache.
-      t: the first target position.
-      config: settings of cross-attention.
+    The result equals that of `attend` with t0 = t and no target length. Beams share the cache.
     """
     return cache.step(queries, cache_, jnp.asarray(t, jnp.int32), config)

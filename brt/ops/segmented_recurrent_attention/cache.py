@@ -1,17 +1,15 @@
 """Segmented recurrent attention of a few target positions, from a cache that depends on the source.
 
-The state R of a segment summarizes the other segments of the source, and accumulate-and-fire
-neurons compute it from segment to segment. A cache has one of two forms:
+The state R of a segment summarizes the other segments, and accumulate-and-fire neurons compute it
+from segment to segment. A cache has one of two forms:
 
-  table: the cache has all states R, which are M H K^2 numbers per source. This is half as many as
-    the source's keys and values for S = K, and four times as many for S = K / 8.
-  carry: the cache has the neurons at the current segment, which are 3 H K^2 numbers. Decoding
-    computes the neurons once for each segment that it reaches.
+  table: the cache has all states R, M H K^2 numbers per source. This is half as many as its keys
+    and values for S = K, and four times as many for S = K / 8.
+  carry: the cache has the neurons at the current segment, 3 H K^2 numbers. Decoding computes them
+    once for each segment that it reaches.
 
-A cache belongs to a source and not to a beam, so a reordering of beams does not change the cache.
-
-In shapes, B is the number of sources, M of segments, S of source positions of a segment, T of
-target positions, N of beams of a source, H of heads, and K of numbers of a head.
+The setting "auto" selects the table if it is not larger than the keys and values. A reordering of
+beams does not change the cache. In shapes, M is the number of segments of S positions.
 """
 
 from typing import NamedTuple
@@ -42,63 +40,38 @@ from brt.ops.segmented_recurrent_attention.windows import (
 
 
 class NeuronCarry(NamedTuple):
-    """The accumulate-and-fire neurons of each source, as they are at one segment of the source.
+    """The accumulate-and-fire neurons of each source, as they are at one segment of the source."""
 
-    Attributes:
-      segment: the index of the segment; -1 before the first segment.
-      membrane: float32, the membrane potential U at the segment, before neurons that fire are
-        reset.
-      states: the states R of the segment.
-      total: float32, the sum of the products A_j = K_j^T V_j of all segments.
-      parameters: the parameters of the layer.
-    """
-
-    segment: Int[Array, " B"]
-    membrane: Float[Array, "B H K K"]
-    states: Float[Array, "B H K K"]
-    total: Float[Array, "B H K K"]
+    segment: Int[Array, " B"]  # the index of the segment; -1 before the first segment
+    membrane: Float[Array, "B H K K"]  # float32, the potential U before the reset
+    states: Float[Array, "B H K K"]  # the states R of the segment
+    total: Float[Array, "B H K K"]  # float32, the sum of A_j = K_j^T V_j over all segments j
     parameters: RecurrenceParameters
 
 
 class DecodingCache(NamedTuple):
     """The arrays that decoding steps read, computed once for each source.
 
-    Only the field `carry` changes during decoding. Both `table` and `carry` are None for kinds of
-    cross-attention without a recurrence.
-
-    Attributes:
-      keys, values: the keys and values that the queries of each segment read.
-      mask: True for usable keys, False for padding.
-      counts: the number of segments of each source.
-      shared: keys and values that queries of all segments read, too; None if there are none.
-      table: the states R of all segments; None if the cache has the form "carry".
-      carry: the neurons at the current segment; None if the cache has the form "table".
-      scale: the factor of each output feature of the recurrence; None for factor 1.
-      sigma: the learned weight of the segment's softmax attention, while the recurrence has the
-        weight 1 - sigma; None if both have the weight 1.
+    Only the field `carry` changes. `table` and `carry` are None for kinds without a recurrence.
     """
 
     keys: Float[Array, "B M H S K"]
     values: Float[Array, "B M H S K"]
-    mask: Bool[Array, "B M S"]
-    counts: Int[Array, " B"]
-    shared: SharedKeys | None
-    table: Float[Array, "B M H K K"] | None
-    carry: NeuronCarry | None
+    mask: Bool[Array, "B M S"]  # True for usable keys, False for padding
+    counts: Int[Array, " B"]  # the number of segments of each source
+    shared: SharedKeys | None  # keys and values that queries of all segments read, too
+    table: Float[Array, "B M H K K"] | None  # the states R; None if the form is "carry"
+    carry: NeuronCarry | None  # the current neurons; None if the form is "table"
+    # The factor of each output feature of the recurrence; None for 1.
     scale: Float[Array, "B H 1 K"] | None
+    # The learned weight of the segment's softmax attention, while the recurrence has the weight 1 -
+    # sigma; None if both have the weight 1.
     sigma: Float[Array, ""] | None
 
 
 def prefill(
     windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossConfig
 ) -> DecodingCache:
-    """Returns the cache of each source, in the form that `config.cache` selects.
-
-    Args:
-      windows: the keys and values that the queries of each segment read.
-      parameters: the learned parameters of the recurrence.
-      config: settings of cross-attention.
-    """
     keys, values, mask = (
         jnp.moveaxis(x, 0, 1) for x in (windows.keys, windows.values, windows.mask)
     )
@@ -129,14 +102,6 @@ def _cache_form(config: CrossConfig, width: int) -> str:
 
 
 def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> DecodingCache:
-    """Returns the cache with its neurons advanced to the segment that target position t reads.
-
-    A cache with a table is returned unchanged.
-
-    The function `step` also advances the neurons but does not return them, so without `advance`
-    every step advances the neurons again from the segment of the cache. Positions must not decrease
-    from call to call. `config` has the settings of cross-attention.
-    """
     if cache.carry is None:
         return cache
     return cache._replace(carry=_advance(cache, cache.carry, t, config))
@@ -167,10 +132,6 @@ def _advance_one(
         states = fire(membrane, threshold)
 
     def select(new: Array, old: Array) -> Array:
-        """Returns `new` for sources that advance to the next segment, and `old` for all others.
-
-        Both are arrays [B, H, K, K]. The result has the dtype of `old`.
-        """
         return jnp.where(moves[:, None, None, None], new.astype(old.dtype), old)
 
     return carry._replace(
@@ -192,15 +153,6 @@ def step(
     t: Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Returns the attention output of T target positions, from position t on, for N beams of every
-    source.
-
-    Args:
-      queries: queries of each beam, already multiplied by any scale.
-      cache: the cache of each source, which all beams of the source share.
-      t: the first target position.
-      config: settings of cross-attention.
-    """
     batch, beams, length, heads, width = queries.shape
     # If there is only one segment, all queries of a source read the same keys and values, so the
     # axes of beams and positions are merged into one.
@@ -229,7 +181,6 @@ def step(
 def _windows_at(
     cache: DecodingCache, index: Int[Array, "B P"]
 ) -> tuple[Float[Array, "B P H Y K"], Float[Array, "B P H Y K"], Bool[Array, "B P Y"]]:
-    """Returns keys, values and mask for each position."""
     keys, values, mask = (_take_segments(x, index) for x in (cache.keys, cache.values, cache.mask))
     return with_shared(keys, values, mask, cache.shared, axis=1)
 
@@ -240,18 +191,12 @@ def _states_at(
     positions: Int[Array, " P"],
     config: CrossConfig,
 ) -> Float[Array, "B P H K K"]:
-    """Returns R for each position."""
     if cache.table is not None:
         return _take_segments(cache.table, index)
 
     def advance_to(
         carry: NeuronCarry, t: Int[Array, ""]
     ) -> tuple[NeuronCarry, Float[Array, "B H K K"]]:
-        """Advances the neurons `carry` to the segment that target position t reads.
-
-        Returns the advanced neurons as the scan's carry, and their states R as the output for the
-        position.
-        """
         carry = _advance(cache, carry, t, config)
         return carry, carry.states
 

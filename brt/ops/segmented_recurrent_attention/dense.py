@@ -1,10 +1,8 @@
 """The form "dense" of segmented recurrent attention: every query is multiplied with all windows.
 
-Then the windows of all segments other than the query's own are masked. This is as much work as full
-attention. Kernels of TPUs can compute this form without copies of windows and states.
-
-In shapes, B is the number of sources, T of target positions, M of segments, S of keys of a window,
-H of heads, and K of numbers of a head.
+The windows of all segments other than the query's own are masked. This is as much work as full
+attention. Kernels of TPUs can compute it without copies of windows and states. In shapes, M is the
+number of segments, and S of keys of a window.
 """
 
 from collections.abc import Callable
@@ -25,20 +23,13 @@ from brt.ops.segmented_recurrent_attention.windows import (
 
 
 class DenseKernels(NamedTuple):
-    """Kernels for the form "dense".
+    """Kernels for the form "dense"."""
 
-    Attributes:
-      read_states: a function with the arguments and the result of `states_tpu.read_states`.
-      unit: the kernels take a multiple of so many queries and of so many keys.
-      most: the kernels take at most so many queries of a source.
-    """
-
-    read_states: Callable[..., Array]
-    unit: int
-    most: int
+    read_states: Callable[..., Array]  # has the contract of `states_tpu.read_states`
+    unit: int  # the kernels take a multiple of so many queries and of so many keys
+    most: int  # the kernels take at most so many queries of a source
 
     def support(self, queries: int, keys: int) -> bool:
-        """Returns True if the kernels take these numbers of queries and keys of a source."""
         return queries <= self.most and queries % self.unit == 0 and keys % self.unit == 0
 
 
@@ -52,14 +43,10 @@ def attend_densely(
     dropout: Dropout | None,
     kernels: DenseKernels | None,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query, from products with the windows of all segments.
+    """Returns the attention output of every query, where `own` is the segment of each query.
 
-    Args:
-      queries, windows, config, dropout: as for `xla.attend`.
-      recurrence: the states of the recurrence; None for no recurrence.
-      sigma: as for `windows.combine_outputs`.
-      own: the segment of each query.
-      kernels: kernels that support these numbers of queries and keys; None for plain XLA.
+    The other arguments are those of `xla.attend` and `windows.combine_outputs`; None as `kernels`
+    selects plain XLA.
     """
     if kernels is not None and windows.shared is None:
         return _attend_by_kernels(
@@ -108,10 +95,7 @@ def _attend_by_kernels(
     dropout: Dropout | None,
     kernels: DenseKernels,
 ) -> Float[Array, "B T H K"]:
-    """Computes the form "dense" with kernels, which read all arrays as the projections write them.
-
-    `own` is the segment of each query.
-    """
+    # The kernels read all arrays as the projections write them.
     batch, _, heads, width = queries.shape
     attended = recurrent = None
     if config.use_segment:

@@ -2,12 +2,9 @@
 
 Each segment j has the product A_j = K_j^T V_j of its keys and values. The state of a segment is the
 sum of this product over all other segments, passed through accumulate-and-fire neurons. States
-depend on the source alone, so a source has one set of states for all target positions. Gradients
-are hand-written where autodiff would be slow on CPUs or would mix dtypes. No axes are merged,
-because sources and heads may be sharded.
-
-In shapes, B is the number of sources, M of segments, S of source positions of a segment, H of
-heads, and K of numbers of a head; *B stands for any leading axes.
+depend on the source alone. Gradients are hand-written where autodiff would be slow on CPUs or would
+mix dtypes. No axes are merged, because sources and heads may be sharded. In shapes, M is the number
+of segments of a source, and S of positions of a segment.
 """
 
 from typing import NamedTuple
@@ -21,64 +18,44 @@ from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
-    """Learned parameters of the recurrence of one layer, float32, shared by all heads of the layer.
+    """Learned float32 parameters of the recurrence of a layer, shared by all heads.
 
     Parameters that the configuration does not use are None.
-
-    Attributes:
-      kernel: [K, K], the matrix W that maps value features to the inputs of the neurons.
-      leak, threshold: scalars, as they are stored; the neurons use the result of
-        `leak_and_threshold`.
-      bias: [K], a bias that is added to the inputs of the neurons.
-      sigma: a scalar, the weight of the segment's softmax attention; the recurrence has the weight
-        1 - sigma.
-      gate: a scalar, by which the output of the recurrence is multiplied.
     """
 
+    # The matrix W, from value features to the inputs of the neurons.
     kernel: Float[Array, "K K"] | None = None
-    leak: Float[Array, ""] | None = None
+    leak: Float[Array, ""] | None = None  # as stored; see `leak_and_threshold`
     threshold: Float[Array, ""] | None = None
-    bias: Float[Array, " K"] | None = None
+    bias: Float[Array, " K"] | None = None  # added to the inputs of the neurons
+    # The weight of the softmax attention; the recurrence has the weight 1 - sigma.
     sigma: Float[Array, ""] | None = None
-    gate: Float[Array, ""] | None = None
+    gate: Float[Array, ""] | None = None  # the factor of the output of the recurrence
 
 
 class RecurrentStates(NamedTuple):
-    """The states of the segments of each source, with which queries are multiplied to get the
-    output of the recurrence.
+    """The states of the segments, with which queries are multiplied."""
 
-    Attributes:
-      states: the states R, in the dtype of the keys.
-      scale: float32, the factor gate / norm(K) of each output feature; None for factor 1.
-      firing_rate: the fraction of entries of R above 0; None without neurons.
-    """
-
-    states: Float[Array, "M B H K K"]
-    scale: Float[Array, "B H 1 K"] | None
-    firing_rate: Float[Array, ""] | None
+    states: Float[Array, "M B H K K"]  # R, in the dtype of the keys
+    scale: Float[Array, "B H 1 K"] | None  # gate / norm(K) of each output feature; None for 1
+    firing_rate: Float[Array, ""] | None  # the fraction of R above 0; None without neurons
 
 
 class NeuronMetrics(NamedTuple):
-    """Metrics of the accumulate-and-fire neurons to log, float32; all fields are None if
-    cross-attention has no neurons.
+    """Metrics of the accumulate-and-fire neurons to log; None without neurons."""
 
-    Attributes:
-      firing_rate: the fraction of entries of the states R above 0.
-      leak, threshold: the parameters that the neurons use.
-    """
-
-    firing_rate: Float[Array, ""] | None = None
-    leak: Float[Array, ""] | None = None
+    firing_rate: Float[Array, ""] | None = None  # the fraction of R above 0
+    leak: Float[Array, ""] | None = None  # as the neurons use it
     threshold: Float[Array, ""] | None = None
 
 
 def leak_and_threshold(
     parameters: RecurrenceParameters, config: CrossConfig
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the leak and the threshold of the neurons, computed from the stored parameters.
+    """Returns the leak and the threshold that the neurons use, from the stored parameters.
 
-    If `config.raf_parameters` is "raw", the stored parameters are returned unchanged. Otherwise the
-    leak is mapped to (0, 1), and the threshold to numbers above `config.smallest_threshold`.
+    Unless `config.raf_parameters` is "raw", the leak is mapped to (0, 1), and the threshold to
+    numbers above `config.smallest_threshold`.
     """
     leak, threshold = (x for x in (parameters.leak, parameters.threshold) if x is not None)
     if config.raf_parameters == "raw":
@@ -93,16 +70,9 @@ def recurrence(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> RecurrentStates:
-    """Returns the states R of all segments (equations 13 and 16), the factor of the recurrence's
-    output, and the firing rate of the neurons.
+    """Returns the states of all segments (equations 13 and 16), from float32 sums and neurons.
 
-    Sums and neurons are float32.
-
-    Args:
-      keys, values: keys and values of each segment; zeros where a source is padded.
-      counts: the number of segments of each source.
-      parameters: the layer's parameters.
-      config: settings of cross-attention.
+    The keys and values must be zeros where a source is padded.
     """
     products = key_value_sums(keys, values, parameters, config)
     inputs = neuron_inputs(products, sum_segments(products), parameters, config)
@@ -120,13 +90,8 @@ def key_value_sums(
 ) -> Float[Array, "*B K K"]:
     """Returns the product A_j = K_j^T V_j of each segment's keys and values, in float32.
 
-    With neurons, the values are first multiplied by the matrix W, unless `config.clamp` is set: the
-    sums of the products must then be clamped before they are multiplied by W, in `neuron_inputs`.
-
-    Args:
-      keys, values: the keys and values of each segment.
-      parameters: the layer's parameters.
-      config: settings of cross-attention.
+    With neurons, it contains the matrix W, unless `config.clamp` is set: sums must then be clamped
+    before they are multiplied by W, in `neuron_inputs`.
     """
     if config.use_raf and not config.clamp:
         values = matmul(values, parameters.kernel)
@@ -139,18 +104,11 @@ def neuron_inputs(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "M *B K K"]:
-    """Returns the inputs X_j = P_j W + bias of the neurons of every segment j, in float32; without
-    neurons, returns P_j.
+    """Returns the neurons' inputs X_j = P_j W + bias of every segment j; P_j without neurons.
 
     P_j is the sum of the products A_i over all segments i other than j, or A_j itself if
-    `config.kv_source` is "segment". If `config.clamp` is set, A_j and the sum over all segments are
-    first clipped to this bound; otherwise, the products already contain W.
-
-    Args:
-      products: the products A_j of all segments, from `key_value_sums`.
-      total: the sum of the products over all segments.
-      parameters: the layer's parameters.
-      config: settings of cross-attention.
+    `config.kv_source` is "segment". If `config.clamp` is set, A_j and their sum `total` are first
+    clipped to this bound; otherwise, the products already contain W.
     """
     if config.clamp:
         products, total = (jnp.clip(x, -config.clamp, config.clamp) for x in (products, total))
@@ -168,17 +126,10 @@ def output_scale(
     config: CrossConfig,
     squares: Float[Array, "B H 1 K"] | None = None,
 ) -> Float[Array, "B H 1 K"] | None:
-    """Returns the factor by which each feature of the recurrence's output is multiplied, or None
-    for the factor 1.
+    """Returns the factor of each feature of the recurrence's output, or None for the factor 1.
 
-    The factor is the gate (1 without a gate), divided by the norm of the feature over all keys of
-    the source if `config.norm` is "feature".
-
-    Args:
-      keys: the keys of each segment.
-      parameters: the layer's parameters.
-      config: settings of cross-attention.
-      squares: the result of `key_squares`, if it is already known.
+    It is the gate, divided by the norm of the feature over all keys of the source if `config.norm`
+    is "feature". `squares` is the result of `key_squares`, if it is already known.
     """
     gate, scale = parameters.gate, None
     if config.norm == "feature":
@@ -192,9 +143,7 @@ def output_scale(
 
 
 def key_squares(keys: Float[Array, "M B H S K"]) -> Float[Array, "B H 1 K"]:
-    """Returns, for each feature of the keys, the sum of its square over all source positions, in
-    float32.
-    """
+    """Returns, for each feature, the sum of its square over all source positions."""
     squares = jnp.square(keys.astype(jnp.float32))
     # The sum over positions is a matrix product with ones, which is faster on XLA's CPU backend.
     ones = jnp.ones((*keys.shape[:3], 1, keys.shape[3]), jnp.float32)
@@ -202,25 +151,17 @@ def key_squares(keys: Float[Array, "M B H S K"]) -> Float[Array, "B H 1 K"]:
 
 
 def inverse_norm(squares: Float[Array, "B H 1 K"], epsilon: float) -> Float[Array, "B H 1 K"]:
-    """Returns 1 / sqrt(squares + epsilon^2) for each feature, or 1 where the root is 0.
-
-    `squares` is the sum over positions of each squared key feature.
-    """
     sums = squares + epsilon**2
     return jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1.0)), 1.0)
 
 
 def sum_segments(x: Float[Array, "M *B"]) -> Float[Array, "*B"]:
-    """Returns the sum of x over the segments, its first axis.
-
-    The sum is computed as a product with ones, which is faster on CPUs (see `brt.ops.reductions`).
-    """
+    # A product with ones is faster on CPUs (see `brt.ops.reductions`).
     return jnp.tensordot(jnp.ones(x.shape[:1], x.dtype), x, axes=1, precision="highest")
 
 
 @jax.custom_vjp
 def matmul(x: Array, kernel: Array) -> Array:
-    """Returns x @ kernel in x's dtype."""
     return jnp.einsum("...c,ce->...e", x, kernel.astype(x.dtype))
 
 

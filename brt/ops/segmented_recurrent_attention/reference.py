@@ -1,11 +1,4 @@
-"""Reference implementation of segmented recurrent attention.
-
-Every query reads every segment, and the result of the query's own segment is selected. The
-computation is in float64 if JAX has enabled it.
-
-In shapes, B is the number of sources, T of target positions, M of segments, S of keys of a window,
-H of heads, and K of numbers of a head.
-"""
+"""Segmented recurrent attention; every query reads every segment, and one result is selected."""
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +23,6 @@ def attend(
     target_length: int | None = None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics of the
-    accumulate-and-fire neurons.
-
-    Args:
-      queries: already multiplied by any scale.
-      windows: the keys and values that the queries of each segment read.
-      parameters: the learned parameters of the recurrence.
-      config: settings of cross-attention.
-      t0: the first target position.
-      target_length: the number of target positions of the padded batch, over which
-        `config.index_mode = "batch"` distributes the segments. None in decoding, where
-        `config.q_ref` takes its place.
-      dropout: must be None, because dropout is not supported.
-
-    Returns:
-      The output; and the metrics, which are None for kinds of cross-attention without neurons.
-    """
     states, aux = _states(windows, parameters, config)
     counts, t = windows.counts[:, None], t0 + jnp.arange(queries.shape[1])[None]
     if config.index_mode == "stride":
@@ -72,9 +48,6 @@ def _states(
     keys, values = (x.astype(wide) for x in (windows.keys, windows.values))
 
     def clip(sums: Float[Array, "*B K K"]) -> Float[Array, "*B K K"]:
-        """Returns `sums` limited to the range from -config.clamp to config.clamp, or unchanged if
-        config.clamp is 0.
-        """
         return jnp.clip(sums, -config.clamp, config.clamp) if config.clamp else sums
 
     sums = jnp.einsum("mbhsc,mbhse->mbhce", keys, values)
@@ -121,7 +94,6 @@ def _attend_to_segment(
     p: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "B T H K"]:
-    """Attends from all queries to segment i."""
     recurrent = None
     if states:
         recurrent = jnp.einsum("bthc,bhce->bthe", q, states[i].astype(q.dtype))

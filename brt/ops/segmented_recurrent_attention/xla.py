@@ -1,21 +1,15 @@
-"""Segmented recurrent attention of all target positions of a batch.
+"""Segmented recurrent attention of all target positions of a batch, in plain XLA or with kernels.
 
-The implementation in plain XLA and the implementations with kernels use this module.
+Attention is computed in one of two forms:
 
-A window is the keys and values that the queries of one segment read. Attention is computed in one
-of two forms:
-
-  dense: every query is multiplied with the windows of all segments. Then the windows of all
-    segments other than the query's own are masked. This is as much work as full attention. With
-    kernels on TPUs, this form is faster than the other one, which copies windows and states.
+  dense: every query is multiplied with the windows of all segments (see the module `dense`). With
+    kernels on TPUs, this is faster than the other form, which copies windows and states.
   slots: every query is multiplied with the window of its own segment only. For this, the queries of
     a source are sorted into M rows, and all queries of a row read the same segment. A row has G
     places for queries, its slots. A source of m <= M segments has M // m rows for each of its
-    segments, and the last segment also has the remaining rows. Keys and values are never gathered
-    for a query.
+    segments, and the last segment also has the remaining rows. Keys are never gathered for a query.
 
-In shapes, B is the number of sources, T of target positions, M of segments, S of keys of a window,
-H of heads, and K of numbers of a head.
+In shapes, M is the largest number of segments of a source, and S of keys of a window.
 """
 
 from collections.abc import Callable
@@ -61,27 +55,9 @@ def attend(
     recur: Callable[..., RecurrentStates] = recurrence,
     kernels: DenseKernels | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Returns the attention output of the T target positions from t0 on, and metrics of the
-    accumulate-and-fire neurons, the activation function of the recurrence.
+    """Implements `api.attend`; `recur` has the contract of `recurrence.recurrence`.
 
-    Args:
-      queries: already multiplied by any scale.
-      windows: the keys and values that the queries of each segment read.
-      parameters: the learned parameters of the recurrence.
-      config: settings of cross-attention.
-      t0: the first target position. If t0 is an array, the form is "dense".
-      target_length: with `config.index_mode = "batch"`, the segments are distributed evenly over
-        this number of target positions, that of the padded batch. None in decoding, where the
-        number is not known; the segments are then distributed over `config.q_ref` positions.
-      dropout: dropout of the softmax weights; None for no dropout.
-      recur: the function that computes the states of the recurrence, with the arguments and the
-        result of `recurrence.recurrence`.
-      kernels: kernels for the form "dense", which is then the form that "auto" selects; None for
-        plain XLA.
-
-    Returns:
-      The output; and the metrics, which are None unless `config.kind` is "srformer" and
-        `config.use_raf` is True.
+    If there are `kernels` for the form "dense", the setting "auto" selects this form.
     """
     aux, recurrent = NeuronMetrics(), None
     if config.kind == "srformer":
@@ -107,9 +83,6 @@ def _attend_by_form(
     dropout: Dropout | None,
     kernels: DenseKernels | None,
 ) -> Float[Array, "B T H K"]:
-    """Attends from every query to its own segment, in the form that
-    `config.training_form` names.
-    """
     count, length = windows.keys.shape[0], queries.shape[1]
     form = config.training_form
     if kernels is not None and not kernels.support(length, count * windows.keys.shape[3]):
@@ -131,21 +104,10 @@ def _attend_by_form(
 
 
 def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -> int:
-    """Returns G, the number of slots that each row of queries needs so that the rows have room for
-    all queries of a source with any number of segments from 1 to `count`.
+    """Returns G, the slots of a row: room for all queries of sources with 1 to `count` segments."""
 
-    Args:
-      count: M, the largest number of segments of a source, and the number of its rows.
-      length: T, the number of target positions.
-      t0: the first target position.
-      schedule: the rule by which target positions read segments.
-    """
-
+    # This is the largest number of queries of a segment, divided by its rows.
     def needed_slots(segments: int) -> int:
-        """Returns the number of slots that a row of a source with this many segments needs: the
-        largest number of queries of a segment, divided by the number of rows of a segment and
-        rounded up.
-        """
         stay = min(schedule.most_positions(segments, t0 + length), length)
         return -(-stay // (count // segments))
 
@@ -153,37 +115,17 @@ def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -
 
 
 class SlotAssignment(NamedTuple):
-    """The assignment of the queries of each source to slots, which are places for queries in rows
-    that each read one segment; a source has M rows of G slots.
+    """The assignment of the queries of each source to the Y = M * G slots of its rows."""
 
-    Attributes:
-      segment: for each row, the index of the segment that the row reads.
-      query_of_slot: for each of the Y = M * G slots of a source, the index of the query in the
-        slot; an arbitrary query for unused slots.
-      slot: for each query, the index of its slot, from 0 to Y - 1.
-    """
-
-    segment: Int[Array, "B M"]
-    query_of_slot: Int[Array, "B Y"]
-    slot: Int[Array, "B T"]
+    segment: Int[Array, "B M"]  # the segment that each row reads
+    query_of_slot: Int[Array, "B Y"]  # an arbitrary query for unused slots
+    slot: Int[Array, "B T"]  # the slot of each query
 
 
 def plan_slots(
     counts: Int[Array, " B"], rows: int, length: int, t0: int, schedule: SegmentSchedule
 ) -> SlotAssignment:
-    """Returns the assignment of queries to slots.
-
-    A slot is a place for a query in a row. A source with m segments has `rows` // m rows for each
-    segment, and the last segment also has the remaining rows. The queries of a segment are assigned
-    to the slots of the segment's rows.
-
-    Args:
-      counts: m, the number of segments of each source.
-      rows: M, the number of rows of a source.
-      length: T, the number of target positions.
-      t0: the first target position.
-      schedule: the rule by which target positions read segments.
-    """
+    """Assigns the queries of each segment to slots of its rows (see the module's docstring)."""
     size, each = slots_per_row(rows, length, t0, schedule), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
     segment = jnp.minimum(row // repeats, each - 1)
@@ -235,12 +177,9 @@ def _attend_by_slots(
 def _repeat_segments(
     x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]
 ) -> Shaped[Array, "M B *R"]:
-    """Returns, for row r of each source, its segment[r].
-
-    Sources stay the second axis and on their device; `vmap` would move them to the front and back.
-    TPUs gather row by row, which takes twenty times as long as a product with zeros and ones, and
-    the product is as exact.
-    """
+    """Returns, for row r of each source, its segment[r]."""
+    # TPUs gather row by row, which takes twenty times as long as an exact product with zeros and
+    # ones. Sources stay the second axis and on their device; `vmap` would move them.
     if dispatch.policy().gathers_by_product:
         ones = jax.nn.one_hot(segment, len(x), dtype=jnp.promote_types(x.dtype, jnp.bfloat16))
         results = jnp.einsum("bom,mb...->ob...", ones, x.astype(ones.dtype), precision="highest")
@@ -262,7 +201,6 @@ def _attend_rows(
     config: CrossConfig,
     dropout: Dropout | None,
 ) -> Float[Array, "M B H G K"]:
-    """Attends from row j to window j."""
     attended = recurrent = None
     if config.use_segment:
         window = with_shared(*windows[:3], windows.shared, axis=0)

@@ -1,6 +1,4 @@
-"""Softmax attention over all keys, without positions, such as the attention between the recurrent
-states and the tokens of a block.
-"""
+"""Softmax attention over all keys, without positions, as between recurrent states and tokens."""
 
 from brt.ops.softmax_attention.api import attend as attend
 from brt.ops.softmax_attention.api import attend_to_blocks as attend_to_blocks

@@ -1,12 +1,8 @@
 """Softmax attention over all keys in plain XLA, with a hand-written backward pass.
 
-Autodiff would save three arrays of Q x S, and a scan would stack each of these arrays. The
-hand-written backward pass needs one of them. The gradient of a softmax subtracts, for each query, a
-sum over S keys. This sum equals the dot product of the query's output and the output's gradient,
-which is a sum over K numbers only and is computed instead.
-
-In shapes, Q is the number of queries of a block, S of keys of a block, H of heads and K of numbers
-of a head; *B has the rows of the batch and, if there are several, their blocks.
+Autodiff would save three arrays of Q x S, and a scan would stack each of these arrays; one is
+needed here. The softmax's gradient subtracts, for each query, a sum over S keys, which equals the
+dot product of the query's output and the output's gradient, a sum over K numbers only.
 """
 
 from functools import partial
@@ -26,16 +22,7 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention output of every query over all readable keys, in the dtype of v.
-
-    Args:
-      q: the queries, already multiplied by any scale.
-      k, v: the keys and values.
-      cache_mask: True if the queries of a row may read the first half of the keys, which are then
-        the cached keys of the previous block; None if every key is readable.
-      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
-        excludes these keys from the softmax.
-    """
+    """Implements `reference.attention`."""
     mask = None
     if cache_mask is not None:
         size = k.shape[-2]
@@ -52,17 +39,10 @@ def attend_by_head(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention output of every query over the keys where the mask is True.
+    """Returns the attention of every query to the keys, at least one, where the mask is True.
 
-    The result is in the dtype of `values`.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys: the keys.
-      values: the values.
-      mask: True for keys that a query sees, at least one for each query; None for all keys.
-      dropout: factors by which the softmax weights are multiplied; None for no dropout.
-      null_keys: True makes masked keys count as zero keys with zero values.
+    `dropout` has factors of the weights. Masked keys count as zero keys with zero values if
+    `null_keys`.
     """
     return _attend(queries, keys, values, mask, dropout, null_keys)
 

@@ -1,15 +1,10 @@
 """Softmax attention over all keys for XLA's CPU backend, with logits as [keys, queries].
 
 With this layout the maximum over the keys is taken over a column, and many columns are processed
-side by side. All six matrix products multiply a matrix [a, b] by a matrix [b, c], both stored row
-by row; XLA's CPU backend takes up to twice as long if one of them is stored transposed. Only arrays
-with an axis of K numbers are transposed for this purpose. A column of ones is appended to the
-values, so that the product with the values also computes the sums of the weights. The backward pass
-saves exp(logits - maximum) instead of the softmax. The division by the sums is then applied to the
-output, which has fewer numbers than the weights have.
-
-In shapes, Q is the number of queries of a block, S of keys of a block, H of heads and K of numbers
-of a head; *B has the rows of the batch and, if there are several, their blocks.
+side by side. All six matrix products multiply matrices that are stored row by row; XLA's CPU
+backend takes up to twice as long if one is stored transposed. Only arrays with an axis of K numbers
+are transposed for this purpose. A column of ones in the values computes the sums of the weights.
+The backward pass saves exp(logits - maximum), because the division of the output is cheaper.
 """
 
 import jax
@@ -29,16 +24,7 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Returns the attention output of every query over all readable keys, in the dtype of v.
-
-    Args:
-      q: the queries, already multiplied by any scale.
-      k, v: the keys and values.
-      cache_mask: True if the queries of a row may read the first half of the keys, which are then
-        the cached keys of the previous block; None if every key is readable.
-      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
-        excludes these keys from the softmax.
-    """
+    """Implements `reference.attention`."""
     if cache_mask is None:
         return _attend(q, k, v, None)
     size = k.shape[-2]

@@ -1,13 +1,11 @@
 """Sliding-window attention (Block-Recurrent Transformers, section 3.1).
 
-A segment is read in blocks of W tokens. A token attends to W tokens: itself and the W - 1 tokens
-before it, or the W tokens before it. These tokens are in the token's own block and in the block
-before. The keys and values of the block before the segment come from the cache. Transformer-XL is
-the special case of one block per segment.
+A segment is read in N blocks of W tokens. A token attends to W tokens, up to itself or to the token
+before it. They are in its own block and in the block before, which for the first block of the
+segment comes from the cache. Transformer-XL is the special case of one block per segment.
 
-In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
-values (each serves H / G consecutive heads of queries), K of numbers of a head, T of tokens of a
-segment, and N of its blocks of W tokens.
+In shapes, H is the number of heads of queries, and G of heads of keys, each of which serves H / G
+consecutive heads of queries.
 """
 
 from collections.abc import Callable
@@ -35,19 +33,9 @@ from brt.ops.window_attention.joined_keys import with_joined_keys
 
 
 def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that needs as many heads of keys as of queries, one array of cached
-    and new keys, and dropout as factors of the weights.
-    """
-
+    # `function` needs as many heads of keys as of queries, one array of cached and new keys, and
+    # dropout as factors of the weights.
     def attend_with_factors(*inputs: Any, **options: bool) -> Any:
-        """Converts a `DropoutMask` to factors of the weights, calls `function`, and returns its
-        result.
-
-        Args:
-          inputs: the positional arguments of `function`, the last of which is here a `DropoutMask`
-            instead of factors; None for no dropout.
-          options: the keyword arguments of `function`.
-        """
         *others, dropout = inputs
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
         return function(*others, factors, **options)
@@ -106,43 +94,24 @@ def window_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns the attention output of every token over the token's window, and the log-sum-exp of
-    the token's logits.
+    """Returns the attention output of every token over the token's window.
 
-    The logits are q.k + bias.
+    The logits are q.k + bias. The output is 0 where a token sees no key. Dropout does not affect
+    the log-sum-exp.
 
     Args:
-      queries: queries of the segment. If `scale` is None, the caller has already multiplied them by
-        the factor of the logits.
+      queries: already multiplied by any scale, unless `scale` is given.
       cached: keys and values of the block before the segment.
-      keys: keys of the segment.
-      values: values of the segment.
-      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
-        token sees. None stands for no bias.
-      cache_mask: True where block n may read the block before it. False where a document starts at
-        block n, or where the cache is empty.
-      dropout: dropout of the softmax weights, which is the same for all blocks; None for no
-        dropout. The axes of the mask [H, W, W] are the heads, the queries of a block and the slots
-        of a query. A query has W slots, because it sees exactly W of the 2 W keys of its own block
-        and the block before: slot c is key c of the own block if the query sees this key, and
-        otherwise key c of the block before.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
+      bias: column 0 is for the nearest key that a token sees.
+      cache_mask: False where a document starts at block n, or where the cache is empty.
+      dropout: a mask [H, W, W] of heads, queries of a block and slots, the same for all blocks. A
+        query sees W of the 2 W keys of its own block and the block before: slot c is key c of the
+        own block if the query sees it, and otherwise key c of the block before.
+      attend_to_self: whether the nearest key is the token itself or the token before.
       null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values, as in
-        the original code of the block-recurrent transformer. False excludes these keys from the
-        softmax.
-      scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
+        the original code. False excludes these keys from the softmax.
+      scale: if given, the keys are first scaled to norm 1, and the queries of head h to norm
         scale[h].
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The attention output [B, T, H, K] in the dtype of `values`, with zeros where a token sees no
-        key, and the float32 log-sum-exp [B, T, H] of the logits, which dropout does not affect.
-        The function `partial_attention.merge_parts` combines the result with attention to other
-        keys.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     part = dispatch.run(
         OP, implementation, queries, cached, keys, values, bias, cache_mask, dropout,

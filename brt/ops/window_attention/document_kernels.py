@@ -1,7 +1,6 @@
 """The kernels of window attention as implementations of `brt.ops.local_attention`.
 
-In local attention, the window and the blocks that a layer reads may differ in length. The kernels
-process blocks of as many tokens as the window has, so a document may start inside of such a block.
+They process blocks of as many tokens as the window has, so a document may start inside of one.
 """
 
 from typing import Any
@@ -22,11 +21,7 @@ _TILE = 128
 
 
 def _segment_refusal(*_: Any, dropout: Any, **__: Any) -> str | None:
-    """Returns the reason why no kernel supports these inputs, or None if a kernel may.
-
-    The arguments of this function, and of the other refusals, are those of
-    `local_attention.local_attention`.
-    """
+    # The arguments of all refusals are those of `local_attention.local_attention`.
     if rules.is_sharded("blocks"):
         return "reads segments that each device has as a whole; set Mesh.sequence to 1"
     return dropout_refusal(dropout=dropout)

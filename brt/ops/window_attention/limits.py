@@ -8,25 +8,13 @@ from brt.ops.head_limits import alternatives, heads_refusal
 
 
 class Limits(NamedTuple):
-    """Sizes and dtypes of inputs that a kernel supports.
-
-    Attributes:
-      windows: the supported numbers of tokens of a window.
-      head_dims: the supported sizes of a head.
-      dtypes: the names of the supported dtypes.
-    """
+    """Sizes and dtypes of inputs that a kernel supports."""
 
     windows: tuple[int, ...]
     head_dims: tuple[int, ...]
     dtypes: tuple[str, ...]
 
     def refusal(self, queries: Float[Array, "B T H K"], window: int) -> str | None:
-        """Returns the reason why the kernel does not support these inputs, or None if it does.
-
-        Args:
-          queries: the queries of T tokens in B rows, for H heads of size K.
-          window: the number of keys of a window.
-        """
         if window not in self.windows:
             return f"has windows of {alternatives(self.windows)} tokens, not of {window}"
         return heads_refusal(queries, self.head_dims, self.dtypes)

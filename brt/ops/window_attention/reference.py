@@ -1,9 +1,4 @@
-"""Reference implementation of window attention: each block computes the logits of its W queries and
-the 2 W keys of the block before and of the block itself, and masks those outside the window.
-
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens; Z = W + T includes the tokens of the cached block.
-"""
+"""Window attention in which a block's W queries mask the logits of 2 W keys."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,21 +18,7 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over the token's window, and the log-sum-exp of
-    the token's logits.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and values of the cached block, followed by those of the segment.
-      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
-      cache_mask: True where block n may read the block before it.
-      dropout: factors of the weights by head, query of a block and slot; None for no dropout. A
-        query has W slots, because it sees exactly W of the 2 W keys of its own block and the block
-        before: slot c is key c of the own block if the query sees this key, and otherwise key c of
-        the block before.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-    """
+    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
     window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
     nearest = 0 if attend_to_self else 1
     # The rows of `distance` are the queries of a block. The columns are the keys of the previous

@@ -1,13 +1,8 @@
 """Window attention of the tokens that a decoder reads or writes one by one, or a few at a time.
 
-The keys of the last W tokens are in a ring buffer of W slots: the token at place p of a block is
-written to slot p mod W, where it replaces the token W places before. The tokens that are read now
-are not in the ring buffer yet; their keys and values are separate arrays, so that the buffer, which
-is much larger, is only read and not copied.
-
-In shapes, B is the number of rows of the batch, T of tokens that are read, W of slots, H of heads
-of queries, G of heads of keys, and K of numbers of a head. A head of keys serves R = H / G
-consecutive heads of queries.
+The keys of the last W tokens are in a ring buffer of W slots: the token at place p of a block is in
+slot p mod W. The T tokens that are read now are not in it yet; their keys and values are separate
+arrays, so that the much larger buffer is not copied.
 """
 
 from typing import NamedTuple
@@ -21,31 +16,20 @@ from brt.ops.softmax import MASKED, softmax_and_lse
 
 
 class ReadyRing(NamedTuple):
-    """A ring buffer of keys and values in the order of axes in which products read them.
-
-    Attributes:
-      keys: [B, G, K, W], normalized and rotated as attention needs them.
-      values: [B, G, W, K].
-    """
+    """Keys and values in the order of axes in which products read them, normalized and rotated."""
 
     keys: Float[Array, "B G K W"]
     values: Float[Array, "B G W K"]
 
 
 def ready_ring(keys: Float[Array, "B W G K"], values: Float[Array, "B W G K"]) -> ReadyRing:
-    """Returns keys, which are normalized and rotated, and values as a `ReadyRing`."""
     return ReadyRing(keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2))
 
 
 def ring_places(window: int, position: Int[Array, ""]) -> Int[Array, " W"]:
     """Returns the place of the token in each slot, relative to the start of the open block.
 
-    Tokens of the open block have the places 0 to `position` - 1, and earlier tokens have negative
-    places.
-
-    Args:
-      window: W, the number of slots.
-      position: the number of tokens of the open block that are in the ring buffer.
+    `position` tokens of this block are in the ring buffer; earlier tokens have negative places.
     """
     return position - 1 - (position - 1 - jnp.arange(window)) % window
 
@@ -61,24 +45,16 @@ def ring_attention(
     attend_to_self: bool = True,
     null_keys: bool = False,
 ) -> AttentionPart:
-    """Returns the attention output of T tokens over their windows, and the log-sum-exp of their
-    logits.
+    """Returns the attention output of T tokens, at most W, over their windows.
+
+    The contract is that of `api.window_part`, with these exceptions.
 
     Args:
       queries: normalized, rotated and multiplied by any scale.
-      ring: keys and values of the tokens before.
-      own: keys, normalized and rotated, and values of the T tokens, at most W.
-      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
-        token sees. None stands for no bias.
-      read: the number of tokens before the first of the T tokens that may be read, such as the
-        number of tokens of its document. Larger numbers than W have no effect.
+      own: keys, normalized and rotated, and values of the T tokens.
+      read: the number of tokens before the first of the T tokens that may be read, such as those of
+        its document. Larger numbers than W have no effect.
       position: the place of the first of the T tokens in its block.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True makes keys of the window that `read` hides count as zero keys with zero
-        values.
-
-    Returns:
-      The output [B, T, H, K] in the dtype of the values and the log-sum-exp [B, T, H], float32.
     """
     batch, tokens, heads, size = queries.shape
     groups, window = ring.values.shape[1:3]

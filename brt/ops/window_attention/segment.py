@@ -3,9 +3,6 @@
 Each device computes the attention of its own tokens in `shard_map`, because XLA's partitioner
 cannot split a kernel. If the blocks of a segment are sharded, a device also reads the last W keys
 and values of the device that has the tokens before its own; the first device reads the cache.
-
-In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
-values, K of numbers of a head, T of tokens of a segment, and N of its blocks of W tokens.
 """
 
 import functools
@@ -40,36 +37,9 @@ def segment_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Returns the attention output of every token over the token's window, and the log-sum-exp of
-    the token's logits.
-
-    Unlike in `api.window_part`, the tokens of the segment may be sharded over devices. The result
-    is the same as in `api.window_part`.
-
-    Args:
-      queries: queries of the segment. If `scale` is None, the caller has already multiplied them by
-        the factor of the logits.
-      cached: keys and values of the block before the segment.
-      keys, values: keys and values of the segment.
-      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
-        token sees. None stands for no bias.
-      cache_mask: True where block n may read the block before it.
-      dropout: dropout of the softmax weights; None for no dropout.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
-        scale[h].
-      implementation: the name of an implementation; None selects the best one that supports the
-        inputs.
-
-    Returns:
-      The attention output [B, T, H, K] and the log-sum-exp [B, T, H].
-    """
+    """Computes `api.window_part` of tokens that may be sharded over devices."""
 
     def attend(*inputs: Any) -> AttentionPart:
-        """Returns the attention output and the log-sum-exp for the tokens of one device. `inputs`
-        are the device's parts of the positional arguments of `segment_part` and of `scale`.
-        """
         *others, scale = inputs
         return window_part(
             *others, attend_to_self=attend_to_self, null_keys=null_keys, scale=scale,
@@ -95,32 +65,13 @@ def on_each_device(
     *,
     sharded: bool,
 ) -> AttentionPart:
-    """Returns the result of `attend`, computed on all devices of the mesh.
+    """Runs `attend`, a function of the arguments up to `scale`, on each device's parts of them.
 
-    Each device computes the result for its own rows of the batch, heads and blocks.
-
-    Args:
-      attend: a function of the following arguments up to `scale`, which computes the attention
-        output and the log-sum-exp from the parts of these arrays that one device has.
-      queries: queries of the segment. If `scale` is None, the caller has already multiplied them by
-        the factor of the logits.
-      cached: keys and values of the W tokens before the segment.
-      keys, values: keys and values of the segment.
-      bias: float32, the bias of each head and distance; column 0 is for the nearest key that a
-        token sees. None stands for no bias.
-      per_block: [B, N], a value for each block of the segment, such as a cache mask.
-      dropout: dropout of the attention weights; None for no dropout.
-      scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
-        scale[h].
-      sharded: True if the blocks of the segment are sharded over devices.
+    `per_block` has a value for each block, such as a cache mask. If `sharded`, blocks are sharded.
     """
     members = queries.shape[2] // keys.shape[2]
 
     def attend_on_device(q, cached, k, v, *others):
-        """Returns the attention output and the log-sum-exp for the tokens of one device.
-
-        The arguments are the device's parts of the arguments of `on_each_device`.
-        """
         if k.shape[2] * members > q.shape[2]:
             own = functools.partial(
                 local_groups, heads=q.shape[2], members=members, axis=_HEADS_AXIS
@@ -157,30 +108,18 @@ def on_each_device(
 
 
 def _window_from_left(cached: Float[Array, "B W G K"], own: Float[Array, "B T G K"]) -> Array:
-    """Returns the keys or values of the W tokens before a device's own tokens, which come from the
-    device before it or from the cache.
-    """
+    """Returns the keys or values of the W tokens before a device's own tokens."""
     last, size = own[:, -cached.shape[1] :], jax.lax.axis_size(_SEQUENCE_AXIS)
     from_left = jax.lax.ppermute(last, _SEQUENCE_AXIS, [(i, i + 1) for i in range(size - 1)])
     return jnp.where(jax.lax.axis_index(_SEQUENCE_AXIS) == 0, cached, from_left)
 
 
 def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
-    """Returns the vectors of the last W = `window` tokens of a segment, replicated on all devices
-    over which the tokens are sharded.
-
-    Args:
-      x: a vector for each head and token of the segment, such as the keys.
-      window: the number of tokens of a block.
-    """
+    """Returns the last `window` tokens of a segment, replicated on all devices that share it."""
     if rules.shard_count("blocks", x.shape[1] // window) == 1:
         return x[:, -window:]
 
     def share_last_block(own: Array) -> Array:
-        """Returns, on every device, the vectors of the segment's last `window` tokens.
-
-        `own` has the vectors of the tokens of one device. The last device has the last tokens.
-        """
         is_last = jax.lax.axis_index(_SEQUENCE_AXIS) == jax.lax.axis_size(_SEQUENCE_AXIS) - 1
         return jax.lax.psum(jnp.where(is_last, own[:, -window:], 0), _SEQUENCE_AXIS)
 

@@ -1,15 +1,12 @@
 """Window attention in plain XLA, which folds the window of each query into W slots.
 
-A query, also called a row, sees exactly W keys, which are in the query's own block of W tokens and
-in the block before. Slot c of a row is key c of the row's own block if the row sees this key, and
-otherwise key c of the block before. The logits of a block are therefore one W x W matrix, whose
-entries a triangular mask selects from the products with both blocks. No entry lies outside the
-window, and the bias of every block is the same circulant matrix. Of all W x W matrices, only the
-softmax is saved for the hand-written backward pass, which reads each array once.
+A query, also called a row, sees exactly W keys, in its own block of W tokens and in the block
+before. Slot c of a row is key c of its own block if the row sees it, and otherwise key c of the
+block before. The logits of a block are therefore one W x W matrix, which a triangular mask selects
+from the products with both blocks. No entry lies outside the window, and the bias of every block is
+the same circulant matrix. Of all W x W matrices, only the softmax is saved for the backward pass.
 
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens. Z is the number of tokens, or of blocks, of the cache
-and the segment together.
+In shapes, Z is the number of tokens, or of blocks, of the cache and the segment together.
 """
 
 from functools import partial
@@ -25,30 +22,15 @@ from brt.ops.softmax import MASKED, softmax_and_lse
 
 
 class _Settings(NamedTuple):
-    """Static settings.
-
-    Attributes:
-      attend_to_self: True if the nearest key of a token is the token's own.
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      biased: True if there is a bias.
-    """
-
     attend_to_self: bool
     null_keys: bool
     biased: bool
 
 
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
-    """Returns the bias of each row r and slot c of a block, for each head h.
-
-    Entry [h, r, c] of the result is bias[h, (r - c) mod W]. The result is computed without a
-    gather, and its gradient without a scatter.
-
-    Args:
-      bias: the bias of each head and distance; column 0 is for distance 0.
-      rows: R, the number of rows of the result.
-    """
+    """Returns the array with entries [h, r, c] = bias[h, (r - c) mod W]."""
     heads, window = bias.shape
+    # This needs no gather, and the gradient no scatter.
     # The vector of W numbers is repeated. If the repeated numbers are cut into rows of W + 1
     # entries, each row is shifted by one place from the row before.
     repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, rows + 1))[:, : rows * (window + 1)]
@@ -66,24 +48,10 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over the token's window, and the log-sum-exp of
-    the token's logits.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and values of the cached block, followed by those of the segment.
-      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
-      cache_mask: True where block n may read the block before it.
-      dropout: factors of the weights by head, row of a block and slot; None for no dropout.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-    """
+    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
     def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
-        """Returns x, the queries, keys or values, split into blocks of W tokens, with the axis of
-        heads before the axis of a block's tokens.
-        """
         batch, tokens, _, size = x.shape
         return x.reshape(batch, tokens // window, window, heads, size).transpose(0, 1, 3, 2, 4)
 

@@ -1,28 +1,15 @@
 """Window attention for XLA's CPU backend: tiles of rows with the range of keys that each may see.
 
-A row is a query. The rows of a segment are split into tiles of R consecutive rows. The rows of a
-tile see, together, a range of W + R - 1 keys. A tile reads one key more, W + R keys, because the
-range then consists of complete tiles. Each row sees W of these keys; for the other keys, the bias
-of the tile is MASKED. The softmax of a row therefore has R unused numbers out of W + R, and each
-key is copied W / R + 1 times. In return, every array is written by one matrix product and read by
-the next. The method of the module `xla` has no unused numbers, but needs additional passes over the
-logits, which take longer on CPUs.
+A tile has R consecutive queries (rows), and reads S = W + R keys, a range of complete tiles. For
+the R keys that a row does not see, the bias of the tile is MASKED. In return, every array is
+written by one matrix product and read by the next. The module `xla` has no unused numbers, but
+needs additional passes over the logits, which take longer on CPUs. Logits have the layout [keys,
+rows], and the sums divide the output, for the reasons that `softmax_attention.xla_cpu` gives.
 
-Logits have the layout [keys, rows]. With this layout a maximum or a sum is taken over a column, and
-many columns are processed side by side. All six matrix products multiply a matrix [a, b] by a
-matrix [b, c], both stored row by row; XLA's CPU backend takes up to twice as long if one of them is
-stored transposed. Only arrays with an axis of K numbers are transposed for this purpose. The
-backward pass saves exp(logits - maximum) instead of the softmax. The division by the sums is then
-applied to the output, which has fewer numbers than the weights have.
+XLA recomputes an array in each loop that reads it, if the computation seems cheap. It is in fact
+expensive for the bias tile and for transposed keys and values, which `layout` therefore stores.
 
-XLA recomputes an array in each loop that reads the array, if the computation seems cheap. The
-computation of two arrays is in fact expensive: the bias tile, whose indices take longer to compute
-than exp, and the transposed keys and values, which XLA would transpose once for each tile that
-reads them. `brt.ops.layout` therefore stores these arrays in memory.
-
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, N of its blocks of W tokens, M of its tiles of R rows, and S = W + R of keys of a tile. Z
-is the number of tokens, or of tiles, of the cache and the segment together.
+In shapes, M is the number of tiles of a segment, and Z of tokens or tiles with those of the cache.
 """
 
 from functools import partial, reduce
@@ -44,11 +31,7 @@ _MIN_ROWS, _MAX_ROWS = 32, 128
 
 
 def tile_rows(window: int) -> int:
-    """Returns R, the number of rows (queries) of a tile, which is a divisor of the window.
-
-    Args:
-      window: the number of tokens of a window.
-    """
+    """Returns R, the number of rows (queries) of a tile, which is a divisor of the window."""
     rows = window
     while rows % 2 == 0 and rows // 2 >= _MIN_ROWS and (rows == window or rows > _MAX_ROWS):
         rows //= 2
@@ -66,32 +49,11 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over the token's window, and the log-sum-exp of
-    the token's logits.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and values of the cached block, followed by those of the segment.
-      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
-      cache_mask: True where block n may read the block before it.
-      dropout: factors of the weights by head, query of a block and slot; None for no dropout. A
-        query has W slots, because it sees exactly W of the 2 W keys of its own block and the block
-        before: slot c is key c of the own block if the query sees this key, and otherwise key c of
-        the block before.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-    """
+    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
     window = keys.shape[1] - queries.shape[1]
     rows = tile_rows(window)
 
     def split_tiles(x: Float[Array, "B T H K"], *axes: int) -> Float[Array, "B M H _ _"]:
-        """Splits the tokens of x into M tiles of R tokens, and puts the heads before the tokens.
-
-        Args:
-          x: queries, keys or values of all heads.
-          axes: (2, 4) for the result [B, M, H, R, K], or (4, 2) for the transposed tiles [B, M, H,
-            K, R].
-        """
         batch, tokens, heads, size = x.shape
         return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, *axes)
 
@@ -161,11 +123,8 @@ def _visible_keys(
 def _visible_keys_transposed(
     x: Float[Array, "B Z H R K"], tiles: int, mask: Bool[Array, "B M S"] | None
 ) -> Float[Array, "B M H K S"]:
-    """Returns the result of `_visible_keys` with the last two axes swapped.
-
-    The ranges are stacked, because a concatenation along the last axis would write each of them
-    twice.
-    """
+    # The ranges are stacked, because a concatenation along the last axis would write each of them
+    # twice.
     seen = jnp.stack(_key_stretches(_transposed(x), tiles), axis=4)
     seen = seen.reshape(*seen.shape[:4], -1)
     return seen if mask is None else jnp.where(mask[:, :, None, None], seen, 0)
@@ -178,13 +137,12 @@ def _key_stretches(x: Float[Array, "B Z H _ _"], tiles: int) -> list[Float[Array
 def _visible_keys_backward(
     gradient: Float[Array, "B M H S K"], tiles: int, mask: Bool[Array, "B M S"] | None, rows: int
 ) -> Float[Array, "B Z H R K"]:
-    """Computes the gradient of `_visible_keys`; range j of a tile belongs to the tile j
-    places on.
-    """
+    """Computes the gradient of `_visible_keys`."""
     if mask is not None:
         gradient = jnp.where(mask[:, :, None, :, None], gradient, 0)
     stretches = jnp.split(gradient, gradient.shape[3] // rows, axis=3)
     last = len(stretches) - 1
+    # Range j of a tile belongs to the tile j places on.
     padded = (
         jnp.pad(part, ((0, 0), (j, last - j), (0, 0), (0, 0), (0, 0)))
         for j, part in enumerate(stretches)
