@@ -28,7 +28,7 @@ OPERATIONS = {
     "adafactor": "updates of matrices by Adafactor",
 }
 IMPLEMENTATIONS = (
-    AUTO, "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_tpu_cell", "pallas_gpu",
+    AUTO, "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_gpu",
     "pallas_mosaic_gpu", "pallas_interpret", "pallas_gpu_interpret",
 )  # fmt: skip
 
@@ -47,7 +47,6 @@ class Kernels:
         xla                   plain XLA
         xla_cpu               plain XLA in blocks that suit CPUs
         pallas_tpu            a kernel for TPUs
-        pallas_tpu_cell       a kernel for TPUs of the whole recurrent cell
         pallas_gpu            a kernel for GPUs
         pallas_mosaic_gpu     a kernel for Hopper GPUs, by the Mosaic backend of Pallas
         pallas_interpret      a kernel for TPUs, interpreted, for tests

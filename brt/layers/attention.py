@@ -1,8 +1,6 @@
 """The token side of a layer: the attention of tokens to windows and recurrent states, and the MLP.
 
 The letters of shapes are those of `brt.layers.state`; S is the number of recurrent states or sinks.
-Arguments `taps` collect the inputs and output gradients of matrix products in a scan over blocks;
-the weight gradients are computed from them once, after the scan (`brt.layers.taps`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +25,6 @@ from brt.layers.basic import (
     normed,
     parameter,
     product_kernel,
-    residual_normed,
     zero_for_states,
 )
 from brt.layers.cache import KVCache, TokenProjections
@@ -43,8 +40,6 @@ from brt.layers.state import (
     cache_is_readable,
     has_null_keys,
 )
-from brt.layers.taps import NO_TAPS, TokenTaps
-from brt.ops import deferred
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import l2_normalize, scaled_unit
@@ -126,10 +121,9 @@ class TransformerBlock(nn.Module):
         """Returns x after norm and dropout: the input of the projections."""
         return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
 
-    def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
+    def project(self, x: Float[Array, "B T D"]) -> TokenProjections:
         """Projects the layer's inputs x; queries and keys are not yet normalised."""
-        h, x = residual_normed(self.model, x, self.norm)
-        h, kernels = dropout(self, h, self.model.dropout), [self.queries, self.keys]
+        h, kernels = self.normed(x), [self.queries, self.keys]
         if self.cross_attends:
             kernels.append(self.cross_queries)
         kernels.append(self.values)
@@ -137,7 +131,7 @@ class TransformerBlock(nn.Module):
         # Separate products, because splitting a joint product would copy its parts.
         queries, keys, *cross, values = (
             constrain(product, "lanes", tokens, self._heads_name(product), None)
-            for product in deferred.dots(h, kernels, taps.projections)
+            for product in (dense(h, kernel) for kernel in kernels)
         )
         if self.model.attention.bias != "none":
             queries = add_shared(queries, self.queries_bias)
@@ -233,7 +227,6 @@ class TransformerBlock(nn.Module):
         past: KVCache,
         memory: StateKV | None,
         mix: Mix | None = None,
-        taps: TokenTaps = NO_TAPS,
         *,
         residual: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
@@ -266,7 +259,7 @@ class TransformerBlock(nn.Module):
         attended = [part.output if mix is None else mix(scaled, part)]
         if memory is not None:
             attended.append(self._attend_to_states(projections.cross_queries, memory))
-        return self.finish(x, attended, taps)
+        return self.finish(x, attended)
 
     def _with_sinks(
         self, part: AttentionPart, queries: Float[Array, "B T H K"], sinks: Sinks,
@@ -353,18 +346,17 @@ class TransformerBlock(nn.Module):
         return "tokens" if shard_count("blocks", blocks) > 1 else None
 
     def finish(
-        self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
-        taps: TokenTaps = NO_TAPS,
+        self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]]
     ) -> Float[Array, "B T D"]:  # fmt: skip
         """Returns the layer's output: x, plus the projection of the attention outputs (to the
         window and, in layers with recurrent states, to the states), plus the output of the MLP.
         """
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
-        y = deferred.dot_of_parts(attended, self.output, taps.output, inputs=3)
+        y = dense(jnp.stack(attended, axis=-3), self.output, 3)
         if self.model.attention.bias == "all":
             y = add_shared(y, self.output_bias)
         if self.model.norm.outputs:
             y = normed(self.model, y, self.output_norm)
         x = constrain(x + y, "lanes", tokens, None)
-        return constrain(self.mlp(x, tokens, taps), "lanes", tokens, None)
+        return constrain(self.mlp(x, tokens), "lanes", tokens, None)

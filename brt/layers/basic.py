@@ -21,7 +21,6 @@ from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 from brt.ops.layer_kernel import LayerKernel
 from brt.ops.normalization import rms_norm
-from brt.ops.residual_norm import residual_norm
 
 Initializer = Callable[..., Array]
 
@@ -203,13 +202,6 @@ def normed(
 ) -> Float[Array, "*B D"]:
     """Returns x divided by its root mean square over the last axis, times the weights."""
     return rms_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
-
-
-def residual_normed(
-    model: Model, x: Float[Array, "*B D"], weights: Float[Array, " D"]
-) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
-    """Returns `normed`, and x for a residual connection (see `brt.ops.residual_norm`)."""
-    return residual_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:

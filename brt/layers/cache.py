@@ -31,7 +31,6 @@ class TokenProjections(NamedTuple):
     keys: Float[Array, "B T G K"]
     values: Float[Array, "B T G K"]
     cross_queries: Float[Array, "B T H K"] | None  # For recurrent states, if the layer reads them.
-    # The layer's inputs, for its residual connection (`brt.ops.residual_norm`).
     residual: Float[Array, "B T D"]
 
 

@@ -28,13 +28,11 @@ from brt.layers.recurrent import (
     new_recurrent_state,
     recurrent_axes,
     recurrent_flops,
-    recurrent_taps,
 )
 from brt.layers.registration import check_kind
 from brt.layers.sections import Clustered, Recurrence
 from brt.layers.state import LayerAux as LayerAux
 from brt.layers.state import LayerState, new_window_state, window_axes
-from brt.layers.taps import token_taps
 from brt.layers.window import WindowLayer
 
 
@@ -45,7 +43,7 @@ class LayerKind(NamedTuple):
     which returns a `LayerOutput`. The first method reads a segment of N blocks. The other three
     methods together read one block token by token, with the same result:
 
-      __call__(x [B, T, D], state, document_start [B, N], feedback, summaries, model_state, taps)
+      __call__(x [B, T, D], state, document_start [B, N], feedback, summaries, model_state)
       begin_block(None, state, document_start, model_state, summaries)
       decode_step(x [B, 1, D], state, block, position, feedback, model_state, summaries)
       end_block(None, state, block, model_state, summaries)
@@ -74,7 +72,6 @@ class LayerKind(NamedTuple):
         or None. `begin_block` and `decode_step` always get None.
       model_state: statistics that the layer learns without gradients, such as centroids; () for
         kinds without such statistics. Only `__call__` returns the next model state, in `LayerAux`.
-      taps: accumulators of deferred weight gradients for a single block, or None.
       position: int32, the place of the token in its block.
     """
 
@@ -106,10 +103,6 @@ class LayerKind(NamedTuple):
     # Returns the number of vectors in which a layer summarises a block for the layer above; None if
     # layers of the kind neither read nor compute summaries.
     summaries: Callable[[Model], int] | None = None
-    # Returns, for (model, parameters of a run, blocks, rows of the batch), accumulators of the
-    # weight gradients that are computed after a scan over blocks (`brt.ops.deferred`), with blocks
-    # on axis 0 and layers on axis 1; None if the kind has no such gradients.
-    taps: Callable[[Model, Mapping[str, Any], int, int], Any] | None = None
     # Returns the model state of a layer at step 0; None if the kind has no model state.
     new_model_state: Callable[[Model], Any] | None = None
     # Returns the model state for the next train step, from the model state that the calls of this
@@ -154,7 +147,6 @@ register_kind(
         {"cache": None},
         window_flops,
         reads_chunks=True,
-        taps=token_taps,
     ),
 )
 register_kind(
@@ -169,7 +161,6 @@ register_kind(
         recurs=True,
         loops=True,
         reads_chunks=True,
-        taps=recurrent_taps,
     ),
 )
 register_kind(

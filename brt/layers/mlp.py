@@ -12,10 +12,7 @@ from brt.layers.basic import (
     normed,
     parameter,
     product_kernel,
-    residual_normed,
 )
-from brt.layers.taps import NO_TAPS, TokenTaps
-from brt.ops import deferred
 from brt.ops.activations import activation
 from brt.ops.dense import dense
 from brt.ops.reductions import add_shared
@@ -50,25 +47,18 @@ class MLP(nn.Module):
             if m.mlp.gated:
                 self.mlp_gate_bias = parameter(self, "mlp_gate_bias", (m.mlp_dim,), ("mlp",), ZEROS)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], tokens: str | None, taps: TokenTaps = NO_TAPS
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], tokens: str | None) -> Float[Array, "B T D"]:
         """Returns x plus the MLP's output; `tokens` names the axis of tokens if it is sharded."""
         m = self.model
-        h, x = residual_normed(m, x, self.mlp_norm)
-        y = self._products(h, tokens, taps)
+        h = normed(m, x, self.mlp_norm)
+        y = self._products(h, tokens)
         if m.norm.outputs:
             y = normed(m, y, self.mlp_output_norm)
         return x + dropout(self, y, m.dropout)
 
-    def _products(
-        self, h: Float[Array, "B T D"], tokens: str | None, taps: TokenTaps
-    ) -> Float[Array, "B T D"]:
-        m, first, last = self.model, taps.mlp_in, taps.mlp_out
-        plain = m.activation == "relu" and not m.mlp.gated
-        if first and last and plain and not m.mlp.bias:
-            return deferred.relu_mlp(h, (self.mlp_in, self.mlp_out), (first, last))
-        hidden = deferred.dot(h, self.mlp_in, first)
+    def _products(self, h: Float[Array, "B T D"], tokens: str | None) -> Float[Array, "B T D"]:
+        m = self.model
+        hidden = dense(h, self.mlp_in)
         if m.mlp.bias:
             hidden = add_shared(hidden, self.mlp_in_bias)
         if m.mlp.gated:
@@ -76,7 +66,7 @@ class MLP(nn.Module):
             gate = add_shared(gate, self.mlp_gate_bias) if m.mlp.bias else gate
             hidden *= activation(gate, m.activation)
         else:
-            hidden = activation(hidden, m.activation, saves_result=last is not None)
+            hidden = activation(hidden, m.activation)
         hidden = constrain(hidden, "lanes", tokens, "mlp")
-        out = deferred.dot(hidden, self.mlp_out, last)
+        out = dense(hidden, self.mlp_out)
         return add_shared(out, self.mlp_out_bias) if m.mlp.bias else out

@@ -2,12 +2,11 @@
 of each block. The letters of shapes are those of `brt.layers.state`.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
@@ -18,7 +17,6 @@ from brt.layers.basic import (
     INTO_HEADS,
     ONES,
     WHOLE_HEADS,
-    compute_dtype,
     gate_bias,
     gate_bias_until,
     kernel_init,
@@ -39,7 +37,6 @@ from brt.layers.state import (
     window_axes,
     zero_where_invalid,
 )
-from brt.layers.taps import NO_TAPS, TokenTaps, token_taps
 from brt.layers.window import WindowLayer
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
@@ -47,7 +44,6 @@ from brt.ops.recurrent_attention import (
     StateKV,
     state_kv,
     state_scan,
-    state_taps,
     state_update,
     tokens_by_head,
 )
@@ -195,32 +191,6 @@ class StateCell(nn.Module):
         )
 
 
-class RecurrentTaps(NamedTuple):
-    """Accumulators for weight gradients computed after a scan over blocks: of the projections and
-    the MLP of tokens, and of the state update (`taps` of `state_scan`).
-    """
-
-    tokens: TokenTaps = NO_TAPS
-    cell: PyTree[Array] = None
-
-
-_NO_TAPS = RecurrentTaps()
-
-
-def recurrent_taps(
-    model: Model, params: Mapping[str, Any], blocks: int, lanes: int
-) -> RecurrentTaps:
-    """Returns the accumulators of a run of layers, as `LayerKind.taps` describes."""
-    section = model.of(Recurrence)
-    cell = {k: v for k, v in params["cell"].items() if k in CellWeights._fields}
-    scales = dict.fromkeys(("scale", "cross_scale"))
-    dtype = compute_dtype(model)
-    return RecurrentTaps(
-        token_taps(model, params, blocks, lanes),
-        state_taps(CellWeights(**(scales | cell)), blocks, (lanes, section.states), dtype),
-    )
-
-
 class RecurrentLayer(nn.Module):
     """A block-recurrent layer (Block-Recurrent Transformers, section 3).
 
@@ -262,12 +232,11 @@ class RecurrentLayer(nn.Module):
         *,
         state: RecurrentState,
         document_start: Bool[Array, "B N"],
-        taps: RecurrentTaps | None = None,
         **_: Any,
     ) -> LayerOutput:
         """Computes the states of all blocks first; then the tokens of all blocks attend at once."""
-        section, m, taps = self.model.of(Recurrence), self.model, taps or _NO_TAPS
-        projections = self.tokens.project(x, taps.tokens)
+        section, m = self.model.of(Recurrence), self.model
+        projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
         # Every device scans over all blocks, so it needs the keys and values of all blocks.
         replicated = ("lanes", None, "heads", None)
@@ -277,14 +246,13 @@ class RecurrentLayer(nn.Module):
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state),
             self.tokens.by_query_head(past.keys, past.values), keys, values, past.cache_mask,
-            document_start, taps=taps.cell,
-            implementation=self.kernels.recurrent_attention,
+            document_start, implementation=self.kernels.recurrent_attention,
             unroll=unrolled(m.unroll, document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
             **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
         memory = StateKV(*(constrain(part, *names) for part in memory))
-        y = self.tokens.attend(projections, past, memory, taps=taps.tokens)
+        y = self.tokens.attend(projections, past, memory)
         return LayerOutput(y, RecurrentState(window, vectors, jnp.ones_like(state.valid)))
 
     def begin_block(

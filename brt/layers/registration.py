@@ -22,7 +22,7 @@ _FIELDS = ("model", "training", "kernels")
 _CONSTANTS = ("kind", "any_window", "grouped_keys")
 # The keywords that brt passes to each method of a layer.
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
-    "__call__": ("state", "document_start", "feedback", "summaries", "model_state", "taps"),
+    "__call__": ("state", "document_start", "feedback", "summaries", "model_state"),
     "begin_block": ("state", "document_start", "summaries", "model_state"),
     "decode_step": ("state", "block", "position", "feedback", "summaries", "model_state"),
     "end_block": ("state", "block", "summaries", "model_state"),

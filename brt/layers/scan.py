@@ -38,17 +38,10 @@ class Stream(NamedTuple):
     summaries: Float[Array, "B N U D"] | None = None
 
 
-def defers_gradients() -> bool:
-    """Returns True if weight gradients of a loop over blocks are computed after the loop on this
-    backend (`brt.ops.deferred`), as on accelerators.
-    """
-    return dispatch.policy().defers_gradients
-
-
 def scan_layers(
     layers: nn.Module, run: Run, method: str, stream: Stream, *,
     each: Mapping[str, PyTree[Array]], shared: Mapping[str, Any], model_state: PyTree[Array] = (),
-    taps: PyTree[Array] = None, axis: int = 1, ties: bool = True,
+    axis: int = 1, ties: bool = True,
 ) -> LayerOutput:  # fmt: skip
     """Calls a method of all layers of one run, from the lowest to the highest, by a scan.
 
@@ -57,7 +50,7 @@ def scan_layers(
       each: keyword arguments that differ between layers; every array has the layers on `axis`,
         those of an open block on axis 0.
       shared: keyword arguments that are the same for all layers.
-      model_state, taps: arrays with the layers on axis 0.
+      model_state: arrays with the layers on axis 0.
       axis: the axis of layers in `each` and in the states that are returned; open blocks have it on
         axis 0.
       ties: True lets the backward pass compute a layer's weight gradients before it goes on to the
@@ -70,19 +63,16 @@ def scan_layers(
     whole, opened = method == "__call__", method not in ("__call__", "end_block")
     at_once = _layers_at_once(run.model, run.layers)
     no_loop = whole and at_once == run.layers
-    tied = ties and no_loop and taps is None and defers_gradients()
+    tied = ties and no_loop and dispatch.policy().ties_gradients
     separate = _has_separate_kernels(layers)
     # A parameter with separate kernels has no axis of layers over which the scan could loop.
     index = jnp.arange(run.layers) if separate else None
 
     def layer(
-        module: nn.Module, stream: Stream, each: Any, model_state: Any, taps: Any, index: Any,
-        shared: Any,
+        module: nn.Module, stream: Stream, each: Any, model_state: Any, index: Any, shared: Any
     ) -> tuple[Stream, tuple[Any, LayerAux]]:  # fmt: skip
         # Calls one layer. `index` is its index if its kernels are separate arrays, otherwise None.
         inputs = {**each, **shared, "summaries": stream.summaries, "model_state": model_state}
-        if whole:
-            inputs["taps"] = taps
         call = _call_tied if tied else _call
         if method == "decode_step" and not run.layer_kind.reads_chunks:
             call = _call_by_token
@@ -101,7 +91,7 @@ def scan_layers(
         variable_axes={} if separate else {"params": 0},
         variable_broadcast="params" if separate else False,
         split_rngs={"params": not separate, "dropout": True, SHARED: True},
-        in_axes=({name: 0 if name == "block" else axis for name in each}, 0, 0, 0, nn.broadcast),
+        in_axes=({name: 0 if name == "block" else axis for name in each}, 0, 0, nn.broadcast),
         out_axes=(0 if opened else axis, 0),
         length=run.layers,
         unroll=at_once,
@@ -109,7 +99,7 @@ def scan_layers(
         # Flax's check of constant variables is turned off, because it traces every layer twice.
         check_constancy_invariants=False,
     )
-    stream, (state, aux) = scan(layers, stream, each, model_state, taps, index, shared)
+    stream, (state, aux) = scan(layers, stream, each, model_state, index, shared)
     if method == "decode_step":
         state = written(each["block"], state)
     return LayerOutput(stream.x, state, aux, stream.summaries)

@@ -4,23 +4,20 @@ The model state is statistics that layers learn without gradients. In some model
 passes summaries of each block to the layer above: U vectors for each of N blocks.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers import scan as layer_scan
 from brt.layers.basic import BLOCKS_AT_ONCE, SHARED, compute_dtype, parameter, unrolled
 from brt.layers.runs import ModelState, StackBlock, StackState, runs
 from brt.layers.scan import Stream, scan_layers
 from brt.layers.state import LayerAux, LayerOutput
-from brt.ops import deferred
 from brt.ops.recurrent_attention import StateKV
 
 
@@ -94,7 +91,6 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
         feedback: StateKV | None = None,
-        taps: Sequence[PyTree[Array]] | None = None,
         first: int = 0,
         axis: int = 1,
     ) -> StackOutput:
@@ -105,7 +101,7 @@ class Stack(nn.Module):
         for i, run_state in enumerate(state):
             output = self._scan(
                 first + i, "__call__", stream, model_state, each={"state": run_state},
-                shared=shared, taps=taps and taps[i], axis=axis,
+                shared=shared, axis=axis,
             )  # fmt: skip
             stream, aux = Stream(output.x, output.summaries), output.aux
             name = self.run_specs[first + i].name
@@ -130,7 +126,7 @@ class Stack(nn.Module):
             Stack._read_block,
             variable_broadcast="params",
             split_rngs={"params": False, "dropout": True, SHARED: False},
-            in_axes=(1, 1, 0),
+            in_axes=(1, 1),
             out_axes=(1, 1, 0),
             unroll=unrolled(self.model.unroll, document_start.shape[1], BLOCKS_AT_ONCE),
             # Flax's check of constant variables traces the function twice. Only the initialisation
@@ -140,9 +136,8 @@ class Stack(nn.Module):
         # Every device scans over all blocks, so it needs the tokens of all blocks.
         x = constrain(x, "lanes", None, None)
         blocks = x.reshape(x.shape[0], document_start.shape[1], -1, x.shape[-1])
-        below, taps = _swap_lanes_and_layers(state[:serial]), self._taps(*blocks.shape[:2])
-        carry = below, model_state
-        (below, learnt), (y, feedback, aux) = scan(self, carry, blocks, document_start, taps)
+        carry = _swap_lanes_and_layers(state[:serial]), model_state
+        (below, learnt), (y, feedback, aux) = scan(self, carry, blocks, document_start)
         y, above, more = self._layer_by_layer(
             y.reshape(x.shape), state[serial:], document_start, learnt, feedback, first=serial
         )
@@ -153,21 +148,11 @@ class Stack(nn.Module):
         state = (*_swap_lanes_and_layers(below), *above)
         return StackOutput(y, state, LayerAux(learnt, losses, metrics | more.metrics))
 
-    def _taps(self, lanes: int, blocks: int) -> list[PyTree[Array]] | None:
-        if self.is_initializing() or not layer_scan.defers_gradients():
-            return None
-        params = self.variables["params"]
-        return [
-            run.layer_kind.taps and run.layer_kind.taps(run.model, params[run.name], blocks, lanes)
-            for run in self.run_specs[: self.feedback_source + 1]
-        ]
-
     def _read_block(
         self,
         carry: tuple[StackState, ModelState],
         x: Float[Array, "B W D"],
         start: Bool[Array, " B"],
-        taps: Sequence[PyTree[Array]] | None,
     ) -> tuple[tuple[StackState, ModelState], tuple[Float[Array, "B W D"], StateKV, tuple]]:
         state, model_state = carry
         source = self.feedback_source
@@ -178,7 +163,7 @@ class Stack(nn.Module):
         feedback = _feedback(opened)
         by_block = jax.tree.map(lambda part: part[:, None], feedback)
         x, state, aux = self._layer_by_layer(
-            x, state, start[:, None], model_state, by_block, deferred.stack_layers(taps), axis=0
+            x, state, start[:, None], model_state, by_block, axis=0
         )
         return (state, {**model_state, **aux.model_state}), (x, feedback, (aux.losses, aux.metrics))
 

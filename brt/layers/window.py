@@ -11,7 +11,6 @@ from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.state import LayerOutput, LocalState, OpenBlock, WindowState, open_block
-from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops.recurrent_attention import StateKV
 
 
@@ -40,13 +39,11 @@ class WindowLayer(nn.Module):
         state: WindowState | LocalState,
         document_start: Bool[Array, "B N"],
         feedback: StateKV | None = None,
-        taps: TokenTaps | None = None,
         **_: Any,
     ) -> LayerOutput:
-        taps = taps or NO_TAPS
-        projections = self.tokens.project(x, taps)
+        projections = self.tokens.project(x)
         past, after = with_cache(self.model, state, projections, document_start)
-        return LayerOutput(self.tokens.attend(projections, past, feedback, taps=taps), after)
+        return LayerOutput(self.tokens.attend(projections, past, feedback), after)
 
     def mix_step(self, state: Any, position: Int[Array, ""]) -> Mix | None:
         """Returns the function that adds attention to keys beyond the window to that of one token,

@@ -76,9 +76,6 @@ class BackendPolicy(NamedTuple):
     splits_wide_sums: bool = False
     # An array that several consumers read is stored by an optimization barrier.
     stores_barriers: bool = False
-    # Several inputs of one matrix product are multiplied one by one instead of being concatenated
-    # first.
-    multiplies_separately: bool = False
     # Rows are gathered by a product with a matrix of zeros and ones.
     gathers_by_product: bool = False
     # Rotary embeddings exchange channels by a product with a matrix of 0, 1 and -1, because
@@ -86,8 +83,8 @@ class BackendPolicy(NamedTuple):
     turns_by_product: bool = False
     # Dropout masks are drawn in the shape in which `dropout_bits` packs masks.
     packs_dropout: bool = False
-    # Weight gradients of a loop over blocks are computed after the loop.
-    defers_gradients: bool = True
+    # A layer's weight gradients are computed before the backward pass of the layers below.
+    ties_gradients: bool = True
     # The backward pass recomputes elementwise results instead of reading stored ones.
     recomputes_elementwise: bool = True
     # A reduction over devices concatenates all arrays and sends them at once.
@@ -106,13 +103,13 @@ class BackendPolicy(NamedTuple):
 _POLICIES = {
     "cpu": BackendPolicy(
         dtype="float32", orders_memory=False, stores_transposes=True, float32_factors=True,
-        merges_rows=True, splits_wide_sums=True, defers_gradients=False,
+        merges_rows=True, splits_wide_sums=True, ties_gradients=False,
         recomputes_elementwise=False, sends_arrays_together=True, shares_optimizer_state=False,
         separates_layers=False, rewrites_few_rows=True, copies_layers=True,
     ),
     "gpu": BackendPolicy(),
     "tpu": BackendPolicy(
-        stores_barriers=True, multiplies_separately=True, gathers_by_product=True,
+        stores_barriers=True, gathers_by_product=True,
         turns_by_product=True, packs_dropout=True, flattens_small_heads=True,
     ),
 }  # fmt: skip

@@ -2,8 +2,7 @@
 
 The compiler schedules a TPU kernel as bundles of instructions. Each bundle takes a cycle, unless it
 waits for memory. `tools/benchmark/kernels.py` counts the bundles of a grid step for the tables
-below. The tool counts the body of a loop once; for improved clustered attention, the table contains
-the number of bundles in all iterations.
+below. The tool counts the body of a loop once.
 
 A pass is the sequence of grid steps that differ only in the last axis of the grid. The first and
 the last step of a pass may execute instructions that all other steps skip, for example to set sums
@@ -15,7 +14,7 @@ import re
 from collections.abc import Mapping
 
 # The version of libtpu, the TPU compiler, that the table below was counted with. With version
-# 0.0.50.1, the schedules of some kernels are longer, those of clustered attention by 5 to 11 %.
+# 0.0.50.1, the schedules of some kernels are longer.
 LIBTPU = "0.0.42.1"
 _CHIPS = "v4", "v5e", "v5p", "v6e"
 
@@ -28,12 +27,10 @@ def _by_chip(table: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, int]]:
 # A chip of type v4 or v5p has two cores. Each core runs half of the steps of a kernel's grid.
 _CORES = {"v4": 2, "v5p": 2}
 # BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip, without those of
-# PASS_BUNDLES, which are executed once in a pass. It is 0 if the
-# chip cannot or need not run the kernel. The numbers in a name are sizes of the arrays of a grid
-# step, such as queries, keys and head size, or tokens and clusters. For improved clustered
-# attention, they are tokens and best keys of a cluster. The compiler may produce different
-# schedules for the same kernel when other code changes; the table has the longest schedule that was
-# observed.
+# PASS_BUNDLES, which are executed once in a pass. It is 0 if the chip cannot or need not run the
+# kernel. The numbers in a name are sizes of the arrays of a grid
+# step, such as queries, keys and head size. The compiler may produce different schedules for the
+# same kernel when other code changes; the table has the longest schedule that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
     {
         "window_attention_512x512x128": (3859, 2283, 2658, 1572),
@@ -79,24 +76,12 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "masked_attention_dropout_2x128x1024x128": (20519, 0, 0, 0),
         "masked_attention_backward_dropout_2x128x1024x128": (21245, 0, 0, 0),
         "kmeans_4096x128": (2949, 2342, 2381, 1540),
-        "clustered_attention_4096x112": (6101, 4370, 4453, 3083),
-        "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
-        "improved_clustered_2048x32": (46644, 29052, 29451, 26852),
-        "improved_clustered_backward_2048x32": (121200, 41321, 41625, 37349),
         "causal_clustered_512x1536x128": (6538, 4563, 4772, 2929),
         "causal_clustered_backward_512x1536x128": (9868, 8379, 8788, 5510),
         "state_attention_512x1536x128": (7416, 4971, 5030, 2968),
         "state_attention_backward_512x1536x128": (12483, 8817, 8717, 5370),
-        "recurrent_cell_512x4608x128": (0, 11092, 11504, 5205),
-        "recurrent_cell_backward_512x4608x128": (0, 15414, 16121, 8746),
         "cross_entropy_512x640x1024": (11299, 9538, 9585, 3960),
         "cross_entropy_backward_512x640x1024": (9555, 8748, 8913, 2953),
-        # On v6e, schedules of 3272 and 3658 bundles were also observed for weight_gradient.
-        "weight_gradient_4096x512x256": (8801, 9295, 8224, 5144),
-        "residual_norm_backward_256x1024": (2939, 1407, 1482, 1236),
-        "shared_input_matmul_512x1024x512": (4029, 0, 3771, 0),
-        "summed_matmul_512x2048x256": (3525, 0, 2991, 0),
-        "summed_matmul_512x4096x256": (7957, 0, 7302, 0),
         # A step is a tile of rows in all three phases.
         "adafactor_64x4096": (3966, 2741, 2892, 2146),
         "adafactor_128x1024": (2096, 1583, 1718, 1434),
@@ -128,12 +113,6 @@ PASS_BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
 _TYPES = {
     "bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits", "adafactor": "float32",
 }  # fmt: skip
-# A part of the work of improved clustered attention does not grow with the number of tokens. This
-# part takes as long as _FIXED_TOKENS tokens, measured on layers of 1,024 to 16,384 tokens on v5e.
-_FIXED_TOKENS = 700
-# The table has improved clustered attention with this number of best keys, which are the keys that
-# the queries of a cluster attend to exactly.
-_MEASURED_BEST = 32
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps(?:_in_(\d+)_passes)?\b")
 _FLOPS, _BYTES = (
     re.compile(rf'"cost_estimate":\s*\{{[^{{}}]*"{name}":\s*"?(\d+)')
@@ -176,13 +155,8 @@ def kernels(attributes: str) -> set[str]:
 
 
 def _work(name: str) -> int:
-    """Returns the work of a grid step relative to other sizes of the kernel; 0 if incomparable."""
-    kernel, _, size = name.rpartition("_")
-    sizes = [int(n) for n in size.split("x")]
-    if kernel.startswith("improved_clustered"):
-        tokens, best = sizes
-        return tokens + _FIXED_TOKENS if best == _MEASURED_BEST else 0
-    return math.prod(sizes)
+    """Returns the work of a grid step relative to other sizes of the kernel."""
+    return math.prod(int(n) for n in name.rpartition("_")[2].split("x"))
 
 
 def flops(attributes: str) -> float:

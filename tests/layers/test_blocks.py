@@ -102,36 +102,6 @@ def test_a_kernel_reads_documents_that_begin_inside_of_a_window_and_their_sinks(
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), found, gradients)
 
 
-@pytest.mark.slow
-def test_with_feedback_deferred_gradients_are_those_of_one_pass(
-    random_params: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recurrent layer has a window of one block, and the layer below it has a longer window."""
-    model = with_settings(
-        PLAIN,
-        {
-            "Recurrence.layers": (1,), "Recurrence.states": 4, "layers": 2, "feedback": True,
-            "Window.by_layer": (12, 0),
-        },
-    )  # fmt: skip
-    params, ids, start = random_params(model), jnp.asarray(tokens()), starts(model, (1, 16))
-
-    def gradients(deferred: bool) -> Any:
-        monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: deferred)
-
-        def total(params: Any) -> jax.Array:
-            output = Decoder(model).apply(
-                {"params": params}, ids, new_state(model, LANES), jnp.asarray(start)
-            )
-            return jnp.sum(jnp.sin(output.hidden))
-
-        return jax.jit(jax.grad(total))(params)
-
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), gradients(True), gradients(False)
-    )
-
-
 def test_dropout_of_attention_is_drawn_for_every_chunk_and_leaves_the_mean(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -252,36 +252,6 @@ def test_weight_gradients_after_the_blocks_are_those_added_up_block_by_block(
     assert_close(results(model, params), expected)
 
 
-def added_up(jaxpr: Any) -> set[tuple[int, ...]]:
-    """Returns the shapes of the arrays that the loops over blocks carry in the backward pass."""
-    found = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" and eqn.params["reverse"]:
-            if eqn.params["length"] == BLOCKS:
-                found |= {var.aval.shape for var in eqn.outvars[: eqn.params["num_carry"]]}
-        inner = (getattr(part, "jaxpr", None) for part in eqn.params.values())
-        found = found.union(*(added_up(part) for part in inner if part is not None))
-    return found
-
-
-@pytest.mark.slow
-def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
-    random_params: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = with_settings(MODEL, {"feedback": True, **FED_BACK["skip"]})
-    params = random_params(model)["stack"]
-    window, recurrent = params["window_0"]["tokens"], params["recurrent_2"]
-    kernels = {window[name].shape for name in ("queries", "output", "mlp_in", "mlp_out")}
-    kernels |= {recurrent["tokens"]["mlp_in"].shape, recurrent["cell"]["output"].shape}
-
-    def carried() -> set[tuple[int, ...]]:
-        return added_up(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
-
-    assert kernels <= carried()
-    monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
-    assert not kernels & carried()
-
-
 @pytest.mark.slow  # tests/memories/test_summary.py has a quick test of the dropout of blocks.
 @pytest.mark.parametrize("only_attention", [False, True])
 def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(

@@ -31,10 +31,6 @@ from brt.ops import (
 )
 from brt.ops import causal_clustered_attention as causal
 from brt.ops.adafactor import Moments, adafactor
-from brt.ops.block_products import (
-    shared_input_matmul,
-    summed_matmul,
-)
 from brt.ops.cross_entropy import cross_entropy, token_scores
 from brt.ops.dispatch import Op
 from brt.ops.dropout import DropoutMask
@@ -44,10 +40,8 @@ from brt.ops.local_attention import local_attention
 from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
-from brt.ops.residual_norm import residual_norm
 from brt.ops.segmented_recurrent_attention import SegmentWindows
 from brt.ops.softmax_attention import attend, attend_to_blocks
-from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
 
 TOLERANCE = (
@@ -340,58 +334,6 @@ def scores() -> tuple[Run, list]:
     return run, []
 
 
-def norm() -> tuple[Run, list]:
-    arrays = normal(13, (LANES, 128, 256), (256,))
-
-    def run(name: str, x: jax.Array, scale: jax.Array) -> Any:
-        return residual_norm(x, scale, implementation=name)
-
-    return run, arrays
-
-
-def weights(inputs: int, outputs: int) -> tuple[Run, list]:
-    """Returns a case of weight gradients over three steps, with several heads and tiles."""
-    axes = (2, 4, 384)
-    x, dy = normal(10, (3, LANES, 6, *axes[-inputs:]), (3, LANES, 6, *axes[-outputs:]))
-
-    def run(name: str) -> Any:
-        return weight_gradient(x, dy, inputs, outputs, implementation=name)
-
-    return run, []
-
-
-def block(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
-    """Returns a case of products of a block's rows with kernels into heads."""
-    (x,) = normal(11, (LANES, 6, 128))
-    wide = normal(12, *[(LANES, 6, *heads, 64)] * count)
-    into = normal(13, *[(128, *heads, 64)] * count)
-
-    def run(name: str) -> Any:
-        back = [kernel.reshape(*heads, 64, 128) for kernel in into]
-        return (
-            shared_input_matmul(x, into, implementation=name),
-            shared_input_matmul(x, back[:1], transposed=True, where=wide[0], implementation=name),
-            shared_input_matmul(x, jnp.stack(into), relu=True, implementation=name),
-        )
-
-    return run, []
-
-
-def blocks(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
-    """Returns a case of sums of products of a block's rows from heads."""
-    wide = normal(12, *[(LANES, 6, *heads, 64)] * count)
-    into = normal(13, *[(128, *heads, 64)] * count)
-
-    def run(name: str) -> Any:
-        back = jnp.stack([kernel.reshape(*heads, 64, 128) for kernel in into])
-        return (
-            summed_matmul(wide, back, implementation=name),
-            summed_matmul(wide, into, transposed=True, implementation=name),
-        )
-
-    return run, []
-
-
 def optimizer() -> tuple[Run, list]:
     """Returns a case of Adafactor's update of a stack of two matrices."""
     gradient, parameter = normal(14, *[(2, 128, 2, 128)] * 2)
@@ -439,15 +381,7 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("cross_entropy", ""): lambda: loss(0.0),
     ("cross_entropy", "smoothed"): lambda: loss(0.1),
     ("token_scores", ""): scores,
-    ("shared_input_matmul", "heads"): lambda: block((4,), 3),
-    ("shared_input_matmul", "groups of heads"): lambda: block((2, 4), 1),
-    ("summed_matmul", "heads"): lambda: blocks((4,), 3),
-    ("summed_matmul", "groups of heads"): lambda: blocks((2, 4), 1),
     ("adafactor", ""): optimizer,
-    ("residual_norm", ""): norm,
-    ("weight_gradient", "matrix"): lambda: weights(1, 1),
-    ("weight_gradient", "into heads"): lambda: weights(1, 3),
-    ("weight_gradient", "from heads"): lambda: weights(2, 1),
 }
 
 
@@ -531,14 +465,6 @@ def test_every_op_has_a_reference_a_case_and_a_choice_for_every_backend() -> Non
 
 
 def test_a_gin_file_can_name_every_op() -> None:
-    # Only code of brt calls these ops: the first in cross-attention, dropout and norms in any
-    # module, and the others in loops over blocks.
-    inner = {
-        "segmented_recurrent_attention",
-        "dropout",
-        "residual_norm",
-        "weight_gradient",
-        "shared_input_matmul",
-        "summed_matmul",
-    }
+    # Only code of brt calls these ops: the first in cross-attention, dropout in any module.
+    inner = {"segmented_recurrent_attention", "dropout"}
     assert set(OPERATIONS) == set(OPS) - inner

@@ -343,18 +343,6 @@ def test_only_of_bfloat16_is_known_how_long_a_kernel_takes(dtype: str) -> None:
             assert schedules.cycles(named(kernel, dtype), "v5e") == 0, kernel
 
 
-def test_improved_clustered_attention_takes_what_whole_layers_took() -> None:
-    """The expected numbers are million cycles of compiled layers with 32 heads, forward and
-    backward.
-    """
-    for tokens, millions in ((1024, 1.41), (4096, 3.91), (16384, 14.1)):
-        size = f"{tokens}x32"
-        passes = named(f"improved_clustered_{size}"), named(f"improved_clustered_backward_{size}")
-        found = 32 * sum(schedules.cycles(one, "v5e") for one in passes)
-        assert found == pytest.approx(1e6 * millions, rel=0.02), tokens
-    assert schedules.cycles(named("improved_clustered_2048x16"), "v5e") == 0
-
-
 def test_a_kernel_that_writes_a_part_of_an_array_is_read_over_several_lines() -> None:
     """XLA fuses such a kernel with the in-place update, and prints its attributes on several
     lines.

@@ -18,10 +18,6 @@ from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import clustered_attention, cross_attention, masked_attention
 from brt.ops.adafactor import Moments, adafactor
-from brt.ops.block_products import (
-    shared_input_matmul,
-    summed_matmul,
-)
 from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.dropout import Dropout, DropoutMask
@@ -29,9 +25,7 @@ from brt.ops.gates import GateWeights
 from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
-from brt.ops.residual_norm import residual_norm
 from brt.ops.softmax_attention import attend
-from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
 
 Case = tuple[Callable[..., Any], list[Any]]
@@ -129,14 +123,6 @@ def recurrent(
 
     flags = array(args.lanes, blocks, dtype="bool")
     return gradients, [weights, vectors, (cached, cached), tokens, tokens, flags, vectors]
-
-
-def cell(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Builds the case of the kernel of a whole recurrent cell; states are as wide as all heads."""
-    args.lanes = max(2, args.lanes)  # Two cores of a chip share the lanes.
-    if args.implementation == "pallas_tpu":
-        args.implementation = "pallas_tpu_cell"
-    return recurrent(array, args, model_dim=8 * args.head_dim, blocks=2)
 
 
 def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
@@ -246,55 +232,6 @@ def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [q, window, k, k, pasts, cache_mask, centroids, bias, q]
 
 
-def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Builds the case of the gradients of weights, summed over eight steps of a loop."""
-    heads, rows = (8, args.head_dim), (8, args.lanes, args.window)
-    x, dy, by_head = (array(*rows, *axes) for axes in ((8 * args.head_dim,), (4096,), heads))
-
-    def gradients(x, dy, by_head):
-        pairs = ((x, dy, 1, 1), (x, by_head, 1, 2), (by_head, x, 2, 1))
-        return [
-            weight_gradient(*map(_apart, pair[:2]), *pair[2:], implementation=args.implementation)
-            for pair in pairs
-        ]
-
-    return gradients, [x, dy, by_head]
-
-
-def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Builds the case of the products of a layer that reads one block after the other."""
-    heads, name = (8, args.head_dim), {"implementation": args.implementation}
-    model = 8 * args.head_dim
-    into, back = array(4, model, *heads), array(2, *heads, model)
-
-    def both_ways(x, into, back, up, down):
-        own = shared_input_matmul(x, into, **name)
-        y = summed_matmul(own[:2], back, **name)
-        hidden = shared_input_matmul(y, [up], relu=True, **name)
-        y = summed_matmul(hidden, [down], **name)
-        wide = shared_input_matmul(y, [down], transposed=True, where=hidden[0], **name)
-        y = summed_matmul(wide, [up], transposed=True, **name)
-        found = *shared_input_matmul(y, back, transposed=True, **name), *own[2:]
-        return summed_matmul(found, into, transposed=True, **name)
-
-    mlp = array(model, 4096), array(4096, model)
-    return both_ways, [array(args.lanes, args.window, model), into, back, *mlp]
-
-
-def norm(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Builds the case of an RMS norm with a residual connection."""
-    x = array(args.lanes, TOKENS, 1024)
-
-    def gradients(x, scale, weights, more):
-        def loss(x, scale):
-            h, x = residual_norm(x, scale, implementation=args.implementation)
-            return _inner(h, weights) + _inner(x, more)
-
-        return jax.grad(loss, argnums=(0, 1))(x, scale)
-
-    return gradients, [x, array(1024, dtype="float32"), x, x]
-
-
 def optimizer(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     """Builds the case of Adafactor's update of an embedding, and of a stack of two layers of an MLP
     and of projections.
@@ -317,20 +254,14 @@ def optimizer(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return donating, [params, moments, params, scalars, scalars]
 
 
-def _apart(x: jax.Array) -> jax.Array:
-    """Returns a stack of arrays that are computed one by one, as by an unrolled loop."""
-    return jnp.stack([2 * part for part in x])
-
-
 def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(jnp.float32) * weights.astype(jnp.float32))
 
 
 CASES = {
-    "window": window, "local": local, "recurrent": recurrent, "cell": cell, "loss": loss,
+    "window": window, "local": local, "recurrent": recurrent, "loss": loss,
     "masked": masked, "masked_dropout": partial(masked, rate=0.1),
     "segmented": segmented, "clustered": clustered,
     "improved": partial(clustered, kind="improved_clustered"),
-    "causal": causal, "weights": weights, "products": products, "optimizer": optimizer,
-    "norm": norm,
+    "causal": causal, "optimizer": optimizer,
 }  # fmt: skip

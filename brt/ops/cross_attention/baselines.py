@@ -29,7 +29,7 @@ def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H 
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
     inputs = inputs + weights.bias.astype(x.dtype)[None, None]
-    taps = deferred.tap((weights.kernel,), (length, batch), x.dtype)
+    taps = deferred.tap(weights.kernel, (length, batch), x.dtype)
 
     def recurrence(
         h: Float[Array, "B A"], xs: tuple[Float[Array, "B A"], deferred.Tap]

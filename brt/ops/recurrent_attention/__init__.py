@@ -5,5 +5,4 @@ from brt.ops.recurrent_attention.cell import CellWeights as CellWeights
 from brt.ops.recurrent_attention.cell import StateKV as StateKV
 from brt.ops.recurrent_attention.cell import state_kv as state_kv
 from brt.ops.recurrent_attention.cell import tokens_by_head as tokens_by_head
-from brt.ops.recurrent_attention.scan import state_taps as state_taps
 from brt.ops.recurrent_attention.xla import state_update as state_update

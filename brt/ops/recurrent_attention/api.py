@@ -9,12 +9,12 @@ that the tokens of each block read. Then the layer attends for the tokens of all
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import l2_normalize
-from brt.ops.recurrent_attention import pallas_tpu, reference, tpu_cell, xla
+from brt.ops.recurrent_attention import pallas_tpu, reference, xla
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 
 
@@ -36,9 +36,6 @@ def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
 OP = Op(
     "recurrent_attention",
     (
-        Implementation(
-            "pallas_tpu_cell", tpu_cell.state_scan, ("tpu",), ("tpu",), tpu_cell.refusal
-        ),
         Implementation("pallas_tpu", pallas_tpu.state_scan, ("tpu",), ("tpu",), pallas_tpu.refusal),
         Implementation("xla", _with_normalized_keys(xla.state_scan)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
@@ -57,7 +54,6 @@ def state_scan(
     cache_mask: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
-    taps: PyTree[Array] = None,
     unroll: int = 1,
     implementation: str | None = None,
     **options: str | bool | None,
@@ -74,7 +70,6 @@ def state_scan(
         caller.
       cache_mask: True where block n may read the block before it.
       document_start: True where the states restart with `initial`.
-      taps: for callers that scan over blocks themselves: the block's part of `scan.state_taps`.
       unroll: the number of blocks that one iteration of the scan's loop processes.
       options: `kind` is the gate (`brt.ops.gates`). `tanh` bounds updates before the gate:
         'original' that of the single layout, 'paper' those of lstm gates. `normalize_qk` is for
@@ -83,6 +78,5 @@ def state_scan(
     """
     return dispatch.run(
         OP, implementation, weights, initial, vectors, cached, keys, values, cache_mask,
-        document_start, taps=taps, unroll=unroll,
-        **options,
+        document_start, unroll=unroll, **options,
     )  # fmt: skip

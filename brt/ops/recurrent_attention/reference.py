@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from brt.ops.gates import gate
 from brt.ops.normalization import l2_normalize, rms_norm
@@ -24,7 +24,6 @@ def state_scan(
     tanh: str,
     normalize_qk: bool,
     null_keys: bool,
-    taps: PyTree[Array] = None,
     unroll: int = 1,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from brt.distributed.rules import constrain
 from brt.ops import deferred
 from brt.ops.activations import relu
-from brt.ops.deferred import LayerTaps, Tap
+from brt.ops.deferred import Tap
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV, TokenKV, tokens_by_head
@@ -26,10 +26,10 @@ from brt.ops.tpu import materialized
 class _Kernels(NamedTuple):
     """The kernels of the large products of a state update, or their taps for deferred gradients."""
 
-    projection: Array | Tap | LayerTaps
-    output: Array | Tap | LayerTaps | None
-    mlp_in: Array | Tap | LayerTaps | None
-    mlp_out: Array | Tap | LayerTaps | None
+    projection: Array | Tap
+    output: Array | Tap | None
+    mlp_in: Array | Tap | None
+    mlp_out: Array | Tap | None
 
 
 def _kernels(weights: CellWeights) -> _Kernels:
@@ -48,24 +48,6 @@ _NO_TAPS = _Kernels(None, None, None, None)
 def _input_axes(kernels: _Kernels) -> _Kernels:
     """Returns the number of axes that each product sums over."""
     return _Kernels(1, *(k if k is None else jnp.ndim(k) - 1 for k in kernels[1:]))
-
-
-def state_taps(
-    weights: CellWeights, blocks: int, vectors: tuple[int, int], dtype: jnp.dtype
-) -> _Kernels:
-    """Returns the taps of several layers, for a caller that scans over blocks and then layers.
-
-    The weights of all layers are stacked on axis 0, and `vectors` has the numbers of rows and of
-    states of a row. A field is None if the cell has no such product, or if its taps would take
-    longer than adding up the gradients of the blocks.
-    """
-    kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
-
-    def kernel_taps(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
-        return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
-
-    one = jax.tree.map(lambda kernel: kernel[0], kernels)
-    return _Kernels(*map(kernel_taps, kernels, _input_axes(one)))
 
 
 def state_update(
@@ -143,27 +125,18 @@ def state_scan(
     cache_mask: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
-    taps: _Kernels | None = None,
     unroll: int = 1,
     **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
     """Implements `api.state_scan`; `options` also has `read` of `state_update`."""
     batch, blocks = cache_mask.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
-    if taps is None:
-        pairs = zip(kernels, _input_axes(kernels), strict=True)
-        taps = _Kernels(
-            *(k if k is None else deferred.tap((k,), rows, keys.dtype, i) for k, i in pairs)
-        )
-    else:
-        taps = jax.tree.map(lambda part: part[None], taps)
-    # If the projection has a tap, its four kernels are stacked, converted to the dtype of the keys
-    # and stored once, before the scan. The converted copy needs no gradient, because the weight
-    # gradient is computed from the tap.
-    if taps.projection is not None:
-        kernels = kernels._replace(
-            projection=materialized(_stacked_projection(weights, keys.dtype))
-        )
+    pairs = zip(kernels, _input_axes(kernels), strict=True)
+    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype, i) for k, i in pairs))
+    # The four kernels of the projection are stacked, converted to the dtype of the keys and stored
+    # once, before the scan. The converted copy needs no gradient, because the weight gradient is
+    # computed from the tap.
+    kernels = kernels._replace(projection=materialized(_stacked_projection(weights, keys.dtype)))
 
     # The carry has the states and the tokens of the previous block.
     def update_block(
