@@ -225,7 +225,7 @@ def unknown_name(name: str) -> str:
             return f"no section {section!r}{guess} ({own})"
         return f"no section {section!r}; {own}; brt has the sections {', '.join(sections)}"
     here = {full.partition(".")[2]: full for full in fields if full.startswith(f"{section}.")}
-    everywhere = {full.partition(".")[2]: full for full in fields}
+    everywhere = {full.partition(".")[2]: full for full in reversed(fields)}
     for known in (here, everywhere):
         if near := nearest(field, known):
             return f"no field {name!r}; did you mean {known[near]!r}?"
