@@ -1,9 +1,7 @@
 """Matrix products in a step of a scan whose weight gradients are computed once, after the scan.
 
-A tap is a pair of arrays that collects the inputs and the output gradients of a product from all
-steps of the scan. The backward pass of a step only writes both to the step's entry of the tap, and
-the weight gradient is computed from the complete tap afterwards. The package's docstring explains
-the method.
+The backward pass of a step only writes the product's input and output gradients to the step's entry
+of a tap. The package's docstring explains the method.
 """
 
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ def dots(
     x: Float[Array, "..."], kernels: Sequence[Array | LayerKernel], tap: Tap | None,
     inputs: int = 1,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Returns the products of x with several kernels (weights).
+    """Returns the products [*rows, *outputs] of x with several kernels (weights).
 
     With a tap, the backward pass computes no weight gradients. It writes x and the gradients of the
     products to the tap, from which the weight gradients are computed after the scan.
@@ -35,11 +33,7 @@ def dots(
       x: [*rows, *inputs], where `rows` stands for any number of axes.
       kernels: [*inputs, *outputs] each.
       tap: this step's entry of the tap, or None for ordinary weight gradients.
-      inputs: the number of axes that the products sum over, which are the last axes of x and the
-        first axes of a kernel.
-
-    Returns:
-      One array [*rows, *outputs] for each kernel.
+      inputs: the number of axes that the products sum over.
     """
     if tap is None:
         return tuple(dense(x, kernel, inputs) for kernel in kernels)
@@ -49,19 +43,7 @@ def dots(
 def dot(
     x: Float[Array, "..."], kernel: Array | LayerKernel, tap: Tap | None, inputs: int = 1
 ) -> Array:
-    """Returns the product of x with one kernel (weight).
-
-    With a tap, the weight gradient is computed from the tap after the scan, as in `dots`.
-
-    Args:
-      x: [*rows, *inputs], where `rows` stands for any number of axes.
-      kernel: [*inputs, *outputs].
-      tap: this step's entry of the tap, or None for an ordinary weight gradient.
-      inputs: the number of axes that the product sums over.
-
-    Returns:
-      An array [*rows, *outputs].
-    """
+    """Returns the product of x with one kernel, as in `dots`."""
     return dots(x, (kernel,), tap, inputs)[0]
 
 
@@ -97,16 +79,12 @@ def _dots_backward(
 
 
 def _stores_transposes() -> bool:
-    """Returns True if kernels are stored transposed for the backward pass.
-
-    For few rows, XLA's CPU backend takes twice as long for a product with a transposed kernel.
-    Outside the loop, the kernel is transposed once.
-    """
+    # For few rows, XLA's CPU backend takes twice as long for a product with a transposed kernel.
+    # Outside the loop, the kernel is transposed once.
     return dispatch.policy().stores_transposes and not partitioned()
 
 
 def _transpose_kernel(kernel: Array, inputs: int) -> Array:
-    """Transposes [*inputs, *outputs] to [*outputs, *inputs]."""
     axes = range(kernel.ndim)
     return transpose_copy(kernel, *axes[inputs:], *axes[:inputs])
 
@@ -134,19 +112,16 @@ def dot_of_parts(
     tap: Tap | None,
     inputs: int,
 ) -> Array:
-    """Returns the product of a kernel with the concatenation of several inputs.
+    """Returns the product [*rows, *outputs] of a kernel with the concatenation of P inputs.
 
-    If a separate product for each input is faster on this backend, the inputs are not concatenated.
-    Input p is then multiplied by kernel[p], and the products are added.
+    If separate products are faster on this backend, the inputs are not concatenated: input p is
+    multiplied by kernel[p], and the products are added.
 
     Args:
-      parts: P inputs, each [*rows, *features].
+      parts: [*rows, *features] each.
       kernel: [P, *features, *outputs]; kernel[p] belongs to input p.
-      tap: this step's entry of the tap, or None for ordinary weight gradients.
+      tap: as in `dots`.
       inputs: the number of axes that the product sums over, including the first axis of the kernel.
-
-    Returns:
-      An array [*rows, *outputs].
     """
     if not multiplies_separately(len(parts)):
         return dot(jnp.stack(parts, axis=-inputs), kernel, tap, inputs)
@@ -159,7 +134,6 @@ def dot_of_parts(
 def _joined(
     parts: tuple[Array, ...], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
 ) -> Array:
-    """Adds up the products of the parts in float32."""
     return summed_matmul(parts, kernel, as_bits=True)
 
 
@@ -188,13 +162,7 @@ _joined.defvjp(_joined_forward, _joined_backward)
 def relu_mlp(
     x: Float[Array, "B *R D"], kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
 ) -> Float[Array, "B *R D"]:
-    """Returns relu(x V) W, a two-layer perceptron whose weight gradients are computed from taps.
-
-    Args:
-      x: the inputs, where B is the number of rows of the batch and *R stands for any axes.
-      kernels: the weights V [D, F] and W [F, D].
-      taps: this step's entries of the tap for V and of the tap for W.
-    """
+    """Returns relu(x V) W for kernels V and W, whose gradients are computed from their taps."""
     return _relu_mlp(x, jax.lax.stop_gradient(kernels), taps)
 
 

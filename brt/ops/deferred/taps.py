@@ -1,13 +1,9 @@
 """Taps, which collect the arrays from which a scan's weight gradients are computed.
 
-The weight gradient of a product y = x W in a scan is the sum of x_t^T dy_t over all steps t. A tap
-has an array for all x_t and an array for all dy_t. The forward pass fills both with zeros, which
-nothing reads. In the backward pass, the "gradients" of these arrays are the pairs (x_t, dy_t), and
-one product over all steps computes the weight gradient from them.
-
-The functions of the module `products` compute y = x W and take the tap of the current step as an
-argument: `dots` multiplies one x with one or several kernels, and `dot_of_parts` multiplies a
-kernel with the concatenation of several inputs, its parts.
+A tap has an array for the inputs x_t of a product y = x W at all steps t, and an array for the
+gradients dy_t. The forward pass fills both with zeros, which nothing reads. In the backward pass,
+the "gradients" of these arrays are the pairs (x_t, dy_t), and one product over all steps computes
+the weight gradient, the sum of x_t^T dy_t. See the package's docstring.
 """
 
 import math
@@ -29,36 +25,27 @@ class Tap(NamedTuple):
     """Inputs and output gradients of one product with one or more kernels, for N steps of a scan.
 
     A tap is an argument `xs` of the scan, so each step receives its own part of the arrays.
-
-    Attributes:
-      inputs: [N, *rows, *inputs], the inputs x_t, where `rows` are the axes of x that the product
-        does not sum over and `inputs` the others; if `dot_of_parts` multiplies its inputs
-        separately, one array for each of these inputs.
-      outputs: [N, *rows, *outputs] for each kernel [*inputs, *outputs], the gradients dy_t of the
-        products.
     """
 
+    # [N, *rows, *inputs], the inputs x_t, where `rows` are the axes of x that the product does not
+    # sum over and `inputs` the others; if `dot_of_parts` multiplies its inputs separately, one
+    # array for each of these inputs.
     inputs: Float[Array, "N ..."] | tuple[Float[Array, "N ..."], ...]
+    # [N, *rows, *outputs] for each kernel [*inputs, *outputs], the gradients dy_t.
     outputs: tuple[Float[Array, "N ..."], ...]
 
 
 class LayerTaps(NamedTuple):
-    """The taps of the layers of a scan over layers, one tap for each layer.
+    """The taps of the layers of a scan over layers, one tap with all steps for each layer.
 
-    The arrays of a tap are stacks over all steps. They are not stacked over layers as well, because
-    this would copy all arrays a second time.
-
-    Attributes:
-      layers: the tap of each layer, for all steps.
+    The arrays are not stacked over layers as well, because this would copy all of them once more.
     """
 
     layers: tuple[Tap, ...]
 
 
 class _TapSpec(NamedTuple):
-    """The static description of a tap; the fields are the arguments of `tap`, with the shapes and
-    dtypes of the kernels.
-    """
+    """The arguments of `tap`, with the shapes and dtypes of the kernels."""
 
     kernels: tuple[jax.ShapeDtypeStruct, ...]
     rows: tuple[int, ...]
@@ -72,21 +59,18 @@ def tap(
     kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, *,
     parts: int = 0, as_bits: bool = False,
 ) -> Tap:  # fmt: skip
-    """Returns a tap for all steps of a scan in which `dots` or `dot_of_parts` uses kernels
-    [*inputs, *outputs].
+    """Returns a tap for all steps of a scan, for kernels [*inputs, *outputs].
 
     The backward pass computes the gradients of `kernels` from the tap, after the scan.
 
     Args:
-      kernels: the kernels that one call of `dots` multiplies with the same x, or the only kernel of
-        a call of `dot_of_parts`.
-      rows: the sizes of the first axes of the tap's arrays: N, the number of scan steps, followed
-        by the axes of x that the products do not sum over, such as the lanes (rows of the batch)
-        and the states of a lane.
-      dtype: the dtype of x and of the products.
+      kernels: those that one call of `dots` multiplies with the same x, or the one of
+        `dot_of_parts`.
+      rows: the number N of scan steps, followed by the sizes of the axes of x that the products do
+        not sum over.
+      dtype: that of x and of the products.
       inputs: the number of axes that the products sum over.
-      parts: the number of inputs of a `dot_of_parts` that multiplies its inputs separately; 0 for a
-        single input.
+      parts: the number of inputs of a `dot_of_parts` that multiplies its inputs separately, or 0.
       as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. The
         Pallas kernel that computes the weight gradient then takes the integers, so that no copy
         converts them back to floating-point numbers.
@@ -107,15 +91,10 @@ def layer_taps(
 
     Args:
       kernels: the kernels of all layers, each [layers, *inputs, *outputs].
-      rows: the number of scan steps, the number of lanes (rows of the batch), and the sizes of all
-        other axes of x that the products do not sum over.
-      dtype: the dtype of x and of the products.
-      inputs: the number of axes that the products sum over.
+      rows: as in `tap`; the second size is the number of rows of the batch.
+      dtype, inputs, as_bits: as in `tap`.
       of_parts: True if the taps are for `dot_of_parts`, whose number of parts is the size of the
         kernels' first input axis.
-      as_bits: True if layers stored x by `dispatch.output_residual`, as integers with x's bits. The
-        Pallas kernel that computes the weight gradient then takes the integers, so that no copy
-        converts them back to floating-point numbers.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])
@@ -130,18 +109,12 @@ def layer_taps(
 
 
 def stack_layers(taps: PyTree[Array]) -> PyTree[Array]:
-    """Returns the taps of one step in the form in which a scan over layers needs them as its `xs`.
+    """Returns the tree `taps` of one step as the `xs` of a scan over layers.
 
-    Args:
-      taps: a tree in which a `LayerTaps` has the taps of several layers.
-
-    Returns:
-      The same tree, where each `LayerTaps` is replaced by one tap whose arrays have the layers on a
-      new axis 0. All other parts of the tree are unchanged.
+    Each `LayerTaps` becomes one tap whose arrays have the layers on a new axis 0.
     """
 
     def stack(x: Any) -> Any:
-        """Returns x; a `LayerTaps` becomes one tap whose arrays have the layers on a new axis 0."""
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *x.layers) if _is_layers(x) else x
 
     return jax.tree.map(stack, taps, is_leaf=_is_layers)
@@ -156,7 +129,6 @@ def _tap(kernels: Kernels, spec: _TapSpec) -> Tap:
     inputs = spec.kernels[0].shape[: spec.inputs]
 
     def zeros(*shape: int) -> Array:
-        """Returns an array of zeros for the tap; its axes are the tap's `rows`, then `shape`."""
         return jnp.zeros((*spec.rows, *shape), spec.dtype)
 
     return Tap(
@@ -171,9 +143,6 @@ def _tap_forward(kernels: Kernels, spec: _TapSpec) -> tuple[Tap, None]:
 
 def _tap_backward(spec: _TapSpec, _: None, pairs: Tap) -> tuple[Kernels]:
     def kernel_gradient(kernel: jax.ShapeDtypeStruct, dy: Array) -> Array:
-        """Returns the gradient of a kernel of this shape and dtype; `dy` [N, *rows, *outputs] has
-        the gradients of the kernel's outputs in all steps.
-        """
         outputs = len(kernel.shape) - spec.inputs
         product = partial(weight_gradient, dy=dy, outputs=outputs, as_bits=spec.as_bits)
         if spec.parts:
@@ -189,10 +158,5 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 
 def multiplies_separately(parts: int) -> bool:
-    """Returns True if `dot_of_parts` multiplies each of its inputs separately instead of
-    concatenating the inputs. On some backends, separate products are faster.
-
-    Args:
-      parts: the number of inputs.
-    """
+    """Returns True if `dot_of_parts` multiplies its inputs separately, not concatenated."""
     return parts > 1 and dispatch.policy().multiplies_separately
