@@ -168,7 +168,7 @@ def segmented_recurrence_potentials(
 def segmented_recurrence_products(
     inputs: ProductTileInputs, d_keys: Any, d_values: Any, *, launch: LaunchShape
 ) -> None:
-    """Writes the gradients [S, K] of the keys and of the values times W, for a segment."""
+    """Writes the gradients [S, K] of a segment's keys and of its values' products with W."""
     dtype = inputs.keys.dtype
     own = inputs.own[...]
     if inputs.total is not None:

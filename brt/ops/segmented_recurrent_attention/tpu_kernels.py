@@ -88,8 +88,7 @@ def forward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Computes the states of all segments, the sums of squared keys and the numbers of neurons that
-    fire.
+    """Writes the states of all segments, the sums of squared keys, and how many neurons fire.
 
     Args:
       counts: [B], the number of segments of each of B sources.
@@ -123,7 +122,7 @@ def backward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Computes the gradients.
+    """Writes the gradients of keys and values, and adds those of the parameters.
 
     Args:
       neuron: as for `forward_kernel`.
