@@ -81,12 +81,12 @@ class _RowTile(NamedTuple):
     """A tile of R rows (queries) of a block, with masks: True for the slots that a row sees."""
 
     rows: slice
-    # The first S keys of the previous block, True for keys that have left the row's window. Its
-    # other keys are in the windows of all rows.
+    # The mask of the first S keys of the previous block: keys that have left the row's window. The
+    # other keys of the previous block are in the windows of all rows.
     outside_window: Bool[Array, "S R"]
-    # The keys that centroids keep, True for keys of the row's centroid.
+    # The mask of the keys that centroids keep: keys of the row's centroid.
     kept: Bool[Array, "M R"]
-    # The centroids' sums, True for the row's centroid.
+    # The mask of the centroids' sums: the sum of the row's centroid.
     rest: Bool[Array, "C R"]
 
     @property

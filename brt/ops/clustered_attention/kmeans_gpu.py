@@ -130,8 +130,8 @@ def kmeans_kernel(inputs: _Inputs, labels: Any, centroids: Any, *, iterations: i
     tiles = inputs.codes.shape[0] // rows
 
     def ranked(codes: Array, means: Array) -> Array:
-        # The smallest of these numbers [C', R] of a code belongs to its cluster: the product of two
-        # codes is the number of equal bits minus the number of different bits.
+        # The smallest of the C' results of a code belongs to its cluster: the product of two codes
+        # is the number of equal bits minus the number of different bits.
         return ranks - used * dot_float32(means, codes.T)
 
     def update(_: Any, means: Array) -> Array:

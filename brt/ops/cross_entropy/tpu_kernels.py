@@ -26,11 +26,11 @@ def forward(
     hidden: Any, embedding: Any, targets: Any, lse: Any, chosen: Any, top: Any, rest: Any,
     *places: Any, scale: float,
 ) -> None:  # fmt: skip
-    """Adds the contribution of a tile of logits to sums in scratch memory.
+    """Adds the contribution of a tile of logits, of R tokens and C columns of the vocabulary, to
+    sums in scratch memory.
 
     The tile with the first columns of the vocabulary resets the sums beforehand, and the tile with
-    the last columns writes the outputs afterwards. R is the number of tokens of the tile, and C of
-    columns.
+    the last columns writes the outputs afterwards.
 
     Args:
       hidden: [R, D], the vectors of the tokens.
@@ -44,7 +44,6 @@ def forward(
         logits of the targets. If the mean of the other tokens' embeddings, weighted by probability,
         is computed as well, its output comes before these three, and scratch memory for it after
         them.
-      scale: factor of the logits.
     """
     mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
     column, lanes = pl.program_id(1), highest.shape[1]
@@ -91,10 +90,11 @@ def backward(
     hidden: Any, embedding: Any, targets: Any, lse: Any, d_others: Any, d_target: Any,
     d_embedding: Any, *, scale: float,
 ) -> None:  # fmt: skip
-    """Adds the contribution of a tile of logits to the gradient of the embedding.
+    """Adds the contribution of a tile of logits, of C columns of the vocabulary and R tokens, to
+    the gradient of the embedding.
 
-    The tile with the first tokens sets this gradient to zero beforehand. Arrays of tokens are [1,
-    R].
+    The tile with the first tokens sets this gradient to zero beforehand. Arrays with a number per
+    token are [1, R].
 
     Args:
       hidden: [R, D], the vectors of the tokens.
