@@ -137,10 +137,9 @@ class _Arguments(NamedTuple):
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def kernel_inputs(self, **others: Array) -> FarKernelInputs:
-        """Returns the inputs of a kernel without the last two fields, which kernels read as
-        scalars.
+        """Returns the inputs of a kernel; `others` are those that only the backward kernel reads.
 
-        `others` are the inputs that only the backward kernel reads.
+        The last two fields are missing, because the kernels read them as scalars.
         """
         return FarKernelInputs(*self[:-2], **others)
 

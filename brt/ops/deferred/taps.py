@@ -64,8 +64,8 @@ def tap(
     The backward pass computes the gradients of `kernels` from the tap, after the scan.
 
     Args:
-      kernels: those that one call of `dots` multiplies with the same x, or the one of
-        `dot_of_parts`.
+      kernels: those that one call of `dots` multiplies with the same x, or the only one of a call
+        of `dot_of_parts`.
       rows: the number N of scan steps, followed by the sizes of the axes of x that the products do
         not sum over.
       dtype: that of x and of the products.

@@ -59,8 +59,8 @@ class StateKernelInputs(NamedTuple):
     # [W, K] each, for the tokens of the previous block and of this block; the values likewise.
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
-    # This field and the following ones are None in the forward pass. The gradient is that of
-    # `StateKernelOutputs.y`.
+    # [2, S, K], the gradient of `StateKernelOutputs.y`. This field and the following ones are None
+    # in the forward pass.
     gradient: Any = None
     # [S, K] each, gradients of the state keys and values that tokens read.
     d_states: tuple[Any, Any] | None = None
@@ -82,14 +82,16 @@ class StateKernelOutputs(NamedTuple):
 
 
 class StateKernelGradients(NamedTuple):
-    """Gradients of the fields of `StateKernelInputs` with the same names, or their block specs."""
+    """Gradients of the fields of `StateKernelInputs` with the same names, or their block specs.
 
-    # Each step of the grid overwrites all fields except `scales`.
+    Each step of the grid overwrites all fields except `scales`.
+    """
+
     projected: Any
     # A sum over all batch rows, to which each step adds its contribution.
     scales: Any
-    # The kernel of the complete cell has other outputs in place of the last two fields, which are
-    # None there.
+    # The last two fields are None in the kernel of the complete cell, which has other outputs for
+    # these gradients.
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
 
@@ -99,7 +101,7 @@ class _KeyPart(NamedTuple):
 
     keys: Array
     values: Array
-    # A float32 term of the logits: `MASKED` hides these keys.
+    # This float32 number is added to the logits: `MASKED` hides the keys, 0 shows them.
     unseen: Array | float = 0.0
 
 
@@ -245,7 +247,7 @@ def add_gradients(
       seen: True if the previous block may be read.
       sums: float32 [S + 2 W, K] each, overwritten with the gradients of the keys and of the values
         that the states attend to: S rows of the states, W of the previous block's tokens, and W of
-        this block's tokens. `inputs.d_states` is not included.
+        this block's tokens. These sums do not contain `inputs.d_states`.
     """
     both = _key_parts(seen, inputs, settings)
     states = results.projected.shape[1]

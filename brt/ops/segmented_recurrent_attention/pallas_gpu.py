@@ -59,7 +59,7 @@ def feature_refusal(config: CrossConfig) -> str | None:
 def refusal(config: CrossConfig, size: int, width: int, dtype: jnp.dtype) -> str | None:
     """Returns why the kernels do not support these settings or sizes on GPUs, or None if they do.
 
-    `size` is the number of source positions of a segment, and `width` that of numbers of a head.
+    `size` is the number of source positions of a segment, and `width` the size of a head.
     """
     if reason := feature_refusal(config):
         return reason

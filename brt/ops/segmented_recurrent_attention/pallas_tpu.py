@@ -69,7 +69,7 @@ def refusal(
 ) -> str | None:
     """Returns why the kernel does not support these settings or sizes on TPUs, or None if it does.
 
-    `width` is the number of numbers of a head.
+    `width` is the size of a head.
     """
     if reason := feature_refusal(config):
         return reason
