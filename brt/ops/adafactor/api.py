@@ -31,22 +31,15 @@ def adafactor(
     *,
     implementation: str | None = None,
 ) -> Updated:
-    """Returns the new parameters and moments of each of L matrices with A rows and B columns, and
-    the sums of their squared gradients (after the division by `divisor`).
+    """Updates the parameters and moments of each of L matrices with A rows and B columns.
 
     Args:
       gradient, parameter: [L, A, *columns]; *columns are axes that are merged to the B columns, for
         example the axes of heads and of the dimension of a head.
-      moments: the state before the update.
       decay: the share of the previous second moments in the new ones.
       rate: the learning rate.
       factor: the update of the parameter, not of the momentum, is multiplied by this number.
       divisor: the gradients are first divided by this number.
-      implementation: the name of an implementation; None takes the best one that supports the
-        inputs.
-
-    Raises:
-      NotImplementedError: the implementation does not exist or does not support these inputs.
     """
     inputs = gradient, parameter, moments, decay, rate, factor, divisor
     return dispatch.run(OP, implementation, *inputs)
@@ -58,9 +51,5 @@ def has_kernel(
     moments: Moments,
     implementation: str | None = None,
 ) -> bool:
-    """Returns True if `adafactor` computes these inputs by another implementation than that of
-    optax, "xla".
-
-    The arguments and errors are those of `adafactor`.
-    """
+    """Returns True if `adafactor` selects another implementation than "xla", that of optax."""
     return dispatch.choice(OP, implementation, gradient, parameter, moments) != "xla"

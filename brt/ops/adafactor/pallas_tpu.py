@@ -1,6 +1,6 @@
-"""Adafactor's update of a stack of matrices on TPUs, in one kernel that reads each array once.
+"""Adafactor's update on TPUs in one kernel, which reads each array once.
 
-Matrices that do not fit into VMEM are read several times. `tpu_kernel` describes the phases.
+Layers that do not fit into VMEM are read several times. `tpu_kernel` describes the phases.
 """
 
 import functools
@@ -24,10 +24,7 @@ _LARGEST, _SMALLEST = 2**20, 2**17
 
 
 def refusal(gradient: Array, parameter: Array, moments: Moments, *_: Any) -> str | None:
-    """Returns the reason why the kernel does not support these inputs, or None if it does.
-
-    The arguments are the first ones of `adafactor`; the others are ignored.
-    """
+    """Returns why the kernel does not support these inputs, or None if it does."""
     if rules.partitioned():
         return "updates arrays that are whole on one device"
     if any(x.dtype != jnp.float32 for x in (gradient, parameter, *moments)):
@@ -42,7 +39,6 @@ def refusal(gradient: Array, parameter: Array, moments: Moments, *_: Any) -> str
 
 
 def tiles_of(parameter: Array, moments: Moments) -> Tiles:
-    """Returns the division of a stack into tiles, with resident layers if they fit into VMEM."""
     layers, rows, columns = moments.momentum.shape
     by_head = parameter.ndim == 4 and parameter.shape[3] == LANES
     heads = parameter.shape[2] if by_head and parameter.shape[2] % _SUBLANES == 0 else 1
@@ -55,7 +51,7 @@ def tiles_of(parameter: Array, moments: Moments) -> Tiles:
 
 
 def _bytes(tiles: Tiles) -> int:
-    """Returns the bytes of VMEM for two blocks of each array, and for scratch memory."""
+    """Returns the bytes of VMEM for two buffers of each block, and for scratch memory."""
     lanes = -(-tiles.tile // LANES) * LANES
     counts = -(-tiles.count // _SUBLANES) * _SUBLANES
     blocks = 5 * 2 * tiles.tile * tiles.columns
@@ -74,17 +70,7 @@ def adafactor(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Updated:
-    """Returns the new parameters and moments of each matrix of a stack.
-
-    Args:
-      gradient, parameter: [L, A, *columns]; *columns are axes that are merged to the B columns.
-      moments: the state before the update.
-      decay: the share of the previous second moments in the new ones.
-      rate: the learning rate.
-      factor: the update of the parameter, not of the momentum, is multiplied by this number.
-      divisor: the gradients are first divided by this number.
-      interpret: True runs the kernel on any device, slowly.
-    """
+    """Implements `api.adafactor`."""
     tiles = tiles_of(parameter, moments)
     layers, rows, columns = tiles.layers, tiles.rows, tiles.columns
     shape = (layers, rows * tiles.heads, columns // tiles.heads)
@@ -128,7 +114,6 @@ def adafactor(
 def _scalars(
     decay: Float[Array, " L"], rate: Float[Array, " L"], divisor: Float[Array, ""] | float
 ) -> Float[Array, "L 3"]:
-    """Returns the scalars of each layer that the kernel reads."""
     scale = jnp.full_like(rate, 1.0) / divisor
     return jnp.stack([decay, rate, scale], axis=1)
 
@@ -146,21 +131,15 @@ def _input_specs(tiles: Tiles, width: int) -> list[pl.BlockSpec]:
 
 
 def _spec(tiles: Tiles, width: int, *phases: int) -> pl.BlockSpec:
-    """Returns the block spec of an array whose tiles are used only in some phases.
+    """Returns the block spec of an array whose tiles are used only in `phases`.
 
     In the other phases, the spec names the tile that the next of these phases begins with, or the
-    last tile if there is none, so that no tile is read or written in vain.
-
-    Args:
-      tiles: the division of the stack into tiles.
-      width: the number of columns of the array; the array has a row for each row and head if a head
-        has this number of columns.
-      *phases: the phases in which the tiles are read or written.
+    last tile if there is none, so that no tile is read or written in vain. If `width`, the number
+    of columns of the array, is that of a head, the array has a row for each row and head.
     """
     rows = tiles.tile * tiles.columns // width
 
     def index(layer: Int[Array, ""], phase: Int[Array, ""], tile: Int[Array, ""]) -> tuple:
-        """Returns the index of the block of a step of the grid."""
         place = jnp.where(phase > phases[-1], tiles.count - 1, 0)
         for used in phases:
             place = jnp.where(phase == used, tile, place)
@@ -170,7 +149,6 @@ def _spec(tiles: Tiles, width: int, *phases: int) -> pl.BlockSpec:
 
 
 def _scratch(tiles: Tiles) -> list[Any]:
-    """Returns the shapes of the arrays in `tpu_kernel.Scratch`."""
     layer = (tiles.count, tiles.tile, tiles.columns)
     sums = [(_SUBLANES, tiles.columns)] * 3
     shapes = [layer[:2], (1, tiles.columns), *sums, *[layer] * 3 * tiles.resident]

@@ -17,30 +17,22 @@ SMALLEST_SCALE = 1e-3
 
 
 class Moments(NamedTuple):
-    """Adafactor's state of a stack of L matrices with A rows and B columns.
+    """Adafactor's state of a stack of L matrices with A rows and B columns."""
 
-    Attributes:
-      rows, columns: moving averages of the squared gradients, averaged over the columns of each row
-        and over the rows of each column.
-      momentum: moving average of the updates.
-    """
-
+    # Moving averages of the squared gradients, averaged over the columns of each row.
     rows: Float[Array, "L A"]
+    # Moving averages of the squared gradients, averaged over the rows of each column.
     columns: Float[Array, "L B"]
+    # Moving averages of the updates.
     momentum: Float[Array, "L A B"]
 
 
 class Updated(NamedTuple):
-    """The result of an update of a stack of L matrices.
-
-    Attributes:
-      parameter: [L, A, *columns], the new parameters.
-      moments: the new state.
-      squares: the sum of the squared gradients of each matrix, after their division.
-    """
+    """The result of an update of a stack of L matrices."""
 
     parameter: Float[Array, "L A ..."]
     moments: Moments
+    # The sum of the squared gradients of each matrix, after their division.
     squares: Float[Array, " L"]
 
 
@@ -53,16 +45,7 @@ def adafactor(
     factor: float = 1.0,
     divisor: Float[Array, ""] | float = 1.0,
 ) -> Updated:
-    """Returns the new parameters and moments of each matrix of a stack.
-
-    Args:
-      gradient, parameter: [L, A, *columns]; *columns are axes that are merged to the B columns.
-      moments: the state before the update.
-      decay: the share of the previous second moments in the new ones.
-      rate: the learning rate.
-      factor: the update of the parameter, not of the momentum, is multiplied by this number.
-      divisor: the gradients are first divided by this number.
-    """
+    """Implements `api.adafactor`."""
     shape = moments.momentum.shape
     matrices = (gradient / divisor).reshape(shape), parameter.reshape(shape)
     after = jax.vmap(_new_moments)(*matrices, moments, decay, rate)
@@ -73,7 +56,6 @@ def adafactor(
 def _new_moments(
     gradient: Array, parameter: Array, moments: Moments, decay: Array, rate: Array
 ) -> Moments:
-    """Returns the new moments of one matrix; see `adafactor`."""
     square = gradient**2 + EPSILON
     rows = decay * moments.rows + (1 - decay) * jnp.mean(square, axis=1)
     columns = decay * moments.columns + (1 - decay) * jnp.mean(square, axis=0)

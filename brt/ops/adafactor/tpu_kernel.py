@@ -29,21 +29,18 @@ _CHUNK = 16 * _SUBLANES * LANES  # The kernel computes at most this many numbers
 
 
 class Tiles(NamedTuple):
-    """The division of a stack of matrices into tiles.
+    """The division of a stack of matrices [L, A, B] into tiles."""
 
-    Attributes:
-      layers, rows, columns: the shape [L, A, B] of the stack.
-      heads: the number of heads H if gradients and parameters are [L, A H, K], with B = H K;
-        1 if they are [L, A, B].
-      tile: R, the number of rows of a tile.
-      resident: True if a layer stays in VMEM through all phases.
-    """
-
+    # The next three are the sizes L, A and B of the stack.
     layers: int
     rows: int
     columns: int
+    # The number of heads H if gradients and parameters are [L, A H, K], with B = H K; 1 if they are
+    # [L, A, B].
     heads: int
+    # R, the number of rows of a tile.
     tile: int
+    # True if a layer stays in VMEM through all phases.
     resident: bool
 
     @property
@@ -53,9 +50,7 @@ class Tiles(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The number of columns that the kernel computes at a time: a multiple of 128, or those
-        of a head.
-        """
+        """The number of columns computed at a time: a multiple of 128, or those of a head."""
         if self.heads > 1:
             return self.columns // self.heads
         blocks, most = self.columns // LANES, max(1, _CHUNK // (self.tile * LANES))
@@ -63,20 +58,17 @@ class Tiles(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory that lasts through the phases of a layer.
+    """Memory that lasts through the phases of a layer."""
 
-    Attributes:
-      row_factors: [T, R], sums of squared gradients, and then factors of the update.
-      column_factors: [1, B], factors of the update.
-      column_sums, parameter_sums, update_sums: [8, B], partial sums of squares over rows.
-      gradient, parameter, momentum: [T, R, B], the layer if it is resident, else nothing.
-    """
-
+    # [T, R], sums of squared gradients, and then factors of the update.
     row_factors: Any
+    # [1, B], factors of the update.
     column_factors: Any
+    # The next three are [8, B]: partial sums of squares over rows.
     column_sums: Any
     parameter_sums: Any
     update_sums: Any
+    # The next three are [T, R, B]: the layer if it is resident, else None.
     gradient: Any = None
     parameter: Any = None
     momentum: Any = None
@@ -87,7 +79,7 @@ def kernel(
     new_parameter: Any, new_momentum: Any, new_rows: Any, new_columns: Any, squares: Any,
     *scratch: Any, tiles: Tiles, factor: float,
 ) -> None:  # fmt: skip
-    """Computes one tile in one phase.
+    """Computes one tile in one phase; `scratch` has the arrays of `Scratch`.
 
     Args:
       scalars: [L, 3], decay of the second moments, learning rate, and factor of the gradients, of
@@ -95,11 +87,8 @@ def kernel(
       gradient, parameter: a tile [R, B], or [R H, K] with heads.
       momentum: a tile [R, B].
       rows, columns: the layer's means of squared gradients of each row [T, R] and column [1, B].
-      new_parameter, new_momentum, new_rows, new_columns: results of these shapes.
       squares: [1, 128], the result for the sum of the layer's squared gradients, 128 times.
-      *scratch: the arrays of `Scratch`.
-      tiles: the division of the stack into tiles.
-      factor: the update of the parameter, not of the momentum, is multiplied by this number.
+      factor: as in `api.adafactor`.
     """
     layer, phase, tile = (pl.program_id(axis) for axis in range(3))
     held = Scratch(*scratch)
@@ -132,7 +121,9 @@ def kernel(
 def _add_squares(
     gradient: Any, parameter: Any, held: Scratch, scale: Array, tile: Array, tiles: Tiles
 ) -> None:
-    """Adds the squares of a tile's gradients and parameters to the sums, and keeps the tile."""
+    """Adds the squares of a tile's gradients and parameters to the sums, and keeps the tile of a
+    resident layer.
+    """
 
     @pl.when(tile == 0)
     def _start() -> None:
@@ -177,10 +168,7 @@ def _new_moments(
 def _add_squared_updates(
     gradient: Any, momentum: Any, held: Scratch, scale: Array, tile: Array, tiles: Tiles
 ) -> None:
-    """Adds the squares of a tile's updates, without the factors of columns, to the sums.
-
-    The momentum of a resident layer is kept.
-    """
+    """Adds the squares of a tile's updates, without the factors of columns, to the sums."""
     factor = _row_factors(held, tile, tiles)
     for at in _chunks(tiles):
         update = _gradient(gradient, held, scale, tile, at, tiles) * factor
@@ -190,8 +178,9 @@ def _add_squared_updates(
 
 
 def _scale_factors(held: Scratch, rate: Array, tiles: Tiles) -> None:
-    """Multiplies the factors of columns by the scale of the update, which depends on root mean
-    squares of the update and of the parameter.
+    """Multiplies the factors of columns by the scale of the update.
+
+    The scale depends on the root mean squares of the update and of the parameter.
     """
     size, factors = tiles.rows * tiles.columns, held.column_factors[...]
     norm = jnp.sqrt(jnp.sum(held.update_sums[...] * (factors * factors), keepdims=True) / size)
@@ -204,7 +193,6 @@ def _write(
     gradient: Any, parameter: Any, momentum: Any, new_parameter: Any, new_momentum: Any,
     held: Scratch, scale: Array, tile: Array, tiles: Tiles, factor: float,
 ) -> None:  # fmt: skip
-    """Writes the new momentum and parameters of a tile."""
     of_row = _row_factors(held, tile, tiles)
     for at in _chunks(tiles):
         g = _gradient(gradient, held, scale, tile, at, tiles)
@@ -216,7 +204,6 @@ def _write(
 
 
 def _chunks(tiles: Tiles) -> list[Any]:
-    """Returns the slices of columns that the kernel computes one after the other."""
     return [pl.ds(start, tiles.chunk) for start in range(0, tiles.columns, tiles.chunk)]
 
 
@@ -228,21 +215,16 @@ def _places(at: Any, tiles: Tiles) -> tuple[Any, Any]:
 
 
 def _load(ref: Any, at: Any, tiles: Tiles) -> Float[Array, "R C"]:
-    """Returns a chunk of columns of a tile of gradients or parameters."""
     return ref[_places(at, tiles)]
 
 
 def _gradient(
     gradient: Any, held: Scratch, scale: Array, tile: Array, at: Any, tiles: Tiles
 ) -> Float[Array, "R C"]:
-    """Returns a chunk of the scaled gradients of a tile, from scratch memory if the layer is
-    resident.
-    """
     return held.gradient[tile, :, at] if tiles.resident else scale * _load(gradient, at, tiles)
 
 
 def _row_factors(held: Scratch, tile: Array, tiles: Tiles) -> Float[Array, "R 1"]:
-    """Returns the factors of the rows of a tile."""
     row = held.row_factors[pl.ds(tile, 1)]
     return jnp.broadcast_to(row, (LANES, tiles.tile)).T[:, :1]
 

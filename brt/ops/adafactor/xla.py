@@ -17,16 +17,7 @@ def adafactor(
     factor: float = 1.0,
     divisor: Float[Array, ""] | float = 1.0,
 ) -> Updated:
-    """Returns the new parameters and moments of each matrix of a stack.
-
-    Args:
-      gradient, parameter: [L, A, *columns]; *columns are axes that are merged to the B columns.
-      moments: the state before the update.
-      decay: the share of the previous second moments in the new ones.
-      rate: the learning rate.
-      factor: the update of the parameter, not of the momentum, is multiplied by this number.
-      divisor: the gradients are first divided by this number.
-    """
+    """Implements `api.adafactor`."""
     shape = moments.momentum.shape
     matrices = (gradient / divisor).reshape(shape), parameter.reshape(shape)
     updates, after = jax.vmap(_of_matrix)(*matrices, moments, decay, rate)
@@ -38,7 +29,7 @@ def adafactor(
 def _of_matrix(
     gradient: Array, parameter: Array, moments: Moments, decay: Array, rate: Array
 ) -> tuple[Array, Moments]:
-    """Returns the update and the new moments of one matrix; see `adafactor`."""
+    """Returns the update and the new moments of one matrix."""
     # These are the parts of `optax.adafactor`, which would compute the decay from a count of steps.
     squares = optax.scale_by_factored_rms(min_dim_size_to_factor=1, decay_rate_fn=lambda *_: decay)
     scale = optax.chain(

@@ -8,8 +8,7 @@ and hide those of other centroids than its own. Nothing is sorted or gathered, n
 to memory, and no gradient of a key is scattered. Plain XLA computes the third part, which is one
 vector for each query: the sum of the query's centroid.
 
-In shapes, B is the number of rows of the batch, T of tokens of a segment, N of its blocks of W
-tokens, H of heads, and K of numbers of a head; Z = T + W counts the cached block, too.
+The module `api` says what letters in shapes mean.
 """
 
 import functools
@@ -37,10 +36,7 @@ def refusal(
     queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
     pasts: CentroidMemory, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    The arguments are the same as for `causal_clustered_attention`.
-    """
+    """Returns why the kernels do not support these inputs, or None if they do."""
     if reason := sharding.refusal():
         return reason
     width = queries.shape[1] // cache_mask.shape[1]
@@ -67,22 +63,7 @@ def causal_clustered_attention(
     attend_to_self: bool,
     interpret: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over all earlier tokens, in the dtype of
-    `values`.
-
-    Args:
-      queries: already multiplied by any scale.
-      window: the result of attention to each token's window: the output [B, T, H, K] and its
-        log-sum-exp [B, T, H].
-      keys, values: keys and values of the cached block, followed by those of the segment.
-      cache_mask: True where block n may read the block before it.
-      pasts: the memories that the N blocks read, stacked on the first axis.
-      centroids: the centroids of the layer.
-      bias: a number for each head, added to the logits of all keys outside the window.
-      attend_to_self: True if a token's window ends with the token itself; False if the window ends
-        with the token before.
-      interpret: True runs the kernels on any device and with any sizes, slowly.
-    """
+    """Implements `api.causal_clustered_attention`."""
     blocks, slots = cache_mask.shape[1], pasts.keys.shape[4]
     q = split_blocks(queries, blocks)
     width, by_query = q.shape[3], q.shape[:-1]
@@ -108,16 +89,10 @@ interpreted = functools.partial(causal_clustered_attention, interpret=True)
 
 
 def _own_sums(pasts: CentroidMemory, labels: Int[Array, "N B H W"]) -> AttentionPart:
-    """Returns, for each query, the sum of the values that its centroid does not keep.
-
-    Args:
-      pasts: the memories that the N blocks read.
-      labels: the centroid of each query.
-    """
+    """Returns, for each query, the sum of the values that its centroid does not keep."""
     flat = labels.reshape(-1, *labels.shape[2:])
 
     def gather(x: Float[Array, "N B H C K"]) -> Float[Array, "N B H W K"]:
-        """Returns the vector of x that belongs to the centroid of each query."""
         found = gather_by_label(x.reshape(-1, *x.shape[2:]), flat)
         return found.reshape(*labels.shape, x.shape[-1])
 

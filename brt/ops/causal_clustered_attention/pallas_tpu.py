@@ -7,15 +7,12 @@ every query with the keys that all centroids keep, and mask the keys of other ce
 query's own. The cost is moderate: 64 centroids with 16 keys each keep as many keys as two windows
 of 512 tokens have. In return, nothing is gathered, and no gradient is scattered.
 
-The grid is (head, lane, block); a lane is a row of the batch. As in window attention, all matrices
-are transposed, slots x rows. The rows are the queries of a block. The slots are the keys of the
-block before that have left the window, the keys that centroids keep, and the centroids' sums: a
-centroid has one weighted sum of the values that it does not keep. The backward pass recomputes the
-weights from the log-sum-exp.
+The grid is (head, row of the batch, block). As in window attention, all matrices are transposed,
+slots x queries. The slots are the keys of the block before that have left the window, the keys that
+centroids keep, and the centroids' sums: a centroid has one weighted sum of the values that it does
+not keep. The backward pass recomputes the weights from the log-sum-exp.
 
-In shapes, B is the number of lanes, H of heads, K of numbers of a head, T of tokens of a segment, N
-of its blocks of W tokens, and C of centroids of a head. Each centroid keeps R keys, and M = C R. Z
-= T + W counts the cached block, too.
+Letters in shapes are those of the module `api`, and M = C R.
 """
 
 import functools
@@ -50,10 +47,7 @@ def refusal(
     queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
     pasts: CentroidMemory, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    The arguments are the same as for `causal_clustered_attention`.
-    """
+    """Returns why the kernels do not support these inputs, or None if they do."""
     if reason := sharding.refusal():
         return reason
     width, size = queries.shape[1] // cache_mask.shape[1], queries.shape[-1]
@@ -70,10 +64,7 @@ def refusal(
 
 
 def _backward_vmem_bytes(window: int, clusters: int, slots: int, width: int, itemsize: int) -> int:
-    """Returns the bytes of VMEM that the backward pass needs.
-
-    These are two buffers for each block, the sums and tiles of logits.
-    """
+    """Returns the bytes for two buffers of each block, the sums and tiles of logits."""
     rows = window + clusters * slots
     blocks = 2 * width * (itemsize * (3 * window + 4 * rows) + 4 * 2 * clusters)
     return blocks + 2 * rows * width * 4 + 10 * (rows + clusters) * ROWS * 4
@@ -93,22 +84,7 @@ def causal_clustered_attention(
     attend_to_self: bool,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every token over all earlier tokens, in the dtype of
-    `values`.
-
-    Args:
-      queries: already multiplied by any scale.
-      window: the result of attention to each token's window: the output [B, T, H, K] and its
-        log-sum-exp [B, T, H].
-      keys, values: keys and values of the cached block, followed by those of the segment.
-      cache_mask: True where block n may read the block before it.
-      pasts: the memories that the N blocks read, stacked on the first axis.
-      centroids: the centroids of the layer.
-      bias: a number for each head, added to the logits of all keys outside the window.
-      attend_to_self: True if a token's window ends with the token itself; False if the window ends
-        with the token before.
-      interpret: True runs the kernels on any device, slowly, and with any sizes.
-    """
+    """Implements `api.causal_clustered_attention`."""
     tokens, blocks = queries.shape[1], cache_mask.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
     by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
@@ -136,40 +112,34 @@ interpreted = functools.partial(causal_clustered_attention, interpret=True)
 
 
 class _Arguments(NamedTuple):
-    """The arrays that attention is computed from; M = C * R.
-
-    Attributes:
-      q: queries.
-      k, v: keys and values of the block before each block.
-      kept_k, kept_v: keys and values that the centroids keep.
-      rest, rest_lse: the centroids' sums and their log-sum-exps.
-      labels: the centroid of each query.
-      cache_mask: not zero where a block may read the block before it.
-      filled: the number of keys that each centroid has kept so far, at most R.
-    """
+    """The arrays that attention is computed from."""
 
     q: Float[Array, "B H T K"]
+    # The keys and values of the block before each block.
     k: Float[Array, "B H T K"]
     v: Float[Array, "B H T K"]
+    # The keys and values that the centroids keep.
     kept_k: Float[Array, "N B H M K"]
     kept_v: Float[Array, "N B H M K"]
+    # The centroids' sums and their log-sum-exps.
     rest: Float[Array, "N B H C K"]
     rest_lse: Float[Array, "N B H 1 C"]
+    # The centroid of each query.
     labels: Int[Array, "B H N 1 W"]
+    # Not zero where a block may read the block before it.
     cache_mask: Int[Array, "B N"]
+    # The number of keys that each centroid has kept so far, at most R.
     filled: Int[Array, "N B"]
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """The axes of the kernels' grid: the numbers of heads, lanes and blocks."""
+        """The numbers of heads, batch rows and blocks."""
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def kernel_inputs(self, **others: Array) -> FarKernelInputs:
-        """Returns the arrays of which the kernels read a block in each step. The kernels read
-        `cache_mask` and `filled` as scalars instead.
+        """Returns the inputs of a kernel; `others` are those that only the backward kernel reads.
 
-        `others` are the inputs that only the backward kernel reads: `gradient`, `lse` and
-        `weighted_gradient_sum`, which `FarKernelInputs` describes.
+        The last two fields are missing, because the kernels read them as scalars.
         """
         return FarKernelInputs(*self[:-2], **others)
 
@@ -223,28 +193,18 @@ _attend.defvjp(_forward, _backward)
 
 
 def _specs(inputs: FarKernelInputs) -> FarKernelInputs:
-    """Returns the block specs of the inputs.
-
-    Arrays of a lane's tokens have a block for each block of tokens, others have an axis of blocks.
-    """
     window = inputs.labels.shape[-1]
 
     def token_spec(x: Array) -> pl.BlockSpec:
-        """Returns the block spec of an array x [B, H, T, K] with a vector for each token: a step of
-        the grid reads or writes the vectors of one block of tokens.
-        """
+        # x is [B, H, T, K].
         return pl.BlockSpec((None, None, window, x.shape[3]), lambda h, b, n, *_: (b, h, n, 0))
 
     def memory_spec(x: Array) -> pl.BlockSpec:
-        """Returns the block spec of an array x [N, B, H, ...] with the memory of each block of
-        tokens: a step of the grid reads or writes the memory of one block.
-        """
+        # x is [N, B, H, ...].
         return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda h, b, n, *_: (n, b, h, 0, 0))
 
     def number_spec(x: Array) -> pl.BlockSpec:
-        """Returns the block spec of an array x [B, H, N, 1, W] with a number for each token: a step
-        of the grid reads or writes the numbers of one block of tokens.
-        """
+        # x is [B, H, N, 1, W].
         return pl.BlockSpec((None, None, None, 1, window), lambda h, b, n, *_: (b, h, n, 0, 0))
 
     kinds = (
@@ -258,7 +218,7 @@ def _call(
     kernel: Any, arguments: _Arguments, settings: FarKernelSettings,
     inputs: list, outputs: list, shapes: list, *, products: int,
 ) -> Any:  # fmt: skip
-    """Calls a kernel with one step per head, lane and block.
+    """Calls a kernel with one step per head, batch row and block.
 
     The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
     """

@@ -1,8 +1,8 @@
-"""Bodies of the TPU kernels of causal clustered attention, for one head, lane and block.
+"""Bodies of the TPU kernels of causal clustered attention, for one head, batch row and block.
 
-A lane is a row of the batch. The module `pallas_tpu` describes the algorithm. All matrices are
-slots x rows. A row is a query of the block, and a slot is one of three kinds: a key of the previous
-block, a key that a centroid keeps, or a centroid's sum of the values that it does not keep.
+The module `pallas_tpu` describes the algorithm. All matrices are slots x rows. A row is a query of
+the block, and a slot is one of three kinds: a key of the previous block, a key that a centroid
+keeps, or a centroid's sum of the values that it does not keep.
 
 In shapes, W is the number of tokens of a block, K the size of a head, C the number of centroids, R
 the number of keys that each keeps, and M = C * R. In the class `_RowTile`, R is the number of rows
@@ -27,51 +27,41 @@ ROWS = 128
 
 
 class FarKernelSettings(NamedTuple):
-    """Static settings of the kernels, which attend to the keys before the window (far keys).
+    """Static settings of the kernels, which attend to the keys before the window (far keys)."""
 
-    Attributes:
-      attend_to_self: True if a token's window ends with the token itself; False if the window ends
-        with the token before.
-      slots: the number of keys that a centroid keeps.
-      interpret: True runs the kernels on any device, slowly.
-    """
-
+    # True if a token's window ends with the token itself; False if the window ends with the token
+    # before.
     attend_to_self: bool
+    # R, the number of keys that a centroid keeps.
     slots: int
     interpret: bool | pltpu.InterpretParams
 
 
 class FarKernelInputs(NamedTuple):
-    """Inputs of a step of the grid (one head, lane and block), or their block specs.
+    """Inputs of a step of the grid, or their block specs."""
 
-    M = C * R is the number of keys that all centroids of a head keep.
-
-    Attributes:
-      q: [W, K], queries of the block.
-      k, v: [W, K], keys and values of the previous block.
-      kept_k, kept_v: [M, K], keys and values of centroid 0, then of centroid 1 and so on.
-      rest: float32 [C, K], each centroid's weighted sum of the values that it does not keep.
-      rest_lse: [1, C], for each centroid, the log-sum-exp of its logits of the keys whose values
-        are in this sum.
-      labels: [1, W], the centroid of every query.
-      gradient: [W, K], gradient of the output. This field and those below are None in the forward
-        pass.
-      lse: [1, W], the log-sum-exp of each query's logits.
-      weighted_gradient_sum: [1, W], the sum over all slots of the softmax weight times the weight's
-        gradient, minus the gradient of `lse`. The gradient of a logit is the weight times the
-        difference of the weight's gradient and this number.
-    """
-
+    # [W, K], queries of the block.
     q: Any
+    # [W, K] each, keys and values of the previous block.
     k: Any
     v: Any
+    # [M, K] each, keys and values of centroid 0, then of centroid 1 and so on.
     kept_k: Any
     kept_v: Any
+    # float32 [C, K], each centroid's weighted sum of the values that it does not keep.
     rest: Any
+    # [1, C], for each centroid, the log-sum-exp of its logits of the keys whose values are in this
+    # sum.
     rest_lse: Any
+    # [1, W], the centroid of every query.
     labels: Any
+    # [W, K], gradient of the output. This field and those below are None in the forward pass.
     gradient: Any = None
+    # [1, W], the log-sum-exp of each query's logits.
     lse: Any = None
+    # [1, W], the sum over all slots of the softmax weight times the weight's gradient, minus the
+    # gradient of `lse`. The gradient of a logit is the weight times the difference of the weight's
+    # gradient and this number.
     weighted_gradient_sum: Any = None
 
 
@@ -88,48 +78,31 @@ class FarKernelGradients(NamedTuple):
 
 
 class _RowTile(NamedTuple):
-    """A tile of R rows (queries) of a block, with masks: True for the slots that a row sees.
-
-    Attributes:
-      rows: the slice of the block's rows that belong to the tile.
-      outside_window: [S, R], the mask of the first S keys of the previous block, True for keys that
-        have left the row's window. The other keys of the previous block are in the windows of all
-        rows.
-      kept: [M, R], the mask of the keys that centroids keep, True for keys of the row's centroid.
-      rest: [C, R], the mask of the centroids' sums, True for the row's centroid.
-    """
+    """A tile of R rows (queries) of a block, with masks: True for the slots that a row sees."""
 
     rows: slice
+    # The mask of the first S keys of the previous block: keys that have left the row's window. The
+    # other keys of the previous block are in the windows of all rows.
     outside_window: Bool[Array, "S R"]
+    # The mask of the keys that centroids keep: keys of the row's centroid.
     kept: Bool[Array, "M R"]
+    # The mask of the centroids' sums: the sum of the row's centroid.
     rest: Bool[Array, "C R"]
 
     @property
     def near(self) -> slice:
-        """The slice of the first S keys of the previous block. All other keys of that block are in
-        the windows of all rows of the tile.
-        """
+        """The slice of the first S keys of the previous block."""
         return slice(0, self.outside_window.shape[0])
 
     def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
-        """Concatenates the logits of the three kinds of slots for the R rows of the tile, and
-        replaces the logits of slots that a row does not see by the number MASKED.
-
-        Args:
-          parts: the logits of the previous block's first S keys [S, R], of the keys that centroids
-            keep [M, R], and of the centroids' sums [C, R].
+        """Concatenates the logits of the three kinds of slots, with `MASKED` for slots that a row
+        does not see.
         """
         pairs = zip((self.outside_window, self.kept, self.rest), parts, strict=True)
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
 
     def split(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
-        """Splits an array that has a number for each slot and each of the R rows of the tile, such
-        as the softmax weights, into the three kinds of slots.
-
-        Returns:
-          The numbers for the previous block's first S keys [S, R], for the keys that centroids keep
-            [M, R], and for the centroids' sums [C, R].
-        """
+        """Splits numbers of all slots, such as softmax weights, into the three kinds of slots."""
         near, kept = self.outside_window.shape[0], self.kept.shape[0]
         return x[:near], x[near : near + kept], x[near + kept :]
 
@@ -156,7 +129,6 @@ def _row_tiles(
 
 
 def _rest_weight(inputs: FarKernelInputs) -> Float[Array, "C 1"]:
-    """Returns the log-sum-exps of the centroids' sums as a column."""
     row = inputs.rest_lse[...]
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
@@ -177,18 +149,15 @@ def forward_kernel(
     *,
     settings: FarKernelSettings,
 ) -> None:
-    """Writes the attention output [W, K] of one block over the keys before the window to `y`, and
-    the log-sum-exps [1, W] of the queries' logits to `lse`.
+    """Writes the attention output over the keys before the window, and the log-sum-exps.
 
     The output is written as unsigned integers with the same bits (`dispatch.to_bits`).
 
     Args:
-      cache_mask: [B, N] for each lane and block, not zero where the block may read the previous
-        block.
+      cache_mask: [B, N] for each batch row and block, not zero where the block may read the
+        previous block.
       filled: [N, B], the number of keys that each centroid has kept so far, at most R.
-      inputs: references to the inputs of the step.
-      y, lse: references to the outputs.
-      settings: static settings of the kernel.
+      y, lse: references to the outputs, [W, K] and [1, W].
     """
     lane, n = pl.program_id(1), pl.program_id(2)
     dtype = inputs.v.dtype
@@ -225,14 +194,9 @@ def backward_kernel(
     """Writes the gradients of the inputs of one block to `results`.
 
     Args:
-      cache_mask: [B, N] for each lane and block, not zero where the block may read the previous
-        block.
-      filled: [N, B], the number of keys that each centroid has kept so far, at most R.
-      inputs: references to the inputs of the step, including the gradient of the output.
-      results: references to the gradients, which are outputs.
+      cache_mask, filled: as for `forward_kernel`.
       keys_sum, values_sum: float32 scratch memory [W + M, K] for the gradients of keys and values:
         W of the previous block, then M of the keys that centroids keep.
-      settings: static settings of the kernel.
     """
     lane, n = pl.program_id(1), pl.program_id(2)
     window, dtype = inputs.q.shape[0], inputs.q.dtype

@@ -6,8 +6,8 @@ of the tile and the centroids rank the centroids by their distance from each cod
 of the resulting memberships and the codes adds up the codes of each cluster. No sum needs atomic
 additions. `kmeans_tpu` has the same arithmetic, and describes it.
 
-In shapes, B is the number of rows of the batch, H of heads, T of codes of a head, P of bits of a
-code, and C of clusters. T', P' and C' are T, P and C after padding.
+In shapes, T is the number of codes of a head, P of bits of a code, and C of clusters. T', P' and C'
+are T, P and C after padding.
 """
 
 import functools
@@ -37,10 +37,7 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernel does not support these inputs, or None if it does.
-
-    The arguments are the same as for `kmeans` below.
-    """
+    """Returns why the kernel does not support these inputs, or None if it does."""
     if centroids.shape[2] > _MAX_CLUSTERS:
         return f"has {_MAX_CLUSTERS} clusters at most, not {centroids.shape[2]}"
     if codes.shape[3] > _MAX_BITS:
@@ -57,19 +54,7 @@ def kmeans(
     iterations: int,
     interpret: bool = False,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
-
-    Returns the index of each code's cluster, int32, or C for padding; and the centroids to which
-    the last iteration assigned the codes.
-
-    Args:
-      codes: hash codes of +1 and -1.
-      valid: False for padding, which does not affect centroids.
-      centroids: the initial centroids.
-      active: True for clusters that codes may be assigned to.
-      iterations: the number of iterations, each of which assigns all codes to clusters.
-      interpret: True runs the kernel on any device, slowly.
-    """
+    """Implements `clustering.kmeans`."""
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
     return on_devices(local, codes, valid, centroids, active)
 
@@ -78,19 +63,15 @@ interpreted = functools.partial(kmeans, interpret=True)
 
 
 class _Inputs(NamedTuple):
-    """Inputs of a program, or of all programs with axes of rows and heads in front.
+    """Inputs of a program, or of all programs with axes of rows and heads in front."""
 
-    Attributes:
-      codes: bfloat16 [T', P']. Padding is zero.
-      exist: float32 [T'], 1 for codes and 0 for padding.
-      centroids: bfloat16 [C', P'], the initial centroids.
-      ranks: float32 [C'], the index of each centroid, plus `_UNUSED` if no code may be assigned to
-        it.
-    """
-
+    # bfloat16 [T', P']. Padding is zero.
     codes: Any
+    # float32 [T'], 1 for codes and 0 for padding.
     exist: Any
+    # bfloat16 [C', P'], the initial centroids.
     centroids: Any
+    # float32 [C'], the index of each centroid, plus `_UNUSED` if no code may be assigned to it.
     ranks: Any
 
 
@@ -134,7 +115,6 @@ def _local(
 
 
 def _by_head(x: Array) -> pl.BlockSpec:
-    """Returns the block of a head of an array [B, H, M, N]."""
     return pl.BlockSpec((None, None, *x.shape[2:]), lambda h, b: (b, h, 0, 0))
 
 
@@ -144,32 +124,19 @@ def _padded(x: Array, axis: int, size: int) -> Array:
 
 
 def kmeans_kernel(inputs: _Inputs, labels: Any, centroids: Any, *, iterations: int) -> None:
-    """Writes the cluster of each code of a head, and the centroids.
-
-    Args:
-      inputs: references to the inputs of the program.
-      labels: reference to the clusters, int32 [T'].
-      centroids: reference to the centroids of the last assignment, bfloat16 [C', P'].
-      iterations: the number of assignments.
-    """
+    """Writes the cluster of each code of a head, int32 [T'], and the centroids [C', P']."""
     used = inputs.centroids.shape[0]
     ranks, rows = inputs.ranks[:][:, None], _LAUNCH.rows
     tiles = inputs.codes.shape[0] // rows
 
     def ranked(codes: Array, means: Array) -> Array:
-        """Returns numbers [C', R], of which the smallest of a code belongs to its cluster.
-
-        The product of two codes is the number of equal bits minus the number of different bits.
-        """
+        # The smallest of the C' results of a code belongs to its cluster: the product of two codes
+        # is the number of equal bits minus the number of different bits.
         return ranks - used * dot_float32(means, codes.T)
 
     def update(_: Any, means: Array) -> Array:
-        """Returns the bitwise majority of the codes of each cluster, -1 for a tie."""
-
+        # A bit of a centroid is the majority of the cluster's codes, -1 for a tie.
         def add_tile(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Returns the sums [C', P'] of each cluster's codes and their numbers [C'], with those
-            of the i-th tile.
-            """
             own = pl.ds(i * rows, rows)
             codes = inputs.codes[own]
             order = ranked(codes, means)
@@ -186,9 +153,9 @@ def kmeans_kernel(inputs: _Inputs, labels: Any, centroids: Any, *, iterations: i
     centroids[:, :] = means
 
     def assign(i: Any, _: None) -> None:
-        """Writes the clusters of a tile of codes; the low bits of a rank are its index."""
         own = pl.ds(i * rows, rows)
         smallest = jnp.min(ranked(inputs.codes[own], means), axis=0)
+        # The low bits of a rank are the index of its centroid.
         labels[own] = smallest.astype(jnp.int32) & (used - 1)
 
     jax.lax.fori_loop(0, tiles, assign, None)

@@ -1,16 +1,16 @@
 """K-means of hash codes on TPUs: codes and centroids stay in VMEM through all iterations.
 
 A hash code is a vector of bits +1 and -1, and each centroid is such a vector, too. The grid is
-(head, lane, iteration); a lane is a row of the batch. The product of two codes is the number of
-equal bits minus the number of different bits, exact in float32. Centroids are scaled by minus the
-number of clusters, a power of 2, and each centroid's index is added to the products. The smallest
-result then belongs to the nearest centroid and, among equally near ones, to the first; its low bits
-are the index. The comparison with the smallest result gives a matrix of zeros and ones, whose
-product with the codes sums up the codes of each cluster. A row of ones below the codes counts them.
-Padding is zero and adds nothing.
+(head, row of the batch, iteration). The product of two codes is the number of equal bits minus the
+number of different bits, exact in float32. Centroids are scaled by minus the number of clusters, a
+power of 2, and each centroid's index is added to the products. The smallest result then belongs to
+the nearest centroid and, among equally near ones, to the first; its low bits are the index. The
+comparison with the smallest result gives a matrix of zeros and ones, whose product with the codes
+sums up the codes of each cluster. A row of ones below the codes counts them. Padding is zero and
+adds nothing.
 
-In shapes, B is the number of lanes, H of heads, T of codes of a head, P of bits of a code, and C of
-clusters. P' and C' are P and C after padding; P' includes the row of ones.
+In shapes, T is the number of codes of a head, P of bits of a code, and C of clusters. P' and C' are
+P and C after padding; P' includes the row of ones.
 """
 
 import functools
@@ -50,11 +50,7 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernel does not support these inputs, or None if it does.
-
-    The arguments are the same as for `kmeans` below; only the shapes of the codes and of the
-    centroids matter.
-    """
+    """Returns why the kernel does not support these inputs, or None if it does."""
     tokens, bits = codes.shape[2:]
     if centroids.shape[2] > _MAX_CLUSTERS:
         return f"has {_MAX_CLUSTERS} clusters at most, not {centroids.shape[2]}"
@@ -77,22 +73,9 @@ def kmeans(
     iterations: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Clusters hash codes by Lloyd's algorithm, with the number of different bits as the distance.
-
-    Returns the index of each code's cluster, int32, or C for padding; and the centroids to which
-    the last iteration assigned the codes.
-
-    Args:
-      codes: hash codes of +1 and -1.
-      valid: False for padding, which does not affect centroids.
-      centroids: the initial centroids.
-      active: True for clusters that codes may be assigned to.
-      iterations: the number of iterations, each of which assigns all codes to clusters.
-      interpret: True runs the kernel on any device, slowly.
-    """
+    """Implements `clustering.kmeans`."""
 
     def local(*arrays: Array) -> tuple[Array, Array]:
-        """Returns the clusters and centroids of one device."""
         labels, found = _local(*arrays, iterations=iterations, interpret=interpret)
         return labels[..., 0], found
 
@@ -106,9 +89,7 @@ def on_devices(
     centroids: Float[Array, "B H C P"],
     active: Bool[Array, "B C"],
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Returns local(codes, valid, centroids, active), computed by each device for its own rows of
-    the batch and its own heads.
-    """
+    """Returns local(codes, ...), computed by each device for its own batch rows and heads."""
     if rules.partitioned():
         head_partition = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
         lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
@@ -126,17 +107,14 @@ interpreted = functools.partial(kmeans, interpret=True)
 
 
 class KMeansKernelInputs(NamedTuple):
-    """Inputs of a step of the grid, for a head of a lane.
+    """Inputs of a step of the grid."""
 
-    Attributes:
-      codes: [P', T], bfloat16. The first P rows have the bits +1 and -1 of each code, and row P has
-        ones. Columns of padding are zero.
-      centroids: [C', P'], the initial centroids of +1 and -1.
-      numbers: [C', 1], the index of each cluster, plus `_UNUSED` if the cluster is not active.
-    """
-
+    # [P', T], bfloat16. The first P rows have the bits +1 and -1 of each code, and row P has ones.
+    # Columns of padding are zero.
     codes: Any
+    # [C', P'], the initial centroids of +1 and -1.
     centroids: Any
+    # [C', 1], the index of each cluster, plus `_UNUSED` if the cluster is not active.
     numbers: Any
 
 
@@ -195,8 +173,8 @@ def _kernel(
 ) -> None:
     """Runs one iteration of k-means.
 
-    The sums [C', P'] over each cluster's codes, from which the next iteration computes the
-    centroids, are written to the scratch memory `sums`.
+    The scratch memory `sums` keeps the sums [C', P'] over each cluster's codes, from which the next
+    iteration computes the centroids.
     """
     step = pl.program_id(2)
     clusters = centroids.shape[0]
@@ -217,9 +195,6 @@ def _kernel(
     sums[...] = jnp.zeros_like(sums)
 
     def assign_tile(i: Any, _: None) -> None:
-        """Writes the cluster of each code of the i-th tile, which is the index of the nearest
-        centroid, and adds the codes to the sums of their clusters.
-        """
         place = pl.ds(i * tile, tile)
         codes = inputs.codes[:, place]
         ranked = dot_float32(scaled, codes, NN) + inputs.numbers[...]

@@ -50,7 +50,7 @@ def implementations(kind: str) -> list[Implementation]:
 
 
 def feature_refusal(*inputs: Any, dropout: Any, bias: Any) -> str | None:
-    """Returns the reason to refuse settings; Pallas's interpreter takes all sizes."""
+    """Returns why no kernel supports these settings, or None; interpreters take all sizes."""
     config: ClusteredConfig = inputs[-1]
     if config.kind == "improved_clustered" and config.mass_rule == "lse_jensen":
         return "does not have Attention.mass_rule = 'lse_jensen'"

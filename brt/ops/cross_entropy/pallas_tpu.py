@@ -6,9 +6,6 @@ the gradient of the tokens' vectors needs. The kernel computes this mean as atte
 embedding as keys and values. The backward kernel recomputes each tile for the gradient of the
 embedding. Plain XLA reads and writes all logits four times, which takes longer than the additional
 matrix product of the kernels.
-
-In shapes, B is the number of rows of the batch, T of tokens of a row, D of numbers of a token's
-vector, and V of tokens of the vocabulary.
 """
 
 import functools
@@ -35,28 +32,14 @@ Interpret = bool | pltpu.InterpretParams
 
 
 def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
-    """Returns the reason to refuse a bias of the logits, which the kernels do not support, or None
-    if there is no bias.
-
-    Args:
-      *inputs: the arrays of `token_scores` or `cross_entropy`, of which the last one is the bias.
-      **_: the keyword arguments of these functions, which do not matter here.
-    """
+    """Returns why the kernels refuse the bias of the logits, the last input, or None."""
     return None if inputs[-1] is None else "adds no bias to logits"
 
 
 def refusal(
     hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *others: Array | None, **_: Any
 ) -> str | None:
-    """Returns the reason why the kernels do not support these arguments of `token_scores` or
-    `cross_entropy`, or None if they do.
-
-    Args:
-      hidden: the vectors of the tokens.
-      embedding: the embeddings of the vocabulary.
-      *others: the other arrays of both functions, of which the last one is the bias.
-      **_: the keyword arguments of both functions, which do not matter here.
-    """
+    """Returns why the kernels do not support these inputs, or None; the last one is the bias."""
     (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
     if reason := bias_refusal(*others):
         return reason
@@ -75,16 +58,13 @@ def refusal(
 
 
 class _TokenResults(NamedTuple):
-    """Float32 results for each token.
+    """Float32 results for each token."""
 
-    Attributes:
-      nats: -log p of the target.
-      lse: log-sum-exp of the logits.
-      lead: the target's logit minus the largest other one.
-    """
-
+    # -log p of the target.
     nats: Float[Array, "B T"]
+    # The log-sum-exp of the logits.
     lse: Float[Array, "B T"]
+    # The target's logit minus the largest other one.
     lead: Float[Array, "B T"]
 
 
@@ -98,21 +78,7 @@ def token_scores(
     chunk: int,
     interpret: Interpret = False,
 ) -> TokenScores:
-    """Returns the negative log probability of each target, and whether the target is the most
-    probable token.
-
-    The function has no gradients.
-
-    Args:
-      hidden: the vectors of the tokens; the logits are scale * hidden @ embedding.T.
-      embedding: the embeddings of the vocabulary.
-      targets: the token to score at each position.
-      bias: None, because the kernels support no bias.
-      scale: factor of the logits.
-      chunk: ignored; the kernels choose the size of their tiles.
-      interpret: True, or parameters of Pallas's interpreter, runs the kernel on any device, slowly,
-        and with any sizes.
-    """
+    """Implements `api.token_scores`; the kernels choose the size of tiles, not `chunk`."""
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     return TokenScores(results.nats, results.lead > 0)
 
@@ -129,17 +95,7 @@ def cross_entropy(
     smoothing: float,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the summed cross-entropy of the targets, with label smoothing and without, as two
-    float32 scalars.
-
-    Only the sum with label smoothing has a gradient.
-
-    Args:
-      hidden, embedding, targets, bias, scale, chunk, interpret: as for `token_scores`.
-      mask: False where a target does not count.
-      smoothing: the fraction of each target's probability that is distributed evenly over all
-        tokens.
-    """
+    """Implements `api.cross_entropy`; the kernels choose the size of tiles, not `chunk`."""
     results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     loss = results.nats
     if smoothing:
@@ -156,7 +112,7 @@ interpreted = functools.partial(cross_entropy, interpret=True)
 def _shard_by_lane(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
 ) -> _TokenResults:
-    """Computes the results of tokens, on each device for its own lanes.
+    """Computes the results of tokens, on each device for its own rows of the batch.
 
     Vectors are padded with zeros, which add nothing to logits.
     """
@@ -175,7 +131,6 @@ def _shard_by_lane(
 
 
 def _padding(width: int) -> int:
-    """Returns the number of zeros that make `width` a multiple of the vector lanes."""
     return -width % tpu.LANES
 
 
@@ -254,9 +209,6 @@ def _embedding_gradient(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array,
     *token_arrays: Float[Array, "B T"],
 ) -> Float[Array, "V D"]:  # fmt: skip
-    """Returns the float32 gradient of the embedding; `token_arrays` are passed to
-    `tpu_kernels.backward`.
-    """
     rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
     grid = len(embedding) // columns, targets.size // rows
     table = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
@@ -299,17 +251,13 @@ def _options(
 
 
 def _tile(tokens: int, embedding: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
-    """Returns the tokens, columns of the vocabulary and width of the largest tile that fits into
-    VMEM.
-    """
+    """Returns the tokens, vocabulary entries and width of the largest tile that fits into VMEM."""
     vocabulary, width = embedding.shape
     return *max(_tiles(tokens, vocabulary, width, dtype), key=math.prod), width
 
 
 def _tiles(tokens: int, vocabulary: int, width: int, dtype: jnp.dtype) -> list[tuple[int, int]]:
-    """Returns all tiles of tokens and entries of the vocabulary that fit into VMEM in both kernels,
-    if vectors have `width` numbers.
-    """
+    """Returns all tiles of tokens and vocabulary entries that fit into VMEM in both kernels."""
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
     # In measurements, the compiler used up to 1.4 MiB more VMEM than `_vmem_bytes` estimates. Tiles
     # must therefore leave 1.5 MiB of the limit free.
@@ -318,10 +266,8 @@ def _tiles(tokens: int, vocabulary: int, width: int, dtype: jnp.dtype) -> list[t
 
 
 def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
-    """Returns the bytes of VMEM of a tile.
-
-    There are two buffers for each block, and an array with one number per row takes all 128 lanes.
-    """
+    # There are two buffers for each block, and an array with one number per row takes all 128
+    # lanes.
     # For matrix products at full precision, the compiler splits each float32 number into a sum of
     # smaller parts. The parts of a tile take as much memory as the tile itself, so a float32 tile
     # counts twice.

@@ -30,22 +30,20 @@ def forward(
     sums in scratch memory.
 
     The tile with the first columns of the vocabulary resets the sums beforehand, and the tile with
-    the last columns writes the outputs for the R tokens afterwards. All arguments except `scale`
-    are references to arrays in VMEM.
+    the last columns writes the outputs afterwards.
 
     Args:
-      hidden: [R, D], the vectors of the tokens, each of D numbers.
+      hidden: [R, D], the vectors of the tokens.
       embedding: [C, D], the embeddings of the columns.
-      targets: [R, 1], the target of each token.
-      lse: [R, 1], output: the log-sum-exp of all logits.
-      chosen: [R, 1], output: the target's logit.
-      top: [R, 1], output: the largest logit of the other tokens of the vocabulary.
-      rest: [R, 1], output: the sum of the probabilities of the other tokens of the vocabulary.
-      *places: three arrays of float32 scratch memory, for the largest logits, the sums of
-        exponentials and the logits of the targets. If the mean of the other tokens' embeddings,
-        weighted by probability, is computed as well, there are five arrays: the first is the output
-        for this mean, and the last is scratch memory for it.
-      scale: factor of the logits.
+      targets: [R, 1], as are the outputs `lse`, `chosen`, `top` and `rest`.
+      lse: the log-sum-exp of all logits.
+      chosen: the target's logit.
+      top: the largest logit of the other tokens of the vocabulary.
+      rest: the sum of the probabilities of the other tokens of the vocabulary.
+      *places: float32 scratch memory for the largest logits, the sums of exponentials and the
+        logits of the targets. If the mean of the other tokens' embeddings, weighted by probability,
+        is computed as well, its output comes before these three, and scratch memory for it after
+        them.
     """
     mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
     column, lanes = pl.program_id(1), highest.shape[1]
@@ -93,23 +91,19 @@ def backward(
     d_embedding: Any, *, scale: float,
 ) -> None:  # fmt: skip
     """Adds the contribution of a tile of logits, of C columns of the vocabulary and R tokens, to
-    the gradient of the embedding. The tile with the first tokens sets this gradient to zero
-    beforehand.
+    the gradient of the embedding.
 
-    All arguments except `scale` are references to arrays in VMEM.
+    The tile with the first tokens sets this gradient to zero beforehand. Arrays with a number per
+    token are [1, R].
 
     Args:
-      hidden: [R, D], the vectors of the tokens, each of D numbers.
+      hidden: [R, D], the vectors of the tokens.
       embedding: [C, D], the embeddings of the columns.
-      targets: [1, R], the target of each token.
-      lse: [1, R], the log-sum-exp of each token's logits.
-      d_others: [1, R], a factor for each token: the gradient of the product of the token's vector
-        and the embedding of an entry other than the target is this factor times the probability of
-        the entry. A logit is `scale` times such a product.
-      d_target: [1, R], the gradient of the product of the token's vector and the target's
-        embedding.
-      d_embedding: [C, D], output: the float32 gradient of the columns' embeddings.
-      scale: factor of the logits.
+      d_others: a factor for each token: the gradient of the product of the token's vector and the
+        embedding of an entry other than the target is this factor times the probability of the
+        entry. A logit is `scale` times such a product.
+      d_target: the gradient of the product of the token's vector and the target's embedding.
+      d_embedding: [C, D], float32 output.
     """
     columns = len(embedding)
 

@@ -1,12 +1,12 @@
 """Attention of the states on TPUs: norms, both softmaxes and their sums stay in on-chip memory.
 
-The grid is (head, lane); a lane is a row of the batch. A step normalizes the keys and queries of
-one head of the states of a lane, attends to the states and to the tokens of two blocks, and writes
-the outputs and the keys that tokens will read. One projection computes the states' keys, queries to
-states, queries to tokens, and values as one array. The kernel reads this array without splitting it
-first, and the backward kernel writes the gradients as one array of the same form. The matrices of
-logits and attention weights are transposed, keys x states, and the backward pass recomputes the
-weights from the log-sum-exp.
+The grid is (head, row of the batch). A step normalizes the keys and queries of one head of a row's
+states, attends to the states and to the tokens of two blocks, and writes the outputs and the keys
+that tokens will read. One projection computes the states' keys, queries to states, queries to
+tokens, and values as one array. The kernel reads this array without splitting it first, and the
+backward kernel writes the gradients as one array of the same form. The matrices of logits and
+attention weights are transposed, keys x states, and the backward pass recomputes the weights from
+the log-sum-exp.
 
 In shapes, B is the number of rows of the batch, S of states with D numbers, H of heads with K
 numbers, T of tokens of a segment, and N of its blocks of W tokens.
@@ -49,19 +49,7 @@ def refusal(
     attention: str | None = None,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these arguments of `state_scan`, or None if
-    they do.
-
-    Args:
-      weights: the cell's weights.
-      initial: [S, D], the learned states at the start of a document.
-      vectors: [B, S, D], the states before the segment.
-      cached: keys and values [B, W, H, K] of the tokens of the block before the segment.
-      keys: [B, T, H, K], keys of the tokens of the segment.
-      attention: the name of the implementation of attention that the caller asks for. The kernels
-        compute attention themselves, so only None and "auto" are supported.
-      *_, **__: the other arguments of `state_scan`, all of which the kernels support.
-    """
+    """Returns why the kernels do not support these arguments of `state_scan`, or None."""
     states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
     if attention not in (None, AUTO):
         return f"attends by itself, not by {attention!r} of softmax_attention"
@@ -75,10 +63,7 @@ def refusal(
 
 
 def _backward_vmem_bytes(states: int, window: int, width: int, itemsize: int) -> int:
-    """Returns the bytes of VMEM that the backward pass needs.
-
-    These are two buffers for each block, the sums and a tile of logits.
-    """
+    """Returns the bytes for two buffers of each block, the sums and a tile of logits."""
     slots = max(states, 2 * window)
     blocks = 2 * width * itemsize * (2 * (4 * states + 4 * window) + 6 * states)
     return blocks + 2 * (states + 2 * window) * width * 4 + 5 * slots * min(ROWS, states) * 4
@@ -96,24 +81,9 @@ def state_attention(
     attention: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """Returns the attention outputs of the states [B, S, 2, H, K], and the keys and values of the
-    states.
+    """Implements `xla.state_attention`, but also normalizes the keys of the tokens.
 
-    On the axis of size 2, the outputs of attention to the states come first, then the outputs of
-    attention to the tokens of two blocks. Unlike `xla.state_attention`, the function also
-    normalizes the keys of the tokens.
-
-    Args:
-      projected: keys, queries to states, queries to tokens, and values of the states.
-      scales: float32, the factors of each head's queries to states, then of its queries to tokens.
-      before, own: keys and values of the tokens of the previous block and of this block.
-      cache_mask: True if the previous block may be read.
-      normalize_qk: True if the kernel normalizes the keys of states and tokens, and the queries.
-      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
-        that they still take part in the softmax. False leaves them out of the softmax.
-      attention: None or "auto"; the kernel always computes the attention itself.
-      interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
-        slowly, and with any sizes.
+    The argument `attention` is ignored, because the kernel computes the attention itself.
     """
     settings = StateKernelSettings(normalize_qk, null_keys, interpret)
     arguments = _Arguments(
@@ -149,8 +119,6 @@ interpreted = functools.partial(
 
 
 class _Arguments(NamedTuple):
-    """The arrays that attention is computed from."""
-
     # The first axis of `projected` has keys, queries to states, queries to tokens, and values.
     projected: Float[Array, "4 B H S K"]
     scales: Float[Array, "H 2"]
@@ -159,14 +127,9 @@ class _Arguments(NamedTuple):
     cache_mask: Int[Array, " B"]
 
     def kernel_inputs(self, **others: Any) -> StateKernelInputs:
-        """Returns these arrays as the inputs of a kernel.
+        """Returns the inputs of a kernel; `others` are those that only the backward kernel reads.
 
-        Each scale is repeated along the 128 lanes of a register. The keys of the previous block and
-        of this block are one tuple, and the values of both blocks another.
-
-        Args:
-          **others: the fields of `StateKernelInputs` that only the backward kernel reads:
-            `gradient`, `d_states`, `y` and `lse`.
+        Each scale is repeated along the 128 lanes of a register.
         """
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
         keys, values = zip(self.before, self.own, strict=True)
@@ -177,7 +140,6 @@ class _Arguments(NamedTuple):
 def _attend(
     arguments: _Arguments, settings: StateKernelSettings
 ) -> tuple[Float[Array, "2 B H S K"], StateKV]:
-    """Returns the attention outputs, and the keys and values of the states by head."""
     return _forward(arguments, settings)[0]
 
 
@@ -224,7 +186,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _stacked_spec(x: Any) -> pl.BlockSpec:
-    """Returns the block of one head and lane of several stacked arrays, [N, B, H, S, K]."""
+    """Returns the block of one head and batch row of several stacked arrays, [N, B, H, S, K]."""
     return pl.BlockSpec((x.shape[0], None, None, *x.shape[3:]), lambda h, b, *_: (0, b, h, 0, 0))
 
 
@@ -242,7 +204,6 @@ _FIELD_SPECS: dict[str, Callable[[Any], Any]] = {
 
 
 def _specs(fields: Any) -> Any:
-    """Returns the block spec of each field."""
     return type(fields)(
         *(
             None if x is None else _FIELD_SPECS.get(name, _lane_head_specs)(x)
@@ -260,7 +221,7 @@ def _call(
     *,
     products: int,
 ) -> Any:
-    """Calls a kernel with one step per head and lane.
+    """Calls a kernel with one step per head and batch row.
 
     The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
     """

@@ -1,10 +1,10 @@
-"""Bodies of the TPU kernels of the states' attention, for one head of the states of one lane.
+"""Bodies of the TPU kernels of the states' attention, for one head of the states of one batch row.
 
-The module `pallas_tpu` describes the algorithm. A lane is a row of the batch. The states attend to
-each other and to the tokens of two blocks. Logits are keys x states.
+The module `pallas_tpu` describes the algorithm. The states attend to each other and to the tokens
+of two blocks. Logits are keys x states.
 
-In shapes, B is the number of lanes, S of states, W of tokens of a block, K of numbers of a head, R
-of states of a tile, and X of keys.
+In shapes, B is the number of rows of the batch, S of states, W of tokens of a block, K of numbers
+of a head, R of states of a tile, and X of keys.
 """
 
 import math
@@ -37,94 +37,81 @@ ROWS = 256
 
 
 class StateKernelSettings(NamedTuple):
-    """Static settings of the kernels.
-
-    Attributes:
-      normalize_qk: True normalizes keys and queries of the states, and the keys of the tokens.
-      null_keys: True sets the keys and values of a previous block that may not be read to zero, so
-        that they still take part in the softmax. False leaves them out of the softmax.
-      interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
-        slowly.
-    """
+    """Static settings of the kernels."""
 
     normalize_qk: bool
+    # True sets the keys and values of a previous block that may not be read to zero, so that they
+    # still take part in the softmax. False leaves them out of the softmax.
     null_keys: bool
     interpret: bool | pltpu.InterpretParams
 
 
 class StateKernelInputs(NamedTuple):
-    """Inputs of a step of the grid (one head of a lane), or their block specs.
+    """Inputs of a step of the grid (one head of a batch row), or their block specs."""
 
-    The fields from `gradient` on are None in the forward pass.
-
-    Attributes:
-      projected: [4, S, K], keys, queries to states, queries to tokens, and values of the states,
-        not normalized.
-      scales: [2, 128], one number for the queries to states and one for the queries to tokens, each
-        repeated: the length of the queries after normalization, or without normalization a factor
-        of the queries.
-      keys, values: two arrays [W, K], for the tokens of the previous block and of this block.
-      gradient: [2, S, K], gradient of `StateKernelOutputs.y`.
-      d_states: two arrays [S, K], gradients of the state keys and values that tokens read.
-      y, lse: the outputs and the log-sum-exp of both attentions from the forward pass, as in
-        `StateKernelOutputs`.
-    """
-
+    # [4, S, K], keys, queries to states, queries to tokens, and values of the states, not
+    # normalized.
     projected: Any
+    # [2, 128], one number for the queries to states and one for the queries to tokens, each
+    # repeated: the length of the queries after normalization, or without normalization a factor of
+    # the queries.
     scales: Any
+    # [W, K] each, for the tokens of the previous block and of this block; the values likewise.
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
+    # [2, S, K], the gradient of `StateKernelOutputs.y`. This field and the following ones are None
+    # in the forward pass.
     gradient: Any = None
+    # [S, K] each, gradients of the state keys and values that tokens read.
     d_states: tuple[Any, Any] | None = None
+    # The outputs and the log-sum-exp of the forward pass, as in `StateKernelOutputs`.
     y: Any = None
     lse: Any = None
 
 
 class StateKernelOutputs(NamedTuple):
-    """Outputs of a step of the grid, or their block specs.
+    """Outputs of a step of the grid, or their block specs."""
 
-    Attributes:
-      y: [2, S, K], outputs of attention to states and to tokens.
-      keys: [S, K], keys of the states, which the tokens read, too; normalized if
-        `StateKernelSettings.normalize_qk` is True.
-      lse: [2, 1, S], log-sum-exp of both attentions.
-    """
-
+    # [2, S, K], outputs of attention to states and to tokens.
     y: Any
+    # [S, K], keys of the states, which the tokens read, too; normalized if
+    # `StateKernelSettings.normalize_qk` is True.
     keys: Any
+    # [2, 1, S], log-sum-exp of both attentions.
     lse: Any
 
 
 class StateKernelGradients(NamedTuple):
-    """Gradients of fields of `StateKernelInputs`, or their block specs; each has the name and the
-    shape of the field.
+    """Gradients of the fields of `StateKernelInputs` with the same names, or their block specs.
 
-    Attributes:
-      projected: overwritten by each step of the grid.
-      scales: a sum, to which each step adds its contribution. `backward_kernel` sums over all lanes
-        (rows of the batch).
-      keys, values: for the tokens of the previous block and of this block, overwritten by each
-        step; None in the kernel of the complete cell, which has other outputs for these gradients.
+    Each step of the grid overwrites all fields except `scales`.
     """
 
     projected: Any
+    # A sum over all batch rows, to which each step adds its contribution.
     scales: Any
+    # The last two fields are None in the kernel of the complete cell, which has other outputs for
+    # these gradients.
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
 
 
 class _KeyPart(NamedTuple):
-    """Keys and values [X, K] that queries see, and a float32 term of their logits."""
+    """Keys and values [X, K] that queries see."""
 
     keys: Array
     values: Array
+    # This float32 number is added to the logits: `MASKED` hides the keys, 0 shows them.
     unseen: Array | float = 0.0
 
 
 def _key_parts(
     seen: Array, inputs: StateKernelInputs, settings: StateKernelSettings
 ) -> tuple[list[_KeyPart], list[_KeyPart]]:
-    """Returns all keys and values that states see: first of the states, then of the tokens."""
+    """Returns all keys and values that states see: first of the states, then of the tokens.
+
+    `seen` is True if the previous block may be read.
+    """
     keys, (before, own) = inputs.projected[KEYS], zip(inputs.keys, inputs.values, strict=True)
     if settings.normalize_qk:
         keys = l2_normalize_rows(keys)[0].astype(keys.dtype)
@@ -176,14 +163,11 @@ def forward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes attention of the states of one head and lane, to states and to tokens, and writes
-    the results to `outputs`.
+    """Computes attention of the states to states and to tokens.
 
     Args:
-      cache_mask: [B], for each lane not zero if the previous block may be read.
-      inputs: references to the inputs of the step.
-      outputs: references to the outputs.
-      settings: static settings.
+      cache_mask: [B], for each batch row not zero if the previous block may be read.
+      inputs, outputs: references to the arrays of the step.
     """
     attend_states(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
 
@@ -194,16 +178,10 @@ def attend_states(
     outputs: StateKernelOutputs,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes attention of the states of one head and lane, to states and to the tokens of two
-    blocks, and writes the results to `outputs`.
+    """Computes attention of the states to states and to the tokens of two blocks.
 
-    Two kernels call this function: `forward_kernel` and the kernel of the complete cell.
-
-    Args:
-      seen: True if the previous block is readable.
-      inputs: the inputs of the step.
-      outputs: references to the outputs.
-      settings: static settings.
+    `forward_kernel` and the kernel of the complete cell call this function. `seen` is True if the
+    previous block may be read.
     """
     both = _key_parts(seen, inputs, settings)
     outputs.keys[...] = both[0][0].keys
@@ -234,17 +212,13 @@ def backward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes the gradients of both attentions of one head and lane, and writes them to `results`.
-
-    Only `results.scales` is a sum over lanes, which the step of the first lane sets to zero.
+    """Computes the gradients of both attentions.
 
     Args:
-      cache_mask: [B], for each lane not zero if the previous block may be read.
-      inputs: the inputs of the step, including the gradients of its outputs.
-      results: references to the gradients.
+      cache_mask: as for `forward_kernel`.
+      inputs, results: references to the arrays of the step, and to the gradients.
       keys_sum, values_sum: [S + 2 W, K], float32 scratch memory for the gradients of all keys and
         of all values: of the states, the previous block's tokens and this block's tokens.
-      settings: static settings.
     """
     lane = pl.program_id(1)
 
@@ -264,23 +238,16 @@ def add_gradients(
     sums: tuple[Any, Any],
     settings: StateKernelSettings,
 ) -> None:
-    """Computes the gradients of both attentions of one head and lane.
+    """Computes the gradients of both attentions, except those of the tokens' keys and values.
 
-    The gradients of all keys and values that the states attend to overwrite `sums`. The gradients
-    of the states' keys, queries and values overwrite `results.projected`; for keys and values, they
-    are computed from the first S rows of `sums` and from `inputs.d_states`, the gradients from the
-    tokens that read the states. The gradients of the queries' scales are added to `results.scales`.
-    The caller computes the gradients of the tokens' keys and values from the other rows of `sums`.
-
-    Two kernels call this function: `backward_kernel` and the kernel of the complete cell.
+    `backward_kernel` and the kernel of the complete cell call this function. It writes the fields
+    `projected` and `scales` of `results`. The caller computes the tokens' gradients from `sums`.
 
     Args:
-      seen: True if the previous block is readable.
-      inputs: the inputs of the step, including the gradients of its outputs.
-      results: references to the gradients, of which `projected` and `scales` are written.
-      sums: two arrays, float32 [S + 2 W, K], for the gradients of keys and of values: S rows of the
-        states, W of the previous block's tokens, and W of this block's tokens.
-      settings: static settings.
+      seen: True if the previous block may be read.
+      sums: float32 [S + 2 W, K] each, overwritten with the gradients of the keys and of the values
+        that the states attend to: S rows of the states, W of the previous block's tokens, and W of
+        this block's tokens. These sums do not contain `inputs.d_states`.
     """
     both = _key_parts(seen, inputs, settings)
     states = results.projected.shape[1]
@@ -291,6 +258,7 @@ def add_gradients(
             for total, gradient_part in zip(sums, theirs, strict=True):
                 total[place] = gradient_part + total[place] if rows.start else gradient_part
     pairs = zip(sums, inputs.d_states or (), strict=True)
+    # Tokens read the states' keys and values, too, and `d_states` has the gradients from there.
     state_gradients = [total[:states] + d_states[...] for total, d_states in pairs]
     if settings.normalize_qk:
         d_keys = state_gradients[0]
@@ -306,7 +274,6 @@ def _write_token_gradients(
     sums: tuple[Any, Any],
     settings: StateKernelSettings,
 ) -> None:
-    """Writes the gradients of the tokens of both blocks."""
     window = results.keys[0].shape[0]
     raw = inputs.keys if settings.normalize_qk else None, None
     for (before, own), total, keys in zip((results.keys, results.values), sums, raw, strict=True):
@@ -331,9 +298,7 @@ def _add_gradients(
     results: StateKernelGradients,
     settings: StateKernelSettings,
 ) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
-    """Writes the gradients of some queries, and returns the gradients of the keys and values that
-    these queries see.
-    """
+    """Writes the gradients of some queries, and returns those of the keys and values they see."""
     own, theirs = _scaled_queries(which, rows, inputs, settings), inputs.gradient[which, rows]
     along = jnp.sum(theirs.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)
     along = jnp.broadcast_to(along, (len(along), LANES)).T[:1]

@@ -22,7 +22,8 @@ def state_attention(
     null_keys: bool,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """Returns the attention outputs of the states, and the keys and values of the states.
+    """Returns the attention outputs of the states, first to the states and then to the tokens, and
+    the keys and values of the states.
 
     Args:
       projected: keys, queries to states, queries to tokens, and values of the states.

@@ -22,119 +22,95 @@ _MATRIX_ROWS = 64  # The matrix units take this number of rows of a product's fi
 
 
 class NeuronTileInputs(NamedTuple):
-    """Inputs of the forward kernel, or their block specs.
+    """Inputs of the forward kernel, or their block specs."""
 
-    Attributes:
-      keys: [M, S, K], the keys of all segments.
-      values: [M, S, K], the values of all segments, already multiplied by the neurons' matrix W.
-      neuron: [3], float32: leak, threshold, and 1 divided by the threshold.
-      counts: int32 [1], the number of existing segments.
-      bias: [K], float32, the bias of the neurons' inputs, or None.
-    """
-
+    # [M, S, K] each. The values are already multiplied by the neurons' matrix W.
     keys: Any
     values: Any
+    # [3], float32: leak, threshold, and 1 divided by the threshold.
     neuron: Any
+    # int32 [1], the number of existing segments.
     counts: Any
+    # [K], float32, the bias of the neurons' inputs, or None.
     bias: Any
 
 
 class NeuronTileOutputs(NamedTuple):
-    """Outputs of the forward kernel, or their block specs; all but the states are float32.
+    """Outputs of the forward kernel, or their block specs; all but the states are float32."""
 
-    Attributes:
-      states: [M, K, K], the states R of all segments.
-      squares: [K], for each feature the sum of the squared keys over all positions.
-      fired: [K], for each column of the states the number of entries above 0 in existing segments.
-      potentials: [M, K, K], the membrane potentials U before their reset; None if no gradients are
-        needed.
-    """
-
+    # [M, K, K], the states R of all segments.
     states: Any
+    # [K], for each feature the sum of the squared keys over all positions.
     squares: Any
+    # [K], for each column of the states the number of entries above 0 in existing segments.
     fired: Any
+    # [M, K, K], the membrane potentials U before their reset; None if no gradients are needed.
     potentials: Any
 
 
 class PotentialTileInputs(NamedTuple):
-    """Inputs of the backward kernel of the potentials, or their block specs.
+    """Inputs of the backward kernel of the potentials, or their block specs."""
 
-    Attributes:
-      potentials: [M, K, K], `NeuronTileOutputs.potentials`.
-      gradient: [M, K, K], the gradient of the states.
-      neuron: [3], `NeuronTileInputs.neuron`.
-    """
-
+    # [M, K, K], as in `NeuronTileOutputs`.
     potentials: Any
+    # [M, K, K], the gradient of the states.
     gradient: Any
+    # [3], as in `NeuronTileInputs`.
     neuron: Any
 
 
 class PotentialTileGradients(NamedTuple):
-    """Outputs of the backward kernel of the potentials, or their block specs.
+    """Outputs of the backward kernel of the potentials, or their block specs."""
 
-    Attributes:
-      own: [M, K, K], the gradients of the neurons' inputs X.
-      total: [K, K], float32, the sum of `own` over the segments.
-      leak, threshold: [K], float32, for each row of the states its part of the gradient.
-    """
-
+    # [M, K, K], the gradients of the neurons' inputs X.
     own: Any
+    # [K, K], float32, the sum of `own` over the segments.
     total: Any
+    # [K] each, float32, for each row of the states its part of the gradient.
     leak: Any
     threshold: Any
 
 
 class ProductTileInputs(NamedTuple):
-    """Inputs of the backward kernel of the products of a segment, or their block specs.
+    """Inputs of the backward kernel of the products of a segment, or their block specs."""
 
-    Attributes:
-      keys: [S, K], the keys of the segment.
-      values: [S, K], its values, already multiplied by the matrix W.
-      own: [K, K], the gradient of the segment's X.
-      total: [K, K], float32, the sum of the gradients of X over the segments; None if X is the
-        product of the segment itself.
-      squares: [K], the gradient of `NeuronTileOutputs.squares`.
-    """
-
+    # [S, K] each. The values are already multiplied by the matrix W.
     keys: Any
     values: Any
+    # [K, K], the gradient of the segment's X.
     own: Any
+    # [K, K], float32, the sum of the gradients of X over the segments; None if X is the product of
+    # the segment itself.
     total: Any
+    # [K], the gradient of `NeuronTileOutputs.squares`.
     squares: Any
 
 
 def segmented_recurrence_forward(
     inputs: NeuronTileInputs, outputs: NeuronTileOutputs, *, launch: LaunchShape, remaining: bool
 ) -> None:
-    """Writes some columns of the states of all segments, and their sums.
+    """Writes some columns of the states of all segments, and their sums, for a head of a source.
 
-    Args:
-      inputs: the inputs of a head of a source.
-      outputs: the outputs of the head.
-      launch: the sizes of the tiles.
-      remaining: True if the input X_j of the neurons is the sum of the products of all segments
-        other than j, False if X_j is the product A_j itself.
+    If `remaining`, the input X_j of the neurons is the sum of the products of all segments other
+    than j; otherwise, it is the product A_j itself.
     """
     segments, size, width = inputs.keys.shape
     tiles, neuron = size // launch.rows, inputs.neuron
     columns = _tile_slice(pl.program_id(0), launch.columns)
 
     def add_product(i: Any, product: Array) -> Array:
-        """Adds the product of keys and values of tile i, of all tiles of the source."""
+        # Tile i is counted over all segments of the source.
         j, rows = _place(i, tiles, launch.rows)
         return product + dot_float32(inputs.keys[j, rows].T, inputs.values[j, rows, columns])
 
     def add_tile(i: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Adds the product and the squared keys of tile i to the sums over the tiles before."""
         j, rows = _place(i, tiles, launch.rows)
         squares = jnp.square(inputs.keys[j, rows, columns].astype(jnp.float32))
         return add_product(i, carry[0]), carry[1] + jnp.sum(squares, axis=0)
 
     def fire_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes the states of segment j, and returns the potentials after the reset and, for each
-        column, the number of states above 0 in existing segments up to j.
-        """
+        # The carry has the potentials after the reset and, for each column, the number of states
+        # above 0 in existing segments so far.
         membrane, fired = carry
         own = _loop(j * tiles, tiles, add_product, zeros)
         x = total - own if remaining else own
@@ -162,22 +138,13 @@ def segmented_recurrence_potentials(
     """Writes the gradients of some rows of the neurons' inputs of all segments, and their sums.
 
     The comparison of a potential with the threshold has no gradient.
-
-    Args:
-      inputs: the inputs of a head of a source.
-      results: the gradients of the head.
-      launch: the number of rows.
     """
     (segments, _, width), neuron = inputs.potentials.shape, inputs.neuron
     rows = _tile_slice(pl.program_id(0), launch.rows)
 
     def segment_backward(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Writes the gradient of U_j, where j is the i-th segment from the end.
-
-        The carry and the result have four arrays: the gradient of the potential of the segment that
-        was processed last, and the sums so far of the gradients of the neurons' inputs, of the leak
-        and of the threshold.
-        """
+        # The carry has the gradient of the potential of the segment that was processed last, and
+        # the sums so far of the gradients of the neurons' inputs, of the leak and of the threshold.
         j, (later, total, leak, threshold) = segments - 1 - i, carry
         potential = inputs.potentials[j, rows]
         above = potential * neuron[2] - 1 > 0
@@ -201,13 +168,7 @@ def segmented_recurrence_potentials(
 def segmented_recurrence_products(
     inputs: ProductTileInputs, d_keys: Any, d_values: Any, *, launch: LaunchShape
 ) -> None:
-    """Writes the gradients of the keys and values of a segment.
-
-    Args:
-      inputs: the inputs of a segment and head of a source.
-      d_keys, d_values: outputs [S, K]; the values are those that are multiplied by W.
-      launch: the number of positions of a tile.
-    """
+    """Writes the gradients [S, K] of a segment's keys and of its values' products with W."""
     dtype = inputs.keys.dtype
     own = inputs.own[...]
     if inputs.total is not None:
@@ -225,8 +186,7 @@ def segmented_recurrence_products(
 
 
 def _loop(first: Any, count: int, body: Callable[[Any, Any], Any], start: Any) -> Any:
-    """Returns the result of a loop over `count` tiles, which for one tile is no loop."""
-    if count == 1:
+    if count == 1:  # no loop for one tile
         return body(first, start)
     return jax.lax.fori_loop(first, first + count, body, start)
 
@@ -236,18 +196,15 @@ def _tile_slice(index: Any, size: int) -> Any:
 
 
 def _place(i: Any, tiles: int, rows: int) -> tuple[Any, Any]:
-    """Returns the segment and the positions of tile i of a source whose segments have `tiles`."""
+    """Returns the segment and the positions of tile i, if a segment has `tiles` tiles."""
     if tiles == 1:
         return i, pl.ds(0, rows)
     return jax.lax.div(i, tiles), _tile_slice(jax.lax.rem(i, tiles), rows)
 
 
 def _few_rows_times(a: Array, b: Array) -> Array:
-    """Returns the matrix product a b in float32.
-
-    The matrix units of an H100 take 64 rows of the first factor at a time. With fewer rows, the
-    product is therefore computed from the transposed factors.
-    """
+    # The matrix units of an H100 take 64 rows of the first factor at a time. With fewer rows, the
+    # product a b is therefore computed from the transposed factors.
     return dot_float32(a, b) if a.shape[0] >= _MATRIX_ROWS else dot_float32(b.T, a.T).T
 
 

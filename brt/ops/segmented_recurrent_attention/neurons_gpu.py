@@ -1,9 +1,7 @@
 """The calls of the Triton kernels of the segmented recurrence, and their derivative.
 
-The module `pallas_gpu` describes the algorithm.
-
-In shapes, B is the number of sources, M of segments, S of source positions of a segment, H of
-heads, and K of numbers of a head.
+The module `pallas_gpu` describes the algorithm. In shapes, B is the number of sources, M of
+segments, S of source positions of a segment, H of heads, and K of numbers of a head.
 """
 
 import functools
@@ -46,28 +44,22 @@ LAUNCHES = {
 
 
 class RecurrenceSettings(NamedTuple):
-    """Static settings.
+    """Static settings."""
 
-    Attributes:
-      remaining: True if the input of a segment's neurons is the sum of A_i over all other segments,
-        False if the input is A_j of the segment itself.
-      interpret: True runs the kernels on any device, slowly.
-    """
-
+    # True if the input of a segment's neurons is the sum of A_i over all other segments, False if
+    # the input is A_j of the segment itself.
     remaining: bool
     interpret: bool
 
 
 class RecurrenceArguments(NamedTuple):
-    """The arrays of one device that states are computed from.
-
-    The values are already multiplied by W. The bias and `neuron`, which is leak and threshold, are
-    float32.
-    """
+    """The arrays of one device that states are computed from."""
 
     keys: Float[Array, "M B H S K"]
+    # The values are already multiplied by W.
     values: Float[Array, "M B H S K"]
     bias: Float[Array, " K"] | None
+    # Leak and threshold; they and the bias are float32.
     neuron: Float[Array, " 2"]
     counts: Int[Array, " B"]
 
@@ -93,7 +85,7 @@ class RecurrenceArguments(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def run_neurons(arguments: RecurrenceArguments, settings: RecurrenceSettings) -> NeuronTileOutputs:
-    """Returns the states, the sums of squared keys and the numbers of neurons that fire."""
+    """Returns the outputs of the forward kernel for all heads and sources, without potentials."""
     return _outputs(arguments, settings, with_potentials=False)
 
 
@@ -201,12 +193,8 @@ def _call(
     """Calls a kernel on a grid of (tile, head, source).
 
     Args:
-      kernel: a function of `gpu_kernels`.
-      settings: static settings.
-      launch: the launch parameters of the kernel.
       tiles: the number of programs of a head and source.
-      inputs: the kernel's inputs; the first one is an array [M, B, H, *, *].
-      outputs: shapes and dtypes of the kernel's outputs.
+      inputs: the first one is an array [M, B, H, *, *].
       flops: the number of operations of the kernel's matrix products.
       by_segment: True if a program sees only one segment.
     """

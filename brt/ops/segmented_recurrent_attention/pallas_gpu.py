@@ -47,10 +47,9 @@ _POSITIONS = 16  # The number of positions of a segment must be a multiple of th
 
 
 def feature_refusal(config: CrossConfig) -> str | None:
-    """Returns the reason why the kernels do not support these settings, or None if they do.
+    """Returns why the kernels do not support these settings, or None if they do.
 
-    Pallas's interpreter needs only this check, because it runs the kernels with any sizes. On GPUs,
-    `refusal` also checks the sizes.
+    Pallas's interpreter needs only this check, because it runs the kernels with any sizes.
     """
     if config.kind in pallas_tpu.WITHOUT_RECURRENCE:
         return f"has no recurrence to compute with CrossAttention.kind = {config.kind!r}"
@@ -58,14 +57,9 @@ def feature_refusal(config: CrossConfig) -> str | None:
 
 
 def refusal(config: CrossConfig, size: int, width: int, dtype: jnp.dtype) -> str | None:
-    """Returns the reason why the kernels do not support these settings or sizes on GPUs, or None if
-    they do.
+    """Returns why the kernels do not support these settings or sizes on GPUs, or None if they do.
 
-    Args:
-      config: settings of cross-attention.
-      size: the number of source positions of a segment.
-      width: the size of a head.
-      dtype: dtype of keys and values.
+    `size` is the number of source positions of a segment, and `width` the size of a head.
     """
     if reason := feature_refusal(config):
         return reason
@@ -87,16 +81,7 @@ def recurrence(
     *,
     interpret: bool = False,
 ) -> RecurrentStates:
-    """Returns the states R of every segment, the factor of the recurrence's output (`scale`), and
-    the firing rate of the neurons, the fraction of entries of R above 0.
-
-    Args:
-      keys, values: keys and values of each segment; zeros where a source is padded.
-      counts: the number of segments of each source.
-      parameters: the layer's parameters.
-      config: settings of cross-attention.
-      interpret: True runs the kernels on any device, slowly, and with heads of any size.
-    """
+    """Implements `recurrence.recurrence`."""
     learned = parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
     settings = RecurrenceSettings(config.kv_source != "segment", interpret)
     local = functools.partial(_local, settings=settings)

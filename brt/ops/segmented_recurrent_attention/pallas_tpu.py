@@ -48,10 +48,9 @@ WITHOUT_RECURRENCE = "full", "segmented"
 
 
 def feature_refusal(config: CrossConfig) -> str | None:
-    """Returns the reason why the kernels do not support these settings, or None if they do.
+    """Returns why the kernels do not support these settings, or None if they do.
 
-    Pallas's interpreter needs only this check, because it runs the kernels with any sizes. On TPUs,
-    `refusal` also checks the sizes.
+    Pallas's interpreter needs only this check, because it runs the kernels with any sizes.
     """
     if config.kind in WITHOUT_RECURRENCE:
         return None
@@ -68,15 +67,9 @@ def feature_refusal(config: CrossConfig) -> str | None:
 def refusal(
     config: CrossConfig, heads: int, width: int, segments: int, dtype: jnp.dtype
 ) -> str | None:
-    """Returns the reason why the kernel does not support these settings or a source of these sizes
-    on TPUs, or None if it does.
+    """Returns why the kernel does not support these settings or sizes on TPUs, or None if it does.
 
-    Args:
-      config: settings of cross-attention.
-      heads: the number of heads.
-      width: the size of a head.
-      segments: the number of segments.
-      dtype: dtype of keys and values.
+    `width` is the size of a head.
     """
     if reason := feature_refusal(config):
         return reason
@@ -107,17 +100,7 @@ def recurrence(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> RecurrentStates:
-    """Returns the states R of every segment, the factor of the recurrence's output (`scale`), and
-    the firing rate of the neurons, the fraction of entries of R above 0.
-
-    Args:
-      keys, values: keys and values of each segment; zeros where a source is padded.
-      counts: the number of segments of each source.
-      parameters: the layer's parameters.
-      config: settings of cross-attention.
-      interpret: True, or parameters of Pallas's interpreter, runs the kernel on any device, slowly,
-        and with heads of any size.
-    """
+    """Implements `recurrence.recurrence`."""
     learned = parameters.kernel, parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
     width = keys.shape[-1]
     settings = NeuronKernelSettings(width, width, config.kv_source != "segment", interpret)
@@ -143,15 +126,14 @@ interpreted = functools.partial(recurrence, interpret=True)
 
 
 class _Arguments(NamedTuple):
-    """The arrays of one device that states are computed from.
-
-    All but keys and values are float32; `neuron` is leak and threshold.
-    """
+    """The arrays of one device that states are computed from."""
 
     keys: Float[Array, "B M S HK"]
     values: Float[Array, "B M S HK"]
+    # This field and the next two are float32.
     kernel: Float[Array, "K K"]
     bias: Float[Array, " K"] | None
+    # Leak and threshold.
     neuron: Float[Array, " 2"]
     counts: Int[Array, " B"]
 
@@ -214,9 +196,7 @@ def _backward(
     specs = _specs(arguments, settings)
 
     def sum_over_sources(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        """Returns the block spec and the shape of a gradient [groups of heads, `rows`, 128] that
-        the kernel sums over all sources.
-        """
+        # The kernel sums these gradients, [groups of heads, rows, 128], over all sources.
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)
 
@@ -269,7 +249,6 @@ def _inputs(
 
 
 def _specs(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKernelInputs:
-    """Returns the block specs of a step's inputs."""
     (_, segments, size, _), wide = arguments.keys.shape, settings.wide
     tokens = pl.BlockSpec((None, segments, size, wide), lambda p, b, *_: (b, 0, 0, p))
     kernel, bias = (pl.BlockSpec((rows, wide), lambda p, b, *_: (0, 0)) for rows in (wide, 1))
@@ -285,10 +264,7 @@ def _specs(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKerne
 def _options(
     arguments: _Arguments, settings: NeuronKernelSettings, name: str, products: int
 ) -> dict[str, Any]:
-    """Returns the options of the kernel's call.
-
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
-    """
+    # The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
     keys = arguments.keys
     batch, segments, size, heads = keys.shape
     steps = batch * heads // settings.wide

@@ -38,15 +38,7 @@ def read_states(
     *,
     interpret: Interpret = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the product of each query and the state of its segment, in the dtype of the queries.
-
-    Args:
-      queries: the queries.
-      states: the states R of each segment.
-      segment: the segment of each query.
-      interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
-        slowly, and with any sizes.
-    """
+    """Returns the product of each query and the state of its segment."""
     local = functools.partial(_local, interpret=interpret)
     if rules.partitioned():
         by_head = rules.partition_spec("lanes", None, "heads", None, shape=queries.shape)
@@ -62,7 +54,6 @@ interpreted = functools.partial(read_states, interpret=True)
 
 
 def _local(queries: Array, states: Array, segment: Array, *, interpret: Interpret) -> Array:
-    """Returns the products on one device."""
     batch, length, heads, width = queries.shape
     together = math.gcd(heads, max(LANES // width, 1))
     grouped = states.reshape(len(states), batch, -1, together, width, width)
@@ -138,7 +129,6 @@ def _call(
 
 
 def _only(x: Float[Array, "T P"], segment: Int[Array, "T 1"], j: Any) -> Float[Array, "T P"]:
-    """Returns the rows of segment j, with zeros in place of all other rows."""
     return jnp.where(segment == j, x, jnp.zeros_like(x))
 
 
@@ -180,7 +170,6 @@ def _forward_kernel(queries: Any, states: Any, segment: Any, y: Any) -> None:
 def _backward_kernel(
     queries: Any, states: Any, segment: Any, gradient: Any, d_queries: Any, d_states: Any
 ) -> None:
-    """Writes the gradients of the queries and states of a step."""
     q, own, dy = queries[...], segment[...], gradient[...]
 
     def add_segment(j: Any, total: Array) -> Array:

@@ -23,75 +23,59 @@ from brt.ops.tpu import NN, NT, TN, dot_float32, unrolled_loop
 
 
 class NeuronKernelSettings(NamedTuple):
-    """Static settings of the kernels.
+    """Static settings of the kernels."""
 
-    Attributes:
-      width: K, the size of a head.
-      wide: P, the total size of the heads of a group.
-      remaining: True if the input of a segment's neurons is the sum of A_i over all other segments,
-        False if the input is A_j of the segment itself.
-      interpret: True, or parameters of Pallas's interpreter, runs the kernels on any device,
-        slowly.
-    """
-
+    # K, the size of a head.
     width: int
+    # P, the total size of the heads of a group.
     wide: int
+    # True if the input of a segment's neurons is the sum of A_i over all other segments, False if
+    # the input is A_j of the segment itself.
     remaining: bool
     interpret: bool | pltpu.InterpretParams
 
 
 class NeuronKernelInputs(NamedTuple):
-    """Inputs of a step of the grid, or their block specs; unused inputs are None.
+    """Inputs of a step of the grid, or their block specs."""
 
-    Attributes:
-      keys, values: [M, S, P], the keys and values of all segments.
-      kernel: [P, P], a block-diagonal matrix with W for each head.
-      bias: [1, P], the bias of the neurons' inputs, or None.
-      states: [M, K, P], the gradient of the states R; None in the forward pass.
-      squares: [1, P], the gradient of `NeuronKernelOutputs.squares`; None in the forward pass.
-    """
-
+    # [M, S, P] each.
     keys: Any
     values: Any
+    # [P, P], a block-diagonal matrix with W for each head.
     kernel: Any
+    # [1, P], the bias of the neurons' inputs, or None.
     bias: Any
+    # [M, K, P], the gradient of the states R; None in the forward pass.
     states: Any = None
+    # [1, P], the gradient of `NeuronKernelOutputs.squares`; None in the forward pass.
     squares: Any = None
 
 
 class NeuronKernelOutputs(NamedTuple):
-    """Outputs of a step of the grid, for one source and a group of heads, or their block specs.
+    """Outputs of a step of the grid, or their block specs."""
 
-    Attributes:
-      states: [M, K, P], the states R of all segments.
-      squares: [1, P], float32, for each feature the sum of the squared keys over all positions.
-      fired: [1, P], float32, for each column of the states the number of entries above 0 in
-        existing segments.
-    """
-
+    # [M, K, P], the states R of all segments.
     states: Any
+    # [1, P], float32, for each feature the sum of the squared keys over all positions.
     squares: Any
+    # [1, P], float32, for each column of the states the number of entries above 0 in existing
+    # segments.
     fired: Any
 
 
 class NeuronKernelGradients(NamedTuple):
-    """Gradients that the steps of the backward kernel compute, or their block specs.
+    """Gradients that the steps of the backward kernel compute, or their block specs."""
 
-    Each step overwrites `keys` and `values`. The fields `kernel`, `bias` and `neuron` are float32
-    sums over all sources, to which each step adds its contribution.
-
-    Attributes:
-      keys, values: [M, S, P], the gradients of keys and values.
-      kernel: [K, P], the gradient of W for each head.
-      bias: [1, P], the gradient of the bias, or None.
-      neuron: [2, P], the gradients of leak and threshold, of which each column has a part; the
-        sum of all columns is the gradient.
-    """
-
+    # [M, S, P] each; every step overwrites them.
     keys: Any
     values: Any
+    # [K, P], the gradient of W for each head. This field and the next ones are float32 sums over
+    # all sources, to which each step adds its contribution.
     kernel: Any
+    # [1, P], or None.
     bias: Any
+    # [2, P], the gradients of leak and threshold, of which each column has a part; the sum of all
+    # columns is the gradient.
     neuron: Any
 
 
@@ -104,27 +88,19 @@ def forward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Computes the states of all segments, the sums of squared keys and the numbers of neurons that
-    fire, for one source and a group of heads, and writes them to `outputs`.
+    """Writes the states of all segments, the sums of squared keys, and how many neurons fire.
 
     Args:
       counts: [B], the number of segments of each of B sources.
       neuron: [3], the leak, the threshold and 1 divided by the threshold.
-      inputs: references to the inputs of the step.
-      outputs: references to the outputs.
       own: [M, K, P], scratch memory for A_j of each segment j.
-      settings: static settings.
     """
     count = counts[pl.program_id(1)]
     total, outputs.squares[...] = _segment_sums(inputs, own, settings)
 
     def fire_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes the states R_j of segment j, and returns the carry for the next segment.
-
-        The returned carry has two arrays [K, P]: the membrane potentials after the reset at segment
-        j; and for each neuron the number of existing segments up to j in which the neuron fired.
-        The argument `carry` has the same arrays for the segment before.
-        """
+        # The carry has the membrane potentials after the reset and, for each neuron, the number of
+        # existing segments so far in which it fired.
         membrane, fired = carry
         membrane = neuron[0] * membrane + _neuron_input(own[j], total, inputs, settings)
         above = membrane * neuron[2] - 1
@@ -146,20 +122,12 @@ def backward_kernel(
     *,
     settings: NeuronKernelSettings,
 ) -> None:
-    """Computes the gradients for one source and a group of heads.
-
-    The gradients of keys and values are written to `results.keys` and `results.values`. The
-    gradients of W, the bias, the leak and the threshold are added to `results.kernel`,
-    `results.bias` and `results.neuron`, which are sums over all sources. The step of the first
-    source first sets these sums to zero.
+    """Writes the gradients of keys and values, and adds those of the parameters.
 
     Args:
-      neuron: [3], the leak, the threshold and 1 divided by the threshold.
-      inputs: references to the inputs of the step, including the gradients of its outputs.
-      results: references to the gradients.
+      neuron: as for `forward_kernel`.
       own: [M, K, P], scratch memory for A_j, then for U_j before its reset, then for the gradient
         of U_j.
-      settings: static settings.
     """
     count, leak, inverse = own.shape[0], neuron[0], neuron[2]
 
@@ -172,20 +140,12 @@ def backward_kernel(
     total = _segment_sums(inputs, own, settings)[0]
 
     def potential_of_segment(j: Any, membrane: Array) -> Array:
-        """Writes the potential U_j before its reset to `own[j]`, and returns U_j after its reset.
-
-        `membrane` is the potential U_{j-1} after its reset.
-        """
         own[j] = leak * membrane + _neuron_input(own[j], total, inputs, settings)
         return _reset(own[j], neuron)
 
     def potential_backward(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Writes the gradient of U_j to `own[j]`, where j is the i-th segment from the end.
-
-        The carry and the result have four arrays [K, P]: the gradient of the potential of the
-        segment that was processed last, and the sums so far of the gradients of the neurons'
-        inputs, of the leak and of the threshold.
-        """
+        # The carry has the gradient of the potential of the segment that was processed last, and
+        # the sums so far of the gradients of the neurons' inputs, of the leak and of the threshold.
         j = count - 1 - i
         later, d_total, d_leak, d_threshold = carry
         above = own[j] * inverse - 1 > 0
@@ -206,11 +166,6 @@ def backward_kernel(
         results.neuron[row : row + 1] += jnp.sum(row_gradient, axis=0, keepdims=True)
 
     def products_backward(j: Any, d_kernel: Array) -> Array:
-        """Writes the gradients of the keys and values of segment j.
-
-        Returns `d_kernel`, the gradient of W summed over earlier segments, plus the contribution of
-        segment j.
-        """
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
         d_own = d_total - own[j] if settings.remaining else own[j]
         d_own = _block_diagonal(d_own, settings).astype(keys.dtype)
@@ -231,11 +186,6 @@ def _segment_sums(
     """Writes A_j of each segment to `own`; returns their total and the sums of squared keys."""
 
     def add_segment(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Writes A_j of segment j to `own[j]`, and adds A_j and the squared keys to two sums.
-
-        The carry and the result have both sums over the segments so far: of A_j, and of the squared
-        keys.
-        """
         keys = inputs.keys[j]
         own[j] = _diagonal_blocks(dot_float32(keys, _projected_values(inputs, j), TN), settings)
         squares = jnp.square(keys.astype(jnp.float32))
@@ -246,7 +196,6 @@ def _segment_sums(
 
 
 def _projected_values(inputs: NeuronKernelInputs, j: Any) -> Float[Array, "S P"]:
-    """Returns V_j W."""
     values = inputs.values[j]
     return dot_float32(values, inputs.kernel[...], NN).astype(values.dtype)
 
