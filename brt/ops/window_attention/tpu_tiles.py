@@ -112,7 +112,7 @@ class RowTile(NamedTuple):
         return jnp.concatenate([tile[cut:], tile[:cut]], axis=0)
 
     def add_rolled(self, tile: Any, x: Float[Array, "W R"]) -> None:
-        """Adds the gradient x of the tile's bias, rolled back, to `tile`, that of the first tile."""
+        """Adds the gradient x of the tile's bias, rolled back, to `tile`, of the first."""
         cut, begin = tile.shape[0] - self.i * self.rows, self.i * self.rows
         tile[:cut] += x[begin:]
         if self.i:
