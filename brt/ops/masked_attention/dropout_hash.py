@@ -48,6 +48,6 @@ def _mix_bits(x: Int[Array, "..."]) -> Int[Array, "..."]:
     return x ^ jax.lax.shift_right_logical(x, _int32(15))
 
 
+# The result is the signed number with the lower 32 bits of x.
 def _int32(x: int) -> np.int32:
-    """Returns the signed number with the lower 32 bits of x."""
     return np.uint32(x % 2**32).view(np.int32)

@@ -1,10 +1,8 @@
 """Bodies of the Triton kernels of masked attention; `pallas_gpu` describes the algorithm.
 
-A program of a kernel sees the arrays of one head and computes the results of one tile of queries or
-of keys, in a loop over tiles.
-
-In shapes, Q is the number of queries, S of keys, K of numbers of a head, and B of rows of the
-batch; R is the number of queries of a tile, and C of keys.
+A program sees the arrays of one head and computes the results of one tile of queries or of keys, in
+a loop over tiles. `launch` has the sizes of the tiles, and `rate` is that of dropout. In shapes, Q
+is the number of queries, S of keys, and R of queries and C of keys of a tile.
 """
 
 from typing import Any, NamedTuple
@@ -27,34 +25,26 @@ class MaskedTileInputs(NamedTuple):
     """Input arrays of a kernel for one head, or their block specs; unused arrays are None.
 
     All arrays except the bias are those of one row of the batch, or, in the kernel for the gradient
-    of the bias, those of all rows, with a first axis B. The fields `gradient`, `lse` and `along`
-    are for the backward pass only.
-
-    Attributes:
-      q: [Q, K], the queries.
-      keys, values: [S, K].
-      bias: float32 [Q, S], or None.
-      mask: int8 [Q, S], or [1, S] if all queries see the same keys; not zero where a query sees a
-        key. None if `spans` tells which keys a query sees.
-      spans: int32 [2, Q], the first key that each query sees, and the key after the last one. None
-        if there is a mask.
-      draws: int32 [2, Q], the two words with which dropout of a query's weights is hashed; None for
-        no dropout.
-      gradient: [Q, K], the gradient of the output.
-      lse: float32 [Q], the log-sum-exp of each query's logits.
-      along: float32 [Q], for each query, the sum over the keys of the weight times the weight's
-        gradient, minus the gradient of the log-sum-exp.
+    of the bias, those of all rows, with a first axis B.
     """
 
-    q: Any
-    keys: Any
-    values: Any
-    bias: Any
+    q: Any  # The queries [Q, K].
+    keys: Any  # The keys [S, K].
+    values: Any  # The values [S, K].
+    bias: Any  # The bias, float32 [Q, S].
+    # Not zero where a query sees a key, int8 [Q, S], or [1, S] if all queries see the same keys.
+    # None if `spans` tells which keys a query sees.
     mask: Any
+    # The first key that each query sees, and the key after the last one, int32 [2, Q].
     spans: Any = None
+    # The two words with which dropout of a query's weights is hashed (`dropout_hash.draw_words`),
+    # int32 [2, Q]; None for no dropout.
     draws: Any = None
-    gradient: Any = None
-    lse: Any = None
+    # The following fields are for the backward pass only.
+    gradient: Any = None  # The gradient of the output [Q, K].
+    lse: Any = None  # The log-sum-exp of each query's logits, float32 [Q].
+    # For each query, the sum over the keys of the weight times the weight's gradient, minus the
+    # gradient of the log-sum-exp, float32 [Q].
     along: Any = None
 
 
@@ -62,43 +52,29 @@ class MaskedTiles(NamedTuple):
     """The logits of one head and of one row of the batch, in tiles.
 
     In the methods, i is the index of a tile of queries and j the index of a tile of keys.
-
-    Attributes:
-      inputs: the arrays of the head.
-      launch: the sizes of the tiles.
-      rate: the rate of dropout.
-      head: the index of the head.
-      row: the index of the row of the batch; () if the arrays are those of one row.
-      transposed: True if logits and weights are [C, R] instead of [R, C], as in the kernel that
-        computes the gradients of a tile of keys.
     """
 
     inputs: MaskedTileInputs
     launch: LaunchShape
     rate: float
-    head: Any
+    head: Any  # The index of the head.
+    # The index of the row of the batch; () if the arrays are those of one row.
     row: tuple[Any, ...] = ()
+    # True if the axes of logits and weights are [C, R] instead of [R, C], as in the kernel that
+    # computes the gradients of a tile of keys.
     transposed: bool = False
 
     def queries(self, x: Any, i: Any) -> Array:
-        """Returns tile i of the queries of the array x."""
         return x[(*self.row, pl.ds(i * self.launch.rows, self.launch.rows))]
 
     def keys(self, x: Any, j: Any) -> Array:
-        """Returns tile j of the keys of the array x."""
         return x[(*self.row, pl.ds(j * self.launch.columns, self.launch.columns))]
 
     def _oriented(self, x: Array) -> Array:
         return x.T if self.transposed else x
 
     def logits(self, i: Any, j: Any, products: Array) -> Float[Array, "..."]:
-        """Returns the logits of two tiles, with bias and mask, times log2(e).
-
-        Args:
-          i, j: the indices of the tiles.
-          products: the dot products of the queries and keys of both tiles, [R, C] or, if
-            `transposed`, [C, R]. The result has the same layout.
-        """
+        """Returns the logits, with bias and mask, times log2(e), in the layout of `products`."""
         rows, columns = self.launch.rows, self.launch.columns
         own, theirs = pl.ds(i * rows, rows), pl.ds(j * columns, columns)
         if self.inputs.bias is not None:
@@ -113,28 +89,21 @@ class MaskedTiles(NamedTuple):
             seen = self._oriented(mask) != 0
         return jnp.where(seen, LOG2E * products, _HIDDEN)
 
+    # Returns the two numbers that x [2, Q] has for each query of a tile, each with the axes of the
+    # tile's logits.
     def _by_query(self, x: Any, i: Any) -> tuple[Array, Array]:
-        """Returns two numbers of each query of tile i, from x [2, Q], [R, 1] or, if `transposed`,
-        [1, R].
-        """
         rows = pl.ds(i * self.launch.rows, self.launch.rows)
         axis = 0 if self.transposed else 1
         first, second = (jnp.expand_dims(x[(*self.row, n, rows)], axis) for n in (0, 1))
         return first, second
 
     def _places(self, j: Any) -> Array:
-        """Returns the indices of the keys of tile j, int32, [1, C] or, if `transposed`, [C, 1]."""
         columns = self.launch.columns
         own = j * columns + jnp.arange(columns, dtype=jnp.int32)
         return jnp.expand_dims(own, 1 if self.transposed else 0)
 
     def apply_dropout(self, i: Any, j: Any, weights: Array) -> Array:
-        """Returns `weights`, or gradients of weights, after dropout.
-
-        Args:
-          i, j: the indices of the tiles.
-          weights: the numbers of both tiles, [R, C] or, if `transposed`, [C, R].
-        """
+        """Applies dropout to the weights of two tiles, or to gradients of these weights."""
         if self.inputs.draws is None:
             return weights
         first, second = self._by_query(self.inputs.draws, i)
@@ -147,12 +116,8 @@ class MaskedTiles(NamedTuple):
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
         """Returns the weights of two tiles after dropout, and the gradient of their logits.
 
-        Args:
-          i, j: the indices of the tiles.
-          products: the dot products of the queries and keys of both tiles, [R, C] or, if
-            `transposed`, [C, R].
-          d_kept: the dot products of the queries' output gradients and the values, which are the
-            gradients of the weights after dropout, in the same layout.
+        `products` are the dot products of queries and keys. `d_kept` are those of the gradients of
+        the outputs and the values, which are the gradients of the weights after dropout.
         """
         lse, along = (
             jnp.expand_dims(self.queries(x, i), 0 if self.transposed else 1)
@@ -166,29 +131,18 @@ class MaskedTiles(NamedTuple):
 def masked_attention_forward(
     inputs: MaskedTileInputs, y: Any, lse: Any, *, launch: LaunchShape, rate: float
 ) -> None:
-    """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
+    """Writes a tile of the output y [Q, K] and of its log-sum-exp, with a running softmax.
 
     The softmax starts with an additional logit, `softmax.FLOOR`, which belongs to no key. For a
     query that sees no key, this logit has all the weight, so that the output is zero. For other
     queries its weight is zero, because FLOOR is far below the logits of visible keys.
-
-    Args:
-      inputs: the arrays of one head and row.
-      y: output, [Q, K].
-      lse: output, [Q].
-      launch: the sizes of the tiles.
-      rate: the rate of dropout.
     """
     i, head = pl.program_id(0), pl.program_id(2)
     tiles = MaskedTiles(inputs, launch, rate, head)
     own = tiles.queries(inputs.q, i)
 
     def add_key_tile(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Returns the weighted sums of values, the maximum logits and the sums of weights after key
-        tile j.
-
-        `carry` has the three results as they are before the tile.
-        """
+        # These are the weighted sums of values, the maximum logits, and the sums of weights.
         read, top, total = carry
         keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)
         logits = tiles.logits(i, j, dot_float32(own, keys.T))
@@ -208,20 +162,12 @@ def masked_attention_forward(
 def masked_attention_queries(
     inputs: MaskedTileInputs, d_q: Any, *, launch: LaunchShape, rate: float
 ) -> None:
-    """Writes the gradient of a tile of queries.
-
-    Args:
-      inputs: the arrays of one head and row.
-      d_q: output, the gradient of the queries [Q, K].
-      launch: the sizes of the tiles.
-      rate: the rate of dropout.
-    """
+    """Writes a tile of d_q [Q, K], the gradient of the queries."""
     i, head = pl.program_id(0), pl.program_id(2)
     tiles = MaskedTiles(inputs, launch, rate, head)
     own, gradient = tiles.queries(inputs.q, i), tiles.queries(inputs.gradient, i)
 
     def add_key_tile(j: Array, total: Array) -> Array:
-        """Returns `total`, the gradient of the queries, plus the contribution of key tile j."""
         keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)
         pair = dot_float32(own, keys.T), dot_float32(gradient, values.T)
         _, d_logits = tiles.gradients(i, j, *pair)
@@ -235,22 +181,12 @@ def masked_attention_queries(
 def masked_attention_keys(
     inputs: MaskedTileInputs, d_keys: Any, d_values: Any, *, launch: LaunchShape, rate: float
 ) -> None:
-    """Writes the gradients of a tile of keys and values.
-
-    Args:
-      inputs: the arrays of one head and row.
-      d_keys, d_values: outputs, the gradients of keys and values, each [S, K].
-      launch: the sizes of the tiles.
-      rate: the rate of dropout.
-    """
+    """Writes a tile of d_keys and d_values [S, K], the gradients of keys and values."""
     j, head = pl.program_id(0), pl.program_id(2)
     tiles = MaskedTiles(inputs, launch, rate, head, transposed=True)
     keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)
 
     def add_query_tile(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns `totals`, the gradients of keys and of values, plus the contributions of query
-        tile i.
-        """
         q, gradient = tiles.queries(inputs.q, i), tiles.queries(inputs.gradient, i)
         pair = dot_float32(keys, q.T), dot_float32(values, gradient.T)
         kept, d_logits = tiles.gradients(i, j, *pair)
@@ -267,18 +203,10 @@ def masked_attention_keys(
 def masked_attention_bias(
     inputs: MaskedTileInputs, d_bias: Any, *, launch: LaunchShape, rate: float
 ) -> None:
-    """Writes the gradient of a tile of the bias, summed over the rows of the batch.
-
-    Args:
-      inputs: the arrays of one head and of all rows.
-      d_bias: output, the gradient of the bias [Q, S].
-      launch: the sizes of the tiles.
-      rate: the rate of dropout.
-    """
+    """Writes a tile of d_bias [Q, S], the bias's gradient, summed over the rows of the batch."""
     i, j, head = (pl.program_id(axis) for axis in range(3))
 
     def add_row(row: Array, total: Array) -> Array:
-        """Returns `total`, the gradient of the tile, plus the contribution of a row."""
         tiles = MaskedTiles(inputs, launch, rate, head, (row,))
         q, gradient = tiles.queries(inputs.q, i), tiles.queries(inputs.gradient, i)
         keys, values = tiles.keys(inputs.keys, j), tiles.keys(inputs.values, j)

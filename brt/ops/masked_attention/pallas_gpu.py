@@ -9,8 +9,7 @@ a tile of queries, for the gradients of a tile of keys and values, and for the g
 the bias, whose program loops over the rows of the batch. No sum needs atomic additions, so results
 are bitwise reproducible.
 
-In shapes, B is the number of rows of the batch, T of queries, S of keys, H of heads and K of
-numbers of a head; *B stands for any leading axes.
+In shapes, T is the number of queries and S of keys.
 """
 
 import functools
@@ -62,10 +61,6 @@ def refusal(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
     dropout: Any = None,
 ) -> str | None:  # fmt: skip
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    The arguments are those of `attend_part`.
-    """
     length, size = queries.shape[-3], keys.shape[-3]
     if reason := dropout_refusal(queries, dropout):
         return reason
@@ -84,17 +79,10 @@ def attend_part(
     *,
     interpret: bool = False,
 ) -> AttentionPart:
-    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
-    of the query's logits.
+    """Implements `api.attend` and `api.attend_part`.
 
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and the values.
-      bias: float32, added to the logits along all leading axes; None for no bias.
-      mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: dropout of the attention weights, with the numbers that `xla.attend_part` draws on
-        GPUs and TPUs; None for no dropout.
-      interpret: True runs the kernels on any device and with any sizes, slowly.
+    Dropout has the numbers that `xla.attend_part` draws on GPUs and TPUs. `interpret` runs the
+    kernels on any device and with any sizes, slowly.
     """
     local = functools.partial(_local, interpret=interpret)
     return attend_on_devices(local, queries, keys, values, bias, mask, dropout)
@@ -107,7 +95,6 @@ def _local(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
     random_keys: Array | None, *, interpret: bool, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device."""
     q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (queries, keys, values))
     seen = mask.reshape(-1, *mask.shape[-2:]).astype(jnp.int8)
     draws = None
@@ -120,14 +107,7 @@ def _local(
 
 
 class KernelSettings(NamedTuple):
-    """Static settings.
-
-    Attributes:
-      rate: the rate of dropout.
-      interpret: True runs the kernels on any device, slowly.
-    """
-
-    rate: float
+    rate: float  # The rate of dropout.
     interpret: bool
 
 
@@ -143,13 +123,10 @@ class KernelArguments(NamedTuple):
     draws: Int[Array, "B 2 T"] | None = None
 
     def launch(self, kernel: str) -> LaunchShape:
-        """Returns the launch parameters of a kernel; `kernel` is the name of a field of
-        `_Launches`, such as "forward".
-
-        Interpreted kernels also have heads of other sizes, and tiles of all queries and keys if
-        their numbers are not multiples of the sizes of a tile.
-        """
+        """Returns the launch parameters of a kernel, named like a field of `_Launches`."""
         launch = getattr(_LAUNCHES.get(self.q.shape[3], _LAUNCHES[64]), kernel)
+        # Interpreted kernels also have heads of other sizes, and tiles of all queries and keys if
+        # their numbers are not multiples of the sizes of a tile.
         queries, keys = self.q.shape[1], self.k.shape[1]
         if queries % launch.rows or keys % launch.columns:
             return launch._replace(rows=queries, columns=keys)
@@ -212,27 +189,22 @@ attend_on_device.defvjp(_forward, _backward)
 
 
 def _by_row(tiles: int, q: Array) -> tuple[int, int, int]:
-    """Returns the grid (tile, row of the batch, head).
-
-    All rows of a head follow each other, so that the head's bias stays in the cache.
-    """
+    # All rows of a head follow each other, so that the head's bias stays in the cache.
     return tiles, len(q), q.shape[2]
 
 
-def _token_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
-    """Returns the block of all tokens of a head of an array [B, T, H, K].
+# If `whole`, the blocks of the following functions are those of all rows of the batch, and else
+# those of the row of the program.
 
-    Args:
-      x: the array.
-      whole: True for the block of all rows of the batch, False for the row of the program.
-    """
+
+def _token_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
+    """Returns the block of all tokens of a head of an array [B, T, H, K]."""
     rows = x.shape[0] if whole else None
     block = (rows, x.shape[1], None, x.shape[3])
     return pl.BlockSpec(block, lambda _, b, h: (0 if whole else b, 0, h, 0))
 
 
 def _token_output(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-    """Returns shape, dtype and block spec of an output with the shape of x, [B, T, H, K]."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype), _token_spec(x)
 
 
@@ -249,7 +221,6 @@ def _row_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
 
 
 def _bias_spec(x: Any, whole: bool = False) -> pl.BlockSpec:
-    """Returns the block of a head of the bias [H, T, S], which has no axis of rows."""
     return pl.BlockSpec((None, *x.shape[1:]), lambda _, b, h: (h, 0, 0))
 
 
@@ -269,18 +240,14 @@ def _call(
     products: int,
     **others: Array,
 ) -> tuple[Array, ...]:
-    """Calls a kernel on a grid of (tile, row of the batch, head), or, for the gradient of the bias,
-    of (tile of queries, tile of keys, head).
+    """Calls a kernel of `gpu_kernels` on a grid of (tile, row of the batch, head).
+
+    For the gradient of the bias, the grid is (tile of queries, tile of keys, head).
 
     Args:
-      kernel: a function of `gpu_kernels`.
-      arguments: the arrays that attention is computed from.
-      settings: static settings.
-      launch: the launch parameters of the kernel.
-      grid: the sizes of the grid.
       outputs: shape, dtype and block spec of each output.
       products: the number of matrix products that the kernel computes of each tile of logits.
-      others: the fields of `MaskedTileInputs` that only the backward kernels read, by name.
+      others: the fields of `MaskedTileInputs` that only the backward kernels read.
     """
     inputs = MaskedTileInputs(*arguments, **others)
     whole = kernel is gpu_kernels.masked_attention_bias

@@ -9,8 +9,7 @@ the gradients of the keys and values of all rows are added up in VMEM, too, and 
 last tile. A batch that has no room there is split into several calls, and so are keys, whose parts
 are then combined by their log-sum-exps.
 
-In shapes, B is the number of rows of the batch, T of queries, S of keys, H of heads, N of groups of
-G heads, and K of numbers of a head; *B stands for any leading axes.
+In shapes, T and Q are numbers of queries, S of keys, and N of groups of G heads.
 """
 
 import functools
@@ -45,10 +44,6 @@ def refusal(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
     dropout: Any = None,
 ) -> str | None:  # fmt: skip
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    The arguments are those of `attend_part`.
-    """
     (length, heads, width), size = queries.shape[-3:], keys.shape[-3]
     if reason := dropout_refusal(queries, dropout):
         return reason
@@ -72,17 +67,10 @@ def attend_part(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionPart:
-    """Returns the attention output of every query over the keys that it sees, and the log-sum-exp
-    of the query's logits.
+    """Implements `api.attend` and `api.attend_part`.
 
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and the values.
-      bias: float32, added to the logits along all leading axes; None for no bias.
-      mask: True where a query sees a key; a query that sees no key gets zeros.
-      dropout: dropout of the attention weights, with the numbers that `xla.attend_part` draws on
-        TPUs; None for no dropout.
-      interpret: True runs the kernels on any device and with any sizes, slowly.
+    Dropout has the numbers that `xla.attend_part` draws on TPUs. `interpret` runs the kernels on
+    any device and with any sizes, slowly.
     """
     local = functools.partial(_local, interpret=interpret)
     return attend_on_devices(local, queries, keys, values, bias, mask, dropout)
@@ -95,10 +83,7 @@ def _local(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
     keys_of_queries: Array | None, *, interpret: bool | pltpu.InterpretParams, rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Returns the output [*B, T, H, K] and the log-sum-exp [*B, T, H] of one device.
-
-    If there are too many keys for a call of the kernels, each call attends to some of them.
-    """
+    # If there are too many keys for a call of the kernels, each call attends to some of them.
     sizes, size = largest_sizes(queries, keys, bias, mask), keys.shape[-3]
     draws = None
     if keys_of_queries is not None:
@@ -108,7 +93,6 @@ def _local(
     starts = range(0, size, sizes.keys)
 
     def by_call(x: Array | None, axis: int) -> list[Any]:
-        """Returns the part of the array x for each call; `axis` is the axis of keys."""
         return [None] * len(starts) if x is None else jnp.split(x, list(starts[1:]), axis)
 
     axes = (keys, -3), (values, -3), (bias, -1), (mask, -1)
@@ -129,7 +113,6 @@ def _attend_to_some(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
     draws: Array | None, settings: MaskedKernelSettings,
 ) -> AttentionPart:  # fmt: skip
-    """Returns the attention to the keys of one call of the kernels."""
     q, k, v = (
         x.reshape(-1, x.shape[-3], x.shape[-2] * x.shape[-1]) for x in (queries, keys, values)
     )
@@ -146,8 +129,6 @@ def _attend_to_some(
 
 
 class _Arguments(NamedTuple):
-    """The arrays of one device that attention is computed from."""
-
     q: Float[Array, "B T HK"]
     k: Float[Array, "B S HK"]
     v: Float[Array, "B S HK"]
@@ -209,15 +190,14 @@ _attend.defvjp(_forward, _backward)
 
 
 def _some_rows(inputs: MaskedKernelInputs, rows: slice) -> MaskedKernelInputs:
-    """Returns the inputs for some rows of the batch; all rows have the same bias."""
     others = jax.tree.map(lambda x: x[rows], inputs._replace(bias=None))
-    return others._replace(bias=inputs.bias)
+    return others._replace(bias=inputs.bias)  # All rows have the same bias.
 
 
 def _call_backward(
     inputs: MaskedKernelInputs, settings: MaskedKernelSettings
 ) -> MaskedKernelGradients:
-    """Returns the gradients of some rows of the batch; that of the bias is summed over the rows."""
+    """Returns the gradients of some rows of the batch; that of the bias is summed over them."""
     arguments = _Arguments(*inputs[:6])
     q, k = arguments.q, arguments.k
     specs = _specs(arguments, settings)
@@ -240,7 +220,6 @@ def _call_backward(
 
 
 def _specs(arguments: _Arguments, settings: MaskedKernelSettings) -> MaskedKernelInputs:
-    """Returns the block specs of a step's inputs."""
     size, tile = arguments.k.shape[1], settings.tile
     own = pl.BlockSpec((None, tile, settings.wide), lambda h, t, b: (b, t, h))
     whole = pl.BlockSpec((None, size, settings.wide), lambda h, t, b: (b, 0, h))
@@ -259,10 +238,7 @@ def _specs(arguments: _Arguments, settings: MaskedKernelSettings) -> MaskedKerne
 def _options(
     arguments: _Arguments, settings: MaskedKernelSettings, products: int
 ) -> dict[str, Any]:
-    """Returns the options of a kernel's call.
-
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
-    """
+    # The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
     q, k = arguments.q, arguments.k
     grid = q.shape[2] // settings.wide, q.shape[1] // settings.tile, len(q)
     backward = "_backward" if products > 2 else ""

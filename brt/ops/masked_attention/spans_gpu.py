@@ -24,18 +24,12 @@ def attend_to_spans(
     *,
     interpret: bool = False,
 ) -> AttentionPart:
-    """Returns the attention output of every query over its span of keys, in the dtype of `queries`,
-    and the log-sum-exp of the query's logits.
+    """Returns the attention output of every query over its span of keys, in the queries' dtype.
 
-    The numbers of queries and of keys must be multiples of 128, and K 64 or 128.
-
-    Args:
-      queries: already multiplied by any scale. *B stands for all axes that queries, keys and values
-        share, such as the rows of the batch and the heads.
-      keys, values: the keys and the values.
-      first, end: query q sees the keys from first[q] to end[q] - 1. A query that sees no key gets
-        zeros.
-      interpret: True runs the kernels on any device and with any sizes, slowly.
+    Query q sees the keys from first[q] to end[q] - 1, and gets zeros if there are none. The numbers
+    of queries and of keys must be multiples of 128, and K 64 or 128. *B stands for all axes that
+    queries, keys and values share, such as the rows of the batch and the heads. `interpret` runs
+    the kernels on any device and with any sizes, slowly.
     """
     q, k, v = (x.reshape(-1, x.shape[-2], 1, x.shape[-1]) for x in (queries, keys, values))
     spans = jnp.stack([first, end], axis=-2).astype(jnp.int32)

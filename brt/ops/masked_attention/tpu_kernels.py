@@ -3,9 +3,8 @@
 A step of the grid computes G heads, which lie side by side in the lanes, of one row of the batch
 and of one tile of queries. Matrices of logits and weights are keys x queries, so that maxima and
 sums over the keys need no operations across lanes. The queries of a tile are processed in groups.
-
-In shapes, Q is the number of queries of a tile, R of queries of a group, S of keys, and K of
-numbers of a head; L = G K is the number of lanes of all heads of a step.
+In shapes, Q is the number of queries of a tile, R of queries of a group, S of keys, and L = G K of
+the lanes of all heads of a step.
 """
 
 from typing import Any, NamedTuple
@@ -30,31 +29,17 @@ _LOWEST = -1e29
 
 
 class MaskedKernelSettings(NamedTuple):
-    """Static settings of the kernels.
-
-    Attributes:
-      width: the number of numbers of a head.
-      together: the number of heads of a step.
-      tile: the number of queries of a step.
-      forward_rows, rows: the number of queries of a group in the forward and in the backward
-        kernel; all logits of a group are computed at once.
-      lanes: the largest number of rows of the batch of a call of the backward kernel.
-      interpret: True runs the kernels on any device, slowly.
-      rate: the rate of dropout of the weights.
-      first_key, all_keys: the index of the first of the call's keys, and the number of the keys of
-        all calls, on which dropout's hash depends.
-    """
-
-    width: int
-    together: int
-    tile: int
-    forward_rows: int
-    rows: int
-    lanes: int
-    interpret: bool | pltpu.InterpretParams
-    rate: float = 0.0
-    first_key: int = 0
-    all_keys: int = 0
+    width: int  # The number K of numbers of a head.
+    together: int  # The number G of heads of a step.
+    tile: int  # The number Q of queries of a step.
+    forward_rows: int  # The number R of queries of a group in the forward kernel.
+    rows: int  # The number R of queries of a group in the backward kernel.
+    lanes: int  # A call of the backward kernel has at most this many rows of the batch.
+    interpret: bool | pltpu.InterpretParams  # True runs the kernels on any device, slowly.
+    rate: float = 0.0  # The rate of dropout of the weights.
+    # The hash of dropout depends on the place of a key among the keys of all calls.
+    first_key: int = 0  # The index of the first key of the call.
+    all_keys: int = 0  # The number of keys of all calls.
 
     @property
     def wide(self) -> int:
@@ -62,11 +47,9 @@ class MaskedKernelSettings(NamedTuple):
         return self.width * self.together
 
     def groups(self, rows: int) -> list[slice]:
-        """Returns the slices of the groups of `rows` queries of a tile."""
         return [slice(i, i + rows) for i in range(0, self.tile, rows)]
 
     def head_lanes(self, head: int) -> slice:
-        """Returns the slice of the lanes of a head of the step."""
         return slice(head * self.width, (head + 1) * self.width)
 
     def only(self, head: int, x: Float[Array, "R L"]) -> Float[Array, "R L"]:
@@ -83,35 +66,29 @@ class MaskedKernelSettings(NamedTuple):
 
 
 class MaskedKernelInputs(NamedTuple):
-    """References to the inputs of a step, or their block specs; unused inputs are None.
+    """References to the inputs of a step, or their block specs; unused inputs are None."""
 
-    Attributes:
-      q: [Q, L], the queries.
-      keys, values: [S, L].
-      bias: float32 [G, S, Q].
-      mask: float32 [1, S], one for keys that all queries see and zero for others; or int8 [S, Q],
-        one where a query sees a key.
-      draws: int32 [2, Q], the two words with which dropout of a query's weights is hashed, from
-        `dropout_hash.draw_words`; None for no dropout.
-      gradient: [Q, L], the gradient of the output.
-      lse: uint32 [G, Q], the bits of the log-sum-exp of each query's logits.
-      along: float32 [G, Q], for each query, the sum over the keys of the weight times the weight's
-        gradient, minus the gradient of the log-sum-exp.
-    """
-
-    q: Any
-    keys: Any
-    values: Any
-    bias: Any
+    q: Any  # The queries [Q, L].
+    keys: Any  # The keys [S, L].
+    values: Any  # The values [S, L].
+    bias: Any  # The bias, float32 [G, S, Q].
+    # One for keys that all queries see and zero for others, float32 [1, S]; or one where a query
+    # sees a key, int8 [S, Q].
     mask: Any
+    # The two words with which dropout of a query's weights is hashed (`dropout_hash.draw_words`),
+    # int32 [2, Q]; None for no dropout.
     draws: Any = None
-    gradient: Any = None
-    lse: Any = None
+    # The following fields are for the backward pass only.
+    gradient: Any = None  # The gradient of the output [Q, L].
+    lse: Any = None  # The bits of the log-sum-exp of each query's logits, uint32 [G, Q].
+    # For each query, the sum over the keys of the weight times the weight's gradient, minus the
+    # gradient of the log-sum-exp, float32 [G, Q].
     along: Any = None
 
     def shared_mask(self, rows: int) -> Array | None:
-        """Returns what is added to the logits of a group of queries [S, R] to hide keys from all
-        queries; None if each query has a mask of its own.
+        """Returns what is added to the logits [S, R] of a group of queries to hide keys from all.
+
+        Returns None if each query has a mask of its own.
         """
         if self.mask.shape[0] != 1:
             return None
@@ -121,13 +98,10 @@ class MaskedKernelInputs(NamedTuple):
     def logits(
         self, head: int, own: Float[Array, "R L"], rows: slice, hidden: Array | None
     ) -> Float[Array, "S R"]:
-        """Returns the logits of a head for a group of queries, with bias and mask.
+        """Returns the logits of a head of the step for a group of queries, with bias and mask.
 
-        Args:
-          head: the number of the head in the step.
-          own: the queries, with zeros in the lanes of other heads.
-          rows: the slice of the queries in the tile.
-          hidden: the result of `shared_mask`.
+        `own` has the queries, with zeros in the lanes of other heads; `rows` is their slice of the
+        tile, and `hidden` the result of `shared_mask`.
         """
         logits = dot_float32(self.keys[...], own, NT)
         if self.bias is not None:
@@ -139,9 +113,7 @@ class MaskedKernelInputs(NamedTuple):
     def dropped(
         self, head: int, rows: slice, x: Float[Array, "S R"], settings: MaskedKernelSettings
     ) -> Float[Array, "S R"]:
-        """Returns weights, or their gradients, times the factors of dropout, which are those that
-        `dropout.Dropout` draws on TPUs.
-        """
+        """Returns weights, or their gradients, after the dropout that `dropout.Dropout` draws."""
         if self.draws is None:
             return x
         first = (pl.program_id(0) * settings.together + head) * settings.all_keys
@@ -153,31 +125,21 @@ class MaskedKernelInputs(NamedTuple):
 
 
 class MaskedKernelGradients(NamedTuple):
-    """References to the outputs of a step of the backward kernel, or their block specs.
+    """References to the outputs of a step of the backward kernel, or their block specs."""
 
-    Attributes:
-      q: [Q, L], the gradient of the queries.
-      keys, values: [S, L], the gradients of keys and values, which the last tile writes.
-      bias: float32 [G, S, Q], the gradient of the bias, summed over the rows of the batch; None if
-        there is no bias.
-    """
-
-    q: Any
+    q: Any  # The gradient of the queries [Q, L].
+    # The step of the last tile writes the gradients of keys and values [S, L].
     keys: Any
     values: Any
-    bias: Any
+    bias: Any  # The gradient of the bias, summed over the rows of the batch, float32 [G, S, Q].
 
 
 def forward_kernel(
     inputs: MaskedKernelInputs, outputs: tuple[Any, Any], *, settings: MaskedKernelSettings
 ) -> None:
-    """Writes the output [Q, L] and the log-sum-exp [G, Q] of a step to `outputs`, both as unsigned
-    integers with the same bits.
+    """Writes the output [Q, L] and the log-sum-exp [G, Q] of a step to `outputs`.
 
-    Args:
-      inputs: references to the inputs.
-      outputs: references to the two outputs.
-      settings: static settings of the kernel.
+    Both are written as unsigned integers with the same bits.
     """
     y, lse = outputs
     dtype = inputs.values.dtype
@@ -206,14 +168,9 @@ def backward_kernel(
 ) -> None:  # fmt: skip
     """Writes the gradients of a step to `results`.
 
-    Args:
-      inputs: references to the inputs.
-      results: references to the gradients. The gradient of the bias is a sum, to which every row of
-        the batch adds.
-      keys_sum, values_sum: float32 scratch memory, in which the gradients of keys and values are
-        added up over the tiles of queries: [B, S, L] for the B rows of the batch, or [1, S, L] if
-        there is only one tile.
-      settings: static settings of the kernel.
+    The gradients of keys and values are added up over the tiles of queries in `keys_sum` and
+    `values_sum`, float32 [B, S, L], or [1, S, L] if there is only one tile. Every row of the batch
+    adds to the gradient of the bias.
     """
     tile, row = pl.program_id(1), pl.program_id(2)
     slot = row if keys_sum.shape[0] > 1 else 0
@@ -259,7 +216,7 @@ def _add_head(
     head: int, rows: slice, hidden: Array | None, columns: Array, inputs: MaskedKernelInputs,
     d_bias: Any, keys_sum: Any, values_sum: Any, settings: MaskedKernelSettings,
 ) -> Float[Array, "K R"]:  # fmt: skip
-    """Adds what a group of queries contributes to the gradients of a head's keys, values and bias.
+    """Adds a group's contributions to the gradients of a head's keys, values and bias.
 
     Returns the gradient of the group's queries, transposed.
     """

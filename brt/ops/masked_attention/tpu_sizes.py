@@ -39,12 +39,8 @@ def heads_together(heads: int, width: int) -> int:
 class MaskedSizes:
     """The sizes of a problem on one device, and what its kernels need in VMEM.
 
-    Args:
-      queries, keys, bias, mask: the arguments of `pallas_tpu.attend_part`.
-      most: a call of the kernels has at most so many keys, a multiple of 128.
-
-    Attributes:
-      keys: the number of keys of a call.
+    The first arguments are those of `pallas_tpu.attend_part`. A call of the kernels has at most
+    `most` keys, a multiple of 128; the attribute `keys` is the number of keys of a call.
     """
 
     def __init__(
@@ -73,12 +69,10 @@ class MaskedSizes:
         return next((n for n in _TILES if n <= most and tile % n == 0), math.gcd(tile, LANES))
 
     def taken(self, tile: int, lanes: int) -> int:
-        """Returns the bytes of VMEM that the backward kernel needs: two buffers for each block, the
-        sums of the gradients of keys and values, and `_ARRAYS` arrays of the logits of a group.
+        """Returns the bytes of VMEM that the backward kernel needs with tiles of `tile` queries.
 
-        Args:
-          tile: the number of queries of a tile.
-          lanes: the number of rows of the batch whose sums are kept.
+        These are two buffers for each block, the sums of the gradients of keys and values for
+        `lanes` rows of the batch, and `_ARRAYS` arrays of the logits of a group.
         """
         wide = max(self.width * self.together, LANES)
         blocks = 2 * wide * self.itemsize * (3 * tile + 4 * self.keys)
@@ -88,8 +82,9 @@ class MaskedSizes:
         return blocks + biases + masks + sums + _ARRAYS * self.keys * self.rows(tile) * 4
 
     def lanes(self, tile: int) -> int:
-        """Returns the number of rows of the batch whose sums have room in VMEM; less than 1 if a
-        tile of this size does not fit.
+        """Returns the number of rows of the batch whose sums have room in VMEM.
+
+        It is less than 1 if a tile of this size does not fit.
         """
         if tile == self.length:
             return self.batch if self.taken(tile, 1) <= vmem_budget() else 0
@@ -97,8 +92,11 @@ class MaskedSizes:
         return min((vmem_budget() - self.taken(tile, 0)) // row, self.batch)
 
     def settings(self, interpret: bool | pltpu.InterpretParams) -> MaskedKernelSettings:
-        """Returns the settings of the kernels: the largest tile that leaves room for the sums of
-        the batch or of `_LANES` of its rows, or else the smallest tile.
+        """Returns the settings of the kernels, with the largest tile that leaves enough room in
+        VMEM.
+
+        The sums of the batch, or of `_LANES` of its rows, need room. If there is too little for any
+        tile, the smallest is taken.
         """
         tiles = [n for n in _TILES if self.length % n == 0] or [self.length]
         enough = (n for n in tiles if self.lanes(n) >= min(self.batch, _LANES))

@@ -1,9 +1,8 @@
 """Bodies of the Triton kernels of softmax attention; `pallas_gpu` describes the algorithm.
 
-A program of a kernel sees the arrays of one head and of one block of a lane (row of the batch), and
-computes the results of one tile of queries or of keys.
-
-In shapes, Q is the number of queries of the block, S of its keys, and K of numbers of a head.
+A program sees the arrays of one head and of one block of a row of the batch, and computes the
+results of one tile of queries or of keys. `launch` has the sizes of the tiles. In shapes, Q is the
+number of queries of the block, and S of its keys.
 """
 
 from typing import Any, NamedTuple
@@ -17,27 +16,18 @@ from brt.ops.gpu import LOG2E, LaunchShape, dot_float32, update_softmax
 
 
 class SoftmaxTileInputs(NamedTuple):
-    """Input arrays of a kernel for one head and block, or their block specs; unused arrays are
-    None.
+    """Arrays of a kernel for one head and block, or their block specs; None if not needed."""
 
-    The fields `gradient`, `lse` and `along` are for the backward pass only.
-
-    Attributes:
-      q: [Q, K], queries.
-      keys, values: [S, K].
-      hides: int32 [1], one if the queries may not read the first half of the keys, else zero; None
-        if they may read all keys.
-      gradient: [Q, K], gradient of the output.
-      lse: [Q], the log-sum-exp of each query's logits, times log2(e).
-      along: [Q], for each query, the sum over the keys of the weight times the weight's gradient.
-    """
-
-    q: Any
-    keys: Any
-    values: Any
+    q: Any  # The queries [Q, K].
+    keys: Any  # The keys [S, K].
+    values: Any  # The values [S, K].
+    # One if the queries may not read the first half of the keys, else zero, int32 [1]; None if they
+    # may read all keys.
     hides: Any = None
-    gradient: Any = None
-    lse: Any = None
+    # The following fields are for the backward pass only.
+    gradient: Any = None  # The gradient of the output [Q, K].
+    lse: Any = None  # The log-sum-exp of each query's logits, times log2(e) [Q].
+    # For each query, the sum over the keys of the weight times the weight's gradient [Q].
     along: Any = None
 
     def hidden(self, size: int = 1) -> Any:
@@ -46,33 +36,23 @@ class SoftmaxTileInputs(NamedTuple):
 
 
 def tile_slice(index: Any, size: int) -> Any:
-    """Returns the index slice of a tile of `size` queries or keys."""
     return pl.ds(index * size, size)
 
 
 def softmax_attention_forward(
     inputs: SoftmaxTileInputs, y: Any, lse: Any, *, launch: LaunchShape, null_keys: bool
 ) -> None:
-    """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
+    """Writes a tile of the output y [Q, K], and of the log-sum-exp [Q] times log2(e).
 
-    Args:
-      inputs: the arrays of one head and block.
-      y: output, [Q, K].
-      lse: output, [Q], the log-sum-exp times log2(e).
-      launch: the sizes of the tiles.
-      null_keys: True if hidden keys count as zero keys with zero values. Their logits are zero, so
-        the softmax starts with the maximum 0 and with a sum of as many ones.
+    With null keys, hidden keys count as zero keys with zero values. Their logits are zero, so the
+    running softmax starts with the maximum 0 and with a sum of as many ones.
     """
     rows, columns = launch.rows, launch.columns
     own = tile_slice(pl.program_id(0), rows)
     q = inputs.q[own]
 
     def add_key_tile(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Returns the weighted sums of values, the maximum logits and the sums of weights after key
-        tile j.
-
-        `carry` has the three results as they are before the tile.
-        """
+        # These are the weighted sums of values, the maximum logits, and the sums of weights.
         read, top, total = carry
         keys, values = (x[tile_slice(j, columns)] for x in (inputs.keys, inputs.values))
         logits = LOG2E * dot_float32(q, keys.T)
@@ -96,13 +76,7 @@ def softmax_attention_forward(
 
 
 def softmax_attention_queries(inputs: SoftmaxTileInputs, d_q: Any, *, launch: LaunchShape) -> None:
-    """Writes the gradient of a tile of queries.
-
-    Args:
-      inputs: the arrays of one head and block.
-      d_q: output, the gradient of the queries [Q, K].
-      launch: the sizes of the tiles.
-    """
+    """Writes a tile of d_q [Q, K], the gradient of the queries."""
     rows, columns = launch.rows, launch.columns
     own = tile_slice(pl.program_id(0), rows)
     q, gradient, lse, along = (
@@ -110,7 +84,6 @@ def softmax_attention_queries(inputs: SoftmaxTileInputs, d_q: Any, *, launch: La
     )
 
     def add_key_tile(j: Array, total: Array) -> Array:
-        """Returns `total`, the gradient of the queries, plus the contribution of key tile j."""
         keys, values = (x[tile_slice(j, columns)] for x in (inputs.keys, inputs.values))
         weights = jnp.exp2(LOG2E * dot_float32(q, keys.T) - lse[:, None])
         d_logits = weights * (dot_float32(gradient, values.T) - along[:, None])
@@ -124,14 +97,9 @@ def softmax_attention_queries(inputs: SoftmaxTileInputs, d_q: Any, *, launch: La
 def softmax_attention_keys(
     inputs: SoftmaxTileInputs, d_keys: Any, d_values: Any, *, launch: LaunchShape
 ) -> None:
-    """Writes the gradients of a tile of keys and values, which are zero for hidden keys.
+    """Writes a tile of d_keys and d_values [S, K], which are zero for hidden keys.
 
     The matrices of logits and weights are transposed, keys x queries.
-
-    Args:
-      inputs: the arrays of one head and block.
-      d_keys, d_values: outputs, the gradients of keys and values, each [S, K].
-      launch: the sizes of the tiles.
     """
     rows, columns = launch.rows, launch.columns
     j = pl.program_id(0)
@@ -139,9 +107,6 @@ def softmax_attention_keys(
     keys, values = inputs.keys[own], inputs.values[own]
 
     def add_query_tile(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns `totals`, the gradients of keys and of values, plus the contributions of query
-        tile i.
-        """
         q, gradient, lse, along = (
             x[tile_slice(i, rows)] for x in (inputs.q, inputs.gradient, inputs.lse, inputs.along)
         )

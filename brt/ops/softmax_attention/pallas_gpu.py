@@ -8,8 +8,7 @@ The backward pass recomputes the weights from the log-sum-exp, in two kernels, o
 of a tile of queries and one for the gradients of a tile of keys and values. No sum needs atomic
 additions, so results are bitwise reproducible.
 
-In shapes, B is the number of rows of the batch, T of queries of a row, N of blocks of a row, Q of
-queries of a block, S of keys of a block, H of heads and K of numbers of a head.
+In shapes, N is the number of blocks, Q of queries of a block, and S of keys of a block.
 """
 
 import functools
@@ -56,14 +55,6 @@ _LAUNCHES = {
 
 
 def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: Any) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    Args:
-      q: the queries [B, T, H, K].
-      k, v: the keys and values [B, *N, H, S, K], where *N is an optional axis of blocks.
-      cache_mask: [B], True if the queries of a row may read the first half of the keys; None if the
-        queries may read all keys.
-    """
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys = q.shape[1] // blocks, k.shape[-2]
     key_multiple = _TILE if cache_mask is None else 2 * _TILE
@@ -85,21 +76,10 @@ def attention(
     scale: Float[Array, " H"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over the keys of its block, in the dtype of v.
+    """Implements `api.attend` and `api.attend_to_blocks`, with heads before tokens in k and v.
 
-    Args:
-      queries: the queries. If the keys have an axis of N blocks, the T queries of a row are split
-        into N blocks of equal size, and each block of queries attends to its own block of keys.
-      k, v: the keys and values. *N is the optional axis of blocks. The axis of heads comes before
-        the axis of keys, unlike in the arguments of `api.attend`.
-      cache_mask: True if the queries of a row may read the first half of the keys, which are then
-        the cached keys of the previous block; None if all queries may read all keys, and if there
-        is an axis of blocks.
-      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
-        excludes these keys from the softmax.
-      scale: the norm to which the queries of each head are first scaled; None for queries that are
-        not normalized.
-      interpret: True runs the kernels on any device, slowly.
+    *N is an optional axis of blocks. If `cache_mask` is None, all queries may read all keys of
+    their block. `interpret` runs the kernels on any device, slowly.
     """
     if scale is not None:
         queries = scaled_unit(queries, scale)
@@ -118,37 +98,22 @@ interpreted = functools.partial(attention, interpret=True)
 
 
 class _Settings(NamedTuple):
-    """Static settings.
-
-    Attributes:
-      null_keys: True if hidden keys count as zero keys with zero values.
-      interpret: True runs the kernels on any device, slowly.
-    """
-
-    null_keys: bool
+    null_keys: bool  # True if hidden keys count as zero keys with zero values.
     interpret: bool
 
 
 class _Arguments(NamedTuple):
-    """The arrays that attention is computed from; N is the number of blocks of all rows.
-
-    Attributes:
-      q: the queries.
-      k, v: the keys and values.
-      hides: one if the queries of a block may not read the first half of the keys, else zero; None
-        if they may read all keys.
-    """
+    """The arrays that attention is computed from; N is the number of blocks of all rows."""
 
     q: Float[Array, "N Q H K"]
     k: Float[Array, "N H S K"]
     v: Float[Array, "N H S K"]
+    # One if the queries of a block may not read the first half of the keys, else zero; None if they
+    # may read all keys.
     hides: Int[Array, "N 1"] | None
 
     def launches(self) -> _Launches:
-        """Returns the launch parameters of the kernels.
-
-        Interpreted kernels also have heads of other sizes.
-        """
+        # Interpreted kernels also have heads of other sizes.
         return _LAUNCHES.get(self.q.shape[3], _LAUNCHES[64])
 
 
@@ -205,7 +170,6 @@ def _query_spec(x: Any) -> pl.BlockSpec:
 
 
 def _query_output(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-    """Returns shape, dtype and block spec of an output with the shape of the queries x."""
     return _like(x), _query_spec(x)
 
 
@@ -216,7 +180,6 @@ def _head_spec(x: Any) -> pl.BlockSpec:
 
 
 def _block_spec(x: Any) -> pl.BlockSpec:
-    """Returns the block of an array [N, 1]."""
     return pl.BlockSpec((None, 1), lambda _, h, n: (n, 0))
 
 
@@ -235,17 +198,12 @@ def _call(
     products: int,
     **others: Array,
 ) -> tuple[Array, ...]:
-    """Calls a kernel on a grid of (tile, head, block).
+    """Calls a kernel of `gpu_kernels` on a grid of (tile, head, block).
 
     Args:
-      kernel: a function of `gpu_kernels`.
-      arguments: the arrays that attention is computed from.
-      settings: static settings.
-      launch: the launch parameters of the kernel.
-      tiles: the number of tiles of a head and block.
       outputs: shape, dtype and block spec of each output.
       products: the number of matrix products that the kernel computes of each tile of logits.
-      others: the fields of `SoftmaxTileInputs` that only the backward kernels read, by name.
+      others: the fields of `SoftmaxTileInputs` that only the backward kernels read.
     """
     inputs = SoftmaxTileInputs(*arguments, **others)
     specs = SoftmaxTileInputs(

@@ -1,11 +1,9 @@
 """Softmax attention over all keys on TPUs: logits and weights stay in VMEM.
 
-The grid is (head, lane, block); a lane is a row of the batch. A step of the grid has the queries
-and keys of one block. Logits and weights are matrices of keys x queries, and the backward pass
-recomputes the weights from the log-sum-exp.
-
-In shapes, B is the number of rows of the batch, T of queries of a row, S of keys of a block, R of
-queries (rows) of a tile, H of heads and K of numbers of a head.
+The grid is (head, row of the batch, block). A step of the grid has the queries and keys of one
+block, and computes the queries in tiles. Logits and weights are matrices of keys x queries, and the
+backward pass recomputes the weights from the log-sum-exp. In shapes, S is the number of keys of a
+block, and R of queries of a tile. In `rows`, rows are queries.
 """
 
 import functools
@@ -46,14 +44,6 @@ _TILE = 1024 * _ROWS
 
 
 def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: Any) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    Args:
-      q: the queries [B, T, H, K].
-      k, v: the keys and values [B, *N, H, S, K], where *N is an optional axis of blocks.
-      cache_mask: [B], True if the queries of a row may read the first half of the keys, which are
-        then the cached keys of the previous block; None if the queries may read all keys.
-    """
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
     # If there is a `cache_mask`, the keys belong to two blocks, each with a multiple of 128 keys.
@@ -81,7 +71,6 @@ def _vmem_bytes(queries: int, keys: int, width: int, itemsize: int) -> int:
 
 
 def _tile_rows(queries: int, keys: int) -> int:
-    """Returns the number of rows of a tile."""
     return math.gcd(queries, max(LANES, min(_ROWS, _TILE // keys)))
 
 
@@ -95,20 +84,10 @@ def attention(
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query over the keys of its block, in the dtype of v.
+    """Implements `api.attend` and `api.attend_to_blocks`, with heads before tokens in k and v.
 
-    Args:
-      queries: the queries. If the keys have an axis of N blocks, the T queries of a row are split
-        into N blocks of equal size, and each block of queries attends to its own block of keys.
-      k, v: the keys and values. *N is the optional axis of blocks. The axis of heads comes before
-        the axis of keys, unlike in the arguments of `api.attend`.
-      cache_mask: True if the queries of a row may read the first half of the keys, which are then
-        the cached keys of the previous block; None if all queries may read all keys.
-      null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values. False
-        excludes these keys from the softmax.
-      scale: the norm to which the queries of each head are first scaled; None for queries that are
-        not normalized.
-      interpret: True runs the kernels on any device and with any sizes, slowly.
+    *N is an optional axis of blocks. If `cache_mask` is None, all queries may read all keys of
+    their block. `interpret` runs the kernels on any device and with any sizes, slowly.
     """
     settings = _Settings(cache_mask is not None, null_keys, interpret)
     if cache_mask is None:
@@ -122,24 +101,14 @@ interpreted = functools.partial(attention, interpret=True)
 
 
 class _Settings(NamedTuple):
-    """Static settings.
-
-    Attributes:
-      masks: True if there is a mask that may hide the first half of the keys.
-      null_keys: True if hidden keys count as zero keys with zero values.
-      interpret: True runs the kernels on any device, slowly.
-    """
-
-    masks: bool
-    null_keys: bool
+    masks: bool  # True if there is a mask that may hide the first half of the keys.
+    null_keys: bool  # True if hidden keys count as zero keys with zero values.
     interpret: bool | pltpu.InterpretParams
 
 
 class _Arguments(NamedTuple):
-    """The arrays that attention is computed from."""
-
     q: Float[Array, "B H T K"]
-    # The first axis of `k` and `v` has the blocks of all lanes, lane after lane.
+    # The first axis of `k` and `v` has the blocks of all rows of the batch, row after row.
     k: Float[Array, "X H S K"]
     v: Float[Array, "X H S K"]
     cache_mask: Int[Array, " B"]
@@ -157,15 +126,11 @@ class _Arguments(NamedTuple):
         return self.q.shape[2] // self.blocks
 
     def lse_shape(self) -> tuple[int, ...]:
-        """Returns the shape of an array with one number per query, such as the log-sum-exp: [B, H,
-        blocks, 1, queries of a block].
-        """
+        """Returns the shape of numbers per query: [B, H, blocks, 1, queries of a block]."""
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
     def query_norms(self) -> Float[Array, "H 1 L"] | None:
-        """Returns the norm to which each head's queries are scaled, repeated to a row of L = 128
-        numbers, the width of a vector register; None if queries are not normalized.
-        """
+        """Returns `scale`, repeated over the width L = 128 of a vector register."""
         if self.scale is None:
             return None
         wide = self.scale.astype(jnp.float32)[:, None, None]
@@ -237,10 +202,7 @@ def _call(
     kernel: Any, arguments: _Arguments, settings: _Settings, inputs: list, outputs: list,
     shapes: Sequence[Any], *, products: int,
 ) -> Any:  # fmt: skip
-    """Prepares the call of a kernel with one step per head, lane and block.
-
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
-    """
+    """Prepares the call of a kernel with one step per head, row of the batch and block."""
     (batch, heads, _, width), slots = arguments.q.shape, arguments.k.shape[2]
     blocks, queries = arguments.blocks, arguments.queries
     backward = "_backward" if products > 2 else ""
@@ -253,6 +215,7 @@ def _call(
             scratch_shapes=scratch,
         ),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(shapes)),
+        # The name tells `brt.planning.schedules` which kernel it is, and how many steps it has.
         name=f"softmax_attention{backward}_{size}_{batch * heads * blocks}_steps",
         interpret=settings.interpret, compiler_params=parallel_heads(3),
         cost_estimate=pl.CostEstimate(
@@ -279,9 +242,6 @@ def _load_keys_values(
     half = keys.shape[0] // 2
 
     def zero_unreadable(x: Any) -> Array:
-        """Returns the keys or values x, with zeros in the first half if the queries must not read
-        this half (`seen` is False).
-        """
         first = jax.lax.select(seen, x[:half], jnp.zeros_like(x[:half]))
         return jnp.concatenate([first, x[half:]], axis=0)
 
@@ -304,6 +264,10 @@ def _load_queries(q: Any, rows: slice, length: Any) -> Float[Array, "R K"]:
 def _forward_kernel(
     cache_mask: Any, q: Any, k: Any, v: Any, length: Any, y: Any, lse: Any, *, settings: _Settings
 ) -> None:
+    """Writes the output y and the log-sum-exp of a block, as unsigned integers with the same bits.
+
+    `length` is the norm of the queries (`query_norms`), or None.
+    """
     seen = cache_mask[pl.program_id(1)] > 0
     keys, values = _load_keys_values(seen, k, v, settings)
     tiles, softmax = _row_tiles(q.shape[0], k.shape[0]), []
@@ -327,6 +291,10 @@ def _backward_kernel(
     d_q: Any, d_k: Any, d_v: Any, d_length: Any, keys_sum: Any, values_sum: Any, *,
     settings: _Settings,
 ) -> None:  # fmt: skip
+    """Writes the gradients of a block, and adds to `d_length`, a sum over all steps of a head.
+
+    For each query, `along` is the sum over the keys of the weight times the weight's gradient.
+    """
     lane, n = pl.program_id(1), pl.program_id(2)
     seen = cache_mask[lane] > 0
     keys, values = _load_keys_values(seen, k, v, settings)

@@ -28,7 +28,7 @@ def with_cache_mask(function: Callable[..., Any]) -> Callable[..., Any]:
 def document_places(cache_mask: Bool[Array, "B N"], window: int) -> Int[Array, "B N"]:
     """Returns the place of the first token of the document of each block of W = `window` tokens.
 
-    It is -W for documents that started before the segment, whose tokens see no earlier keys.
+    It is -W, the place of the first cached token, if the document starts before the segment.
     """
     starts = window * jnp.arange(cache_mask.shape[1], dtype=jnp.int32)
     return jax.lax.cummax(jnp.where(cache_mask, -window, starts), axis=1)
@@ -37,10 +37,9 @@ def document_places(cache_mask: Bool[Array, "B N"], window: int) -> Int[Array, "
 def next_document_starts(
     first: Int[Array, "B D"], tokens: int, window: int, size: int
 ) -> Int[Array, "B E"]:
-    """Returns, for each group of `size` keys, the place where the next document starts, or T.
+    """Returns the place where the next document starts, or T, for each of E groups of keys.
 
-    The keys of the cache and of the segment are split into E groups. Only tokens before the place
-    may read the keys of the group.
+    A group has `size` keys of the cache or the segment. Only tokens before the place may read them.
     """
     places = jnp.arange(0, window + tokens, size, dtype=jnp.int32) - window
     later = first[:, None, :] > places[None, :, None]

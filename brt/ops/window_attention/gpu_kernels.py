@@ -1,12 +1,11 @@
 """Bodies of the Triton kernels of window attention; `pallas_gpu` describes the algorithm.
 
-A program of a kernel sees the arrays of one head and one lane (row of the batch) and computes the
-results of one tile of queries or of keys.
-
-In shapes, T is the number of tokens of a segment, W of tokens of a window, and K of numbers of a
-head; Z = W + T includes the W tokens before the segment. A segment is split into D parts, and
-documents start only at starts of parts. The Z keys are split into E groups that no document's start
-divides. A place is the index of a token in the segment; earlier tokens have negative places.
+A program computes the results of one tile of R queries or C keys of one head and one row of the
+batch. Keys before the document count as zero keys if `null_keys`, and `scale` is the factor of the
+weights that dropout keeps. In shapes, W is the number of tokens of a window, and Z = W + T of keys
+with the W cached ones. Documents start only at starts of the D parts of a segment, and none starts
+inside of one of the E groups of keys. A place is the index of a token in the segment, negative for
+cached tokens.
 """
 
 from typing import Any, NamedTuple
@@ -21,78 +20,58 @@ from brt.ops.softmax import FLOOR
 
 
 class WindowTileInputs(NamedTuple):
-    """Input arrays of a kernel for one head and lane, or their block specs; unused arrays are None.
+    """Arrays of one head and one row of the batch, or their block specs; None if not needed."""
 
-    The fields `gradient`, `lse` and `along` are for the backward pass only.
-
-    Attributes:
-      q: [T, K], queries.
-      keys, values: [Z, K], the keys and values of the window before the segment and of the segment.
-      band: float32 [W + 2 max(R, C)] for tiles of R queries and C keys, the bias of each distance
-        times log2(e), the farthest key first. The band is padded on both sides with MASKED, a very
-        low logit, for keys of a tile that are outside of a query's window.
-      first: int32 [D], for each part, the place of the first token of its document.
-      ends: int32 [E], for each group of keys, the place where the next document starts; T if no
-        document starts after the keys.
-      dropout: int8 [W, W], not zero for weights that dropout keeps.
-      gradient: [T, K], gradient of the output.
-      lse: [T], the log-sum-exp of each query's logits.
-      along: [T], for each query the number that the gradient of the softmax subtracts: the sum
-        over the keys of the weight times the weight's gradient, minus the gradient of `lse`.
-    """
-
-    q: Any
-    keys: Any
-    values: Any
+    q: Any  # The queries [T, K].
+    keys: Any  # The cached keys and those of the segment [Z, K].
+    values: Any  # The cached values and those of the segment [Z, K].
+    # The bias of each distance times log2(e), the farthest key first, float32 [W + 2 max(R, C)]. It
+    # is padded on both sides with MASKED, a very low logit, for keys of a tile that are outside of
+    # a query's window.
     band: Any
-    first: Any
-    ends: Any
+    first: Any  # The place of the first token of each part's document, int32 [D].
+    ends: Any  # The place where the next document after a group of keys starts, or T; int32 [E].
+    # Not zero for weights that dropout keeps, int8 [W, W]: query of a block and slot, as in
+    # `api.window_part`.
     dropout: Any = None
-    gradient: Any = None
-    lse: Any = None
+    # The following fields are for the backward pass only.
+    gradient: Any = None  # The gradient of the output [T, K].
+    lse: Any = None  # The log-sum-exp of each query's logits [T].
+    # The number that the gradient of the softmax subtracts for each query [T]: the sum over the
+    # keys of the weight times the weight's gradient, minus the gradient of `lse`.
     along: Any = None
 
 
 class WindowTiles(NamedTuple):
-    """The logits of one head and lane, in tiles of R queries and C keys.
+    """The logits of one head and one row of the batch, in tiles.
 
-    In the methods, i is the index of a query tile and j the index of a key tile.
-
-    Attributes:
-      inputs: the arrays of one head and lane.
-      rows: R, the number of queries of a tile.
-      columns: C, the number of keys of a tile.
-      scale: the number by which dropout multiplies the weights that it keeps.
-      transposed: True if logits and weights are [C, R] instead of [R, C], as in the kernel that
-        computes the gradients of a tile of keys.
+    In the methods, i is the index of a tile of queries and j the index of a tile of keys.
     """
 
     inputs: WindowTileInputs
-    rows: int
-    columns: int
+    rows: int  # The number R of queries of a tile.
+    columns: int  # The number C of keys of a tile.
     scale: float
+    # True if the axes of logits and weights are [C, R] instead of [R, C], as in the kernel that
+    # computes the gradients of a tile of keys.
     transposed: bool = False
 
     @property
     def window(self) -> int:
-        """The number of tokens of a window."""
         return self.inputs.keys.shape[0] - self.inputs.q.shape[0]
 
     def queries(self, i: Array) -> Any:
-        """Returns the index slice of the queries of query tile i."""
         return pl.ds(i * self.rows, self.rows)
 
     def keys(self, j: Array) -> Any:
-        """Returns the index slice of the keys of key tile j."""
         return pl.ds(j * self.columns, self.columns)
 
     def key_tile_range(self, i: Array) -> tuple[Array, ...]:
-        """Returns the range of key tiles in the window of query tile i.
+        """Returns the first key tile in the window of query tile i, the window's end, and a third
+        index.
 
-        The three results are the index of the first key tile of the window, the end of the range
-        (exclusive), and the index of the first key tile of the window that is in the queries'
-        document. The last one is greater than the first one if the document starts within the
-        window.
+        The third index is that of the first key tile in the window that belongs to the document of
+        the queries.
         """
         begin, part = i * self.rows, self.inputs.q.shape[0] // self.inputs.first.shape[0]
         first = self.window + self.inputs.first[jax.lax.div(begin, part)]
@@ -100,34 +79,21 @@ class WindowTiles(NamedTuple):
         return tuple(jax.lax.div(place, self.columns) for place in (begin, end, first))
 
     def query_tile_range(self, j: Array) -> tuple[Array, ...]:
-        """Returns the range of query tiles that may read key tile j: the first index and the end
-        (exclusive).
-        """
+        """Returns the first query tile that may read key tile j, and the end (exclusive)."""
         begin, group = j * self.columns, self.inputs.keys.shape[0] // self.inputs.ends.shape[0]
         end = self.inputs.ends[jax.lax.div(begin, group)]
         places = jnp.maximum(begin - self.window, 0), jnp.minimum(end, begin + self.columns)
         return tuple(jax.lax.div(place, self.rows) for place in places)
 
     def logits(self, i: Array, j: Array, products: Array) -> Float[Array, "..."]:
-        """Returns the logits of query tile i and key tile j, with bias and mask, times log2(e).
-
-        `products` has the dot products of the queries and keys of both tiles, [R, C] or, if
-        `transposed`, [C, R]. The result has the same layout.
-        """
+        """Returns the logits, with bias and mask, times log2(e), in the layout of `products`."""
         iota = [jax.lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis in (0, 1)]
         row, column = reversed(iota) if self.transposed else iota
         nearest = max(self.rows, self.columns) - 1 + j * self.columns - i * self.rows
         return LOG2E * products + self.inputs.band[nearest + column - row]
 
     def apply_dropout(self, i: Array, j: Array, weights: Array) -> Array:
-        """Returns `weights` after dropout.
-
-        Args:
-          i: the index of the query tile.
-          j: the index of the key tile.
-          weights: the attention weights of the queries and keys of both tiles, or the gradients of
-            these weights; [R, C] or, if `transposed`, [C, R].
-        """
+        """Applies dropout to the weights of two tiles, or to gradients of these weights."""
         if self.inputs.dropout is None:
             return weights
         row, slot = (jax.lax.rem(place, self.window) for place in (i * self.rows, j * self.columns))
@@ -137,16 +103,10 @@ class WindowTiles(NamedTuple):
     def gradients(
         self, i: Array, j: Array, products: Array, d_weights: Array
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """Returns the weights of a query tile and a key tile after dropout, and the gradient of the
-        logits of both tiles.
+        """Returns the weights of two tiles after dropout, and the gradient of their logits.
 
-        Args:
-          i: the index of the query tile.
-          j: the index of the key tile.
-          products: the dot products of the queries and keys of both tiles, [R, C] or, if
-            `transposed`, [C, R].
-          d_weights: the dot products of the queries' output gradients and the values, which are the
-            gradients of the weights after dropout, in the same layout.
+        `products` are the dot products of queries and keys. `d_weights` are those of the gradients
+        of the outputs and the values, which are the gradients of the weights after dropout.
         """
         lse, along = (
             jnp.expand_dims(x[self.queries(i)], 0 if self.transposed else 1)
@@ -158,10 +118,7 @@ class WindowTiles(NamedTuple):
 
 
 def zero_unless(may_read: Any, x: Array) -> Array:
-    """Returns x if `may_read` is True, and zeros otherwise.
-
-    If `may_read` is the Python constant True, the kernel has no code for the selection.
-    """
+    """Returns x or, if not `may_read`, zeros. The Python constant True adds no code to a kernel."""
     return x if may_read is True else jnp.where(may_read, x, 0.0)
 
 
@@ -175,38 +132,16 @@ def window_attention_forward(
     null_keys: bool,
     scale: float,
 ) -> None:
-    """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
-
-    A program loops over the key tiles in the window. If keys before the document count as zero keys
-    (null keys), these keys come first. Their values count as zero, too, so they add only to the sum
-    of the weights.
-
-    Args:
-      inputs: the arrays of one head and lane.
-      y: output, [T, K].
-      lse: output, [T].
-      rows: R, the number of queries of a tile.
-      columns: C, the number of keys of a tile.
-      null_keys: True if keys before the document count as zero keys.
-      scale: the number by which dropout multiplies the weights that it keeps.
-    """
+    """Writes a tile of the output y [T, K] and of its log-sum-exp, with a running softmax."""
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     own, (begin, end, first) = inputs.q[tiles.queries(i)], tiles.key_tile_range(i)
 
     def add_null_keys(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns the maximum logits and the sums of weights after key tile j.
-
-        Every key of the tile counts as a zero key. `carry` has the maxima and sums before the tile.
-        """
         _, _, top, total = update_softmax(tiles.logits(i, j, jnp.zeros((rows, columns))), *carry)
         return top, total
 
     def add_key_tile(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Returns the weighted sums of values, the maximum logits and the sums of weights after key
-        tile j.
-
-        `carry` has the three results as they are before the tile.
-        """
+        # These are the weighted sums of values, the maximum logits, and the sums of weights.
         read, top, total = carry
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
         weights, shrunk, top, total = update_softmax(
@@ -219,6 +154,7 @@ def window_attention_forward(
     # In rows without visible keys, this logit has all the weight, so that the output is zero. In
     # other rows its weight is zero, because FLOOR is far below the logits of visible keys.
     start = jnp.full(rows, LOG2E * FLOOR), jnp.ones(rows)
+    # The values of null keys count as zero, too, so these keys add only to the sums of weights.
     if null_keys:
         start = jax.lax.fori_loop(begin, first, add_null_keys, start)
     zeros = jnp.zeros(own.shape, jnp.float32)
@@ -230,23 +166,13 @@ def window_attention_forward(
 def window_attention_queries(
     inputs: WindowTileInputs, d_q: Any, *, rows: int, columns: int, null_keys: bool, scale: float
 ) -> None:
-    """Writes the gradient of a tile of queries.
-
-    Args:
-      inputs: the arrays of one head and lane.
-      d_q: output, the gradient of the queries [T, K].
-      rows: the number of queries of a tile.
-      columns: the number of keys of a tile.
-      null_keys: not used, because keys of zero contribute nothing to the gradient of queries.
-      scale: the number by which dropout multiplies the weights that it keeps.
-    """
-    del null_keys
+    """Writes a tile of d_q [T, K], the gradient of the queries."""
+    del null_keys  # Zero keys contribute nothing to the gradient of queries.
     tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     own, theirs = inputs.q[tiles.queries(i)], inputs.gradient[tiles.queries(i)]
     _, end, first = tiles.key_tile_range(i)
 
     def add_key_tile(j: Array, total: Array) -> Array:
-        """Returns `total`, the gradient of the queries, plus the contribution of key tile j."""
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
         pair = dot_float32(own, keys.T), dot_float32(theirs, values.T)
         _, d_logits = tiles.gradients(i, j, *pair)
@@ -260,26 +186,12 @@ def window_attention_keys(
     inputs: WindowTileInputs, d_keys: Any, d_values: Any, *,
     rows: int, columns: int, null_keys: bool, scale: float,
 ) -> None:  # fmt: skip
-    """Writes the gradients of a tile of keys and values.
-
-    The gradients are sums over all queries that may attend to the tile.
-
-    Args:
-      inputs: the arrays of one head and lane.
-      d_keys, d_values: outputs, the gradients of keys and values, each [Z, K].
-      rows: the number of queries of a tile.
-      columns: the number of keys of a tile.
-      null_keys: not used, because keys that count as zero keys receive no gradient.
-      scale: the number by which dropout multiplies the weights that it keeps.
-    """
-    del null_keys
+    """Writes a tile of d_keys and d_values [Z, K], in a loop over the queries that may read it."""
+    del null_keys  # Keys that count as zero keys receive no gradient.
     tiles, j = WindowTiles(inputs, rows, columns, scale, transposed=True), pl.program_id(0)
     keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
 
     def add_query_tile(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Returns `totals`, the gradients of keys and of values, plus the contributions of query
-        tile i.
-        """
         q, gradient = (x[tiles.queries(i)] for x in (inputs.q, inputs.gradient))
         pair = dot_float32(keys, q.T), dot_float32(values, gradient.T)
         kept, d_logits = tiles.gradients(i, j, *pair)
@@ -296,19 +208,10 @@ def window_attention_band(
     inputs: WindowTileInputs, d_tile: Any, *,
     rows: int, columns: int, null_keys: bool, scale: float, tiles_per_program: int,
 ) -> None:  # fmt: skip
-    """Writes a sum of gradients of logits, from which the gradient of the bias is computed.
+    """Writes d_tile [R, C], a sum of gradients of logits from which the bias's gradient follows.
 
     The sum is over `tiles_per_program` pairs of a query tile and a key tile. The distance between
     the two tiles is the same in all pairs, and so is the bias of each entry of their logits.
-
-    Args:
-      inputs: the arrays of one head and lane.
-      d_tile: output, the sum [R, C].
-      rows: R, the number of queries of a tile.
-      columns: C, the number of keys of a tile.
-      null_keys: True if keys before the document count as zero keys.
-      scale: the number by which dropout multiplies the weights that it keeps.
-      tiles_per_program: the number of pairs.
     """
     tiles, distance = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     begin = (
@@ -317,10 +220,7 @@ def window_attention_band(
     )
 
     def add_query_tile(i: Array, total: Array) -> Array:
-        """Returns `total`, a sum of gradients of logits [R, C], plus the gradients of the logits of
-        query tile i and of the key tile that is `distance` tiles after the start of the query
-        tile's window.
-        """
+        # The key tile is `distance` tiles after the start of the window of query tile i.
         farthest, _, first = tiles.key_tile_range(i)
         j = farthest + distance
         pair = (

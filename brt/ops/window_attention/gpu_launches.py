@@ -1,7 +1,6 @@
-"""The sizes of tiles and other launch parameters of the Triton kernels of window attention.
+"""Launch parameters of the Triton kernels of window attention.
 
-The logits of a head are computed in tiles of some queries (rows) and some keys (columns). A program
-computes the results of one tile of queries or of keys, in a loop over tiles.
+A program computes one tile of queries (rows) or keys (columns), in a loop over the other tiles.
 """
 
 from typing import NamedTuple
@@ -10,19 +9,12 @@ from brt.ops.gpu import LaunchShape
 
 
 class KernelLaunches(NamedTuple):
-    """The launch parameters of each kernel for one head size.
+    """The launch parameters of each kernel for one head size."""
 
-    Attributes:
-      forward: the kernel that computes the attention output.
-      queries: the kernel that computes the gradient of the queries.
-      keys: the kernel that computes the gradients of keys and values.
-      band: the kernel that sums the gradient of the bias; its tiles are squares.
-    """
-
-    forward: LaunchShape
-    queries: LaunchShape
-    keys: LaunchShape
-    band: LaunchShape
+    forward: LaunchShape  # The kernel computes the attention output.
+    queries: LaunchShape  # The kernel computes the gradient of the queries.
+    keys: LaunchShape  # The kernel computes the gradients of keys and values.
+    band: LaunchShape  # The kernel sums the gradient of the bias; its tiles are squares.
 
 
 # `LAUNCHES` has the launch parameters for each head size. With these parameters, the compiler for

@@ -1,26 +1,19 @@
-"""Bodies of the Mosaic GPU kernels of window attention; `pallas_mosaic_gpu` describes the
-algorithm.
+"""Bodies of the Mosaic GPU kernels of window attention; see `pallas_mosaic_gpu` for the algorithm.
 
-A kernel is a function of its inputs in global memory (`mosaic_inputs.WindowMosaicInputs`), the
-references to its outputs, and its shared memory. One warpgroup runs the function for one tile of
-the outputs, in a loop over tiles of the inputs. Shared memory has one or several slots for the
-tiles of a step of the loop: while the warpgroup computes with the tiles in one slot, the copies of
-the tiles of later steps to the other slots are under way.
+One warpgroup runs a kernel for one tile of the outputs, in a loop over tiles of the inputs. Inputs
+and outputs are in global memory, and the other references of a kernel in shared memory. There, each
+array of the loop has one or several slots for the tiles of a step: while the warpgroup computes
+with one slot, the copies of the tiles of later steps to the other slots are under way. `arrived`
+has a barrier for each slot, at which its copies arrive, and `ready` is the barrier of the copies
+before the loop.
 
-The biases and the mask for all distances between a query tile and a key tile are stored side by
-side in an array, the strip. The window of a query tile begins at the key tile with the same index,
-so a tile of the strip belongs to one place in the window.
+The shared memory `strip` holds tiles [TILE, TILE] of biases and mask; `row` holds the two numbers
+of each query (`inputs.sums`), and `factors` the factors of dropout (None without it). If
+`null_keys`, keys that the cache mask hides count as zero keys with zero values.
 
-In the backward pass, an input has two numbers for each query (`inputs.sums`): the log-sum-exp of
-the logits, and the number that the gradient of the softmax subtracts.
-
-The functions named `copy_...` within a kernel start the copies for step n of the loop to the slot
-with the index `slot`; `barrier` is the slot's barrier, at which the copies arrive. The functions
-named `add_...` are the steps; their argument `slot` is the index of the slot that has the tiles of
-step n.
-
-In shapes, B is the number of lanes (rows of the batch), T of tokens of a segment, H of heads, and K
-of numbers of a head; Z includes the tokens of the block before the segment.
+Within a kernel, functions named `copy_...` start the copies for step n of the loop to the slot with
+the index `slot`, which arrive at `barrier`. Functions named `add_...` compute step n from that
+slot. In shapes, Z is the number of tokens with those of the block before the segment.
 """
 
 from typing import Any
@@ -58,23 +51,7 @@ def window_attention_forward(
     query_tile: Any, keys: Any, values: Any, strip: Any, ready: Any, arrived: Any,
     factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes the output and the log-sum-exp of a tile of queries, computed with a running softmax.
-
-    The kernel loops over the key tiles of the window.
-
-    Args:
-      inputs: references to the inputs.
-      y: output, [B, T, H, K].
-      lse: output, float32 [B, H, T / TILE, TILE].
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      query_tile: shared memory for the tile of queries.
-      keys, values: shared memory with slots for tiles of keys and of values.
-      strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
-        key tile.
-      ready: barrier at which the copy of `query_tile` arrives.
-      arrived: barriers, one for each slot, at which the copies to the slot arrive.
-      factors: shared memory with slots for dropout factors; None without dropout.
-    """
+    """Writes a tile of y [B, T, H, K] and of the log-sum-exp [B, H, T / TILE, TILE]."""
     lane, head, i = program_place()
     width, (first, end) = query_tile.shape[3], inputs.key_tile_range(lane, i)
     begin = i if null_keys else first
@@ -82,28 +59,14 @@ def window_attention_forward(
     barrier_wait(ready)
 
     def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th key tile of the window, with its strip and dropout factors,
-        to the slot with the index `slot`. The copies arrive at `barrier`.
-        """
         copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
         copy_square(inputs.strip, head, 0, begin + n - i, strip.at[slot], barrier)
         copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
 
+    # Each accumulator in `read` is for a part of the columns of the values.
     def attend_to_window(*read: Any) -> tuple[Array, Array]:
-        """Adds the weighted values of all keys of the window to the accumulators `read`, one for
-        each part of the values' columns.
-
-        Returns the maximum logit of each row, times log2(e), and the sum of the row's weights.
-        """
-
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the weighted values of the n-th key tile, which is in the slot with the index
-            `slot`, to the accumulators `read`.
-
-            Returns the maximum logits and the sums of weights after this tile; `carry` has both as
-            they are before this tile.
-            """
             top, total = carry
             may_read = begin + n >= first if null_keys else True
             logits = (
@@ -128,6 +91,7 @@ def window_attention_forward(
         # key. In rows without visible keys, this logit has all the weight, so that the output is
         # zero. In other rows its weight is zero, because FLOOR is far below the logits of visible
         # keys.
+        # The carry is the maximum of each row's logits, times log2(e), and the sum of its weights.
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
         return CopyRing(arrived, copy_key_tile).run_steps(end - begin, add_key_tile, start)
 
@@ -142,24 +106,7 @@ def window_attention_queries(
     query_tile: Any, output_gradient: Any, row: Any, ready: Any,
     keys: Any, values: Any, strip: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes the gradient of a tile of queries.
-
-    The kernel loops over the key tiles of the window.
-
-    Args:
-      inputs: references to the inputs.
-      d_q: output, the gradient of the queries [B, T, H, K].
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      query_tile: shared memory for the tile of queries.
-      output_gradient: shared memory for the gradient of the tile's output.
-      row: shared memory for the two numbers that `inputs.sums` has for each query of the tile.
-      ready: barrier at which the copies of `query_tile`, `output_gradient` and `row` arrive.
-      keys, values: shared memory with slots for tiles of keys and of values.
-      strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
-        key tile.
-      arrived: barriers, one for each slot, at which the copies to the slot arrive.
-      factors: shared memory with slots for dropout factors; None without dropout.
-    """
+    """Writes a tile of d_q [B, T, H, K], the gradient of the queries."""
     lane, head, i = program_place()
     first, end = inputs.key_tile_range(lane, i)
     begin = i if null_keys else first
@@ -169,23 +116,13 @@ def window_attention_queries(
     barrier_wait(ready)
 
     def copy_key_tile(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th key tile of the window, with its strip and dropout factors,
-        to the slot with the index `slot`. The copies arrive at `barrier`.
-        """
         copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
         copy_square(inputs.strip, head, 0, begin + n - i, strip.at[slot], barrier)
         copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
 
     def sum_gradients(*totals: Any) -> None:
-        """Adds the contributions of all key tiles to the accumulators `totals`, one for each part
-        of the columns of the queries' gradient.
-        """
-
         def add_key_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the contribution of the n-th key tile, which is in the slot with the index
-            `slot`, to the accumulators `totals`. Returns the carry, which is empty.
-            """
             may_read = begin + n >= first if null_keys else True
             logits = (
                 zero_unless(may_read, tile_product(query_tile.at[opaque_zero(n)], keys.at[slot]))
@@ -212,25 +149,11 @@ def window_attention_keys(
     key_tile: Any, value_tile: Any, ready: Any,
     q: Any, gradient: Any, strip: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes some columns of the gradients of a tile of keys and values.
+    """Writes some columns of a tile of d_keys and d_values [B, Z, H, K].
 
     If a head is wide, both gradients do not fit into the registers of one program. A program
     therefore computes only one part of the columns; its index along the grid's last axis says which
-    tile and which part. The kernel loops over all query tiles that may read the tile.
-
-    Args:
-      inputs: references to the inputs.
-      d_keys, d_values: outputs, the gradients of keys and values, each [B, Z, H, K].
-      key_tile: shared memory for the tile of keys.
-      value_tile: shared memory for the tile of values.
-      ready: barrier at which the copies of `key_tile` and `value_tile` arrive.
-      q: shared memory with slots for tiles of queries.
-      gradient: shared memory with slots for the gradients of the query tiles' outputs.
-      strip: shared memory with slots for the biases and the mask, [TILE, TILE], that belong to a
-        query tile; the rows are the keys, because `inputs.transposed_strip` is read.
-      row: shared memory with slots for the two numbers that `inputs.sums` has for each query.
-      arrived: barriers, one for each slot, at which the copies to the slot arrive.
-      factors: shared memory with slots for dropout factors; None without dropout.
+    tile and which part.
     """
     lane, head, program = program_place()
     j, part = jax.lax.div(program, key_tile.shape[1]), jax.lax.rem(program, key_tile.shape[1])
@@ -239,10 +162,8 @@ def window_attention_keys(
     copy_vectors(inputs.values, (lane, j, head), value_tile.at[0], ready)
     barrier_wait(ready)
 
+    # The tiles of the strip and of dropout are transposed: their rows are the keys.
     def copy_query_tile(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th query tile that may read the keys, and of the arrays that
-        belong to the query tile, to the slot with the index `slot`. The copies arrive at `barrier`.
-        """
         copy_vectors(inputs.q, (lane, begin + n, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, begin + n, head), gradient.at[slot], barrier)
         column = inputs.tiles_per_window + begin + n - j
@@ -251,14 +172,7 @@ def window_attention_keys(
         copy_numbers(inputs.sums, (lane, begin + n, head), row.at[slot], barrier)
 
     def sum_gradients(keys_total: Any, values_total: Any) -> None:
-        """Adds the contributions of all query tiles to the accumulators `keys_total` and
-        `values_total`, the gradients of keys and of values.
-        """
-
         def add_query_tile(n: Array, slot: Array, carry: tuple) -> tuple:
-            """Adds the contribution of the n-th query tile, which is in the slot with the index
-            `slot`, to `keys_total` and `values_total`. Returns the carry, which is empty.
-            """
             logits = tile_product(key_tile.at[opaque_zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
             kept = apply_dropout(weights, factors, slot)
@@ -282,27 +196,12 @@ def window_attention_band(
     strip: Any, ready: Any,
     q: Any, gradient: Any, keys: Any, values: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Writes a part of the gradient of one tile of the strip of biases: the sum over
-    `tiles_per_program` tiles of queries.
+    """Writes a part of the gradient of one tile of the strip, to d_strip [G, H, TILE, W + TILE].
 
     A tile of the strip belongs to one distance, in tiles, between queries and keys. Its gradient is
-    the gradient of the logits, summed over all pairs of a query tile and a key tile with this
-    distance. A program loops over some of these pairs. The caller adds up the parts, and computes
-    the gradient of the bias from the gradient of the strip.
-
-    Args:
-      inputs: references to the inputs.
-      d_strip: output, the gradient of the strip, [groups of query tiles, H, TILE, W + TILE], with
-        windows of W tokens.
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      tiles_per_program: the number of consecutive query tiles that a program sums over.
-      strip: shared memory for the tile of the strip.
-      ready: barrier at which the copy of `strip` arrives.
-      q, gradient: shared memory with slots for tiles of queries and of output gradients.
-      keys, values: shared memory with slots for tiles of keys and of values.
-      row: shared memory with slots for the two numbers that `inputs.sums` has for each query.
-      arrived: barriers, one for each slot, at which the copies to the slot arrive.
-      factors: shared memory with slots for dropout factors; None without dropout.
+    the sum of the gradients of the logits of all pairs of a query tile and a key tile with this
+    distance. A program adds up the pairs of one of G groups, each of `tiles_per_program`
+    consecutive query tiles of a row of the batch. The caller adds up the groups.
     """
     group, head, distance = program_place()
     groups = inputs.q.shape[1] // TILE // tiles_per_program
@@ -311,10 +210,7 @@ def window_attention_band(
     barrier_wait(ready)
 
     def copy_tile_pair(n: Any, slot: Any, barrier: Any) -> None:
-        """Starts the copies of the n-th pair of tiles to the slot with the index `slot`: a query
-        tile, and the key tile that is `distance` tiles after the start of the query tile's window.
-        The copies arrive at `barrier`.
-        """
+        # The window of query tile i begins at key tile i, so its tile at this distance is j.
         i, j = begin + n, begin + n + distance
         copy_vectors(inputs.q, (lane, i, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, i, head), gradient.at[slot], barrier)
@@ -324,9 +220,6 @@ def window_attention_band(
         copy_numbers(inputs.sums, (lane, i, head), row.at[slot], barrier)
 
     def add_tile_pair(n: Array, slot: Array, total: Array) -> Array:
-        """Returns `total`, a sum of gradients of logits [TILE, TILE], plus the contribution of the
-        n-th pair of tiles, which is in the slot with the index `slot`.
-        """
         first, _ = inputs.key_tile_range(lane, begin + n)
         may_read = begin + n + distance >= first
         pair = (
@@ -347,8 +240,4 @@ def window_attention_band(
 
 
 def apply_dropout(x: Array, factors: Any, slot: Array) -> Array:
-    """Returns x times the dropout factors in a slot of the shared memory `factors`.
-
-    Returns x if there is no dropout (`factors` is None). `slot` is the index of the slot.
-    """
     return x if factors is None else x * factors[slot]

@@ -5,12 +5,11 @@ accelerator (TMA) copies tiles to shared memory while the warpgroup computes wit
 copy signals its end by arriving at a barrier. Only copies arrive at a barrier, and the warpgroup
 that starts a copy also waits for it, so no deadlock is possible.
 
-Only this module imports names of Mosaic GPU. If a version of jax lacks one of the names, importing
-this module raises an ImportError, and the kernels are then refused as not available.
+Only this module imports names of Mosaic GPU. If a version of jax lacks one of them, importing this
+module raises an ImportError, and the kernels are then refused as not available.
 
 A tile of vectors, such as keys, is split into parts of at most 128 columns (`vector_parts`). In
-shapes, R and C are the numbers of rows and columns of a tile, usually 64, and P is the number of
-columns of a part.
+shapes, R and C are the numbers of rows and columns of a tile, and P of columns of a part.
 """
 
 from collections.abc import Callable
@@ -60,21 +59,17 @@ _PARAMS = CompilerParams(**_OPTIONS, lowering_semantics=LoweringSemantics.Lane)
 
 
 def program_place() -> tuple[Array, Array, Array]:
-    """Returns the position of the program in the grid.
-
-    The three results are the indices of the lane (row of the batch), the head and the tile. If the
-    grid has groups of query tiles instead of lanes, the first result is the index of the group.
-    """
+    """Returns the indices of the row of the batch (or group of query tiles), head and tile."""
     lane, head, tile = (jax.lax.axis_index(name) for name in _AXES)
     return lane, head, tile
 
 
-# The following functions are about tiles in shared memory. The tiles have the layout in which
-# matrix products read them.
+# The following functions are about tiles in shared memory, in the layout in which matrix products
+# read them. In their arguments, `place` has the indices of the row of the batch, the tile and the
+# head; `to` is the destination, and `arrived` the barrier at which the copies arrive.
 
 
 def _tiling(itemsize: int) -> tuple[Any, ...]:
-    """Returns the transforms of a tile whose elements have this many bytes."""
     # mypy considers both classes abstract and would refuse direct calls.
     tiling: Any = TilingTransform
     swizzle: Any = SwizzleTransform
@@ -82,46 +77,29 @@ def _tiling(itemsize: int) -> tuple[Any, ...]:
 
 
 def vector_tiles(x: Array, slots: int) -> Any:
-    """Returns shared memory for `slots` tiles of the vectors in x [..., K].
-
-    The shape is [slots, parts, TILE, columns of a part].
-    """
+    """Returns shared memory for tiles of the vectors x [..., K], [slots, parts, TILE, P]."""
     parts = vector_parts(x)
     shape = (slots, parts, TILE, x.shape[-1] // parts)
     return SMEM(shape, x.dtype, transforms=_tiling(x.dtype.itemsize))
 
 
 def square_tiles(slots: int) -> Any:
-    """Returns shared memory for `slots` square tiles [TILE, TILE] of float32 numbers, such as
-    biases between queries and keys.
-    """
+    """Returns shared memory for float32 tiles, such as biases, [slots, TILE, TILE]."""
     return SMEM((slots, TILE, TILE), jnp.float32, transforms=_tiling(4))
 
 
 def row_numbers(slots: int) -> Any:
-    """Returns shared memory [slots, 2, TILE] for `slots` tiles of the array
-    `WindowMosaicInputs.sums`, which has two numbers for each query of a tile.
-    """
+    """Returns shared memory for tiles of `WindowMosaicInputs.sums`, [slots, 2, TILE]."""
     return SMEM((slots, 2, TILE), jnp.float32)
 
 
 def barrier(copies: int, slots: int = 1) -> Any:
-    """Returns a barrier for each of `slots` slots; a barrier opens after `copies` copies have
-    arrived.
-    """
+    """Returns a barrier for each slot, which opens after `copies` copies have arrived."""
     return Barrier(num_arrivals=copies, num_barriers=slots)
 
 
 def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copies of a tile of vectors from an array [B, T, H, K] to shared memory, one copy
-    for each part of the vectors' columns.
-
-    Args:
-      array: the array in global memory.
-      place: the indices of the lane, the tile and the head.
-      to: shared memory for one tile of vectors.
-      arrived: the barrier at which the copies arrive.
-    """
+    """Starts the copies of a tile of an array [B, T, H, K], one for each part of its columns."""
     lane, tile, head = place
     parts, _, width = to.shape
     for part in range(parts):
@@ -130,16 +108,7 @@ def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) ->
 
 
 def copy_square(array: Any, head: Array, row: Any, column: Array, to: Any, arrived: Any) -> None:
-    """Starts the copy of a square tile of an array [H, X, Y] to shared memory.
-
-    Args:
-      array: the array in global memory, such as the strip, with a matrix [X, Y] for each head.
-      head: the index along H.
-      row: the index of the tile along X, counted in tiles.
-      column: the index of the tile along Y, counted in tiles.
-      to: shared memory for one tile.
-      arrived: the barrier at which the copy arrives.
-    """
+    """Starts the copy of tile (row, column) of a head's matrix, from an array [H, X, Y]."""
     source = array.at[head, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
     copy_gmem_to_smem(source, to, arrived)
 
@@ -153,17 +122,10 @@ def copy_factors(
     slot: Any,
     arrived: Any,
 ) -> None:
-    """Starts the copy of the dropout factors of a query tile and a key tile to a slot, if there is
-    dropout.
+    """Starts the copy of the dropout factors of query tile `row` and key tile `column`, if any.
 
-    Args:
-      inputs: the inputs of the kernel.
-      head: the index of the head.
-      row, column: the indices of the query tile and of the key tile. If `inputs.dropout` is
-        transposed, the index of the key tile comes first.
-      to: shared memory with slots for square tiles; None without dropout.
-      slot: the index of the slot.
-      arrived: the barrier at which the copy arrives.
+    If `inputs.dropout` is transposed, `row` is the index of the key tile, and `column` of the query
+    tile.
     """
     if to is not None:
         row, column = (jax.lax.rem(tile, inputs.tiles_per_window) for tile in (row, column))
@@ -171,15 +133,7 @@ def copy_factors(
 
 
 def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copy of the two numbers that the array `WindowMosaicInputs.sums` has for each
-    query of a tile, to shared memory.
-
-    Args:
-      sums: the array [B, H, 2, T] in global memory.
-      place: the indices of the lane, the tile and the head.
-      to: shared memory [2, TILE] for the numbers.
-      arrived: the barrier at which the copy arrives.
-    """
+    """Starts the copy of the numbers of a tile's queries in `WindowMosaicInputs.sums`."""
     lane, tile, head = place
     copy_gmem_to_smem(sums.at[lane, head, :, pl.ds(tile * TILE, TILE)], to, arrived)
 
@@ -187,16 +141,10 @@ def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> 
 def write_vectors(
     parts: list[Array], through: Any, to: Any, place: tuple[Array, ...], first: Any = 0
 ) -> None:
-    """Writes the vectors of a tile, or some of their columns, to an array [B, T, H, K] in global
-    memory.
+    """Writes consecutive parts of a tile's columns to an array [B, T, H, K] in global memory.
 
-    Args:
-      parts: consecutive parts of the vectors' columns.
-      through: shared memory to which the parts are written first, because TMA copies only from
-        there.
-      to: the array.
-      place: the indices of the lane, the tile and the head.
-      first: the index of the first of these parts among all parts of a vector.
+    They are first written to the shared memory `through`, because TMA copies only from there. The
+    first of them has the index `first` among all parts of a vector.
     """
     lane, tile, head = place
     width = through.shape[2]
@@ -211,15 +159,9 @@ def write_vectors(
 
 
 def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...]) -> None:
-    """Writes a square tile to an array [G, H, TILE, X] in global memory.
+    """Writes a tile to an array of strips of G groups of query tiles, [G, H, TILE, X].
 
-    The array has a strip of X columns for each of G groups of query tiles and each of H heads.
-
-    Args:
-      square: the numbers of the tile.
-      through: shared memory to which the tile is written first, because TMA copies only from there.
-      to: the array.
-      place: the indices of the group, of the head, and of the tile along X.
+    `place` has the indices of the group, of the head, and of the tile along X.
     """
     group, head, column = place
     through[...] = square
@@ -229,43 +171,29 @@ def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...])
 
 
 class CopyRing(NamedTuple):
-    """A ring of slots in shared memory for the copies of a loop: with S slots, step n of the loop
-    reads slot n modulo S.
+    """A ring of S slots in shared memory for the copies of a loop: step n reads slot n modulo S."""
 
-    Attributes:
-      arrived: a barrier for each slot.
-      copy: a function that starts the copies for step n. Its arguments are n, the slot and the
-        slot's barrier.
-    """
-
-    arrived: Any
+    arrived: Any  # The barriers, one for each slot.
+    # The function starts the copies for step n; its arguments are n, the slot's index and barrier.
     copy: Callable[[Any, Any, Any], None]
 
     def run_steps(self, count: Any, step: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
         """Returns the final carry of `carry = step(n, slot, carry)` for n = 0 ... count - 1.
 
-        A step begins after its copies have arrived in the slot, while the copies of later steps are
-        under way.
-
-        Args:
-          count: the number of steps.
-          step: the function that computes step n; `slot` is the index of the step's slot.
-          carry: the initial carry.
+        A step begins after its copies have arrived in the slot with the index `slot`, while the
+        copies of later steps are under way.
         """
         slots = self.arrived.shape[0]
 
         def start_copies(n: Any, slot: Any) -> None:
-            """Starts the copies for step n to a slot, if there is a step n."""
             pl.when(n < count)(lambda: self.copy(n, slot, self.arrived.at[slot]))
 
         def run_step(n: Array, carry: Any) -> Any:
-            """Waits for the copies of step n, runs the step, starts the copies for a later step to
-            the slot of step n, which is then free again, and returns the carry after step n.
-            """
             slot = jax.lax.rem(n, slots) if slots > 1 else opaque_zero(n)
             barrier_wait(self.arrived.at[slot])
             carry = step(n, slot, carry)
-            # The matrix products that read the slot must have ended before the slot is overwritten.
+            # The matrix products that read the slot must have ended before copies for a later step
+            # overwrite it.
             wgmma_wait(0)
             start_copies(n + slots, slot)
             return carry
@@ -282,13 +210,10 @@ class CopyRing(NamedTuple):
 def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
     """Returns the dot product of each vector r of a and each vector c of b, float32.
 
-    `a` and `b` are tiles of vectors in shared memory, [parts, TILE, numbers of a part].
+    `a` and `b` are tiles of vectors in shared memory, [parts, TILE, P].
     """
 
     def multiply(total: Any) -> Array:
-        """Adds the matrix products of all parts of the vectors to the accumulator `total`, and
-        returns the accumulator's value.
-        """
         for part in range(a.shape[0]):
             wgmma(total, a.at[part], b.at[part].T)
         return total[...]
@@ -299,19 +224,13 @@ def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
 def accumulate(
     count: int, width: int, computation: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
-    """Runs a computation that adds up matrix products in accumulators (registers).
+    """Returns the numbers in `count` accumulators after `computation`, and its result.
 
-    Args:
-      count: the number of accumulators, which are zero at first.
-      width: the number of columns of an accumulator.
-      computation: the computation; its arguments are references to the accumulators.
-
-    Returns:
-      The values of the accumulators after the computation, and the result of `computation`.
+    The computation gets references to the accumulators, registers [TILE, width] that are zero at
+    first and to which it adds matrix products.
     """
 
     def run_and_read(*totals: Any) -> tuple[list[Array], Any]:
-        """Returns the values of the accumulators `totals` after `computation`, and its result."""
         result = computation(*totals)
         return [total[...] for total in totals], result
 
@@ -319,35 +238,23 @@ def accumulate(
 
 
 def constant(value: float, *shape: int) -> Array:
-    """Returns a float32 array whose numbers are all `value`.
-
-    Args:
-      value: the number.
-      shape: (rows, columns) for a tile, or (rows,) for an array with a number for each row of a
-        tile.
-    """
+    """Returns a tile [rows, columns], or a number for each row of a tile, that is all `value`."""
     layout = Layout.WGMMA if len(shape) == 2 else Layout.WGMMA.reduce(1)
     return layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
-    """Returns an array whose row r has the number x[r] in all `columns` columns; x is [TILE]."""
+    """Returns an array whose row r has the number x[r] in all columns; x is [TILE]."""
     return jax.lax.broadcast_in_dim(x, (TILE, columns), [0])
 
 
 def read_by_row(ref: Any) -> Float[Array, "R C"]:
-    """Returns a square array whose row r has the r-th number of `ref` in all columns.
-
-    `ref` is a reference to TILE numbers in shared memory.
-    """
+    """Returns a tile with number r of `ref` (shared memory [TILE]) in all columns of row r."""
     return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
 
 
 def read_by_column(ref: Any) -> Float[Array, "R C"]:
-    """Returns a square array whose column c has the c-th number of `ref` in all rows.
-
-    `ref` is a reference to TILE numbers in shared memory.
-    """
+    """Returns a tile with number c of `ref` (shared memory [TILE]) in all rows of column c."""
     columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])
 
@@ -364,24 +271,14 @@ def call(
     """Runs a kernel and returns its outputs.
 
     Args:
-      function: the body of the kernel; its arguments are the inputs, the outputs, and by name the
-        shared memory and `options`.
-      inputs: the inputs of the kernel.
-      outputs: the shapes and dtypes of the outputs.
-      grid: the number of programs along the axes of lanes (or parts of lanes), heads and tiles.
+      function: the body, called with inputs, outputs, and by name the `scratch` and `options`.
+      scratch: the shared memory and the barriers.
       interpret: None runs the kernel on the GPU; another value is passed to Pallas as its argument
         `interpret`, to run the kernel without a GPU.
-      scratch: the shared memory and the barriers, by name.
-      options: static arguments of the body.
     """
     arguments = [x for x in inputs if x is not None]
 
     def call_with_names(*refs: Any) -> None:
-        """Calls `function` with the references `refs` to the inputs, the outputs and the shared
-        memory.
-
-        The inputs are passed as a `WindowMosaicInputs`, and the shared memory by name.
-        """
         remaining = iter(refs)
         references = WindowMosaicInputs(*(None if x is None else next(remaining) for x in inputs))
         results = [next(remaining) for _ in outputs]

@@ -1,23 +1,20 @@
 """Window attention on GPUs as Pallas kernels for the Triton backend.
 
-The forward kernel has one program for each tile of queries, head and lane (row of the batch). The
-program loops over the tiles of keys in the window and keeps a running softmax, so logits and
-weights never leave the chip. Bias and mask are one vector per head, indexed by distance, with
-MASKED beyond the window. Entry [r, c] of a tile of logits reads this vector at the distance between
-query r and key c, so no tile needs special treatment. Key tiles before the queries' document are
-skipped, unless such keys count as zero keys (`null_keys`).
+The forward kernel has one program for each tile of queries, head and row of the batch. The program
+loops over the tiles of keys in the window and keeps a running softmax, so logits and weights never
+leave the chip. Bias and mask are one vector per head, indexed by distance, with MASKED beyond the
+window. Entry [r, c] of a tile of logits reads this vector at the distance between query r and key
+c, so no tile needs special treatment. Key tiles before the queries' document are skipped, unless
+such keys count as zero keys (`null_keys`).
 
 The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
 the gradient of a tile of queries; the gradients of a tile of keys and values; or, for the bias, the
 gradients of tiles of logits, summed over pairs of a query tile and a key tile at one distance. No
 sum needs atomic additions, so results are bitwise reproducible.
 
-jax 0.11 deprecates the Triton backend in favour of Mosaic GPU; see `pallas_mosaic_gpu`.
-
-In shapes, B is the number of rows of the batch, H of heads of queries, G of heads of keys and
-values, K of numbers of a head, T of tokens of a segment, and W of tokens of a window; Z = W + T
-includes the W cached tokens. A segment is split into D parts, and documents start only at starts of
-parts.
+jax 0.11 deprecates the Triton backend in favour of Mosaic GPU; see `pallas_mosaic_gpu`. In shapes,
+G is the number of heads of keys and values, W of tokens of a window, Z = W + T of keys with the W
+cached ones, and D of parts of a segment; documents start only at starts of parts.
 """
 
 import functools
@@ -55,12 +52,6 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    Args:
-      queries: the queries of the segment.
-      cached: keys and values of the block before the segment.
-    """
     return _LIMITS.refusal(queries, cached[0].shape[1]) or triton_refusal()
 
 
@@ -68,31 +59,17 @@ def hopper_refusal(
     queries: Float[Array, "B T H K"],
     cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
 ) -> str | None:
-    """Returns the reason why the kernels of this module and of `pallas_mosaic_gpu` do not support
-    these inputs, or None if they do.
-
-    Args:
-      queries: the queries of the segment.
-      cached: keys and values of the block before the segment.
-    """
+    """Returns why neither these kernels nor those of `pallas_mosaic_gpu` can run, or None."""
     return _LIMITS.refusal(queries, cached[0].shape[1]) or capability_refusal()
 
 
 class WindowGpuSettings(NamedTuple):
-    """Static settings of the kernels.
-
-    Attributes:
-      attend_to_self: True if the nearest key of a token is the token's own.
-      null_keys: True if keys before the document count as zero keys with zero values.
-      interpret: the value for the `interpret` argument of the backend's call; True runs on any
-        device, slowly.
-      scale: the number by which dropout multiplies the weights that it keeps.
-    """
+    """Static settings of the kernels; `api.window_part` describes the first two."""
 
     attend_to_self: bool
     null_keys: bool
-    interpret: Any
-    scale: float = 1.0
+    interpret: Any  # The argument `interpret` of Pallas; True runs on any device, slowly.
+    scale: float = 1.0  # Dropout multiplies the weights that it keeps by this number.
 
 
 def window_attention(
@@ -107,23 +84,11 @@ def window_attention(
     null_keys: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over the token's window, and the log-sum-exp of
-    the token's logits.
+    """Implements `api.window_part`; cached keys come first, and `first` replaces the cache mask.
 
-    The output is in the dtype of `values`, the log-sum-exp in float32.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and values of the W tokens before the segment, followed by those of the
-        segment.
-      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
-      first: for each of D parts of the segment, the place of the first token of its document, a
-        multiple of T / D. The segment begins at place 0, and cached tokens have negative places.
-        T / D must be a multiple of the number of queries of a tile, and of the number of keys.
-      dropout: dropout of the softmax weights; None for no dropout.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if keys before the document count as zero keys with zero values.
-      interpret: True runs the kernels on any device, slowly.
+    For each of D parts of the segment, `first` has the place of the first token of its document, a
+    multiple of T / D (see `documents`). T / D must be a multiple of the number of queries of a
+    tile, and of the number of keys. `interpret` runs the kernels on any device, slowly.
     """
     settings = WindowGpuSettings(attend_to_self, null_keys, interpret)
     keep_mask = None
@@ -139,8 +104,6 @@ interpreted = functools.partial(window_attention, interpret=True)
 
 
 class _Arguments(NamedTuple):
-    """The arrays that attention is computed from."""
-
     q: Float[Array, "B T H K"]
     k: Float[Array, "B Z G K"]
     v: Float[Array, "B Z G K"]
@@ -150,17 +113,12 @@ class _Arguments(NamedTuple):
 
     @property
     def window(self) -> int:
-        """The number of tokens of a window."""
         return self.k.shape[1] - self.q.shape[1]
 
     def launch(self, kernel: str) -> LaunchShape:
-        """Returns the launch parameters of a kernel; `kernel` is the name of a field of
-        `KernelLaunches`, such as "forward".
-
-        If the window is not a multiple of the tile's size, a tile has as many queries and keys as
-        the window has tokens.
-        """
+        """Returns the launch parameters of a kernel, named like a field of `KernelLaunches`."""
         launch = getattr(LAUNCHES.get(self.q.shape[3], LAUNCHES[64]), kernel)
+        # Only interpreted kernels have other windows; these are one tile.
         if self.window % max(launch.rows, launch.columns):
             return launch._replace(rows=self.window, columns=self.window)
         return launch
@@ -168,14 +126,7 @@ class _Arguments(NamedTuple):
     def kernel_inputs(
         self, settings: WindowGpuSettings, launch: LaunchShape, **others: Array
     ) -> WindowTileInputs:
-        """Returns the inputs of a kernel.
-
-        Args:
-          settings: static settings of the kernels.
-          launch: the launch parameters of the kernel, on whose tile sizes the padding of the inputs
-            depends.
-          others: the fields of `WindowTileInputs` that only the backward kernels read, by name.
-        """
+        """Returns a kernel's inputs; `others` are those that only the backward pass has."""
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         tile, nearest = max(launch.rows, launch.columns), 0 if settings.attend_to_self else 1
         around = (0, 0), (tile - nearest, tile + nearest)
@@ -192,7 +143,6 @@ class _Arguments(NamedTuple):
 def _attend(
     arguments: _Arguments, settings: WindowGpuSettings
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-    """Returns the attention output and its log-sum-exp."""
     return _forward(arguments, settings)[0]
 
 
@@ -221,10 +171,8 @@ def _backward(
     batch, tokens, heads, _ = arguments.q.shape
     q = shape_like(arguments.q), _token_spec(arguments.q)
 
+    # The kernel writes gradients of keys and values for each head of queries.
     def by_query_head(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        """Returns the shape [B, Z, H, K] and the block spec of the gradient of the keys or values x
-        [B, Z, G, K], because the kernel writes a gradient for each head of queries.
-        """
         shape = jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype)
         return shape, _token_spec(shape)
 
@@ -290,18 +238,13 @@ def _sum_diagonals(
 
 
 def shape_like(x: Array) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of x as a `ShapeDtypeStruct`, to describe a kernel's output."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _token_spec(x: Any, parts: int = 1, members: int = 1) -> pl.BlockSpec:
-    """Returns the block of all tokens of a lane and head of an array [B, T, H, K].
-
-    Args:
-      x: the array.
-      parts: the number of consecutive indices of the grid's last axis that a lane belongs to.
-      members: the number of consecutive heads of the grid that read the same head of x.
-    """
+    """Returns the block of all tokens of a row and head of an array x [B, T, H, K]."""
+    # A row of the batch has `parts` consecutive indices of the grid's last axis, and `members`
+    # consecutive heads of the grid read the same head of x.
     shape = (None, x.shape[1], None, x.shape[3])
 
     def _head(h: Array) -> Array:
@@ -311,7 +254,7 @@ def _token_spec(x: Any, parts: int = 1, members: int = 1) -> pl.BlockSpec:
 
 
 def _row_spec(x: Any, parts: int = 1) -> pl.BlockSpec:
-    """Returns the block of all tokens of a lane and head of an array [B, H, T]."""
+    """Returns the block of all tokens of a row and head of an array [B, H, T]."""
     shape = (None, None, x.shape[2])
     return pl.BlockSpec(shape, lambda _, h, g: (jax.lax.div(g, parts), h, 0))
 
@@ -324,14 +267,9 @@ def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def optional_spec(
         place: Callable[..., pl.BlockSpec], x: Any, *options: int
     ) -> pl.BlockSpec | None:
-        """Returns the block spec of an input x, `place(x, *options)`, where `place` is one of the
-        functions `_head_spec`, `_token_spec` and `_row_spec`, and `options` are its further
-        arguments. Returns None if x is None, because the kernel does not have this input.
-        """
         return None if x is None else place(x, *options)
 
     def lane_spec(x: Any) -> pl.BlockSpec:
-        """Returns the block spec with which a program reads its lane of x, [B, D] or [B, E]."""
         return pl.BlockSpec((None, x.shape[1]), lambda _, h, g: (jax.lax.div(g, parts), 0))
 
     members = inputs.q.shape[2] // inputs.keys.shape[2]
@@ -359,7 +297,7 @@ def _call(
     products: int,
     **others: Array,
 ) -> tuple[Array, ...]:
-    """Calls a kernel on a grid of (tile or band of distances, head, lane or part of a lane)."""
+    """Calls a kernel on a grid of (tile or band of distances, head, row or part of a row)."""
     inputs = arguments.kernel_inputs(settings, launch, **others)
     shapes, places = zip(*outputs, strict=True)
     return pl.pallas_call(

@@ -1,9 +1,9 @@
 """Window attention on Hopper GPUs as Pallas kernels for the Mosaic GPU backend.
 
-The forward kernel has one program for each lane (row of the batch), head and tile of queries. The
-program loops over the tiles of keys in the window with a running softmax. The bias of a tile of
-logits depends only on the distance between its key tile and its query tile. The biases of all
-distances, with the mask, are therefore stored side by side as one strip per head. The tensor memory
+The forward kernel has one program for each row of the batch, head and tile of queries. The program
+loops over the tiles of keys in the window with a running softmax. The bias of a tile of logits
+depends only on the distance between its key tile and its query tile. The biases of all distances,
+with the mask, are therefore stored side by side as one strip per head. The tensor memory
 accelerator (TMA) copies a tile of the strip to shared memory in the same way as keys and values.
 Key tiles before the queries' document are skipped, unless such keys count as zero keys
 (`null_keys`).
@@ -11,10 +11,9 @@ Key tiles before the queries' document are skipped, unless such keys count as ze
 The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
 the gradient of a tile of queries; the gradients of a tile of keys and values; or the gradient of a
 tile of the strip, summed over some tiles of queries. No sum needs atomic additions, so results are
-bitwise reproducible. XLA computes the bias's gradient from the strip's gradient.
-
-In shapes, B is the number of rows of the batch, H of heads, K of numbers of a head, T of tokens of
-a segment, and N of its blocks of W tokens; Z = W + T includes the tokens of the cached block.
+bitwise reproducible. XLA computes the bias's gradient from the strip's gradient. In shapes, N is
+the number of blocks of W tokens of a segment, and Z = W + T of tokens with those of the cached
+block.
 """
 
 import functools
@@ -63,12 +62,6 @@ def refusal(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Returns the reason why the kernels do not support these inputs, or None if they do.
-
-    Args:
-      queries: the queries of the segment.
-      cached: keys and values of the block before the segment.
-    """
     try:
         _modules()
     except ImportError as error:
@@ -92,24 +85,9 @@ def window_attention(
     null_keys: bool,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over the token's window, and the log-sum-exp of
-    the token's logits.
+    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights.
 
-    The output is in the dtype of `values`, the log-sum-exp in float32.
-
-    Args:
-      queries: already multiplied by any scale.
-      keys, values: the keys and values of the cached block, followed by those of the segment.
-      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
-      cache_mask: True where block n may read the block before it.
-      dropout: factors of the weights by head, query of a block and slot; None for no dropout. A
-        query has W slots, because it sees exactly W of the 2 W keys of its own block and the block
-        before: slot c is key c of the own block if the query sees this key, and otherwise key c of
-        the block before.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if keys that `cache_mask` hides count as zero keys with zero values.
-      interpret: None runs the kernels on the GPU; another value is passed to Pallas as its argument
-        `interpret`, to run the kernels without a GPU.
+    Unless `interpret` is None, it is passed to Pallas, to run the kernels without a GPU.
     """
     arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
     y, lse = _attend(arguments, WindowGpuSettings(attend_to_self, null_keys, interpret))
@@ -117,8 +95,6 @@ def window_attention(
 
 
 class _Arguments(NamedTuple):
-    """The arrays that attention is computed from."""
-
     q: Float[Array, "B T H K"]
     k: Float[Array, "B Z H K"]
     v: Float[Array, "B Z H K"]
@@ -128,34 +104,19 @@ class _Arguments(NamedTuple):
 
     @property
     def window(self) -> int:
-        """The number of tokens of a window."""
         return self.k.shape[1] - self.q.shape[1]
 
     def slots(self, kernel: str) -> int:
-        """Returns the number of slots for tiles in a kernel's shared memory.
-
-        `kernel` is "forward", "queries", "keys" or "band", as in `_SLOTS`. With dropout, the number
-        is 1, because the dropout factors need shared memory, too.
-        """
+        # With dropout there is one slot, because the factors need shared memory, too.
         return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 
     def strips(self, settings: WindowGpuSettings) -> Callable[[Array], tuple[Array, Array]]:
-        """Returns a function that computes the strip and the transposed strip from the bias.
-
-        The result is a function, so that the backward pass can differentiate it. The strip has the
-        biases and the mask of a tile of queries and all keys in their windows, [H, TILE, W + TILE].
-        The transposed strip has the biases and the mask of a tile of keys and all queries that see
-        these keys. `settings` says whether tokens attend to themselves, which shifts the bias.
-        """
+        """Returns a function from the bias to `strip` and `transposed_strip` of the inputs."""
+        # The result is a function, so that the backward pass can differentiate it.
         return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 
     def kernel_inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
-        """Returns the inputs of the kernels.
-
-        Args:
-          settings: static settings of the kernels.
-          others: the fields of `WindowMosaicInputs` that only backward kernels read, by name.
-        """
+        """Returns the kernels' inputs; `others` are those that only the backward pass has."""
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         strip, transposed_strip = self.strips(settings)(bias)
         dropout = None if self.dropout is None else self.dropout.astype(jnp.float32)
@@ -172,17 +133,10 @@ def _strips(
     window = bias.shape[1]
     length = window + 2 * TILE
 
+    # Row r of the result is for query (or key) r of a tile, whose window begins one column later
+    # than that of row r - 1. In row 0, `before` MASKED entries precede the bias, and MASKED entries
+    # follow it in all rows.
     def shifted_rows(bias: Array, before: int) -> Array:
-        """Returns a strip [H, TILE, W + TILE], whose row r has the vector `bias` from column
-        `before + r` on, and MASKED in all other columns.
-
-        Row r is for query (or key) r of a tile, whose window begins one column later than the
-        window of row r - 1.
-
-        Args:
-          bias: [H, W], the bias of each distance, in the order of the strip's columns.
-          before: the number of MASKED entries before the bias in row 0.
-        """
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)
         # The band has L = `length` numbers and is repeated once for every row. If the repeated
@@ -198,7 +152,6 @@ def _strips(
 def _attend(
     arguments: _Arguments, settings: WindowGpuSettings
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-    """Returns the attention output and its log-sum-exp."""
     return _forward(arguments, settings)[0]
 
 
@@ -252,16 +205,12 @@ def _queries_gradient(
 def _keys_gradients(
     arguments: _Arguments, settings: WindowGpuSettings, inputs: WindowMosaicInputs
 ) -> tuple[Float[Array, "B Z H K"], Float[Array, "B Z H K"]]:
-    """Returns the gradients of keys and values.
-
-    A program computes one part of the vectors, because both gradients of long vectors do not fit
-    into registers.
-    """
     lanes, tokens, heads, _ = arguments.k.shape
     if inputs.dropout is not None:
         inputs = inputs._replace(dropout=inputs.dropout.swapaxes(1, 2))
     d_k, d_v = _call(
         "keys", arguments, settings, inputs,
+        # A program computes one part of the columns.
         (lanes, heads, tokens // TILE * vector_parts(arguments.k)),
         [shape_like(arguments.k), shape_like(arguments.v)],
         {"key_tile": "vectors", "value_tile": "vectors"},
@@ -299,18 +248,11 @@ def _call(
     ring: dict[str, str],
     **options: Any,
 ) -> list[Array]:
-    """Allocates shared memory and runs a kernel.
+    """Allocates shared memory and runs the kernel `window_attention_{kernel}`.
 
-    Args:
-      kernel: the kernel's name without the prefix "window_attention_".
-      arguments: the arrays of the attention.
-      settings: static settings.
-      inputs: the kernel's inputs.
-      grid: (lanes or groups, heads, tiles).
-      outputs: shapes of the outputs.
-      resident: kinds of tiles that stay in shared memory for the whole program, by name.
-      ring: kinds of tiles that are copied in turns, by name.
-      options: further static arguments of the kernel.
+    The grid is (rows of the batch or groups of query tiles, heads, tiles). By name, `resident` has
+    the kinds of tiles that stay in shared memory for the whole program, and `ring` the kinds of
+    tiles that are copied in each step of the loop.
     """
     kernels, tiles = _modules()
     slots, parts = arguments.slots(kernel), vector_parts(arguments.q)

@@ -1,30 +1,25 @@
 """Window attention on TPUs: logits, softmax and the bias's gradient stay in on-chip memory.
 
-The grid is (head, lane, block); a lane is a row of the batch. A step of the grid computes one block
-of W queries with the W keys of its own block and of the previous block. A query is also called a
-row. Each row sees W of these 2 W keys, and the kernels keep the keys of a row in W slots: slot c is
-key c of the row's own block if the row sees this key, and otherwise key c of the previous block. A
-row therefore has one softmax over W slots. Logits and weights are matrices of slots x rows. Maxima
-and sums then go along the sublanes of vector registers, and numbers per row (log-sum-exp and the
-sum that the softmax's gradient subtracts) are row vectors. A block is processed in tiles of R rows,
-which need only the keys that they see. The bias of all tiles is one circulant matrix [W, R], rolled
-by a multiple of R along the slots, so that its gradient is one sum [W, R], too.
-
-With grouped queries, several heads of queries share a head of keys and values. The kernel writes
-the gradients of keys and values for each head of queries, and XLA sums them over the heads that
-share them.
+The grid is (head, row of the batch, block). A step of the grid computes one block of W queries with
+the W keys of its own block and of the previous block. From here on, a row is a query. Each row sees
+W of these 2 W keys, and the kernels keep the keys of a row in W slots: slot c is key c of the row's
+own block if the row sees this key, and otherwise key c of the previous block. A row therefore has
+one softmax over W slots. Logits and weights are matrices of slots x rows. Maxima and sums then go
+along the sublanes of vector registers, and numbers per row (log-sum-exp and the sum that the
+softmax's gradient subtracts) are row vectors. A block is processed in tiles of R rows, which need
+only the keys that they see. The bias of all tiles is one circulant matrix [W, R], rolled by a
+multiple of R along the slots, so that its gradient is one sum [W, R], too.
 
 The backward pass recomputes the weights from the log-sum-exp. Its steps go through the blocks of a
 segment from the last to the first. The gradients of a block's keys and values stay in VMEM until
-the queries of the block itself have added to them. For the cached keys, the kernel writes the
-gradients of the normalized keys. XLA then computes the gradients of the keys themselves, or nothing
-if they are not used.
+the queries of the block itself have added to them. The kernel writes them for each head of queries,
+and XLA sums them over the heads that share a head of keys. For the cached keys, the kernel writes
+the gradients of the normalized keys. XLA then computes the gradients of the keys themselves, or
+nothing if they are not used.
 
-Windows that are too long for a kernel are split into shorter ones (`subwindows`).
-
-In shapes, B is the number of lanes, H of heads of queries, G of heads of keys and values, T of
-tokens of a segment, N of its blocks, and K of numbers of a head. A segment is also split into D
-parts, and documents start only at starts of parts.
+Windows that are too long for a kernel are split into shorter ones (`subwindows`). In shapes, G is
+the number of heads of keys and values, N of blocks of a segment, and D of its parts; documents
+start only at starts of parts.
 """
 
 import functools
@@ -73,25 +68,14 @@ def window_attention(
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Returns the attention output of every token over the token's window, and the log-sum-exp of
-    the token's logits.
-
-    The output is in the dtype of `values`, the log-sum-exp in float32.
+    """Implements `api.window_part` with places of documents in the place of the cache mask.
 
     Args:
-      queries, keys, values: the queries, keys and values of the segment. If `scale` is None, the
-        caller has already multiplied the queries by the factor of the logits.
-      cached: keys and values of the W tokens before the segment. T is a multiple of W, or of the
-        sub-window into which the window is split (`tpu_windows.kernel_window`).
-      bias: the bias of each head and distance; column 0 is for the nearest key that a token sees.
+      cached: T is a multiple of its W tokens, or of the sub-window into which the window is split
+        (`tpu_windows.kernel_window`).
       first: for each of D parts of the segment, the place of the first token of its document, a
-        multiple of T / D. The segment begins at place 0, and cached tokens have negative places.
-      dropout: dropout of the softmax weights; None for no dropout.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      null_keys: True if keys before the document count as zero keys with zero values; must be False
-        if documents may start inside of a block.
-      scale: if not None, the keys are first scaled to norm 1, and the queries of head h to norm
-        scale[h].
+        multiple of T / D (see `documents`).
+      null_keys: must be False if documents may start inside of a block.
       interpret: True runs the kernels on any device, slowly, and with windows of any size.
     """
     size = cached[0].shape[1]
@@ -119,8 +103,6 @@ interpreted = functools.partial(window_attention, interpret=True)
 
 
 class _Arguments(NamedTuple):
-    """The arrays that attention is computed from, with heads before tokens."""
-
     q: Float[Array, "B H T K"]
     k: Float[Array, "B G T K"]
     v: Float[Array, "B G T K"]
@@ -129,31 +111,25 @@ class _Arguments(NamedTuple):
     scale: Float[Array, " H"] | None
     bias: Float[Array, "H W"] | None
     first: Int[Array, "B D"]
+    # The mask is packed by `dropout_bits` along the slots; here, G is the number of words of a row.
     dropout: UInt32[Array, "H G W"] | None
 
     @property
     def window(self) -> int:
-        """The number of tokens of a window."""
         return self.cached_k.shape[2]
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """The size of the kernels' grid: the numbers of heads, lanes and blocks.
-
-        The cores of a chip divide the first axis of the grid among themselves. This axis is the
-        heads, so that all steps that add to the bias gradient of a head run on one core.
-        """
+        """The numbers of heads, rows of the batch and blocks, which are the axes of the grid."""
+        # The cores of a chip divide the first axis of the grid among themselves. This axis is the
+        # heads, so that all steps that add to the bias gradient of a head run on one core.
         return self.q.shape[1], self.q.shape[0], self.q.shape[2] // self.window
 
     def rows_by_block(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
-        """Returns x, an array with a number for each token, as one row vector for each block."""
+        """Returns x as one row vector for each block."""
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
     def bias_tile(self, settings: WindowKernelSettings) -> Float[Array, "H W R"] | None:
-        """Returns the bias of the first R rows of a block, or None without a bias.
-
-        The bias of the block's other tiles of R rows is the same matrix, rolled along the slots.
-        """
         if self.bias is None:
             return None
         return tpu_bias.bias_tile(
@@ -161,12 +137,7 @@ class _Arguments(NamedTuple):
         )
 
     def kernel_inputs(self, tile: Array | None, **others: Array) -> WindowKernelInputs:
-        """Returns the inputs of the kernels.
-
-        Args:
-          tile: [H, W, R], the bias tile that the method `bias_tile` returns; None for no bias.
-          others: for the backward kernel, the fields `gradient`, `lse` and `along` by name.
-        """
+        """Returns the kernels' inputs; `others` are those that only the backward pass has."""
         scale = None
         if self.scale is not None:
             scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, LANES))
@@ -181,7 +152,6 @@ class _Arguments(NamedTuple):
 def _attend(
     arguments: _Arguments, settings: WindowKernelSettings
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-    """Returns the attention output and its log-sum-exp."""
     return _forward(arguments, settings)[0]
 
 
@@ -233,10 +203,8 @@ def _backward(
     window, width = arguments.window, arguments.q.shape[3]
     cached_spec = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, 0, 0))
 
+    # The kernel writes gradients of keys and values for each head of queries.
     def by_query_head(x: Array) -> jax.ShapeDtypeStruct:
-        """Returns the shape [B, H, T, K] and dtype of the gradient of the keys or values x
-        [B, G, T, K], because the kernel writes a gradient for each head of queries.
-        """
         return jax.ShapeDtypeStruct((batch, heads, *x.shape[2:]), x.dtype)
 
     like = WindowKernelGradients(
@@ -279,11 +247,8 @@ _attend.defvjp(_forward, _backward)
 
 
 def _options(arguments: _Arguments, settings: WindowKernelSettings, name: str) -> dict[str, Any]:
-    """Returns the options of the kernel's call.
-
-    The name tells `brt.planning.schedules` which kernel it is, how many steps its grid has, and
-    how often the backward kernel goes over the blocks of a segment.
-    """
+    # The name tells `brt.planning.schedules` which kernel it is, how many steps its grid has, and
+    # how often the backward kernel goes over the blocks of a segment.
     q = arguments.q
     if settings.part % arguments.window:
         name = name.replace("window", "document")

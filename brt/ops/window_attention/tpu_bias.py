@@ -1,12 +1,10 @@
 """Pallas kernels for TPUs that compute the bias tile of window attention, and its gradient.
 
-A row is a query of a block of W tokens, and a slot is one of the W keys that the row sees: slot c
-is key c of the row's own block if the row sees this key, and otherwise key c of the block before.
-The tile has the bias of W slots for the first R rows of a block. Column r of the tile is the bias
-vector shifted by r slots. XLA would build such a tile by padding and slicing a repeated vector. The
-kernel instead rolls column r by each power of two in the binary representation of r; rolls by eight
-or more slots move complete vector registers. A step of the grid computes the tile of one of the H
-heads.
+The tile has the bias of W slots (keys) for the first R rows (queries) of a block; `pallas_tpu`
+defines slots. Column r of the tile is the bias vector shifted by r slots. XLA would build such a
+tile by padding and slicing a repeated vector. The kernel instead rolls column r by each power of
+two in the binary representation of r; rolls by eight or more slots move complete vector registers.
+A step of the grid computes the tile of one head.
 """
 
 import functools
@@ -33,13 +31,7 @@ def bias_tile(
     """Returns the bias of each slot and row.
 
     The key in slot c of row r is at the distance (r - c) mod W, or W instead of 0 if a token does
-    not see itself.
-
-    Args:
-      bias: the bias of each head and distance, the nearest key first.
-      rows: R, the number of rows of the tile.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      interpret: True runs the kernel on any device, slowly.
+    not see itself. In `bias`, the nearest key is the first.
     """
     heads, window = bias.shape
     name = f"bias_tile_{window}x{rows}"
@@ -50,13 +42,7 @@ def bias_tile(
 def bias_gradient(
     d_tile: Float[Array, "H W R"], attend_to_self: bool, interpret: bool | pltpu.InterpretParams
 ) -> Float[Array, "H W"]:
-    """Returns the gradient of the bias, float32.
-
-    Args:
-      d_tile: the gradient of the tile that `bias_tile` returns.
-      attend_to_self: True if the nearest key is the token itself, False if it is the token before.
-      interpret: True runs the kernel on any device, slowly.
-    """
+    """Returns the gradient of the bias, float32, from the gradient of `bias_tile`."""
     heads, window, rows = d_tile.shape
     name = f"bias_gradient_{window}x{rows}"
     kernel = functools.partial(_gradient_kernel, first=int(attend_to_self))
@@ -66,20 +52,15 @@ def bias_gradient(
 def _call(
     kernel: Any, name: str, x: Float[Array, "H ..."], shape: tuple[int, int, int], interpret: Any
 ) -> Float[Array, "H ..."]:
-    """Calls a kernel with one step per head.
-
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
-    """
+    """Calls a kernel with one step per head."""
 
     def head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Returns the block spec with which a step of the grid reads or writes its head of an array
-        of this shape, whose first axis is the heads.
-        """
         return pl.BlockSpec((None, *shape[1:]), lambda h: (h, 0, 0))
 
     return pl.pallas_call(
         kernel, grid=(len(x),), in_specs=[head_spec(x.shape)], out_specs=head_spec(shape),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        # The name tells `brt.planning.schedules` which kernel it is, and how many steps it has.
         name=f"{name}_float32_{len(x)}_steps",
         interpret=interpret, compiler_params=parallel_heads(1),
     )(x)  # fmt: skip

@@ -1,12 +1,8 @@
-"""Bodies of the TPU kernels of window attention, for one head, lane and block.
+"""Bodies of the TPU kernels of window attention, for one head, row of the batch and block.
 
-The module `pallas_tpu` describes the algorithm. A lane is a row of the batch, and a row is a query
-of a block. A row sees W keys, which the kernels keep in W slots: slot c of a row is key c of the
-row's own block if the row sees this key, and otherwise key c of the previous block. The rows of a
-block are processed in tiles of R rows. A matrix of logits or weights has slots x rows.
-
-In shapes, W is the number of tokens of a block and of a window, R the number of rows of a tile, and
-K the size of a head.
+The module `pallas_tpu` describes the algorithm. In the following, a row is a query of a block. The
+W keys that it sees, of its own block and of the previous block, are in W slots. The rows of a block
+are processed in tiles of R rows. A matrix of logits or weights has slots x rows.
 """
 
 from typing import Any
@@ -58,9 +54,7 @@ def _load_blocks(
 def _load_queries(
     inputs: WindowKernelInputs, rows: RowTile
 ) -> tuple[Float[Array, "R K"], Float[Array, "R 1"] | None]:
-    """Returns the queries of a tile, scaled to the norm `inputs.scale`, and 1 / |q| for each query
-    q; without `inputs.scale`, returns the queries as they are, and None.
-    """
+    """Returns a tile's queries, and 1 / |q| for each if it is scaled to the norm `inputs.scale`."""
     own = inputs.q[rows.all]
     if inputs.scale is None:
         return own, None
@@ -78,14 +72,8 @@ def forward_kernel(
     """Writes the output [W, K] and the log-sum-exp [1, W] of a block to `outputs`.
 
     Both arrays are written as unsigned integers with the same bits, because JAX saves integers for
-    the backward pass without an additional operation (`dispatch.output_residual`).
-
-    Args:
-      first: [B, D], for each of the B lanes and D parts of the segment (`settings.part` tokens
-        each), the place of the first token of the part's document. The segment begins at place 0.
-      inputs: references to the other inputs of the block.
-      outputs: references to the two outputs.
-      settings: static settings of the kernel.
+    the backward pass without an additional operation (`dispatch.output_residual`). `first` is that
+    of `BlockDocuments`.
     """
     y, lse = outputs
     dtype = inputs.values.own.dtype
@@ -118,21 +106,13 @@ def backward_kernel(
 
     The steps of a segment go from its last block to its first. The gradients of a block's keys and
     values are sums over the queries of the block and of the next block. The step of the next block
-    leaves its part in `keys_sum` and `values_sum`. The step of the block adds its own part, writes
-    the sums, and leaves its part of the gradients of the block before. After the first block of a
-    segment, these are the gradients of the cached block. The gradients of `inputs.scale` and of the
-    bias tile are sums, to which every step of a head adds.
+    leaves its part in `keys_sum` and `values_sum` (float32 [W, K]). The step of the block adds its
+    own part, writes the sums, and leaves its part of the gradients of the block before. After the
+    first block of a segment, these are the gradients of the cached block. The gradients of
+    `inputs.scale` and of the bias tile are sums, to which every step of a head adds.
 
     Only rare and short operations depend on the index of the step. The compiler schedules the
     operations before, in and after such a condition separately, and a long schedule is better.
-
-    Args:
-      first: [B, D], for each of the B lanes and D parts of the segment (`settings.part` tokens
-        each), the place of the first token of the part's document. The segment begins at place 0.
-      inputs: references to the inputs of the step, including the gradient of the output.
-      results: references to the gradients.
-      keys_sum, values_sum: [W, K], float32 scratch memory.
-      settings: static settings of the kernel.
     """
     lane, step = pl.program_id(1), pl.program_id(2)
     n = pl.num_programs(2) - 1 - step

@@ -1,7 +1,6 @@
 """The blocks of arrays that a step of the TPU kernels of window attention reads.
 
-In shapes, B is the number of lanes, H of heads of queries, G of heads of keys and values, T of
-tokens of a segment, N of its blocks, W of tokens of a block, and K of numbers of a head.
+In shapes, G is the number of heads of keys and values, and N of blocks of a segment.
 """
 
 from collections.abc import Callable
@@ -18,39 +17,28 @@ from brt.ops.window_attention.tpu_arrays import WindowBlocks, WindowKernelInputs
 def block_specs(
     inputs: WindowKernelInputs, blocks: int, *, reverse: bool = False
 ) -> WindowKernelInputs:
-    """Returns the block specs of the inputs.
+    """Returns the block specs of the inputs, of a segment of `blocks` blocks.
 
-    Args:
-      inputs: the arrays that the kernel reads.
-      blocks: the number of blocks of a segment.
-      reverse: True if the steps of a segment go from its last block to its first.
+    If `reverse`, the steps of a segment go from its last block to its first.
     """
 
     def block_index(n: Array) -> Array:
-        """Returns the index of the block that step n of a segment processes."""
         return blocks - 1 - n if reverse else n
 
+    # Step n of a segment reads block `place(n)` of x, [B, H, T, K] for queries or [B, G, T, K].
     def block_spec(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
-        """Returns the block spec with which step n of a segment reads block `place(n)` of x.
-
-        The shape of x is [B, H, T, K] for queries and [B, G, T, K] for keys and values.
-        """
         window, members = inputs.q.shape[2] // blocks, inputs.q.shape[1] // x.shape[1]
         shape = (None, None, window, x.shape[3])
 
+        # The operator // is not used, because it has code for negative numbers that kernels do not
+        # support.
         def key_head(h: Array) -> Array:
-            """Returns h // members, the head of x that serves head h of the queries:
-            `members` heads of queries share one head of x. The operator // is not used, because it
-            has code for negative numbers that kernels do not support.
-            """
             return h if members == 1 else jax.lax.div(h, jnp.int32(members))
 
         return pl.BlockSpec(shape, lambda h, b, n, _: (b, key_head(h), place(n), 0))
 
+    # Each step reads the row vector of its block from x [B, H, N, 1, W].
     def row_spec(x: Array | None) -> pl.BlockSpec | None:
-        """Returns the block spec with which step n of a segment reads the row vector of its block
-        from x [B, H, N, 1, W], an array with a number for each token; None if x is None.
-        """
         if x is None:
             return None
         return pl.BlockSpec(
@@ -58,9 +46,6 @@ def block_specs(
         )
 
     def window_specs(x: WindowBlocks) -> WindowBlocks:
-        """Returns the block specs with which step n of a segment reads the keys (or values) of the
-        cached block, of block n - 1 and of block n; x has the arrays.
-        """
         return WindowBlocks(
             block_spec(x.cached, jnp.zeros_like),
             block_spec(x.before, lambda n: jnp.maximum(block_index(n) - 1, 0)),

@@ -1,12 +1,8 @@
 """Tiles of the TPU kernels of window attention: the rows that are processed at once.
 
-The module `pallas_tpu` describes the algorithm. A row is a query of a block. A row sees W keys,
-which the kernels keep in W slots: slot c of a row is key c of the row's own block if the row sees
-this key, and otherwise key c of the previous block. The rows of a block are processed in tiles of R
-rows. A matrix of logits or weights has slots x rows.
-
-In shapes, W is the number of tokens of a block and of a window, R the number of rows of a tile, and
-K the size of a head.
+The module `pallas_tpu` describes the algorithm. A row is a query of a block. Slot c of a row is key
+c of the row's own block if the row sees this key, and otherwise key c of the previous block. A tile
+has R rows of a block of W. A matrix of logits or weights has slots x rows.
 """
 
 from typing import Any, NamedTuple
@@ -23,25 +19,17 @@ from brt.ops.window_attention.tpu_arrays import BlockDocuments
 
 
 class WindowKernelSettings(NamedTuple):
-    """Static settings of the kernels.
-
-    Attributes:
-      attend_to_self: True if the nearest key of a token is the token's own.
-      null_keys: True if keys before the document count as zero keys with zero values.
-      rows: R, the number of rows of a tile.
-      interpret: True runs the kernels on any device, slowly.
-      part: a number of tokens. The segment is split into parts of this length, and documents start
-        only at starts of parts. If `part` is a multiple of the block, the kernels mask the previous
-        block as a whole; otherwise they mask, for each tile, the keys before the tile's document.
-      scale: the number by which dropout multiplies the weights that it keeps.
-    """
+    """Static settings of the kernels; `api.window_part` describes the first two."""
 
     attend_to_self: bool
     null_keys: bool
-    rows: int
-    interpret: bool | pltpu.InterpretParams
+    rows: int  # The number R of rows of a tile.
+    interpret: bool | pltpu.InterpretParams  # True runs the kernels on any device, slowly.
+    # A number of tokens: the segment is split into parts of this length, and documents start only
+    # at starts of parts. If it is a multiple of the block, the kernels mask the previous block as a
+    # whole; otherwise they mask, for each tile, the keys before the tile's document.
     part: int
-    scale: float = 1.0
+    scale: float = 1.0  # Dropout multiplies the weights that it keeps by this number.
 
 
 class LoadedBlocks(NamedTuple):
@@ -59,12 +47,15 @@ class LoadedBlocks(NamedTuple):
 
 
 def _stack(parts: list[Array]) -> Array:
-    """Concatenates the parts that are not empty along the first axis."""
     return jnp.concatenate([part for part in parts if len(part)], axis=0)
 
 
 class RowTile(NamedTuple):
-    """Rows i * R to (i + 1) * R of a block of W rows."""
+    """Tile i of a block of W rows: the R rows i R to (i + 1) R.
+
+    The tile sees only (i + 1) R keys of the current block and W - i R keys of the previous block.
+    Arguments and results named `current` and `before` have a row for each of these keys.
+    """
 
     i: int
     rows: int
@@ -85,33 +76,24 @@ class RowTile(NamedTuple):
         """The slice of the previous block's W keys that at least one row of the tile sees."""
         return slice(self.i * self.rows, None)
 
+    # The mask of the tile's diagonal square is True where the slot is of the current block.
     def _own(self) -> Bool[Array, "R R"]:
-        """Returns the mask of the tile's diagonal square, True where the slot is of the current
-        block.
-        """
         slot, row = (jax.lax.broadcasted_iota(jnp.int32, (self.rows, self.rows), a) for a in (0, 1))
         return slot <= row if self.attend_to_self else slot < row
 
     def fold(self, current: Array, before: Array) -> Float[Array, "W R"]:
         """Returns, for each slot and row, the logit (or another product) of the key in the slot.
 
-        This tile is the i-th of the block, so its rows see only some keys of both blocks.
-
-        Args:
-          current: the logits [(i + 1) R, R] of the keys `self.current` of the current block and the
-            R rows of the tile.
-          before: the logits [W - i R, R] of the keys `self.before` of the previous block and the R
-            rows of the tile.
+        `current` is [(i + 1) R, R] and `before` is [W - i R, R].
         """
         begin, rows = self.i * self.rows, self.rows
         middle = jnp.where(self._own(), current[begin:], before[:rows])
         return _stack([current[:begin], middle, before[rows:]])
 
     def unfold(self, x: Float[Array, "W R"], dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Returns the weights (or gradients) x of slots as weights of the keys of both blocks.
+        """Inverts `fold`: returns the weights (or gradients) x of slots as `current` and `before`.
 
-        The method is the inverse of `fold`. The results have the shapes of the arguments `current`
-        and `before` of `fold`, and the dtype `dtype`. Keys that are in no slot of a row get zero.
+        Keys that are in no slot of a row get zero.
         """
         middle, own = x[self.all], self._own()
         current = _stack([x[: self.i * self.rows], jnp.where(own, middle, 0)])
@@ -119,29 +101,18 @@ class RowTile(NamedTuple):
         return current.astype(dtype), before.astype(dtype)
 
     def dropout_mask(self, words: Any) -> Bool[Array, "W R"]:
-        """Returns the dropout mask of the tile, True for weights that dropout keeps.
-
-        `words` is a reference to the mask of the block, slots x rows, packed by `dropout_bits`.
-        """
+        """Returns True for weights that dropout keeps; `words` are those of the block."""
         return dropout_bits.unpack(words[:, self.all], words.shape[1])
 
     def rolled_bias(self, tile: Any) -> Float[Array, "W R"]:
-        """Returns the bias of this tile's slots and rows.
-
-        `tile` [W, R] is the bias of the block's first tile. The bias of this tile, the i-th of the
-        block, is `tile` rolled by i R places along the slots.
-        """
+        """Returns the tile's bias: the first tile's bias `tile` [W, R], rolled by i R slots."""
         if not self.i:
             return tile[...]
         cut = tile.shape[0] - self.i * self.rows
         return jnp.concatenate([tile[cut:], tile[:cut]], axis=0)
 
     def add_rolled(self, tile: Any, x: Float[Array, "W R"]) -> None:
-        """Adds the gradient x of this tile's bias to `tile`, the gradient of the first tile's bias.
-
-        This tile's bias is the first tile's bias, rolled along the slots by `rolled_bias`. The
-        gradient x is therefore first rolled back.
-        """
+        """Adds the gradient x of the tile's bias, rolled back, to `tile`, of the first."""
         cut, begin = tile.shape[0] - self.i * self.rows, self.i * self.rows
         tile[:cut] += x[begin:]
         if self.i:
@@ -152,11 +123,8 @@ class RowTile(NamedTuple):
     ) -> Float[Array, "W R"]:
         """Returns the logits of each slot and row of the tile, with bias and mask.
 
-        Args:
-          block: the keys of the previous and the current block, and the mask of the previous block.
-          own: the queries of the tile's rows.
-          tile: [W, R], the bias of the block's first tile; None for no bias.
-          documents: the starts of the documents, for the mask of keys of other documents.
+        `own` has the queries of the tile's rows, and `tile` [W, R] the bias of the block's first
+        tile; None for no bias.
         """
         first = documents.document_start(self.all.start) if documents.start_inside else None
         results = self.folded_products(block.keys, own, block.unseen, first)
@@ -170,10 +138,9 @@ class RowTile(NamedTuple):
 
         Args:
           pair: the keys (or values) of the previous block and of the current block, each [W, K].
-          x: a vector for each row of the tile.
           unseen: a number that is added to the products with the previous block, to mask a block of
             another document.
-          first: the position of the first key of the rows' document, counted from the start of the
+          first: the position of the first key of the rows' document, relative to the start of the
             current block. Products with earlier keys become MASKED. None masks no products.
         """
         before, current = pair
@@ -190,29 +157,18 @@ class RowTile(NamedTuple):
     ) -> Float[Array, "K R"]:
         """Returns, for each row of the tile, the sum of the values, weighted by attention weights.
 
-        Args:
-          columns: the transposed values [K, W] of the previous block and of the current block.
-          current: the weights [(i + 1) R, R] of the current block's keys `self.current`, where i is
-            the index of this tile in the block.
-          before: the weights [W - i R, R] of the previous block's keys `self.before`.
+        `columns` are the transposed values [K, W] of the previous block and of the current block.
         """
         current_sums = dot_float32(columns[1][:, self.current], current, NN)
         return current_sums + dot_float32(columns[0][:, self.before], before, NN)
 
     def finished_sums(self, total: Any, current: Array, x: Float[Array, "R K"]) -> Array:
-        """Adds the gradients that the keys (or values) of the current block receive from the tile.
+        """Adds the gradients of the current block's keys (or values) from the tile's rows to
+        `total`.
 
-        The tiles of a block are processed from the last to the first, so the gradients of the
-        tile's own keys are then complete.
-
-        Args:
-          total: [W, K], reference to the sums of the gradients.
-          current: the gradients of the logits (or the weights) of the current block's keys
-            `self.current`, [(i + 1) R, R], where i is the index of this tile in the block.
-          x: the queries (or the gradients of the outputs) of the tile.
-
-        Returns:
-          The gradients [R, K] of the keys (or values) R i to R (i + 1), which are complete.
+        `current` has the gradients of their logits (or the weights), and x the tile's queries (or
+        the gradients of its outputs). The tiles of a block are processed from the last to the
+        first, so the gradients of the keys i R to (i + 1) R are then complete, and are returned.
         """
         added, begin = dot_float32(current, x, NN), self.all.start
         if begin:
@@ -220,15 +176,11 @@ class RowTile(NamedTuple):
         return total[self.all] + added[begin:]
 
     def add_to_previous(self, total: Any, before: Array, x: Float[Array, "R K"]) -> None:
-        """Adds the gradients that the keys (or values) of the previous block receive from the tile.
+        """Adds the gradients of the previous block's keys (or values) from the tile's rows to
+        `total`.
 
-        They take the place of the current block's sums that `finished_sums` has returned.
-
-        Args:
-          total: [W, K], reference to the sums of the gradients.
-          before: the gradients of the logits (or the weights) of the previous block's keys
-            `self.before`, [W - i R, R], where i is the index of this tile in the block.
-          x: the queries (or the gradients of the outputs) of the tile.
+        The first R of them take the place of the current block's sums that `finished_sums`, with
+        the corresponding arguments, has returned.
         """
         added, end = dot_float32(before, x, NN), self.all.stop
         total[self.all] = added[: self.rows]
@@ -237,7 +189,6 @@ class RowTile(NamedTuple):
 
 
 def _hide_before(first: Array, products: Float[Array, "S R"]) -> Float[Array, "S R"]:
-    """Returns the products, with MASKED in the rows before row `first`."""
     place = jax.lax.broadcasted_iota(jnp.int32, products.shape, 0)
     return jnp.where(place >= first, products, MASKED)
 

@@ -1,9 +1,6 @@
 """The windows that the TPU kernels of window attention support.
 
 The kernels read a window as a whole, or split into sub-windows of equal length (`subwindows`).
-
-In shapes, B is the number of lanes, H of heads of queries, T of tokens of a segment and K of
-numbers of a head.
 """
 
 from typing import Any
@@ -32,8 +29,7 @@ def refusal(
 ) -> str | None:
     """Returns the reason why the kernels do not support these inputs, or None if they do.
 
-    The arguments are those of `pallas_tpu.window_attention`, except that `cache_mask` may take the
-    place of `first`. The result depends only on `queries`, `cached`, `dropout` and `null_keys`.
+    In the place of `cache_mask`, callers may pass `first` of `pallas_tpu.window_attention`.
     """
     window, drops = cached[0].shape[1], dropout is not None
     if kernel_window(queries, window, drops=drops, null_keys=null_keys):
@@ -44,15 +40,10 @@ def refusal(
 def kernel_window(
     queries: Float[Array, "B T H K"], window: int, *, drops: bool, null_keys: bool
 ) -> int:
-    """Returns the number of keys that the kernels read at once: those of the window or of a
-    sub-window. Returns 0 if the kernels do not support the inputs.
+    """Returns the number of keys that the kernels read at once, or 0 if they refuse the inputs.
 
-    Args:
-      queries: the queries of a segment.
-      window: the number of keys of a window.
-      drops: True if attention weights have dropout. The windows are then not split.
-      null_keys: True if keys before the document count as zero keys. The windows are then not
-        split.
+    These are the keys of the window or of a sub-window. A window with dropout (`drops`) or with
+    null keys is not split.
     """
     if _whole_window_refusal(queries, window, drops) is None:
         return window
@@ -66,7 +57,6 @@ def kernel_window(
 
 
 def _whole_window_refusal(queries: Array, window: int, drops: bool) -> str | None:
-    """Returns the reason why the kernels cannot read a window as a whole, or None if they can."""
     if reason := _LIMITS.refusal(queries, window):
         return reason
     tokens, width = queries.shape[1], queries.shape[-1]
@@ -79,10 +69,7 @@ def _whole_window_refusal(queries: Array, window: int, drops: bool) -> str | Non
 
 
 def _backward_vmem_bytes(window: int, width: int, itemsize: int, drops: bool) -> int:
-    """Returns the bytes of VMEM that the backward pass needs.
-
-    These are two buffers for each block, the sums, and arrays of the size of the logits.
-    """
+    # There are two buffers for each block, the sums, and arrays of the size of the logits.
     blocks, sums = 2 * 13 * window * width * itemsize, 4 * window * width * 4
     dropout = 2 * window * window // 8 if drops else 0
     return blocks + sums + 14 * window * MOST_ROWS * 4 + dropout
