@@ -26,6 +26,11 @@ from brt.tasks.language_modeling.differences import Difference
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- table (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MILLION, GIB = 1e6, 2**30
+DISTRIBUTIONS = {
+    "random": "independent queries", "tight": "around 50 modes",
+    "loose": "farther from 50 modes", "sharp": "close to 50 sharp modes",
+    "retrieval": "one key for each query",
+}  # fmt: skip
 WIDTH = 110  # Longer lines of an output are cut.
 FAULTS = "tests/faults/faults.json"
 ADDITIONS = {
@@ -142,7 +147,7 @@ def answers(name: str) -> str:
     heads += [f"up to {row['windows']}" for row in first["answers"]]
     rows = [
         (model, f"{own[0]['learning_rate']:g}", ", ".join(str(run["seed"]) for run in own),
-         *(", ".join(f"{100 * run['answers'][i]['answers_exact']:.0f}" for run in own)
+         *(", ".join(f"{run['answers'][i]['answers_exact']:.0f}" for run in own)
            for i in range(len(first["answers"]))))
         for model, own in by_model.items()
     ]  # fmt: skip
@@ -155,6 +160,16 @@ def memory_kinds(name: str) -> str:
     keys = ("parameters", "carried", "flops")
     return markdown(
         heads, [(row["model"], *(f"{row[key]:,}" for key in keys)) for row in results(name)]
+    )
+
+
+def errors(name: str) -> str:
+    """Returns the errors that tools/benchmark/clustered.py wrote, by distribution of queries."""
+    rows = results(name)["found"]["errors"]
+    columns = [column for column in rows[0] if column != "kind"]
+    heads = ("", *(DISTRIBUTIONS[column] for column in columns))
+    return markdown(
+        heads, [(row["kind"], *(f"{row[column]:.3f}" for column in columns)) for row in rows]
     )
 
 
@@ -234,6 +249,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "additions": additions, "trainings": trainings, "runs": runs, "classes": classes,
     "answers": answers, "memory_kinds": memory_kinds, "steps": steps,
     "parts": parts, "recorded": recorded, "output": output, "faults": faults,
+    "errors": errors,
 }  # fmt: skip
 
 
