@@ -13,6 +13,7 @@ import argparse
 
 import jax
 import jax.numpy as jnp
+from conditions import report
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree
 
@@ -63,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", default="v4:2x2x1", help="as brt.plan takes it")
     parser.add_argument("--sequences", type=int, default=1, help="on one device")
+    parser.add_argument("--json", metavar="FILE", help="also write the costs and their conditions")
     args = parser.parse_args()
     platforms.use_cpus()  # Nothing runs here, so other processes can use the accelerators.
     topology = topologies.named(args.topology)
@@ -74,13 +76,18 @@ def main() -> None:
     stack = [{name: given(shape) for name, shape in SHAPES.items()} for _ in range(LAYERS)]
     x = given((args.sequences, TOKENS, DIM))
     chip = topology.chip.name if topology.chip else ""
+    found = {}
     for function in (whole, by_block):
         compiled = jax.jit(jax.grad(function, argnums=1)).lower(stack, x).compile()
         total = costs(compiled.as_text(), chip).total
+        found[function.__name__] = {
+            "cycles": total.cycles, "flops": total.flops, "bytes": total.bytes
+        }  # fmt: skip
         print(
             f"{function.__name__:>9}: {total.cycles / 1e6:6.1f} Mcycles, "
             f"{total.flops / 1e12:.2f} TFLOP, {total.bytes / 1e9:.1f} GB"
         )
+    report(args, found, devices=f"none, compiled for {args.topology}")
 
 
 if __name__ == "__main__":
