@@ -123,6 +123,23 @@ def test_a_table_that_is_not_that_of_its_file_is_found_and_written(
     assert "| Slide | 1,000 | 20 | 30 |\n<!-- end -->\nAfter." in page.read_text()
 
 
+def test_what_was_recorded_or_printed_is_shown_with_its_conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tables = importlib.import_module("tables")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    place = tmp_path / "docs/results"
+    (place / "recorded").mkdir(parents=True)
+    old = {"command": "run", "date": "2026-01-02", "conditions": "one seed", "heads": ["a", "b"]}
+    (place / "recorded/old.json").write_text(json.dumps(old | {"rows": [["1", "2"]]}))
+    assert tables.recorded("old").endswith("| 1 | 2 |\n\n2026-01-02, `run`: one seed.")
+    (place / "said.txt").write_text(f"# run\nfirst\nsecond {'x' * 200}\nlast\n")
+    assert tables.output("said", "^l", "irs").splitlines() == ["```", "first", "last", "```"]
+    whole = tables.output("said")
+    assert "# run" not in whole and max(map(len, whole.splitlines())) < 120
+
+
 @pytest.mark.slow
 def test_the_models_of_the_memory_sweep_have_every_kind_and_about_one_size(
     monkeypatch: pytest.MonkeyPatch,

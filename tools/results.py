@@ -74,7 +74,9 @@ def _evaluation(directory: Path) -> dict[str, Any]:
         "bits_per_token": report["bits_per_token"],
         "without_state": report.get("ablation", {}).get("bits_per_byte"),
         "answers": report.get("answers"),
-        "documents": _documents(file.with_name(f"{SPLIT}_documents.jsonl")),
+        "documents": None
+        if report.get("answers")
+        else _documents(file.with_name(f"{SPLIT}_documents.jsonl")),
         "comparison": {
             "with": Path(comparison["other"]["run"]).name,
             "classes": comparison["classes"],

@@ -4,8 +4,9 @@
     python tools/tables.py --check    # changes nothing; the exit code is 1 if a table would change
 
 A page has the line `<!-- table NAME ARGUMENT ... -->` before a table and `<!-- end -->` after it.
-NAME is a function of TABLES. The figures are in docs/results/*.json and in
-tools/benchmark/baselines/, which the commands beside the tables write.
+NAME is a function of TABLES. The figures are in docs/results/ and in tools/benchmark/baselines/,
+which the commands beside the tables write. Files in docs/results/recorded/ are older tables, whose
+figures were taken down with their conditions, but without the file that the command wrote.
 """
 
 import argparse
@@ -25,6 +26,13 @@ from brt.tasks.language_modeling.differences import Difference
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- table (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MILLION, GIB = 1e6, 2**30
+DISTRIBUTIONS = {
+    "random": "independent queries", "tight": "around 50 modes",
+    "loose": "farther from 50 modes", "sharp": "close to 50 sharp modes",
+    "retrieval": "one key for each query",
+}  # fmt: skip
+WIDTH = 110  # Longer lines of an output are cut.
+FAULTS = "tests/faults/faults.json"
 ADDITIONS = {
     "Slide:6L:256": "a window of 256 instead of 128 tokens",
     "Slide:7L": "a seventh layer",
@@ -129,7 +137,7 @@ def classes(name: str, model: str) -> str:
     return markdown(("class of tokens", "share", *heads), rows)
 
 
-def answers(name: str, window: str) -> str:
+def answers(name: str) -> str:
     """Returns the exact answers of memory tasks by distance, with all seeds in a cell."""
     by_model: dict[str, list[dict[str, Any]]] = {}
     for run in sorted(results(name)["runs"], key=lambda run: run["seed"]):
@@ -139,7 +147,7 @@ def answers(name: str, window: str) -> str:
     heads += [f"up to {row['windows']}" for row in first["answers"]]
     rows = [
         (model, f"{own[0]['learning_rate']:g}", ", ".join(str(run["seed"]) for run in own),
-         *(", ".join(f"{100 * run['answers'][i]['answers_exact']:.0f}" for run in own)
+         *(", ".join(f"{run['answers'][i]['answers_exact']:.0f}" for run in own)
            for i in range(len(first["answers"]))))
         for model, own in by_model.items()
     ]  # fmt: skip
@@ -153,6 +161,48 @@ def memory_kinds(name: str) -> str:
     return markdown(
         heads, [(row["model"], *(f"{row[key]:,}" for key in keys)) for row in results(name)]
     )
+
+
+def errors(name: str) -> str:
+    """Returns the errors that tools/benchmark/clustered.py wrote, by distribution of queries."""
+    rows = results(name)["found"]["errors"]
+    columns = [column for column in rows[0] if column != "kind"]
+    heads = ("", *(DISTRIBUTIONS[column] for column in columns))
+    return markdown(
+        heads, [(row["kind"], *(f"{row[column]:.3f}" for column in columns)) for row in rows]
+    )
+
+
+def recorded(name: str) -> str:
+    """Returns a table of docs/results/recorded/ and a line with its command and conditions."""
+    found = results(f"recorded/{name}")
+    told = f"{found['date']}, `{found['command']}`: {found['conditions']}."
+    return f"{markdown(found['heads'], found['rows'])}\n\n{told}"
+
+
+def output(name: str, *patterns: str) -> str:
+    """Returns the lines that match a pattern (all without one) of what a command printed; lines
+    that begin with "#" are about the command.
+    """
+    lines = (ROOT / f"docs/results/{name}.txt").read_text().splitlines()
+    own = [line for line in lines if not line.startswith("#")]
+    shown = [line for line in own if not patterns or any(re.search(p, line) for p in patterns)]
+    cut = [line if len(line) <= WIDTH else f"{line[:WIDTH]} ..." for line in shown]
+    return "\n".join(("```", *cut, "```"))
+
+
+def faults() -> str:
+    """Returns the table of the faults that tests inject, from tests/faults/faults.json."""
+    rows = [
+        (f"F{number} {row['fault']}", row["must_hold"], ", ".join(map(_test, row["tests"])))
+        for number, row in enumerate(json.loads((ROOT / FAULTS).read_text()), 1)
+    ]
+    return markdown(("fault", "must hold", "test"), rows)
+
+
+def _test(named: str) -> str:
+    file, space, cases = named.partition(" ")
+    return f"`{file}`{space}{cases}"
 
 
 def gigabytes(found: Mapping[str, Any], cost: Mapping[str, float]) -> str:
@@ -198,7 +248,8 @@ def parts(name: str) -> str:
 TABLES: Mapping[str, Callable[..., str]] = {
     "additions": additions, "trainings": trainings, "runs": runs, "classes": classes,
     "answers": answers, "memory_kinds": memory_kinds, "steps": steps,
-    "parts": parts,
+    "parts": parts, "recorded": recorded, "output": output, "faults": faults,
+    "errors": errors,
 }  # fmt: skip
 
 

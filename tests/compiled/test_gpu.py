@@ -25,6 +25,12 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def kernels(place: Path, *options: str) -> dict[str, dict[str, int]]:
+    """Returns the figures of kernels that tools/benchmark/gpu_kernels.py compiles."""
+    run("tools/benchmark/gpu_kernels.py", f"--json={place / 'kernels.json'}", *options)
+    return json.loads((place / "kernels.json").read_text())["found"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -37,13 +43,12 @@ def run(*command: str) -> str:
 )
 @pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_mosaic_gpu"])
 def test_kernels_compile_without_spills_or_atomics_and_use_the_matrix_units(
-    implementation: str, options: list[str]
+    implementation: str, options: list[str], tmp_path: Path
 ) -> None:
     """For each of three head sizes, there are four kernels: one for the forward pass, and one each
     for the gradients of queries, of keys and values, and of the bias.
     """
-    options = [f"--implementation={implementation}", "--json", *options]
-    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+    found = kernels(tmp_path, f"--implementation={implementation}", *options)
     assert len(found) == 4 * 3
     for name, used in found.items():
         assert (used["spilled"], used["atomics"]) == (0, 0), name
@@ -51,44 +56,41 @@ def test_kernels_compile_without_spills_or_atomics_and_use_the_matrix_units(
         assert (used["tma"] > 0) == (implementation == "pallas_mosaic_gpu"), name
 
 
-def test_kernels_of_windows_that_are_not_a_block_compile_without_spills() -> None:
-    options = "--json", "--window=2048", "--block=256"
-    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+def test_kernels_of_windows_that_are_not_a_block_compile_without_spills(tmp_path: Path) -> None:
+    found = kernels(tmp_path, "--window=2048", "--block=256")
     assert len(found) == 4 * 3
     for name, used in found.items():
         assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
 
 
 @pytest.mark.parametrize("options", [[], ["--null_keys", "--dtype=float16"]], ids=" ".join)
-def test_kernels_of_recurrent_states_compile_without_spills(options: list[str]) -> None:
-    options = ["--operation=softmax_attention", "--json", *options]
-    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+def test_kernels_of_recurrent_states_compile_without_spills(
+    options: list[str], tmp_path: Path
+) -> None:
+    found = kernels(tmp_path, "--operation=softmax_attention", *options)
     assert len(found) == 3 * 3
     for name, used in found.items():
         assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
 
 
 @pytest.mark.parametrize("options", [[], ["--dropout", "--dtype=float16"]], ids=" ".join)
-def test_kernels_of_encoders_compile_without_spills(options: list[str]) -> None:
-    options = ["--operation=masked_attention", "--head_dims=64,128", "--json", *options]
-    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+def test_kernels_of_encoders_compile_without_spills(options: list[str], tmp_path: Path) -> None:
+    found = kernels(tmp_path, "--operation=masked_attention", "--head_dims=64,128", *options)
     assert len(found) == 4 * 2
     for name, used in found.items():
         assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
 
 
-def test_the_kernels_of_centroids_compile_without_spills() -> None:
-    options = "--operation=clustered_attention", "--head_dims=64,128", "--json"
-    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+def test_the_kernels_of_centroids_compile_without_spills(tmp_path: Path) -> None:
+    found = kernels(tmp_path, "--operation=clustered_attention", "--head_dims=64,128")
     assert len(found) == 4 * 2
     for name, used in found.items():
         assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
 
 
-def test_the_kernels_of_causal_clustered_attention_compile_without_spills() -> None:
+def test_the_kernels_of_causal_clustered_attention_compile_without_spills(tmp_path: Path) -> None:
     """There are three kernels for the previous block and three for the memory of the centroids."""
-    options = "--operation=causal_clustered_attention", "--head_dims=64,128", "--json"
-    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+    found = kernels(tmp_path, "--operation=causal_clustered_attention", "--head_dims=64,128")
     assert len(found) == 6 * 2
     for name, used in found.items():
         assert (used["spilled"], used["atomics"]) == (0, 0) and used["wgmma"] > 0, name
@@ -97,10 +99,11 @@ def test_the_kernels_of_causal_clustered_attention_compile_without_spills() -> N
 @pytest.mark.parametrize(
     "options", [[], ["--segment=16"], ["--segment=96", "--dtype=float16"]], ids=" ".join
 )
-def test_the_kernels_of_the_segmented_recurrence_compile_without_spills(options: list[str]) -> None:
+def test_the_kernels_of_the_segmented_recurrence_compile_without_spills(
+    options: list[str], tmp_path: Path
+) -> None:
     """One of the three kernels, that of the membrane potentials, has no matrix products."""
-    options = ["--operation=segmented_recurrence", "--head_dims=64,128", "--json", *options]
-    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
+    found = kernels(tmp_path, "--operation=segmented_recurrence", "--head_dims=64,128", *options)
     assert len(found) == 3 * 2
     for name, used in found.items():
         assert (used["spilled"], used["atomics"]) == (0, 0), name

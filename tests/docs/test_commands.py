@@ -42,7 +42,7 @@ ONLY_RESOLVED = {
     "configs/sweeps/gates.gin": "--list",
     "configs/sweeps/medium.gin": "--list",  # hours of training
     "runs/latex/Rec-fixed-skip,seed=0": None,  # a run of the sweep medium.gin
-    "configs/sweeps/memory_distance.gin": "--list",  # training of five models
+    "configs/sweeps/memory_distance.gin": "--list",  # training of four models
     "configs/sweeps/memory.gin": "--list",  # training of 18 models
     "configs/sweeps/recurrence.gin": "--list",  # training of 42 models
     "configs/sweeps/retrofit.gin": "--list",  # the weights of SmolLM2-135M, and a GPU

@@ -37,6 +37,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conditions import report
+
 from brt import command_line, platforms
 from brt.errors import ConfigError
 from brt.planning.topologies import CHIPS, Chip
@@ -102,8 +104,9 @@ def main(args: argparse.Namespace) -> int:
     if args.instructions:
         lines += [line for one in found.values() for line in longest(one, args.instructions)]
     print("\n".join(lines))
-    if args.json:
-        command_line.write_json(args.json, {str(name): one for name, one in found.items()}, None)
+    model = command_line.read(args.gin_file, args.gin_bindings).config.model
+    named = {str(name): one for name, one in found.items()}
+    report(args, named, {"model": model}, f"none, compiled for {args.topology}")
     return 0
 
 

@@ -18,7 +18,10 @@ import jax
 from brt.ops import dispatch
 from brt.training.provenance import current_time
 
-LIBRARIES = "jax", "libtpu", "torch", "transformers", "tokenizers", "sentencepiece", "datasets"
+LIBRARIES = (
+    "jax", "libtpu", "nvidia-cuda-nvcc-cu12", "torch", "transformers", "tokenizers",
+    "sentencepiece", "datasets",
+)  # fmt: skip
 
 
 def conditions(

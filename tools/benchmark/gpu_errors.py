@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conditions import report
 
 from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
@@ -361,8 +362,8 @@ def computed(case: Case, implementation: str) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in leaves}
 
 
-def measured(case: Case) -> Iterator[str]:
-    """Yields a row of the table for each implementation of a case."""
+def measured(case: Case) -> Iterator[dict[str, Any]]:
+    """Yields the row of each implementation of a case."""
     expected = computed(case, "reference")
     for implementation in case.implementations:
         found, again = (computed(case, implementation) for _ in range(2))
@@ -370,7 +371,10 @@ def measured(case: Case) -> Iterator[str]:
             np.abs(found[name] - x).max() / (np.abs(x).max() or 1.0) for name, x in expected.items()
         )
         same = all(np.array_equal(found[name], again[name]) for name in found)
-        yield f"{case.name:85} {implementation:17} {error:9.1e}  {'yes' if same else 'no'}"
+        yield {
+            "case": case.name, "implementation": implementation,
+            "error": float(error), "same_bits": same,
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -378,18 +382,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--seconds", type=float, default=600.0, help="start no case after this time")
-    seconds, device = flags.parse_args().seconds, jax.devices()[0]
+    flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
+    args, device = flags.parse_args(), jax.devices()[0]
     if device.platform != "gpu":
         flags.error(f"the kernels run on GPUs, and JAX found {device.device_kind}")
-    print(f"jax {jax.__version__}, {device.device_kind}")
     print(f"{'case':85} {'implementation':17} max error  same bits")
-    begin = time.monotonic()
+    begin, found = time.monotonic(), []
     for make in CASES:
-        if time.monotonic() - begin > seconds:
+        if time.monotonic() - begin > args.seconds:
             print("the time is over")
-            return
-        for line in measured(make()):
-            print(line, flush=True)
+            break
+        for row in measured(make()):
+            found.append(row)
+            kind, error, same = f"{row['implementation']:17}", row["error"], row["same_bits"]
+            print(f"{row['case']:85} {kind} {error:9.1e}  {'yes' if same else 'no'}", flush=True)
+    report(args, found)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ of programs that fit on a multiprocessor. No times are measured.
 
 import argparse
 import functools
-import json
 import os
 import re
 import subprocess
@@ -26,6 +25,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from conditions import report
 
 from brt import jax_versions
 
@@ -56,8 +57,8 @@ def main() -> None:
             found[f"{kernel}_{head_dim}"] = used
             shown = used["registers"], used["spilled"], used["warps"], used["shared"] // 1024
             print(f"| {kernel} | {head_dim} |", *(f"{x} |" for x in (*shown, used["programs"])))
-    if args.json:
-        print(json.dumps(found))
+    vars(args).pop("one")
+    report(args, found, devices=f"none, compiled for {args.topology}")
 
 
 def compiled(head_dim: int) -> dict[str, dict[str, int]]:
@@ -326,7 +327,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--dropout", action="store_true")
     flags.add_argument("--null_keys", action="store_true")
     flags.add_argument("--strictly_past", action="store_true")
-    flags.add_argument("--json", action="store_true", help="one more line, for programs")
+    flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
     flags.add_argument("--one", type=int, help=argparse.SUPPRESS)
     return flags
 

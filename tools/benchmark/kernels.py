@@ -22,6 +22,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from conditions import report
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}
 NAME = re.compile(r"\b([a-z_]+_(?:\d+x)+\d+)_[a-z]+\d+_\d+_steps")
@@ -39,9 +42,13 @@ def main() -> None:
     if args.one:
         print(json.dumps(vmem_of(compile_one(args.one, args)[0])))
         return
-    if args.compare:
-        compare(args)
-        return
+    found = compare(args) if args.compare else counted(args)
+    vars(args).pop("one")
+    report(args, found, devices=f"none, compiled for {', '.join(args.chips)}")
+
+
+def counted(args: argparse.Namespace) -> dict[str, dict[str, tuple[int, int]]]:
+    """Prints and returns the bundles of the kernels of a case, by kernel and chip."""
     known: dict[str, dict[str, tuple[int, int]]] = {}
     print("| kernel | chip | bundles | in a pass | MB of VMEM |\n|---|---|---|---|---|")
     for chip in (chip for chip in args.chips if chip not in WITHOUT.get(args.case, ())):
@@ -52,8 +59,7 @@ def main() -> None:
                 each, ends = bundles
                 numbers = f"{each:,} | {ends:,} | {vmem[name] / 1e6:.1f}"
                 print(f"| {name} | {chip} | {numbers} |", flush=True)
-    if args.json:
-        print(json.dumps(known))
+    return known
 
 
 def compiled(chip: str, place: Path, args: argparse.Namespace) -> dict[str, int]:
@@ -132,19 +138,25 @@ def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
     return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
 
 
-def compare(args: argparse.Namespace) -> None:
-    """Prints the costs of a case with plain XLA and with kernels, for each chip."""
+def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints and returns the costs of a case with plain XLA and with kernels, for each chip."""
     from brt.planning.costs import costs
 
     print("| case | chip | implementation | Mcycles | GB | temporaries, MiB |")
     print("|---|---|---|---|---|---|")
+    found = []
     for chip in args.chips:
         for name in ("xla", "pallas_tpu"):
             args.implementation = name
             text, temporaries = compile_one(chip, args)
             total = costs(text, chip).total
+            found.append({
+                "chip": chip, "implementation": name, "cycles": total.cycles,
+                "bytes": total.bytes, "temporaries": temporaries,
+            })  # fmt: skip
             numbers = f"{total.cycles / 1e6:.2f} | {total.bytes / 1e9:.2f} | {temporaries >> 20}"
             print(f"| {args.case} | {chip} | {name} | {numbers} |", flush=True)
+    return found
 
 
 def vmem_of(text: str) -> dict[str, int]:
@@ -176,7 +188,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--head_dim", type=int, default=128)
     flags.add_argument("--vocabulary", type=int, default=32000, help="of the case loss")
     flags.add_argument("--dtype", default="bfloat16")
-    flags.add_argument("--json", action="store_true", help="one more line, for programs")
+    flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
     flags.add_argument("--implementation", default="pallas_tpu", help=argparse.SUPPRESS)
     flags.add_argument("--one", choices=CHIPS, help=argparse.SUPPRESS)
     return flags
