@@ -2,7 +2,9 @@
 
 They say how transformers uses the tokenizer and the model: chat templates, special tokens, settings
 of generation. An export gives them back. Where brt stores a tokenizer (in a run, or with prepared
-data), the files are in the subdirectory `original` beside the file of the tokenizer.
+data), the files are in the subdirectory `original` beside the file of the tokenizer. In a directory
+of a converted encoder-decoder or encoder, only those of the model are there, and those of the
+tokenizer are beside it.
 """
 
 from collections.abc import Mapping
@@ -30,21 +32,21 @@ def read(tokenizer: Path) -> dict[str, bytes]:
     Raises:
       DataError: a file cannot be read, or the files are larger than `MAX_BYTES`.
     """
-    stored = tokenizer.parent / DIRECTORY
-    place = stored if stored.is_dir() else tokenizer.parent
-    found: dict[str, bytes] = {}
-    for name in names(place):
+    stored, found = tokenizer.parent / DIRECTORY, dict[str, bytes]()
+    of_brt = stored.is_dir()
+    paths = {name: tokenizer.parent / name for name in names(tokenizer.parent)}
+    for name, path in (paths | {name: stored / name for name in names(stored)}).items():
         # A run may come from a stranger, so links in it are not followed. The caches of Hugging
         # Face consist of links.
-        if place / name == tokenizer or (place == stored and (place / name).is_symlink()):
+        if path == tokenizer or (of_brt and path.is_symlink()):
             continue
         left = MAX_BYTES - sum(map(len, found.values()))
         try:
-            found[name] = untrusted.read_file(place / name, left)
+            found[name] = untrusted.read_file(path, left)
         except OSError as error:
             raise DataError(
-                f"{place / name} cannot be kept: {error.strerror}; remove it if the tokenizer "
-                "does not need it"
+                f"{path} cannot be kept: {error.strerror}; remove it if the tokenizer does not "
+                "need it"
             ) from error
     return found
 

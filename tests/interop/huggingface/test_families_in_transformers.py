@@ -36,6 +36,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24,
         "layer_types": [LOCAL, FULL, LOCAL]}),
 }  # fmt: skip
+# Encoder-decoders and encoders, by the name of the class.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5ForConditionalGeneration": ("T5", {
+        "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0, "eos_token_id": 2}),
+    "BartForConditionalGeneration": ("Bart", {
+        "vocab_size": 300, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48, "max_position_embeddings": 64}),
+    "RobertaForMaskedLM": ("Roberta", {}),
+    "RobertaForSequenceClassification": ("Roberta", {"num_labels": 3}),
+    "RobertaForQuestionAnswering": ("Roberta", {}),
+}  # fmt: skip
+ROBERTA = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 66, "type_vocab_size": 1,
+}  # fmt: skip
 CHAT = [{"role": "user", "content": "Hi"}]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{m['role']}} {{m['content']}}<|im_end|>{% endfor %}"
 
@@ -61,12 +78,7 @@ def test_a_family_goes_through_brt(
     model.generation_config.update(do_sample=True, temperature=0.6, repetition_penalty=1.05)
     hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
     model.save_pretrained(hub)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer_file), bos_token="<|im_start|>", eos_token="<|im_end|>",
-        pad_token="<|endoftext|>", unk_token="<|endoftext|>", model_max_length=64,
-        chat_template=TEMPLATE,
-    )  # fmt: skip
-    tokenizer.save_pretrained(hub)
+    save_tokenizer(transformers, tokenizer_file, hub)
     arguments = ("--window=8", "--sinks=2") if own_code else ()
     run("--from=hf", str(hub), "--to=brt", str(ours), *arguments)
     plain = () if own_code else ("--plain",)
@@ -91,10 +103,64 @@ def test_a_family_goes_through_brt(
         assert found.get(key) == value or derived or value is None or key in said, key
         if key not in ("dtype", "transformers_version"):
             assert getattr(again, key) == getattr(config, key) or derived, key
+    assert_files_given_back(hub, back, said)
+
+
+@pytest.mark.parametrize("name_of_class", OTHERS)
+def test_an_encoder_goes_through_brt(
+    name_of_class: str, tokenizer_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    family, settings = OTHERS[name_of_class]
+    sizes = ROBERTA if family == "Roberta" else {}
+    config = getattr(transformers, f"{family}Config")(**sizes, **settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, name_of_class)(config)
+    hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
+    if model.can_generate():
+        model.generation_config.update(
+            do_sample=True, temperature=0.6, repetition_penalty=1.05, num_beams=2, max_length=50
+        )
+    model.save_pretrained(hub)
+    save_tokenizer(transformers, tokenizer_file, hub)
+    run("--from=hf", str(hub), "--to=brt", str(ours))
+    run("--from=brt", str(ours), "--to=hf", str(back), "--verify")
+    said = capsys.readouterr().out
+
+    again = getattr(transformers, f"{family}Config").from_pretrained(back)
+    for key, value in config.to_dict().items():
+        assert getattr(again, key) == value or key in ("_name_or_path", "architectures"), key
+    for name, wanted in json_settings(hub).items():
+        found = json_settings(back)[name]
+        for key, value in wanted.items():
+            written = ("transformers_version", "dtype")
+            assert found.get(key) == value or key in (*written, *said.split()), (name, key)
+    if model.can_generate():
+        assert all(word in said for word in ("repetition_penalty", "do_sample", "temperature"))
+    before, after = (transformers.AutoTokenizer.from_pretrained(p) for p in (hub, back))
+    assert after("It was").input_ids == before("It was").input_ids
+    assert after.special_tokens_map == before.special_tokens_map
+    assert_files_given_back(hub, back, said)
+
+
+def save_tokenizer(transformers: Any, tokenizer_file: Path, place: Path) -> None:
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_file), bos_token="<|im_start|>", eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", unk_token="<|endoftext|>", model_max_length=64,
+        chat_template=TEMPLATE,
+    ).save_pretrained(place)  # fmt: skip
+
+
+def json_settings(directory: Path) -> dict[str, Any]:
+    names = ("config.json", "generation_config.json", "tokenizer_config.json")
+    return {n: files.read_json(directory / n) for n in names if (directory / n).is_file()}
+
+
+def assert_files_given_back(hub: Path, back: Path, said: str) -> None:
     weights = files.weight_files(hub)
     for path in hub.iterdir():
         given_back = (back / path.name).is_file() or path.name in said
-        assert given_back or path.name in (*weights, "config.json"), path.name
+        assert given_back or path.name in weights, path.name
 
 
 def run(*flags: str) -> None:

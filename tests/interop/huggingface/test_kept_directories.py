@@ -1,6 +1,7 @@
-"""Tests that every file and key of a decoder's directory is used, given back, or named."""
+"""Tests that every file and key of a model's directory is used, given back, or named."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,33 @@ def test_a_directory_is_given_back(
     assert "some_remark" in said and "repetition_penalty = 1.05" in said
     run("--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "back"))
     assert_given_back(hub, tmp_path / "back", own_code=own_code)
+
+
+@pytest.mark.parametrize("model", ["t5", "bart", "roberta"])
+def test_other_directories_are_given_back(
+    model: str, directory: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    hub, back = tmp_path / "hub", tmp_path / "back"
+    shutil.copytree(directory(model), hub)
+    for file, settings in SETTINGS.items():
+        before = files.read_json(hub / file) if (hub / file).is_file() else {}
+        files.write_json(hub / file, settings | before)
+    described = files.read_json(hub / "config.json") | {"some_remark": 3, "use_cache": False}
+    files.write_json(hub / "config.json", described)
+    for file in ("merges.txt", "README.md", "additional_chat_templates/tools.jinja"):
+        (hub / file).parent.mkdir(exist_ok=True)
+        (hub / file).write_text("something")
+    run("--from=hf", str(hub), "--to=brt", str(tmp_path / "ours"))
+    said = capsys.readouterr().out
+    for word in ("some_remark", "repetition_penalty = 1.05", "temperature = 0.6", "README.md"):
+        assert said.count(word) == 1, word
+    run("--from=brt", str(tmp_path / "ours"), "--to=hf", str(back))
+    for file, wanted in json_files(hub).items():
+        again = json_files(back)[file]
+        lost = {key for key, value in wanted.items() if again.get(key) != value}
+        assert lost <= {"transformers_version"}, (file, lost)
+    left = {path.name for path in hub.iterdir()} - {path.name for path in back.iterdir()}
+    assert left == {"README.md", "expected.npz"} and all(name in said for name in left)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.weights import Arrays
 
 _SAMPLING = ("temperature", "top_k", "top_p")
+_APPLIED = {*_SAMPLING, "do_sample", "bos_token_id", "eos_token_id", "pad_token_id"}
 _GENERATION = {
     "do_sample?": bool | None, "temperature?": int | float | None, "top_k?": int | None,
     "top_p?": int | float | None,
@@ -105,9 +106,10 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     notes = [
         *notes, *_adapter_notes(adapter, directory), *tokenizer.notes, *unknown,
         *_beginning_notes(tokenizer),
-        *inventory.of_config(described, left, kept=True),
-        *inventory.of_generation(_generation(directory), (), kept=True),
-        *inventory.of_files(directory, (file.name, *tokenizer.beside, *adapter_files)),
+        *inventory.notes(
+            directory, left=left, applied=_APPLIED,
+            used=(file.name, *tokenizer.beside, *adapter_files),
+        ),
     ]  # fmt: skip
     model = dataclasses.replace(model, end_ids=ends)
     return PretrainedDecoder(
