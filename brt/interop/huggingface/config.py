@@ -35,6 +35,8 @@ SPECIAL = {
 }
 # brt applies these keys of generation_config.json, and an export states them.
 STATED = {*GENERATION, *SPECIAL.values()}
+# These values of `early_stopping` have the names on the right in Decoding.early_stopping.
+STOPPING: dict[Any, str] = {True: "yes", False: "heuristic", "never": "never"}
 _T5 = {
     "encoder_layers": "num_layers", "decoder_layers": "num_decoder_layers",
     "model_dim": "d_model", "heads": "num_heads", "head_dim": "d_kv", "mlp_dim": "d_ff",
@@ -320,8 +322,6 @@ def decoding(described: Described, task: str = "") -> Decoding:
     }  # fmt: skip
     table = {ours[name]: name for name in ours if wanted.get(name) is not None}
     fields = convert_fields("Decoding", table, wanted, file="generation_config.json")
-    stopping = {True: "yes", False: "heuristic", "never": "never"}
-    # transformers' default of early_stopping is False, which is the value "heuristic" of
-    # Decoding.early_stopping.
-    early = _chosen({"early_stopping": False, **wanted}, "early_stopping", stopping)
+    # transformers' default of early_stopping is False.
+    early = _chosen({"early_stopping": False, **wanted}, "early_stopping", STOPPING)
     return Decoding(**fields, early_stopping=early)

@@ -15,7 +15,7 @@ from brt.errors import ConfigError
 from brt.interop import pretrained
 from brt.interop.exporting import NAMES, ExportableModel, ExportSource
 from brt.interop.huggingface import convert, kept
-from brt.interop.huggingface.config import Described
+from brt.interop.huggingface.config import STOPPING, Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 from brt.models.transformer_flops import seq2seq_flops
@@ -269,6 +269,9 @@ class Summarization(Task):
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
+            "early_stopping": {ours: theirs for theirs, ours in STOPPING.items()}[
+                decoding.early_stopping
+            ],
             "max_length": decoding.max_length,
             "min_length": decoding.min_length,
             "no_repeat_ngram_size": decoding.no_repeat_ngram,

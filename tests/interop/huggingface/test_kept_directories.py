@@ -308,3 +308,29 @@ def test_two_sets_of_weights_are_named(hub: Path, tmp_path: Path) -> None:
     decoder = reading.describe(tmp_path)
     assert any("two sets of weights" in note for note in decoder.notes)
     assert not any(array.any() for array in decoder.arrays().values())
+
+
+@pytest.mark.slow
+def test_training_keeps_the_directory_of_an_encoder_decoder(tmp_path: Path) -> None:
+    pairs = [{"document": f"the story of {i} and of {i + 1}", "summary": f"{i}"} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    settings = {
+        "Training.task": "summarization", "Training.steps": 1, "Training.batch_size": 2,
+        "Training.sample_every": 0, "Training.evaluate_every": 0,
+        "Data.train": (str(tmp_path / "pairs.jsonl"),), "Data.tokenizer": "train:320",
+        "Seq2Seq.encoder_layers": 1, "Seq2Seq.decoder_layers": 1, "Model.model_dim": 16,
+        "Model.heads": 2, "Model.head_dim": 8, "Model.mlp_dim": 16, "Pairs.max_source_length": 64,
+        "Pairs.max_target_length": 16,
+    }  # fmt: skip
+    hub, ours, back = (tmp_path / name for name in ("hub", "ours", "back"))
+    brt.train(brt.config_from_gin((), settings), tmp_path / "first")
+    run("--from=brt", str(tmp_path / "first"), "--to=hf", str(hub))
+    files.write_json(hub / "tokenizer_config.json", SETTINGS["tokenizer_config.json"])
+    for name, more in (("config", {"some_remark": 3}), ("generation_config", {"top_k": 5})):
+        path = hub / f"{name}.json"
+        files.write_json(path, files.read_json(path) | more)
+    run("--from=hf", str(hub), "--to=brt", str(ours))
+    more = {"Data.tokenizer": str(ours / "spiece.model"), "Training.init_from": str(ours)}
+    brt.train(brt.config_from_gin((), settings | more), tmp_path / "second")
+    run("--from=brt", str(tmp_path / "second"), "--to=hf", str(back))
+    assert json_files(back) == json_files(hub)
