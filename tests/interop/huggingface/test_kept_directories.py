@@ -11,7 +11,7 @@ from tiny_decoder import TEXT, write_decoder
 
 import brt
 from brt import convert, train
-from brt.data import tokenizers
+from brt.data import tokenizer_training, tokenizers
 from brt.errors import CheckpointError
 from brt.interop.huggingface import config as seq2seq
 from brt.interop.huggingface import files
@@ -196,6 +196,8 @@ def rename(old: str, new: str) -> Callable[[dict], None]:
 
 
 NO_BOS = {"bos_token_id": None}
+ADDS = {"tokenizer_config": {"add_bos_token": True}}
+ADDS_NO = {"tokenizer_config": {"add_bos_token": False, "bos_token": "<|im_start|>"}}
 
 
 @pytest.mark.parametrize(
@@ -210,6 +212,10 @@ NO_BOS = {"bos_token_id": None}
         (lambda _: None, {"config": {**NO_BOS, "eos_token_id": 2}}, 2, "begin with the end token"),
         (lambda _: None, {"config": {"bos_token_id": 290, "eos_token_id": 2}}, 2, "= 290 is no"),
         (lambda _: None, {"config": {"bos_token_id": 50, "eos_token_id": 2}}, 2, "= 50 is no"),
+        (begins("<|im_start|>", 1), ADDS, 1, ""),
+        (lambda _: None, ADDS, 1, "contradicts the post-processor"),
+        (begins("<|im_start|>", 1), ADDS_NO, 1, "contradicts the post-processor"),
+        (lambda _: None, ADDS_NO, 1, "documents of brt begin with a BOS"),
     ],
 )
 def test_documents_begin_with_what_the_directory_says(
@@ -219,6 +225,25 @@ def test_documents_begin_with_what_the_directory_says(
     assert decoder.tokenizer.bos_id == bos
     notes = " ".join(decoder.notes)
     assert said in notes and ("BOS" in notes or "bos_token" in notes) == bool(said)
+
+
+def test_a_sentencepiece_model_begins_as_its_settings_say(tmp_path: Path) -> None:
+    """transformers heeds `add_bos_token`, as there is no tokenizer.json; its default BOS is <s>."""
+    path = tmp_path / "tokenizer.model"
+    special = tokenizer_training.Special(unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
+    tokenizer_training.train_sentencepiece([[TEXT]], 300, path, special=special)
+    files.write_json(tmp_path / "config.json", {"bos_token_id": 2})
+    for settings, bos, said in (
+        ({}, 2, ""),
+        ({"add_bos_token": True}, 1, "BOS = '<s>' contradicts config.json"),
+        ({"add_bos_token": True, "bos_token": "</s>"}, 2, ""),
+        ({"add_bos_token": False, "bos_token": "</s>"}, 2, "begin with a BOS"),
+        ({"add_eos_token": True}, 2, "no end token after a prompt"),
+    ):
+        files.write_json(tmp_path / "tokenizer_config.json", settings)
+        tokenizer = tokenizers.load(str(path))
+        notes = " ".join(tokenizer.notes)
+        assert tokenizer.bos_id == bos and said in notes and bool(notes) == bool(said), settings
 
 
 def test_other_beginnings_are_other_tokenizers(change: Callable) -> None:
