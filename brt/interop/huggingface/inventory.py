@@ -37,10 +37,10 @@ def notes(
     found = [f"config.json: ignored, but kept: {_list(unknown)}"] if unknown else []
     if rest:
         found.append(f"generation_config.json: kept for exports, but not applied: {_list(rest)}")
-    return found + _of_files(directory, {*used, *originals.MODEL})
+    return found + of_files(directory, {*used, *originals.MODEL})
 
 
-def _of_files(directory: Path, used: Collection[str]) -> list[str]:
+def of_files(directory: Path, used: Collection[str]) -> list[str]:
     """Returns notes about the files of a directory that are neither used nor kept.
 
     Args:
