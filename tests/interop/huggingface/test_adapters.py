@@ -1,6 +1,8 @@
 """Tests adapters in PEFT's format, and weights that are beside or below their usual place."""
 
+import dataclasses
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -269,6 +271,35 @@ def test_adapters_of_a_run_are_read_as_they_were(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-6),
         read.params(), dict(source.params),
     )  # fmt: skip
+
+
+def test_the_base_of_adapters_is_found_as_the_note_says(
+    adapters_of_run: tuple[ExportSource, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source, base = adapters_of_run
+    start = tmp_path / "the run"
+    convert.main(convert.parser().parse_args(["--from=hf", str(base), "--to=brt", str(start)]))
+
+    def export(place: Path) -> list[str]:
+        training = dataclasses.replace(source.config.training, init_from=str(place))
+        config = dataclasses.replace(source.config, training=training)
+        exported = LanguageModeling().export(source._replace(config=config))
+        return list(converting.to_hf(exported, tmp_path / f"of {place.name}", verified=False))
+
+    (note,) = (line for line in export(start) if "PEFT needs" in line)
+    command = shlex.split(note.partition("brt.convert ")[2].partition(" writes it")[0])
+    target = tmp_path / "BASE"
+    flags = [str(target) if word == "BASE" else word for word in command]
+    convert.main(convert.parser().parse_args(flags))
+    path = tmp_path / "of the run/adapter_config.json"
+    files.write_json(path, files.read_json(path) | {"base_model_name_or_path": str(target)})
+    read = reading.describe(path.parent, WindowChoice(64, 0))
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-6),
+        read.params(), dict(source.params),
+    )  # fmt: skip
+    gone = " ".join(export(tmp_path / "gone"))
+    assert "gone is not here" in gone and "--from=brt" not in gone
 
 
 def test_runs_that_trained_more_than_adapters_are_refused(base: Path, tmp_path: Path) -> None:

@@ -145,6 +145,46 @@ def test_an_encoder_goes_through_brt(
     assert_files_given_back(hub, back, said)
 
 
+def test_the_own_code_heeds_the_settings_of_generation(tmp_path: Path) -> None:
+    """Within the window, it writes the same texts as Llama, except for the keys that are left out."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
+    write_decoder(hub)
+    left_out = {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": 3, "output_attentions": True}
+    files.write_json(hub / "generation_config.json", {"top_k": 3} | left_out)
+    run("--from=hf", str(hub), "--to=brt", str(ours), "--window=32", "--sinks=4")
+    run("--from=brt", str(ours), "--to=hf", str(back))
+    assert not files.read_json(back / "generation_config.json").keys() & left_out.keys()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    models = load(hub), load(back, trust_remote_code=True)
+    models[0].generation_config = models[1].generation_config
+    for model, norm in zip(models, ("model.norm.weight", "decoder.norm"), strict=True):
+        model.get_parameter(norm).data *= 0.2  # So that many tokens are likely.
+
+    def write(model: Any, settings: dict[str, Any]) -> list:
+        torch.manual_seed(0)
+        ids = torch.tensor([[1, 40, 60, 80, 100, 41, 60]])
+        asked = transformers.GenerationConfig(
+            **{"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 2, **settings}
+        )
+        return model.generate(
+            ids, generation_config=asked, attention_mask=torch.ones_like(ids)
+        ).tolist()
+
+    for settings in (
+        {"do_sample": True, "temperature": 0.7}, {"do_sample": True, "top_k": 3, "min_p": 0.1},
+        {"do_sample": True, "top_p": 0.4, "typical_p": 0.5}, {"repetition_penalty": 1.8},
+        {"no_repeat_ngram_size": 2}, {"num_beams": 3, "length_penalty": 2.0},
+        {"bad_words_ids": [[5]], "suppress_tokens": [6]}, {"forced_eos_token_id": 2},
+        {"exponential_decay_length_penalty": [2, 1.5]}, {"min_new_tokens": 10}, {"max_length": 14},
+    ):  # fmt: skip
+        llama, own = (write(model, settings) for model in models)
+        assert own == llama, settings
+    for name, value in left_out.items():
+        with pytest.raises(ValueError):
+            write(models[1], {name: value})
+
+
 @pytest.mark.parametrize("own", ["json", "model"])
 @pytest.mark.parametrize("named", [None, "<s>"])
 @pytest.mark.parametrize("adds", [None, True, False])

@@ -112,6 +112,25 @@ def test_a_directory_is_given_back(
     assert_given_back(hub, tmp_path / "back", own_code=own_code)
 
 
+def test_settings_of_generation_that_the_own_code_lacks(
+    hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(hub, tmp_path / "hub")
+    path = tmp_path / "hub/generation_config.json"
+    lost = {"prompt_lookup_num_tokens": 3, "guidance_scale": 1.5}
+    files.write_json(path, SETTINGS["generation_config.json"] | lost | {"output_attentions": False})
+    run("--from=hf", str(tmp_path / "hub"), "--to=brt", str(tmp_path / "run"), "--window=32")
+    for plain in (True, False):
+        capsys.readouterr()
+        flags = ["--plain"] * plain
+        run("--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / f"{plain}"), *flags)
+        said = capsys.readouterr().out
+        again = files.read_json(tmp_path / f"{plain}/generation_config.json")
+        assert files.read_json(path) == again | ({} if plain else lost)
+        for name, value in lost.items():
+            assert (name in again) == plain and said.count(f"{name} = {value}") == (not plain)
+
+
 @pytest.mark.parametrize("model", ["t5", "bart", "roberta"])
 def test_other_directories_are_given_back(
     model: str, directory: Callable, tmp_path: Path, capsys: pytest.CaptureFixture

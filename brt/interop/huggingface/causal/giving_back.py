@@ -18,6 +18,11 @@ from brt.interop.huggingface.causal.config import WindowChoice
 # If these keys of the original config.json are equal to those of the export, the export is the
 # same model, perhaps trained further, and not a new model with the same tokenizer.
 _SAME = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# BrtForCausalLM stops with an error if generation_config.json has these keys, or ignores them.
+_UNKNOWN_TO_BRT = (
+    "guidance_scale", "output_attentions", "prefill_chunk_size", "prompt_lookup_num_tokens",
+    "speculation_type", "use_mtp",
+)  # fmt: skip
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 
 
@@ -54,6 +59,12 @@ def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> Expor
         stated["bos_token_id"] = None
     described: dict[str, Any] = {**left, **ours, **stated, **changes}
     written = {**content.settings, CONFIG: described}
+    if ours["model_type"] == "brt":
+        lost = {name: generation[name] for name in _UNKNOWN_TO_BRT if generation.get(name)}
+        generation = {name: value for name, value in generation.items() if name not in lost}
+        shown = ", ".join(f"{name} = {value!r:.40}" for name, value in lost.items())
+        if lost:
+            notes.append(f"{GENERATION}: left out, BrtForCausalLM does not apply it: {shown}")
     if generation:
         again = {name: value for name, value in changes.items() if name in generation}
         written[GENERATION] = {**generation, **again}
