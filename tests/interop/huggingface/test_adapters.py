@@ -274,7 +274,7 @@ def test_adapters_of_a_run_are_read_as_they_were(
 
 
 def test_the_base_of_adapters_is_found_as_the_note_says(
-    adapters_of_run: tuple[ExportSource, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+    adapters_of_run: tuple[ExportSource, Path], tmp_path: Path
 ) -> None:
     source, base = adapters_of_run
     start = tmp_path / "the run"

@@ -146,7 +146,7 @@ def test_an_encoder_goes_through_brt(
 
 
 def test_the_own_code_heeds_the_settings_of_generation(tmp_path: Path) -> None:
-    """Within the window, it writes the same texts as Llama, except for the keys that are left out."""
+    """Within the window, it writes the texts of Llama, except for the keys that are left out."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
     write_decoder(hub)
