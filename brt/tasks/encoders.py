@@ -15,9 +15,10 @@ from brt.data import originals
 from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
-from brt.interop.exporting import ExportableModel, ExportSource
+from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
+from brt.interop.huggingface import kept
 from brt.interop.huggingface.roberta import convert as roberta
-from brt.interop.huggingface.roberta.config import Described
+from brt.interop.huggingface.roberta.config import KEPT, Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
@@ -156,15 +157,15 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
-            name, content = source.tokenizer().file
-            if name not in originals.TOKENIZER:
-                return []
-            (target / name).write_bytes(content)
-            return [name]
+            tokenizer = source.tokenizer()
+            known = tokenizer.file[0] in originals.TOKENIZER
+            return kept.write(tokenizer.file, tokenizer.beside, target) if known else []
 
-        return ExportableModel(
-            source.path, encoder_with_task, roberta.to_format, copy, tuple(notes)
-        )
+        def write(encoder_with_task: PretrainedEncoder, dtype: str) -> ExportFormat:
+            content = roberta.to_format(encoder_with_task, dtype)
+            return kept.with_settings(content, source.tokenizer().beside, KEPT)
+
+        return ExportableModel(source.path, encoder_with_task, write, copy, tuple(notes))
 
     # The following methods initialise a model from the weights of another model.
 
