@@ -40,6 +40,7 @@ from brt.layers.state import (
     cache_is_readable,
     has_null_keys,
 )
+from brt.ops import dispatch
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import l2_normalize, scaled_unit
@@ -353,7 +354,11 @@ class TransformerBlock(nn.Module):
         """
         tokens = self._along(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
-        y = dense(jnp.stack(attended, axis=-3), self.output, 3)
+        if len(attended) > 1 and dispatch.policy().multiplies_separately:
+            kernels = jnp.unstack(self.output)
+            y = sum(dense(part, kernel, 2) for part, kernel in zip(attended, kernels, strict=True))
+        else:
+            y = dense(jnp.stack(attended, axis=-3), self.output, 3)
         if self.model.attention.bias == "all":
             y = add_shared(y, self.output_bias)
         if self.model.norm.outputs:

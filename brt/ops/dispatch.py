@@ -76,6 +76,8 @@ class BackendPolicy(NamedTuple):
     splits_wide_sums: bool = False
     # An array that several consumers read is stored by an optimization barrier.
     stores_barriers: bool = False
+    # Several inputs of one matrix product are multiplied one by one instead of being concatenated.
+    multiplies_separately: bool = False
     # Rows are gathered by a product with a matrix of zeros and ones.
     gathers_by_product: bool = False
     # Rotary embeddings exchange channels by a product with a matrix of 0, 1 and -1, because
@@ -109,7 +111,7 @@ _POLICIES = {
     ),
     "gpu": BackendPolicy(),
     "tpu": BackendPolicy(
-        stores_barriers=True, gathers_by_product=True,
+        stores_barriers=True, multiplies_separately=True, gathers_by_product=True,
         turns_by_product=True, packs_dropout=True, flattens_small_heads=True,
     ),
 }  # fmt: skip
