@@ -27,11 +27,8 @@ from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
-# FORMAT is the version of the layout of arrays. Since version 2, kernels have an axis of heads.
-# Since version 3, heads come first in the matrices of optimizer states.
-FORMAT = 3
-# Parameters of version 2 can be read, too, because version 3 changed only optimizer states.
-_PARAMETER_FORMATS = (2, FORMAT)
+# The version of what a checkpoint contains: arrays, and settings by their names.
+FORMAT = 4
 META = "meta.json"
 # This file contains the step that was saved last, even if its checkpoint has been removed since.
 LAST = "last_checkpoint.txt"
@@ -165,7 +162,7 @@ def find(
 
     `warn` is called with a sentence about every damaged checkpoint that is passed over, unless
     `warned` (`problems` of an earlier result) has this sentence. CheckpointError is raised if there
-    is no such checkpoint, or if a version of brt wrote it that is too old.
+    is no such checkpoint, or if another version of brt wrote it.
     """
     problems: dict[int, str] = {}
     # Every round of the loop lists the directory again, because a trainer may be removing old
@@ -194,10 +191,10 @@ def find(
 
 
 def _check_format(directory: Path, step: int, meta: dict[str, Any]) -> None:
-    if meta.get("format") not in _PARAMETER_FORMATS:
+    if (found := meta.get("format")) != FORMAT:
         raise CheckpointError(
-            f"checkpoint {step} of {directory} was written by an older version of brt, whose "
-            "parameters had other shapes; start a new run, or use the version that wrote it (see "
+            f"checkpoint {step} of {directory} has format {found!r:.40}, and this version of brt "
+            f"reads format {FORMAT}; start a new run, or use the version that wrote it (see "
             "provenance.json)"
         )
 
@@ -229,12 +226,6 @@ def restore(
     while True:
         checkpoint = checkpoint or find(directory, step, warn=warn)
         where, meta = f"checkpoint {checkpoint.step} of {directory}", checkpoint.meta
-        if not partial and target is not None and meta["format"] != FORMAT:
-            raise CheckpointError(
-                f"{where} was written by an older version of brt, whose "
-                "optimizers stored their moments in another order; the model can be used, but its "
-                "training cannot be resumed: start a new run with Training.init_from"
-            )
         tree = tree_utils.abstract(meta["arrays"]) if target is None else target
         leaves = tree_utils.named(tree)
         differences = tree_utils.differences(
