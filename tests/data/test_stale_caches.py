@@ -17,7 +17,7 @@ from brt.config.names import section_types
 from brt.data import cache, preparation
 from brt.errors import DataError
 from brt.tasks.extractive_qa import preparation as questions
-from brt.tasks.speech_recognition.data import preparation as speech
+from brt.tasks.speech_recognition import preparation as speech
 from brt.tasks.summarization.data import preparation as pairs
 from brt.tasks.text_classification import preparation as sentences
 

@@ -32,7 +32,7 @@ from brt.config import (
 from brt.data.lanes import evaluation_batches as document_batches
 from brt.data.texts.batches import TextReader
 from brt.tasks.arguments import EvaluationRequest, LossInputs
-from brt.tasks.speech_recognition.data.batches import SpeechReader
+from brt.tasks.speech_recognition.preparation import SpeechReader
 from brt.tasks.summarization.bits import scored_bytes
 from brt.tasks.summarization.data.batches import gather
 from brt.training.state import initial_params
