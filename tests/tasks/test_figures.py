@@ -33,8 +33,8 @@ from brt.data.lanes import evaluation_batches as document_batches
 from brt.data.texts.batches import TextReader
 from brt.tasks.arguments import EvaluationRequest, LossInputs
 from brt.tasks.speech_recognition.preparation import SpeechReader
-from brt.tasks.summarization.bits import scored_bytes
-from brt.tasks.summarization.data.batches import gather
+from brt.tasks.summarization.evaluation import scored_bytes
+from brt.tasks.summarization.preparation import gather
 from brt.training.state import initial_params
 from brt.types import Variables
 

@@ -31,15 +31,12 @@ from brt.tasks.interface import (
     count_scored,
 )
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
-from brt.tasks.summarization.bits import is_lossless, scored_bytes
-from brt.tasks.summarization.data import preparation, tokenization
-from brt.tasks.summarization.data.batches import PairReader
-from brt.tasks.summarization.data.preparation import PairDataset, Preparation
-from brt.tasks.summarization.data.tokenization import PairTokenizer
-from brt.tasks.summarization.evaluation import SummaryEvaluator
+from brt.tasks.summarization import preparation, tokenization
+from brt.tasks.summarization.evaluation import SummaryEvaluator, is_lossless, scored_bytes
 from brt.tasks.summarization.forward import network, predict
-from brt.tasks.summarization.summaries import special_tokens
-from brt.tasks.summarization.writing import SummaryWriter
+from brt.tasks.summarization.preparation import PairDataset, PairReader, Preparation
+from brt.tasks.summarization.summaries import SummaryWriter, special_tokens
+from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch, Variables
 
