@@ -1,4 +1,4 @@
-"""Weights of another model that training starts from, and settings that depend on data and machine."""
+"""Weights of another model to start training from, and settings that depend on data and machine."""
 
 import dataclasses
 import math
