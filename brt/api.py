@@ -20,7 +20,7 @@ from brt.evaluation import job
 from brt.generation import memory as memories
 from brt.generation import state_files
 from brt.generation.session import Session
-from brt.tasks.evaluators import Scorer
+from brt.tasks.arguments import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import Writer, write_options
 from brt.training import imports

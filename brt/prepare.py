@@ -140,27 +140,27 @@ def _documents(args: argparse.Namespace) -> None:
 
 
 def _pairs(args: argparse.Namespace) -> None:
-    from brt.tasks.summarization.data.columns import Columns, read
-    from brt.tasks.summarization.data.raw import datasets, tables
+    from brt.tasks.summarization import raw
+    from brt.tasks.summarization.columns import Columns, read
 
     if args.pairs != "files":
-        dataset = datasets.RAW[args.pairs]
+        dataset = raw.RAW[args.pairs]
         splits = dataset.read(Path(args.raw))
     else:
         if not re.fullmatch("[a-z][a-z0-9_]*", args.name):
             raise ConfigError(
                 f"--name {args.name} must consist of lower case letters, digits and underscores"
             )
-        dataset = datasets.RawDataset(args.name, "1.0.0")
+        dataset = raw.RawDataset(args.name, "1.0.0")
         columns = Columns(*(getattr(args, f"{role}_field", "") for role in ROLES))
         splits = {
-            split: map(tables.example, read(getattr(args, split), columns))
+            split: map(raw.pair_example, read(getattr(args, split), columns))
             for split in ("train", "validation", "test")
             if split in args
         }
-    directory = Path(getattr(args, "output", "") or datasets.default_directory())
+    directory = Path(getattr(args, "output", "") or raw.default_directory())
     errors = getattr(args, "errors", "refuse")
-    tallies = datasets.write(dataset, splits, directory, errors=errors)
+    tallies = raw.write(dataset, splits, directory, errors=errors)
     for split, tally in tallies.items():
         left_out = f" ({tally.described()})" if tally.bad else ""
         output.show(f"{split}: {tally.rows - tally.bad:,} pairs{left_out}")
@@ -168,7 +168,7 @@ def _pairs(args: argparse.Namespace) -> None:
     for split in tallies:
         setting = "validation" if split == "val" else split
         output.show(f'  Data.{setting} = ("tfds:{dataset.tfds_name}/{split}",)')
-    if directory != datasets.default_directory():
+    if directory != raw.default_directory():
         output.show(f"\nwhile TFDS_DATA_DIR={shlex.quote(str(directory.absolute()))} is exported")
 
 

@@ -63,7 +63,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Modules of single tasks that packages above the tasks may import, with the reason.
 TASK_MODULES_IMPORTED_ABOVE = {
-    "brt.prepare": "brt.tasks.summarization.data",  # The flags of the command describe pairs.
+    # The flags of the command describe pairs.
+    "brt.prepare": ("brt.tasks.summarization.columns", "brt.tasks.summarization.raw"),
 }
 # Modules that may compare backends, with the reason.
 BACKEND_MODULES = {

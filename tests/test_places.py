@@ -19,7 +19,7 @@ from brt.config import Config
 from brt.config.fields import settings
 from brt.config.names import field_types, section_types
 from brt.errors import ConfigError
-from brt.tasks.summarization.data.raw import datasets
+from brt.tasks.summarization import raw
 
 URLS = ["gs://bucket/run", "s3://key:word@bucket/a*.txt", "hf://OWNER/NAME", "http://host/a",
         "file:///tmp/a", "X-y.z+1://a", "gs:/bucket/run"]  # fmt: skip
@@ -132,7 +132,7 @@ def test_python_refuses_urls_before_anything_is_written(
         brt.config_from_gin(url)
     monkeypatch.setattr("tensorflow_datasets.core.constants.DATA_DIR", "gs://bucket")
     with pytest.raises(ConfigError, match="TFDS_DATA_DIR: "):
-        datasets.default_directory()
+        raw.default_directory()
     (tmp_path / "a.gin").write_text("include 'gs://bucket/b.gin'\n")
     with pytest.raises(ConfigError, match="is a URL"):
         brt.config_from_gin("a.gin")

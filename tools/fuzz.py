@@ -50,7 +50,7 @@ from brt.generation.state_files import save
 from brt.interop.huggingface import files
 from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
 from brt.sweeping import settings
-from brt.tasks.speech_recognition.data import arrays, filter_bank, kaldi, tables
+from brt.tasks.speech_recognition import filter_bank, kaldi, sources
 
 SECONDS = 20  # time limit for an input
 # Reading an input may take 256 MiB of memory, and RATIO bytes for each byte of the input. Deflate
@@ -129,9 +129,9 @@ def targets(place: Path) -> dict[str, Target]:
     np.savez_compressed(place / "speech.npz", features=np.ones((5, 3)), lengths=np.array([2, 3]),
                         ids=np.array(["a", "b"]), transcripts=np.array(["yes", "no"]))  # fmt: skip
     found["speech.npz"] = Target(
-        place / "speech.npz", lambda p: [r.read() for r in arrays.recordings(p)]
+        place / "speech.npz", lambda p: [r.read() for r in sources.array_recordings(p)]
     )
-    add("a.tsv", "file\ttranscript\nb.wav\tyes\n", lambda path: tables.rows(str(path)))
+    add("a.tsv", "file\ttranscript\nb.wav\tyes\n", lambda path: sources.table_rows(str(path)))
     add("kaldi/text", "id-1 yes\nid-2 no\n", kaldi.table)
     row = b"\0BFM " + b"".join(b"\4" + n.to_bytes(4, "little") for n in (2, 3)) + bytes(24)
     add("a.ark", row, lambda path: kaldi.read_matrix(f"{path}:0"))

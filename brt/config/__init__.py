@@ -71,7 +71,7 @@ class Config:
         check(
             self.optimizer.schedule not in ("cosine", "linear")
             # With `epochs`, the number of steps depends on the data, which have not been read yet.
-            # `brt.tasks.resolving.with_steps` compares it with the warm-up steps later.
+            # `brt.tasks.weights.with_steps` compares it with the warm-up steps later.
             or bool(self.training.epochs)
             or self.optimizer.warmup_steps < self.training.steps,
             f"Optimizer.warmup_steps = {self.optimizer.warmup_steps} must be below "

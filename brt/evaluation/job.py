@@ -16,8 +16,7 @@ from brt.distributed import processes
 from brt.distributed.mesh import AXES
 from brt.errors import BrtError, ConfigError, DataError, NonFiniteError
 from brt.evaluation import progress
-from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest, OtherModel
-from brt.tasks.evaluators import Evaluator
+from brt.tasks.arguments import Control, EvaluationRequest, Evaluator, InspectionRequest, OtherModel
 from brt.tasks.report import EvaluationResult
 from brt.training import evaluations
 from brt.training import workdir as workdirs

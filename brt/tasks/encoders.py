@@ -23,9 +23,15 @@ from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
 from brt.models.transformer_flops import encoder_flops
-from brt.tasks import resolving
 from brt.tasks.interface import Dataset, LossInputs, Task
-from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, merge_weights
+from brt.tasks.weights import (
+    Tokenizer,
+    WarmStart,
+    Weights,
+    check_tokenizer,
+    fill_in_vocabulary,
+    merge_weights,
+)
 from brt.types import Batch
 
 # These numbers are folded into the random key of a step, so that dropout and attention have keys of
@@ -137,7 +143,7 @@ class EncoderTask(Task):
                 "never be trained; set Encoder.shared_queries_keys = True"
             )
         ids = self.required_vocab_size(dataset.tokenizer)
-        return resolving.fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
+        return fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
 
     def export(self, source: ExportSource) -> ExportableModel:
         """Returns the encoder in the format of Hugging Face's RoBERTa, which has exact attention,

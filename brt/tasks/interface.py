@@ -24,11 +24,12 @@ from brt.tasks.arguments import (
     Aux,
     Dataset,
     EvaluationRequest,
+    Evaluator,
     Inspection,
     InspectionRequest,
     LossInputs,
+    Scorer,
 )
-from brt.tasks.evaluators import Evaluator, Scorer
 from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, merge_weights
 from brt.tasks.writers import Writer

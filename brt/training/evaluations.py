@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from brt import untrusted
 from brt.distributed import processes
 from brt.formatting import finite, printable
-from brt.tasks.evaluators import Evaluator
+from brt.tasks.arguments import Evaluator
 from brt.tasks.interface import Task
 from brt.tasks.report import EvaluationResult
 from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text

@@ -23,8 +23,7 @@ from brt.data.lanes import BatchIterator, iterate
 from brt.distributed import processes
 from brt.errors import closing
 from brt.redaction import redacted
-from brt.tasks.arguments import EvaluationRequest
-from brt.tasks.evaluators import Evaluator
+from brt.tasks.arguments import EvaluationRequest, Evaluator
 from brt.training import run as runs
 from brt.training import startup, trackers
 from brt.training import workdir as workdirs

@@ -21,9 +21,8 @@ from brt.distributed import processes
 from brt.distributed.mesh import by_lane, replicated
 from brt.errors import NonFiniteError
 from brt.ops import compiler_options
-from brt.tasks import resolving
 from brt.tasks.interface import Dataset, Task
-from brt.tasks.weights import Weights
+from brt.tasks.weights import Weights, with_steps
 from brt.training import adapters, compilation, layer_forms, rates, replicas, trainable
 from brt.training import optimizer as optimizers
 from brt.training.sharding import state_shardings
@@ -130,7 +129,7 @@ def prepare(
         config = task.with_weights(config, weights, dataset.tokenizer)
     config = task.resolve(config, dataset)
     reader = task.reader(config, dataset)
-    return resolving.with_steps(config, reader.steps_per_epoch), dataset, reader
+    return with_steps(config, reader.steps_per_epoch), dataset, reader
 
 
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:

@@ -16,10 +16,10 @@ from brt.config.fields import settings
 from brt.config.names import section_types
 from brt.data import cache, preparation
 from brt.errors import DataError
-from brt.tasks.extractive_qa.data import preparation as questions
-from brt.tasks.speech_recognition.data import preparation as speech
-from brt.tasks.summarization.data import preparation as pairs
-from brt.tasks.text_classification.data import preparation as sentences
+from brt.tasks.extractive_qa import preparation as questions
+from brt.tasks.speech_recognition import preparation as speech
+from brt.tasks.summarization import preparation as pairs
+from brt.tasks.text_classification import preparation as sentences
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
 

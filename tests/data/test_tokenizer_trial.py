@@ -14,7 +14,7 @@ from brt.data.texts import tokenization as texts
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import DataError
 from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
-from brt.tasks.summarization.data import tokenization as pairs
+from brt.tasks.summarization import tokenization as pairs
 
 WORDS = "some words of a text, and some more words of another text, which has more words"
 READERS: dict[str, Callable[[str], Any]] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from brt.tasks.extractive_qa.data import generated as questions
-from brt.tasks.text_classification.data import generated as sentences
+from brt.tasks.extractive_qa import preparation as questions
+from brt.tasks.text_classification import preparation as sentences
 
 from .conftest import Commands
 

@@ -30,12 +30,11 @@ from brt.config import (
     Training,
 )  # fmt: skip
 from brt.data.lanes import evaluation_batches as document_batches
+from brt.data.texts.batches import TextReader
 from brt.tasks.arguments import EvaluationRequest, LossInputs
-from brt.tasks.extractive_qa.data.batches import QuestionReader
-from brt.tasks.speech_recognition.data.batches import SpeechReader
-from brt.tasks.summarization.bits import scored_bytes
-from brt.tasks.summarization.data.batches import gather
-from brt.tasks.text_classification.data.batches import SentenceReader
+from brt.tasks.speech_recognition.preparation import SpeechReader
+from brt.tasks.summarization.evaluation import scored_bytes
+from brt.tasks.summarization.preparation import gather
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -219,7 +218,7 @@ def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
     found = case(heads(task, sentences=section))
     store = found.dataset.split("train")
     assert store.manifest["cut"] == 1
-    batches = SentenceReader.evaluation(store, batch_size=1, buckets=(), max_length=64)
+    batches = TextReader.evaluation(store, batch_size=1, buckets=(), max_length=64)
     nats, count = summed_loss(found, list(batches))
     name = "bits_per_label" if task == "text_classification" else "bits_per_number"
     assert count == found.report["rows"] == 3
@@ -248,7 +247,7 @@ def test_bits_of_answers_equal_the_summed_loss(tmp_path: Path) -> None:
     )  # fmt: skip
     found = case(heads("extractive_qa", questions=section))
     store = found.dataset.split("train")
-    batches = QuestionReader.evaluation(store, batch_size=1, buckets=(), max_length=110)
+    batches = TextReader.evaluation(store, batch_size=1, buckets=(), max_length=110)
     nats, count = summed_loss(found, list(batches))
     windows = len(store.rows)
     assert store.manifest["cut"] == 1 and windows > 2

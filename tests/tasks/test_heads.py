@@ -11,13 +11,13 @@ import pytest
 
 from brt import tasks
 from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
+from brt.data.texts.batches import TextReader
 from brt.errors import NonFiniteError
 from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
 from brt.tasks.extractive_qa import evaluation, squad
-from brt.tasks.extractive_qa.data import preparation as question_preparation
+from brt.tasks.extractive_qa import preparation as question_preparation
 from brt.tasks.extractive_qa.evaluation import WindowPrediction
-from brt.tasks.text_classification.data import preparation as sentence_preparation
-from brt.tasks.text_classification.data.batches import SentenceReader
+from brt.tasks.text_classification import preparation as sentence_preparation
 from brt.tasks.text_classification.evaluation import Classifier
 from brt.training.state import initial_params
 from brt.types import Variables
@@ -136,14 +136,14 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
     nats = (errors**2 + np.log(2 * np.pi)) / 2
     assert metrics["bits_per_number"] == pytest.approx(nats.mean() / np.log(2), rel=1e-4)
     batch = jax.tree.map(
-        jnp.asarray, SentenceReader(store=store, batch_size=8, max_length=32, shuffle=False)[0]
+        jnp.asarray, TextReader(store=store, batch_size=8, max_length=32, shuffle=False)[0]
     )
     total, _ = loss(config)(params, batch, jax.random.key(1))
     assert float(total) == pytest.approx(nats.sum(), rel=1e-4), "three empty rows count nothing"
 
 
 def sentence_batch(config, store):
-    reader = SentenceReader(store=store, batch_size=8, max_length=256, shuffle=False)
+    reader = TextReader(store=store, batch_size=8, max_length=256, shuffle=False)
     return jax.tree.map(jnp.asarray, reader[0])
 
 

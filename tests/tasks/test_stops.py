@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from brt.tasks.stops import StopFilter
+from brt.tasks.writers import StopFilter
 
 
 def expected(text: str, stops: list[str]) -> str:

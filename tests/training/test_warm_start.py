@@ -21,7 +21,7 @@ from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained_encoder
 from brt.interop.huggingface import convert
 from brt.models import encoder
-from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
+from brt.tasks.speech_recognition.vocabulary import Vocabulary
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
 from brt.training.start import warm_start

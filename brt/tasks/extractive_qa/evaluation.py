@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Config
+from brt.data.texts.batches import TextReader
 from brt.ops.spans import best_spans, span_nats
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.encoders import EncoderTask, TimedFunction
 from brt.tasks.extractive_qa import squad
-from brt.tasks.extractive_qa.data.batches import QuestionReader
-from brt.tasks.extractive_qa.data.store import QuestionStore
+from brt.tasks.extractive_qa.preparation import QuestionStore
 from brt.tasks.heads import HeadEvaluator, HeadResult, metric_table
 from brt.types import TextBatch
 
@@ -71,7 +71,7 @@ class AnswerEvaluator(HeadEvaluator):
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        return QuestionReader.evaluation(
+        return TextReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
         )  # fmt: skip

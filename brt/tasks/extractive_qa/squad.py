@@ -1,13 +1,173 @@
-"""Exact match and F1 of answers, computed as in SQuAD's official scripts (1.1 and 2.0)."""
+"""SQuAD's formats and metrics: reads questions, and computes exact match and F1 of answers.
 
+Questions are read from files in the JSON format of SQuAD 1.1 and 2.0, and from tables. A JSON file
+has a list `data` of articles, an article has a list `paragraphs`, and a paragraph has a text
+`context` and a list `qas` of questions with their answers. A table has a row for each question,
+with the columns `id`, `context`, `question` and `answers`; the texts and positions of the answers
+are lists in `answers`, as in the tables of SQuAD on Hugging Face. The metrics are computed as in
+SQuAD's official scripts (1.1 and 2.0).
+"""
+
+import itertools
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from brt.data import endings, plain_text
+from brt.data.rows import tables
+from brt.data.rows.tables import Row
+from brt.data.rows.tally import BadRow
+from brt.errors import DataError
+
+ENDINGS = endings.QUESTIONS
+SHOWN = 40  # An error quotes at most this number of characters of a text.
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class Answer(NamedTuple):
+    """An answer within a context."""
+
+    text: str
+    start: int  # index of the answer's first character in the context
+
+
+class Question(NamedTuple):
+    """A question about a context."""
+
+    name: str  # file and position of the question, for messages
+    id: str  # identifies the question in files of predictions
+    context: str  # the text in which the answer has to be found
+    text: str
+    # Answers that people gave; empty if the context does not contain an answer. Training uses the
+    # first answer.
+    answers: tuple[Answer, ...]
+
+
+def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
+    """Yields the questions of all sources in order, and a BadRow for each question with a fault.
+
+    A question without an answer has a fault unless `no_answer` is True. Raises DataError if a
+    source cannot be read, contains no question, or has another format.
+    """
+    for table in (table for name in names for table in tables.tables(name, ENDINGS)):
+        empty = True
+        for found in _questions(table, no_answer):
+            empty = False
+            yield found
+        if empty:
+            raise DataError(f"{table.name} has no question")
+
+
+def question(
+    where: str, context: str, entry: Mapping[str, Any], no_answer: bool
+) -> Question | BadRow:
+    """Returns the question that an entry of a file describes, or a BadRow if the entry has a fault.
+
+    The entry, an element of the list `qas`, has the keys "id", "question" and "answers"; `where` is
+    its file and position, for messages.
+    """
+    id, text = entry.get("id"), entry.get("question")
+    if not isinstance(id, str | int | float):
+        return BadRow(where, "has no id")
+    if problem := plain_text.problem(str(id)):
+        return BadRow(where, f"{problem} of its id")
+    id = str(int(id) if isinstance(id, float) and id.is_integer() else id)
+    name = f"{where} ({id})"
+    if not isinstance(text, str) or not text.strip():
+        return BadRow(name, "has no question")
+    if not context.strip():
+        return BadRow(name, "has an empty context")
+    for what, value in (("question", text), ("context", context)):
+        if problem := plain_text.problem(value):
+            return BadRow(name, f"{problem} of its {what}")
+    entries = entry.get("answers")
+    if entry.get("is_impossible") or not entries:
+        if not no_answer:
+            return BadRow(name, "has no answer; Questions.no_answer = True would allow that")
+        return Question(name, id, context, text, ())
+    answers = []
+    for answer in entries if isinstance(entries, list) else [entries]:
+        if problem := _problem(answer, context):
+            return BadRow(name, problem)
+        answers.append(Answer(answer["text"], answer["answer_start"]))
+    return Question(name, id, context, text, tuple(answers))
+
+
+def _problem(answer: Any, context: str) -> str:
+    """Describes the fault of a member of `answers` in a phrase; "" if it has none."""
+    text = answer.get("text") if isinstance(answer, Mapping) else None
+    start = answer.get("answer_start") if isinstance(answer, Mapping) else None
+    if not isinstance(text, str) or not text.strip() or not isinstance(start, int):
+        return "has an answer without text or answer_start"
+    actual = context[start : start + len(text)] if start >= 0 else ""
+    if actual == text:
+        return ""
+    return f"has the answer {text[:SHOWN]!r} at {start}, where its context has {actual[:SHOWN]!r}"
+
+
+def _questions(table: tables.Table, no_answer: bool) -> Iterator[Question | BadRow]:
+    for row in table.rows:
+        if row.problem:
+            yield BadRow(row.name, row.problem)
+        elif "data" in row.values:
+            for context, where, entry in _entries(table.name, row.values):
+                yield question(where, context, entry, no_answer)
+        elif "context" in row.values and "question" in row.values:
+            yield _row_question(row, no_answer)
+        else:
+            raise DataError(
+                f"{row.name} has neither SQuAD's list 'data' nor the columns id, context, question "
+                f"and answers; it has {', '.join(row.values)}"
+            )
+
+
+def _row_question(row: Row, no_answer: bool) -> Question | BadRow:
+    try:
+        entry = _decoded(row.values)
+        context = tables.text_value(entry["context"], "context")
+    except ValueError as problem:
+        return BadRow(row.name, str(problem))
+    parts = (entry.get(f"answers.{name}") for name in ("text", "answer_start"))
+    texts, starts = (part if isinstance(part, list) else [] for part in parts)
+    entry["answers"] = entry.get("answers") or [
+        {"text": text, "answer_start": start}
+        for text, start in itertools.zip_longest(texts, starts)
+    ]
+    return question(row.name, context, entry, no_answer)
+
+
+def _decoded(value: Any) -> Any:
+    """Returns a value of a table as JSON has it; raises ValueError if a text is not UTF-8."""
+    if isinstance(value, Mapping):
+        return {name: _decoded(part) for name, part in value.items()}
+    if isinstance(value, list | np.ndarray):
+        return [_decoded(part) for part in (value if isinstance(value, list) else value.tolist())]
+    return tables.text_value(value) if isinstance(value, bytes) else value
+
+
+def _entries(name: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yields each question of a JSON file: its context, its position for messages, its entry."""
+    for i, article in enumerate(_list(content, "data", name)):
+        for j, paragraph in enumerate(_list(article, "paragraphs", f"{name}: data[{i}]")):
+            where = f"{name}: data[{i}].paragraphs[{j}]"
+            if not isinstance(paragraph, Mapping) or not isinstance(paragraph.get("context"), str):
+                raise DataError(f"{where} has no text 'context', as SQuAD's files have")
+            for k, entry in enumerate(_list(paragraph, "qas", where)):
+                if not isinstance(entry, Mapping):
+                    raise DataError(f"{where}.qas[{k}] is no JSON object, as SQuAD's files have")
+                yield paragraph["context"], f"{where}.qas[{k}]", entry
+
+
+def _list(holder: Any, name: str, where: str) -> list[Any]:
+    members = holder.get(name) if isinstance(holder, Mapping) else None
+    if not isinstance(members, list):
+        raise DataError(f"{where} has no list '{name}', as SQuAD's files have")
+    return members
 
 
 class Score(NamedTuple):

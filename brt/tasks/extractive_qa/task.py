@@ -8,14 +8,14 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
 from brt.data.texts import tokenization
+from brt.data.texts.batches import TextReader
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
 from brt.ops.spans import span_nats
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
-from brt.tasks.extractive_qa.data import preparation
-from brt.tasks.extractive_qa.data.batches import QuestionReader
-from brt.tasks.extractive_qa.data.preparation import Preparation, QuestionDataset
+from brt.tasks.extractive_qa import preparation
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
+from brt.tasks.extractive_qa.preparation import Preparation, QuestionDataset
 from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
 
@@ -58,9 +58,9 @@ class ExtractiveQa(EncoderTask):
     def load_tokenizer(self, file: Path) -> TextTokenizer:
         return tokenization.load(str(file), "Data.tokenizer")
 
-    def reader(self, config: Config, dataset: Dataset) -> QuestionReader:
+    def reader(self, config: Config, dataset: Dataset) -> TextReader:
         section, t = config.questions, config.training
-        return QuestionReader(
+        return TextReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
             seed=t.seed, max_length=section.max_length,
         )  # fmt: skip

@@ -3,7 +3,8 @@
 Every document of a split is read once from start to end, and caches and states are carried from
 segment to segment. Every token is scored; the first token of a document is predicted from BOS. Each
 metric is the sum of all nats divided by an exact count. Documents of memory tasks, which ask for
-facts that they have stated before, have further metrics (see `answers`).
+facts that they have stated before, have further metrics (see `answers`). A single text can be
+scored as one document, and texts are generated during training for people to look at.
 
 In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N
 the number of its blocks.
@@ -20,8 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from brt.config import Config
 from brt.config.checks import check
 from brt.data import losses
 from brt.data.cache import say
@@ -30,17 +32,24 @@ from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import mesh as meshes
 from brt.distributed import rules
+from brt.distributed.mesh import place_like
 from brt.formatting import counted
+from brt.generation.session import Session
 from brt.layers.runs import StackState, parts
 from brt.models.decoder import forget, new_state
 from brt.ops import compiler_options
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import answers, ends
-from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses
-from brt.tasks.language_modeling.samples import Sampler
+from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses, segment_nats
 from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
 from brt.types import Batch, Variables
 
+# A prompt has this number of tokens. A block usually has more tokens, so that the prompt is read
+# token by token, and the program that reads whole blocks need not be compiled.
+PROMPT_TOKENS = 32
+# This number is folded into the random key of the run, so that sampling uses other random numbers
+# than dropout.
+_PURPOSE = 2
 # Documents are compressed by xz for comparison only up to this number of bytes. Compressing more
 # would take longer than people want to wait at the end of a run.
 _XZ_LIMIT_BYTES = 20 << 20
@@ -48,6 +57,72 @@ _XZ_LIMIT_BYTES = 20 << 20
 # space between words, these parts are whole sentences. If the parts have more than this number of
 # characters on average, brt therefore reports no figures per word.
 LONGEST_WORDS = 25
+
+
+class Sampler:
+    """Generates a continuation of the beginning of the first document of a split."""
+
+    def __init__(self, config: Config, store: TokenStore, tokenizer: Tokenizer):
+        self._config, self._store, self._tokenizer = config, store, tokenizer
+        self._session: Session | None = None
+
+    def __call__(
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
+    ) -> str | None:
+        """Returns the prompt and the generated text, separated by "|"."""
+        sampling, tokenizer = self._config.sampling, self._tokenizer
+        prompt = self._store.document(0)[:PROMPT_TOKENS]
+        key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
+        if self._session is None:
+            self._session = Session(
+                self._config, variables, bos_id=self._store.bos_id, known_ids=tokenizer.vocab_size
+            )
+        self._session.restart(variables)
+        self._session.read(prompt)
+        generated: list[int] = []
+        for tokens in self._session.write(
+            sampling.max_tokens, sampling, jax.random.fold_in(key, step)
+        ):
+            if control.stop():
+                return None
+            generated += tokens[0][~np.isin(tokens[0], self._config.model.end_ids)].tolist()
+        return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"
+
+
+class TextScorer:
+    """Computes the nats of each token of a text; the first is predicted from BOS (`bos_id`)."""
+
+    def __init__(self, config: Config, bos_id: int):
+        self._config, self._bos_id = config, bos_id
+        self._step = jax.jit(
+            partial(segment_nats, config), donate_argnums=1,
+            compiler_options=compiler_options.of_inference(),
+        )  # fmt: skip
+
+    def __call__(
+        self, variables: Variables, tokens: Int[np.ndarray, " T"]
+    ) -> Float[np.ndarray, " T"]:
+        """The text is read in segments of Evaluation.segment_length tokens, and caches and
+        recurrent states are carried from segment to segment.
+        """
+        length, window = self._config.evaluation_segment_length, self._config.model.block_length
+        carry, nats = place_like(new_state(self._config.model, 1), variables.params), []
+        inputs = np.concatenate([[self._bos_id], tokens[:-1]])
+        for start in range(0, len(tokens), length):
+            part = slice(start, start + length)
+            size = len(tokens[part])
+            document_start = np.arange(start, start + length, window)[None] == 0
+            batch = Batch(
+                _padded(inputs[part], length), _padded(tokens[part], length),
+                np.arange(length)[None] < size, document_start,
+            )  # fmt: skip
+            segment, carry = self._step(variables, carry, batch)
+            nats.append(np.asarray(segment[0, :size]))
+        return np.concatenate(nats)
+
+
+def _padded(tokens: np.ndarray, length: int) -> Int[np.ndarray, "1 T"]:
+    return np.pad(tokens.astype(np.int32), (0, length - len(tokens)))[None]
 
 
 class DocumentScore(NamedTuple):

@@ -34,8 +34,7 @@ from brt.layers.runs import (
 from brt.layers.scan import unrolls_layers
 from brt.models.decoder import Decoder, new_state
 from brt.models.flops import forward_flops_per_token
-from brt.tasks import resolving
-from brt.tasks.evaluators import Evaluator
+from brt.tasks.arguments import Evaluator
 from brt.tasks.interface import (
     Aux,
     EvaluationRequest,
@@ -47,13 +46,12 @@ from brt.tasks.interface import (
 )
 from brt.tasks.language_modeling import distillation, ends, exporting, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
-from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator, TextScorer, xz_bits_per_byte
 from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe.states import StateProbe
-from brt.tasks.language_modeling.scoring import TextScorer
 from brt.tasks.language_modeling.writing import TextWriter
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
-from brt.tasks.weights import WarmStart, Weights
+from brt.tasks.weights import WarmStart, Weights, fill_in_vocabulary
 from brt.types import Batch, Variables
 
 
@@ -104,7 +102,7 @@ class LanguageModeling(Task):
         """Also sets Data.score_ends to 'yes' or 'no' instead of 'auto'."""
         config, tokenizer = ends.resolved(config), dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
-        return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
+        return fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
         """Each row of a batch continues with the tokens that follow those of the previous batch."""
@@ -170,7 +168,7 @@ class LanguageModeling(Task):
 
     def evaluator(self, request: EvaluationRequest) -> Evaluator:
         if request.other:
-            from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator
+            from brt.tasks.language_modeling.comparison import ComparisonEvaluator
 
             return ComparisonEvaluator(request)
         if request.windows:

@@ -10,8 +10,7 @@ from brt.config import Config
 from brt.data.tokenizers import StreamDecoder, Tokenizer, encode_prompt
 from brt.generation.memory import Memory
 from brt.generation.session import Session
-from brt.tasks.stops import StopFilter
-from brt.tasks.writers import WriteOptions, Writer
+from brt.tasks.writers import StopFilter, WriteOptions, Writer
 
 MAX_TOKENS = 500
 

@@ -1,9 +1,11 @@
-"""Evaluation of masked language models: bits and accuracy of masked tokens.
+"""Forward pass and evaluation of masked language models: bits and accuracy of masked tokens.
 
-Every document of a split is read once, each segment independently. The choice of masked tokens
-and the random numbers of attention are the same in every evaluation.
+Only masked tokens pass through the head. In an evaluation, every document of a split is read once,
+each segment independently. The choice of masked tokens and the random numbers of attention are the
+same in every evaluation.
 
-In shapes, B is the number of segments in a batch and R the number of masked tokens of a segment.
+In shapes, B is the number of segments in a batch, R the number of masked tokens of a segment, and D
+the width of the model.
 """
 
 import dataclasses
@@ -18,15 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
+from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.rows.on_disk import OnDisk
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import rules
 from brt.formatting import counted
-from brt.models import seq2seq
+from brt.models import encoder, seq2seq
 from brt.models.encoder import EncoderWithHead
+from brt.models.seq2seq import Readout
+from brt.ops.token_masking import MaskedTokens, mask_tokens
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import EvaluationResult
 from brt.types import Batch, Variables
 
@@ -35,6 +39,36 @@ from brt.types import Batch, Variables
 _MASKS, _ATTENTION = range(2)
 _ENTROPY_TOKENS = 10_000_000  # `token_entropy` counts at most this number of tokens.
 _SHOWN = 300  # A sample of the model's guesses has at most this number of tokens.
+
+
+def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
+    """Chooses tokens to predict at random, and replaces most of them by the mask or another token.
+
+    The last id of the vocabulary is the mask. `keys` has a random key for each row.
+    """
+    return mask_tokens(
+        batch.targets, batch.scored, keys,
+        share=config.training.mask_share, mask_id=config.encoder.vocab_size - 1,
+    )  # fmt: skip
+
+
+def predict(
+    network: EncoderWithHead,
+    params: PyTree[Array],
+    batch: Batch,
+    tokens: MaskedTokens,
+    attention: jax.Array,
+    dropout: jax.Array | None = None,
+) -> tuple[Float[Array, "B R D"], Readout]:
+    """Returns the hidden vectors of the masked tokens, and the readout that maps them to logits.
+
+    `attention` and `dropout` are random keys; None in `dropout` disables dropout.
+    """
+    hidden: Any = network.apply(
+        {"params": params}, tokens.inputs, batch.scored, attention, tokens.positions,
+        rngs=None if dropout is None else {"dropout": dropout}, method="head_at_positions",
+    )  # fmt: skip
+    return hidden, encoder.readout(params)
 
 
 class Predictions(NamedTuple):

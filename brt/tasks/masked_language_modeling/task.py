@@ -14,8 +14,12 @@ from brt.distributed.rules import lane_keys
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
 from brt.tasks.interface import Aux, EvaluationRequest, LossInputs, count_scored
-from brt.tasks.masked_language_modeling.evaluation import MaskedEvaluator, token_entropy
-from brt.tasks.masked_language_modeling.forward import mask_batch, predict
+from brt.tasks.masked_language_modeling.evaluation import (
+    MaskedEvaluator,
+    mask_batch,
+    predict,
+    token_entropy,
+)
 from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer
 

@@ -1,18 +1,21 @@
 """Evaluation of speech recognition: error rates and bits of transcripts.
 
-Error rates compare the transcripts that are decoded from the model's output with the true
-transcripts. Bits are -log2 of the probability that the model assigns to the true transcripts. In
-shapes, B is the number of utterances in a batch, X their padded number of frames, and C the number
-of tokens in the vocabulary, including the blank of CTC.
+Error rates are computed from the smallest number of edits (Levenshtein distance) that turn the true
+transcripts into those that are decoded from the model's output. Bits are -log2 of the probability
+that the model assigns to the true transcripts. In shapes, B is the number of utterances in a batch,
+X their padded number of frames, and C the number of tokens in the vocabulary, including the blank
+of CTC.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
+from rapidfuzz.distance import Levenshtein
 
 from brt.config import Config
 from brt.generation import ctc
@@ -20,10 +23,43 @@ from brt.ops.ctc import ctc_nats
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.encoders import EncoderTask, TimedFunction
 from brt.tasks.heads import HeadEvaluator, HeadResult
-from brt.tasks.speech_recognition.data.batches import SpeechReader
-from brt.tasks.speech_recognition.data.vocabulary import units
-from brt.tasks.speech_recognition.error_rate import Errors, count_errors, sum_errors
+from brt.tasks.speech_recognition.preparation import SpeechReader
+from brt.tasks.speech_recognition.vocabulary import units
 from brt.types import SpeechBatch
+
+
+class Errors(NamedTuple):
+    """Numbers of edits that turn true transcripts (references) into decoded ones (hypotheses).
+
+    The numbers are counted in tokens or in words, for one transcript or for several together.
+    """
+
+    substitutions: int
+    insertions: int
+    deletions: int
+    reference: int  # number of tokens (or words) in the references
+
+    @property
+    def count(self) -> int:
+        return self.substitutions + self.insertions + self.deletions
+
+    @property
+    def rate(self) -> float:
+        """Number of edits per token (or word) of the references; the number of edits if the
+        references are empty.
+        """
+        return self.count / max(self.reference, 1)
+
+
+def count_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
+    """Counts the fewest edits that turn a reference into a hypothesis, given as tokens or words."""
+    edits = Counter(edit.tag for edit in Levenshtein.editops(reference, hypothesis))
+    return Errors(edits["replace"], edits["insert"], edits["delete"], len(reference))
+
+
+def sum_errors(counts: Iterable[Errors]) -> Errors:
+    """Adds up the numbers of edits of several transcripts."""
+    return Errors(*np.sum([np.zeros(4, np.int64), *counts], axis=0).tolist())
 
 
 class Transcript(NamedTuple):

@@ -21,11 +21,10 @@ from brt.ops.spec_augment import spec_augment
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
 from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
-from brt.tasks.speech_recognition.data import preparation
-from brt.tasks.speech_recognition.data.batches import SpeechReader
-from brt.tasks.speech_recognition.data.preparation import SpeechDataset, SpeechPreparation
-from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
+from brt.tasks.speech_recognition import preparation
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
+from brt.tasks.speech_recognition.preparation import SpeechDataset, SpeechPreparation, SpeechReader
+from brt.tasks.speech_recognition.vocabulary import Vocabulary
 from brt.types import SpeechBatch
 
 # The random key for SpecAugment's masks is the key of the step with this number folded in. The base

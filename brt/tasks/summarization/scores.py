@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from brt.formatting import counted
-from brt.tasks.summarization.rouge import Aggregate, RougeProtocol, Score, aggregate
-from brt.tasks.summarization.rouge.aggregation import TEXT
+from brt.tasks.summarization.rouge import TEXT, Aggregate, RougeProtocol, Score, aggregate
 
 # The report shows examples in two columns. A column has this width in characters, and at most this
 # number of lines.

@@ -1,8 +1,9 @@
-"""Generates summaries of the documents of a store, which has the prepared data of a split.
+"""Generates summaries of documents: those of a store, or those that users type or pass as files.
 
 In shapes, B is the number of documents in a batch and X their padded number of tokens.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 
@@ -10,7 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from brt.config import Config, Sampling
+from brt import output
+from brt.config import Config, Decoding, Sampling
 from brt.distributed import rules
 from brt.errors import NonFiniteError
 from brt.generation.decoder import TextDecoder
@@ -20,11 +22,11 @@ from brt.generation.search import search
 from brt.models import seq2seq
 from brt.models.targets import SpecialTokens
 from brt.tasks.arguments import UNCONTROLLED, Control
-from brt.tasks.summarization.data.batches import evaluation_batches, gather
-from brt.tasks.summarization.data.store import PairStore
-from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.forward import network
+from brt.tasks.summarization.preparation import Encoder, PairStore, evaluation_batches, gather
 from brt.tasks.summarization.scores import Summary
+from brt.tasks.summarization.tokenization import PairTokenizer
+from brt.tasks.writers import WriteOptions, Writer
 from brt.types import PairBatch
 
 
@@ -139,3 +141,40 @@ def special_tokens(tokenizer: PairTokenizer) -> SpecialTokens:
         forced_bos=begin[0] if begin else None,
         forced_eos=tokenizer.eos_id if begin else None,
     )
+
+
+class SummaryWriter(Writer):
+    """Summarises prompts, which are documents; a summary does not depend on earlier prompts."""
+
+    def __init__(self, config: Config, params: PyTree[Array], tokenizer: PairTokenizer):
+        self._config, self._params, self._tokenizer = config, params, tokenizer
+        self._summarizers: dict[tuple[Decoding, Sampling | None], Summarizer] = {}
+
+    def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
+        """The summary has at most `options.max_tokens` tokens, including the end token."""
+        config, count = self._config, options.max_tokens
+        if count == 0:
+            return
+        decoding = config.decoding
+        if options.beams:
+            decoding = dataclasses.replace(decoding, beams=options.beams)
+        if count is not None:
+            # Decoding.max_length includes the start tokens, which max_tokens does not count.
+            around = 1 + len(self._tokenizer.begin)
+            least = min(decoding.min_length, count)
+            decoding = dataclasses.replace(decoding, max_length=count + around, min_length=least)
+        (source,) = Encoder.of(config.pairs, self._tokenizer).sources([prompt])
+        if source.uncut > len(source.ids):
+            output.say(
+                f"brt: read {len(source.ids):,} of the document's {source.uncut:,} tokens; "
+                "Pairs.max_source_length is the limit"
+            )
+        summarizer = self._summarizer(decoding, options.sampling)
+        yield summarizer.summary(self._params, source.ids, seed=options.seed or 0)
+
+    def _summarizer(self, decoding: Decoding, sampling: Sampling | None) -> Summarizer:
+        if (decoding, sampling) not in self._summarizers:
+            config = dataclasses.replace(self._config, decoding=decoding)
+            summarizer = Summarizer(config, self._tokenizer, sampling)
+            self._summarizers[decoding, sampling] = summarizer
+        return self._summarizers[decoding, sampling]

@@ -20,7 +20,6 @@ from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import cross_entropy
-from brt.tasks import resolving
 from brt.tasks.interface import (
     Aux,
     Dataset,
@@ -31,16 +30,13 @@ from brt.tasks.interface import (
     count_scored,
 )
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
-from brt.tasks.summarization.bits import is_lossless, scored_bytes
-from brt.tasks.summarization.data import preparation, tokenization
-from brt.tasks.summarization.data.batches import PairReader
-from brt.tasks.summarization.data.preparation import PairDataset, Preparation
-from brt.tasks.summarization.data.tokenization import PairTokenizer
-from brt.tasks.summarization.evaluation import SummaryEvaluator
+from brt.tasks.summarization import preparation, tokenization
+from brt.tasks.summarization.evaluation import SummaryEvaluator, is_lossless, scored_bytes
 from brt.tasks.summarization.forward import network, predict
-from brt.tasks.summarization.summaries import special_tokens
-from brt.tasks.summarization.writing import SummaryWriter
-from brt.tasks.weights import Tokenizer, Weights
+from brt.tasks.summarization.preparation import PairDataset, PairReader, Preparation
+from brt.tasks.summarization.summaries import SummaryWriter, special_tokens
+from brt.tasks.summarization.tokenization import PairTokenizer
+from brt.tasks.weights import Tokenizer, Weights, fill_in_vocabulary
 from brt.types import PairBatch, Variables
 
 # If the cross-attention of a model has parameters with these names, training logs their values. The
@@ -102,7 +98,7 @@ class Summarization(Task):
     def resolve(self, config: Config, dataset: Dataset) -> Config:
         tokenizer = dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
-        return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
+        return fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> PairReader:
         section, t = config.pairs, config.training

@@ -1,4 +1,4 @@
-"""Evaluation of text classification and text regression.
+"""Evaluation of text classification and text regression: the evaluator and its metrics.
 
 A row is a sentence or a pair of sentences, with a label or a number that the model predicts. In
 shapes, B is the number of rows in a batch, N the number of evaluated rows, and C the number of the
@@ -15,18 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PyTree
+import scipy
+from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
+from brt.data.chunks import Ids
+from brt.data.texts.batches import TextReader
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.encoders import EncoderTask, TimedFunction
 from brt.tasks.heads import HeadEvaluator, HeadResult, metric_table
-from brt.tasks.text_classification import confusion
-from brt.tasks.text_classification.correlation import pearson, spearman
-from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.types import TextBatch
 
 _SHOWN = 60  # An example shows at most this number of characters of a text.
+Confusion = Int[np.ndarray, "true guessed"]
+Numbers = Float[np.ndarray, " N"]
 
 
 class SentenceScores(NamedTuple):
@@ -83,7 +85,7 @@ class SentenceEvaluator(HeadEvaluator):
         return read
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
-        return SentenceReader.evaluation(
+        return TextReader.evaluation(
             self.store, batch_size=self.batch_size, limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
         )  # fmt: skip
@@ -150,7 +152,7 @@ class Classifier(SentenceEvaluator):
     def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> SentenceScores:
         labels, true = self.store.labels, self.store.targets[order]
         guesses = np.argmax(predictions, axis=1)
-        metrics = metrics_from_confusion(confusion.confusion(true, guesses, len(labels)), labels)
+        metrics = metrics_from_confusion(confusion(true, guesses, len(labels)), labels)
         rows = [
             {
                 "label": labels[label],
@@ -210,16 +212,62 @@ class Regressor(SentenceEvaluator):
         return SentenceScores(metrics, summary, rows, shown)
 
 
-def metrics_from_confusion(table: confusion.Confusion, labels: tuple[str, ...]) -> dict[str, Any]:
+def metrics_from_confusion(table: Confusion, labels: tuple[str, ...]) -> dict[str, Any]:
     """Returns the metrics that follow from a confusion matrix, by name.
 
     Accuracy and F1 are percentages; Matthews correlation is from -1 to 1. The F1 score is computed
     for the second label, and only if there are two labels.
     """
     metrics = {
-        "accuracy": 100 * confusion.accuracy(table),
-        "matthews": confusion.matthews(table),
+        "accuracy": 100 * accuracy(table),
+        "matthews": matthews(table),
         "labels": list(labels),
         "confusion": table.tolist(),
     }
-    return {**metrics, "f1": 100 * confusion.f1(table)} if len(labels) == 2 else metrics
+    return {**metrics, "f1": 100 * f1(table)} if len(labels) == 2 else metrics
+
+
+def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:
+    """Returns the number of rows with each pair of true and predicted label."""
+    table = np.zeros((labels, labels), np.int64)
+    np.add.at(table, (np.asarray(true, int), np.asarray(guessed, int)), 1)
+    return table
+
+
+def accuracy(table: Confusion) -> float:
+    """Returns the fraction of rows whose label was predicted correctly; 0 if there are no rows."""
+    return float(np.trace(table) / max(table.sum(), 1))
+
+
+def f1(table: Confusion, label: int = 1) -> float:
+    """Returns the F1 score of one label, from 0 to 1; 0 if it neither occurs nor is predicted."""
+    both = table[label].sum() + table[:, label].sum()
+    return float(2 * table[label, label] / both) if both else 0.0
+
+
+def matthews(table: Confusion) -> float:
+    """Returns the Matthews correlation, generalised to several labels by Gorodkin (2004, eq. 8).
+
+    The result is from -1 to 1, and 0 if all rows have the same label or the same prediction.
+    """
+    true, guessed, total = table.sum(axis=1), table.sum(axis=0), int(table.sum())
+    covariance = total * int(np.trace(table)) - int(true @ guessed)
+    scale = (total**2 - int(true @ true)) * (total**2 - int(guessed @ guessed))
+    return covariance / scale**0.5 if scale else 0.0
+
+
+def pearson(x: Numbers, y: Numbers) -> float:
+    return float(scipy.stats.pearsonr(*_exact(x, y)).statistic) if _vary(x, y) else 0.0
+
+
+def spearman(x: Numbers, y: Numbers) -> float:
+    """Returns Spearman's rank correlation; equal numbers share a rank."""
+    return float(scipy.stats.spearmanr(x, y).statistic) if _vary(x, y) else 0.0
+
+
+def _exact(*numbers: Numbers) -> list[np.ndarray]:
+    return [np.asarray(x, np.float64) for x in numbers]
+
+
+def _vary(*numbers: Numbers) -> bool:
+    return all(len(x) > 1 and bool(np.ptp(x)) for x in numbers)

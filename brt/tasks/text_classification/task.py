@@ -11,15 +11,15 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config, Encoder
 from brt.config.shared import TASK_SECTIONS
 from brt.data.texts import tokenization
+from brt.data.texts.batches import TextReader
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
 from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
-from brt.tasks.text_classification.data import preparation
-from brt.tasks.text_classification.data.batches import SentenceReader
-from brt.tasks.text_classification.data.preparation import Preparation, SentenceDataset
+from brt.tasks.text_classification import preparation
 from brt.tasks.text_classification.evaluation import Classifier, Regressor, SentenceEvaluator
+from brt.tasks.text_classification.preparation import Preparation, SentenceDataset
 
 
 class TextClassification(EncoderTask):
@@ -75,9 +75,9 @@ class TextClassification(EncoderTask):
             sentences=dataclasses.replace(config.sentences, labels=labels),
         )
 
-    def reader(self, config: Config, dataset: Dataset) -> SentenceReader:
+    def reader(self, config: Config, dataset: Dataset) -> TextReader:
         section, t = config.sentences, config.training
-        return SentenceReader(
+        return TextReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
             seed=t.seed, max_length=section.max_length,
         )  # fmt: skip

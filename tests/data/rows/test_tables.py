@@ -16,7 +16,7 @@ from brt.data import documents
 from brt.data.rows import tables
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
-from brt.tasks.summarization.data.columns import Pair, read
+from brt.tasks.summarization.columns import Pair, read
 
 PAIRS = [
     ("a", 'One,\n"two"\r\n  three\té 日本 \U0001f600', "First; 'short'"),

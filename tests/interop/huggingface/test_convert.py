@@ -21,7 +21,7 @@ from brt.interop import pretrained
 from brt.interop.exporting import ExportSource
 from brt.interop.huggingface import convert, files, verify
 from brt.interop.huggingface.convert import load_converted
-from brt.tasks.summarization.data.tokenization import PairTokenizer
+from brt.tasks.summarization.tokenization import PairTokenizer
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4)
 

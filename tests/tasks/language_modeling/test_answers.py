@@ -20,8 +20,7 @@ from brt.tasks import TASKS
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.language_modeling import answers, evaluation
 from brt.tasks.language_modeling.answers import AnswerSpan, ScoredAnswer
-from brt.tasks.language_modeling.evaluation import DocumentEvaluator
-from brt.tasks.language_modeling.scoring import TextScorer
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator, TextScorer
 from brt.tasks.report import EvaluationResult
 from brt.types import Variables
 

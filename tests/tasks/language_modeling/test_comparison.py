@@ -19,9 +19,13 @@ from brt.errors import ConfigError
 from brt.evaluation import job
 from brt.layers.sections import Recurrence
 from brt.tasks.arguments import EvaluationRequest, OtherModel
-from brt.tasks.language_modeling.comparison import page
-from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator, TokenNats
-from brt.tasks.language_modeling.comparison.terms import CLASSES, token_classes
+from brt.tasks.language_modeling import comparison
+from brt.tasks.language_modeling.comparison import (
+    CLASSES,
+    ComparisonEvaluator,
+    TokenNats,
+    token_classes,
+)
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.training.start import saved_model
 from brt.training.state import initial_params
@@ -176,8 +180,8 @@ def test_a_page_shows_the_text_of_every_token() -> None:
     pieces = [b"<b>", b"\xc3", b"\xa4", b" & ", b"x"] * 1001
     size = len(pieces)
     nats = np.linspace(0, 3, size)
-    document = page.Document("a<b", pieces, nats, nats[::-1], np.zeros(size, int))
-    html = page.html([document], other="runs/<other>", without="state")
+    document = comparison.Document("a<b", pieces, nats, nats[::-1], np.zeros(size, int))
+    html = comparison.page_html([document], other="runs/<other>", without="state")
     shown = re.sub("<[^>]*>", "", html.split("<pre>")[1].split("</pre>")[0])
     assert shown == "&lt;b&gt;ä &amp; x" * 1000
     assert "a&lt;b" in html and "runs/&lt;other&gt; without state" in html

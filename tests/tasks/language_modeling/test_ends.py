@@ -17,7 +17,7 @@ from brt.data.preparation import Dataset
 from brt.errors import ConfigError
 from brt.tasks.arguments import EvaluationRequest, OtherModel
 from brt.tasks.language_modeling import ends
-from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator
+from brt.tasks.language_modeling.comparison import ComparisonEvaluator
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.windows import WindowEvaluator
 from brt.types import Variables

@@ -4,7 +4,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from brt.tasks.speech_recognition.error_rate import Errors, count_errors, sum_errors
+from brt.tasks.speech_recognition.evaluation import Errors, count_errors, sum_errors
 
 
 @cache

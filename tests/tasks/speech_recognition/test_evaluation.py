@@ -13,8 +13,8 @@ from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
 from brt.tasks.arguments import Control, EvaluationRequest
 from brt.tasks.encoders import with_exact_attention
-from brt.tasks.speech_recognition.data import preparation
-from brt.tasks.speech_recognition.error_rate import Errors, count_errors
+from brt.tasks.speech_recognition import preparation
+from brt.tasks.speech_recognition.evaluation import Errors, count_errors
 from brt.training.state import initial_params
 from brt.types import Variables
 

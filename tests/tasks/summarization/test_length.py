@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from brt.config import Config, Decoding
-from brt.tasks.summarization import writing
-from brt.tasks.summarization.data.tokenization import PairTokenizer
+from brt.tasks.summarization import summaries
+from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.tasks.writers import WriteOptions
 
 
@@ -19,7 +19,7 @@ def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """
     source = SimpleNamespace(ids=[1], uncut=1)
     encoder = SimpleNamespace(sources=lambda texts: [source])
-    monkeypatch.setattr(writing.Encoder, "of", lambda *_: encoder)
+    monkeypatch.setattr(summaries.Encoder, "of", lambda *_: encoder)
     seen: list[Decoding] = []
 
     def summarizer(decoding: Decoding, sampling: object) -> Any:
@@ -32,7 +32,7 @@ def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             decoder_start_id=1, begin=request.param, encode_all=list, decode_ids=str,
         )  # fmt: skip
         config = Config(decoding=Decoding(**settings))
-        writer = writing.SummaryWriter(config, {}, tokenizer)
+        writer = summaries.SummaryWriter(config, {}, tokenizer)
         monkeypatch.setattr(writer, "_summarizer", summarizer)
         seen.clear()
         written = [*writer("a document", WriteOptions(max_tokens=count))]

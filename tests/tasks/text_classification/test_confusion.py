@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from brt.tasks.text_classification import confusion
+from brt.tasks.text_classification import evaluation
 
 
 def test_two_labels_by_hand():
     true, guessed = [1] * 10 + [0] * 10, [1] * 6 + [0] * 4 + [1] * 3 + [0] * 7
-    table = confusion.confusion(true, guessed, 2)
+    table = evaluation.confusion(true, guessed, 2)
     assert table.tolist() == [[7, 3], [4, 6]]
-    assert confusion.accuracy(table) == pytest.approx(13 / 20)
-    assert confusion.f1(table) == pytest.approx(2 * (6 / 9) * 0.6 / (6 / 9 + 0.6))
+    assert evaluation.accuracy(table) == pytest.approx(13 / 20)
+    assert evaluation.f1(table) == pytest.approx(2 * (6 / 9) * 0.6 / (6 / 9 + 0.6))
     wanted = (6 * 7 - 3 * 4) / np.sqrt(9 * 10 * 10 * 11)
-    assert confusion.matthews(table) == pytest.approx(wanted)
-    assert confusion.matthews(table) == pytest.approx(np.corrcoef(true, guessed)[0, 1])
+    assert evaluation.matthews(table) == pytest.approx(wanted)
+    assert evaluation.matthews(table) == pytest.approx(np.corrcoef(true, guessed)[0, 1])
 
 
 def test_more_labels_are_correlated_as_vectors():
@@ -25,13 +25,13 @@ def test_more_labels_are_correlated_as_vectors():
     pairs = [(one_hot[0], one_hot[1]), (one_hot[0], one_hot[0]), (one_hot[1], one_hot[1])]
     covariance = [(a * b).sum() for a, b in pairs]
     wanted = covariance[0] / np.sqrt(covariance[1] * covariance[2])
-    assert confusion.matthews(confusion.confusion(true, guessed, 4)) == pytest.approx(wanted)
+    assert evaluation.matthews(evaluation.confusion(true, guessed, 4)) == pytest.approx(wanted)
 
 
 def test_nothing_to_correlate_is_zero():
-    always = confusion.confusion([0, 1, 1], [1, 1, 1], 2)
-    assert confusion.matthews(always) == 0 and confusion.f1(always, 0) == 0
-    none = confusion.confusion([], [], 2)
-    assert (confusion.accuracy(none), confusion.f1(none), confusion.matthews(none)) == (0, 0, 0)
-    assert confusion.matthews(confusion.confusion([0, 1], [0, 1], 2)) == 1
-    assert confusion.matthews(confusion.confusion([0, 1], [1, 0], 2)) == -1
+    always = evaluation.confusion([0, 1, 1], [1, 1, 1], 2)
+    assert evaluation.matthews(always) == 0 and evaluation.f1(always, 0) == 0
+    none = evaluation.confusion([], [], 2)
+    assert (evaluation.accuracy(none), evaluation.f1(none), evaluation.matthews(none)) == (0, 0, 0)
+    assert evaluation.matthews(evaluation.confusion([0, 1], [0, 1], 2)) == 1
+    assert evaluation.matthews(evaluation.confusion([0, 1], [1, 0], 2)) == -1

@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from brt.config import Questions
+from brt.data.texts.batches import TextReader
 from brt.errors import ConfigError, DataError
-from brt.tasks.extractive_qa.data import preparation
-from brt.tasks.extractive_qa.data.batches import QuestionReader
-from brt.tasks.extractive_qa.data.windows import token_range, windows
+from brt.tasks.extractive_qa import preparation
+from brt.tasks.extractive_qa.preparation import token_range, windows
 
 CONTEXT = "Mars is red. Venus is the hottest planet, and caf\u00e9 is warm. Earth is blue."
 
@@ -194,7 +194,7 @@ def test_made_up_questions_are_the_same_everywhere_and_batches_hold_them(make):
     key = store.asked[11].split()[2]
     assert f"{key} is {store.answers[11][0]} ." in store.texts[11]
     assert prepare(make(train=("generated:t/3",))).split("train").texts[2] == store.texts[2]
-    batch = QuestionReader(store=store, batch_size=5, max_length=512)[2]
+    batch = TextReader(store=store, batch_size=5, max_length=512)[2]
     for i, row in enumerate(batch.row):
         assert batch.scored[i].all() == (row >= 0) == batch.valid[i].any()
         if row >= 0:

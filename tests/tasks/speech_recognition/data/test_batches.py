@@ -5,8 +5,8 @@ import pytest
 
 from brt.config import Speech
 from brt.data import lanes
-from brt.tasks.speech_recognition.data import batches, preparation
-from brt.tasks.speech_recognition.data.batches import SpeechReader
+from brt.tasks.speech_recognition import preparation
+from brt.tasks.speech_recognition.preparation import SpeechReader
 
 
 @pytest.fixture(scope="module")
@@ -66,5 +66,5 @@ def test_the_largest_batch_has_the_longest_bucket_and_no_row(store, buckets):
 
 
 def test_evaluation_reads_every_utterance_once(store, buckets):
-    found = batches.evaluation_batches(store, batch_size=4, buckets=buckets)
+    found = preparation.evaluation_batches(store, batch_size=4, buckets=buckets)
     assert sorted(r for batch in found for r in batch.row if r >= 0) == list(range(11))

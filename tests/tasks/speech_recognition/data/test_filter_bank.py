@@ -5,7 +5,7 @@ import pytest
 
 from brt.config import Speech
 from brt.errors import DataError
-from brt.tasks.speech_recognition.data import filter_bank
+from brt.tasks.speech_recognition import filter_bank
 
 RATE = 8000
 

@@ -5,7 +5,7 @@ import pytest
 
 from brt.data.generated import parse
 from brt.errors import DataError
-from brt.tasks.speech_recognition.data import generated
+from brt.tasks.speech_recognition import generated
 
 PINNED = "befg dfc bag befg gl dfc lf ic"
 SOUND = [0.09206, 0.04435, 0.30443]

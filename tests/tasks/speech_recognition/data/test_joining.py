@@ -3,8 +3,7 @@ import pytest
 
 from brt.config import Speech
 from brt.errors import ConfigError, DataError
-from brt.tasks.speech_recognition.data.joining import join_recordings
-from brt.tasks.speech_recognition.data.utterances import Recording
+from brt.tasks.speech_recognition.utterances import Recording, join_recordings
 
 
 def recording(number, speaker="", width=2, rate=8000):

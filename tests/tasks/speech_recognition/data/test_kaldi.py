@@ -3,7 +3,7 @@ import pytest
 
 from brt.config import Speech
 from brt.errors import DataError
-from brt.tasks.speech_recognition.data import kaldi, sources
+from brt.tasks.speech_recognition import kaldi, sources
 
 
 @pytest.fixture

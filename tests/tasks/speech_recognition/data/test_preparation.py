@@ -6,8 +6,8 @@ from recordings import arrays
 
 from brt.config import Speech
 from brt.errors import DataError
-from brt.tasks.speech_recognition.data import preparation
-from brt.tasks.speech_recognition.data.store import SpeechStore
+from brt.tasks.speech_recognition import preparation
+from brt.tasks.speech_recognition.preparation import SpeechStore
 
 
 @pytest.fixture

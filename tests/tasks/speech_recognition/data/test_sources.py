@@ -6,7 +6,7 @@ from recordings import arrays
 
 from brt.config import Speech
 from brt.errors import DataError
-from brt.tasks.speech_recognition.data import kaldi, sources
+from brt.tasks.speech_recognition import kaldi, sources
 
 
 def read(*names, **settings):

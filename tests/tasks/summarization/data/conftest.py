@@ -5,8 +5,8 @@ import tokenizers
 
 from brt.data import sources, tokenizer_training
 from brt.data.rows.ragged import Ragged
-from brt.tasks.summarization.data import tokenization
-from brt.tasks.summarization.data.store import PairStore
+from brt.tasks.summarization import tokenization
+from brt.tasks.summarization.preparation import PairStore
 
 NOVEL = sources.CORPORA / "novels/train/robert-louis-stevenson-treasure-island.txt"
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]  # BART's first ids

@@ -5,8 +5,8 @@ import pytest
 
 from brt.data import lanes
 from brt.errors import ConfigError
-from brt.tasks.summarization.data import batches
-from brt.tasks.summarization.data.batches import PairReader
+from brt.tasks.summarization import preparation
+from brt.tasks.summarization.preparation import PairReader
 
 LENGTHS = {
     "mixed": [1, 32, 7, 8, 9, 16, 17, 3, 3, 3, 31, 8, 20, 5, 6, 7, 25, 2, 2, 30, 11],
@@ -155,7 +155,7 @@ def test_a_state_of_another_reader_is_refused(make_store):
 
 
 def test_evaluation_reads_every_pair_once(store, buckets):
-    found = [*batches.evaluation_batches(store, batch_size=4, buckets=buckets)]
+    found = [*preparation.evaluation_batches(store, batch_size=4, buckets=buckets)]
     assert sorted(rows_of(found)) == [*range(len(store))]
     assert all(batch.source.shape[0] == 4 for batch in found)
 

@@ -3,8 +3,8 @@ import pytest
 from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
-from brt.tasks.summarization.data import columns
-from brt.tasks.summarization.data.columns import Columns
+from brt.tasks.summarization import columns
+from brt.tasks.summarization.columns import Columns
 
 
 @pytest.mark.parametrize(

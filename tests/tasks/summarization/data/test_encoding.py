@@ -3,8 +3,8 @@ import pytest
 
 from brt import config
 from brt.errors import ConfigError
-from brt.tasks.summarization.data import encoding
-from brt.tasks.summarization.data.encoding import Encoder
+from brt.tasks.summarization import preparation
+from brt.tasks.summarization.preparation import Encoder
 
 
 def encoder(tokenizer, **settings):
@@ -35,11 +35,11 @@ def test_what_is_cut_keeps_its_begin_and_end(tokenizer, lines, truncation, limit
 
 def test_head_and_tail_are_of_one_size():
     ids = np.arange(100)
-    assert encoding.cut(ids, 7, tail=True).tolist() == [0, 1, 2, 3, 97, 98, 99]
-    assert encoding.cut(ids, 6, tail=True).tolist() == [0, 1, 2, 97, 98, 99]
-    assert encoding.cut(ids, 6, tail=False).tolist() == [0, 1, 2, 3, 4, 5]
+    assert preparation.cut(ids, 7, tail=True).tolist() == [0, 1, 2, 3, 97, 98, 99]
+    assert preparation.cut(ids, 6, tail=True).tolist() == [0, 1, 2, 97, 98, 99]
+    assert preparation.cut(ids, 6, tail=False).tolist() == [0, 1, 2, 3, 4, 5]
     for limit in (100, 101):
-        assert encoding.cut(ids, limit, tail=True) is ids
+        assert preparation.cut(ids, limit, tail=True) is ids
 
 
 def test_the_prefix_stands_before_documents_only(tokenizer):

@@ -6,7 +6,7 @@ import pytest
 from brt import config
 from brt.data.rows.preparation import Preparation
 from brt.errors import ConfigError, DataError
-from brt.tasks.summarization.data import preparation
+from brt.tasks.summarization import preparation
 
 
 @pytest.fixture

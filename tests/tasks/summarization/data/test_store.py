@@ -6,10 +6,9 @@ import pytest
 from brt import config
 from brt.data.rows.on_disk import OnDisk
 from brt.errors import DataError
-from brt.tasks.summarization.data import store, tokenization
-from brt.tasks.summarization.data.columns import Pair
-from brt.tasks.summarization.data.encoding import Encoder
-from brt.tasks.summarization.data.store import PairStore
+from brt.tasks.summarization import preparation, tokenization
+from brt.tasks.summarization.columns import Pair
+from brt.tasks.summarization.preparation import Encoder, PairStore
 
 
 @pytest.fixture(params=["bart_json", "trained_model"])
@@ -21,12 +20,14 @@ def tokenizer(request):
 def pairs(lines):
     return [
         Pair(f"f:{i}", f"id é {i}", " ".join(lines[i : i + 1 + i % 5]), f"{lines[i][:150]} é\n")
-        for i in range(store.TOGETHER + 20)
+        for i in range(preparation.TOGETHER + 20)
     ]
 
 
 def write(directory, pairs, tokenizer, **settings):
-    return store.write(directory, iter(pairs), Encoder.of(config.Pairs(**settings), tokenizer))
+    return preparation.write_pairs(
+        directory, iter(pairs), Encoder.of(config.Pairs(**settings), tokenizer)
+    )
 
 
 def test_what_was_written_is_read(tmp_path, pairs, tokenizer):

@@ -7,7 +7,7 @@ import tokenizers
 
 from brt.data import tokenizer_training
 from brt.errors import ConfigError, DataError
-from brt.tasks.summarization.data import tokenization
+from brt.tasks.summarization import tokenization
 
 TEXT = "  The  captain said: fifteen men\non a chest, Jim\u2026 "
 

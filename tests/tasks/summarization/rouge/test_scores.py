@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from brt.errors import ConfigError, DataError
-from brt.tasks.summarization.rouge import PROTOCOLS, RougeProtocol, Score, aggregate, get_protocol
-from brt.tasks.summarization.rouge.porter import stem
-from brt.tasks.summarization.rouge.scores import rouge_l, rouge_l_sum, rouge_n
+from brt.tasks.summarization.porter import stem
+from brt.tasks.summarization.rouge import (
+    PROTOCOLS,
+    RougeProtocol,
+    Score,
+    aggregate,
+    get_protocol,
+    rouge_l,
+    rouge_l_sum,
+    rouge_n,
+)
 
 TOLERANCE = 1e-9
 NAMES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]

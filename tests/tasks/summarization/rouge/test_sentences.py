@@ -1,6 +1,6 @@
 import pytest
 
-from brt.tasks.summarization.rouge.sentences import sentences
+from brt.tasks.summarization.rouge import sentences
 
 # Each text is a list of the sentences into which it must be split.
 SPLIT = [

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from brt.config import Sentences
+from brt.data.texts.batches import TextReader
 from brt.errors import ConfigError, DataError
-from brt.tasks.text_classification.data import preparation
-from brt.tasks.text_classification.data.batches import SentenceReader
+from brt.tasks.text_classification import preparation
 
 ROWS = [("good film", "1"), ("bad film", "0"), ("a good one", "1"), ("dull", "0")]
 
@@ -163,7 +163,7 @@ def test_batches_hold_every_row_once(make):
     dataset = prepare(section)
     store = dataset.split("train")
     assert dataset.labels == ("animal", "plant", "stone") and (store.tokens.lengths <= 64).all()
-    reader = SentenceReader(store=store, batch_size=8, buckets=section.buckets, max_length=64)
+    reader = TextReader(store=store, batch_size=8, buckets=section.buckets, max_length=64)
     seen = []
     for step in range(reader.steps_per_epoch):
         batch = reader[step]
@@ -195,7 +195,7 @@ def test_numbers_stay_numbers(make, tmp_path, capsys):
     assert dataset.labels == () and texts(dataset) == ["|a||b|", "|c||d|"]
     stores = [dataset.split(split) for split in ("train", "validation")]
     assert [store.targets.tolist() for store in stores] == [[3.75, 0], [pytest.approx(4.2)]]
-    batch = SentenceReader(store=stores[0], batch_size=3, max_length=128, shuffle=False)[0]
+    batch = TextReader(store=stores[0], batch_size=3, max_length=128, shuffle=False)[0]
     assert batch.targets.dtype == np.float32 and batch.targets[:, 0].tolist() == [3.75, 0, 0]
     classes = dataclasses.replace(section, validation=())
     assert prepare(classes).labels == ("0", "3.75", "nan"), "another store of the same file"

@@ -6,10 +6,9 @@ import sys
 import pytest
 
 from brt.errors import DataError
-from brt.tasks.summarization.data.columns import Pair, read
-from brt.tasks.summarization.data.raw import datasets, tables
-from brt.tasks.summarization.data.raw.datasets import RAW, RawDataset
-from brt.tasks.summarization.data.raw.examples import Example
+from brt.tasks.summarization import raw
+from brt.tasks.summarization.columns import Pair, read
+from brt.tasks.summarization.raw import RAW, Example, RawDataset
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TFDS itself causes warnings.
 
@@ -25,7 +24,7 @@ def tfds(tmp_path, monkeypatch):
 
 def write(kind, splits, errors="refuse"):
     dataset = RAW[kind] if isinstance(kind, str) else kind
-    return datasets.write(dataset, splits, datasets.default_directory(), errors=errors)
+    return raw.write(dataset, splits, raw.default_directory(), errors=errors)
 
 
 SPLITS = {"media_sum": ("train", "val", "test")}
@@ -64,7 +63,7 @@ def test_a_dataset_is_found_by_its_usual_name(tfds, directory, kind):
             values[dataset.target] for values in examples.values()
         )
     assert "tensorflow" not in sys.modules
-    assert [path.name for path in (datasets.default_directory()).iterdir()] == [dataset.name]
+    assert [path.name for path in (raw.default_directory()).iterdir()] == [dataset.name]
 
 
 def test_media_sum_becomes_speech(tfds, directory):
@@ -78,7 +77,7 @@ def test_media_sum_becomes_speech(tfds, directory):
 def own(tmp_path, rows):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    return {"train": map(tables.example, read([str(path)]))}
+    return {"train": map(raw.pair_example, read([str(path)]))}
 
 
 MINE = RawDataset("my_pairs", "1.0.0")
@@ -104,7 +103,7 @@ def test_bad_rows_are_refused_or_skipped(tfds, tmp_path):
     )
     with pytest.raises(DataError, match=message):
         write(MINE, own(tmp_path, rows))
-    assert not [*datasets.default_directory().iterdir()]
+    assert not [*raw.default_directory().iterdir()]
     assert write(MINE, own(tmp_path, rows), "skip")["train"].bad == 2
     assert len([*read(["tfds:my_pairs/train"])]) == 9
 

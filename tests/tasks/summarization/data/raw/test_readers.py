@@ -5,8 +5,8 @@ import pytest
 
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
-from brt.tasks.summarization.data.raw import cnn_dailymail, examples, xsum
-from brt.tasks.summarization.data.raw.datasets import RAW
+from brt.tasks.summarization import raw
+from brt.tasks.summarization.raw import RAW
 
 
 def test_stories_are_taken_apart_as_published(directory):
@@ -16,7 +16,7 @@ def test_stories_are_taken_apart_as_published(directory):
     assert first["highlights"] == "First point.\nSecond point!"
     assert (first["publisher"], second["publisher"]) == ("cnn", "dm")
     assert len(first["id"]) == 40
-    assert cnn_dailymail.parse("No points") == ("No points.", "")
+    assert raw.parse_cnn_story("No points") == ("No points.", "")
 
 
 def test_missing_and_undecodable_stories_are_named(directory):
@@ -40,20 +40,20 @@ def test_missing_and_undecodable_stories_are_named(directory):
 )
 def test_both_kinds_of_extracts(tmp_path, mark, summary, folder, ending):
     (tmp_path / folder).mkdir()
-    members = {split: [split] for split in xsum.SPLITS}
-    (tmp_path / xsum.SPLIT_FILE).write_text(json.dumps(members))
-    for split in xsum.SPLITS[:2]:
+    members = {split: [split] for split in raw.XSUM_SPLITS}
+    (tmp_path / raw.XSUM_SPLIT_FILE).write_text(json.dumps(members))
+    for split in raw.XSUM_SPLITS[:2]:
         (tmp_path / folder / f"{split}{ending}").write_text(
             f"[{mark}]URL[{mark}]\nhttp://x\n\n[{mark}]{summary}[{mark}]\nGist.\n\n"
             f"[{mark}]RESTBODY[{mark}]\nFacebook\nOne [SIC] line.\n\n  Two.\n"
         )
-    found = xsum.read(tmp_path)
+    found = raw.read_xsum(tmp_path)
     (example,) = found["train"]
     values = {"document": "One [SIC] line.\n  Two.", "summary": "Gist.", "id": "train"}
     assert (example.key, example.values) == ("train", values)
     (missing,) = found["test"]
     assert missing.problem == "cannot be read: No such file or directory"
-    assert xsum.parse("no sections") == ("", "")
+    assert raw.parse_xsum_extract("no sections") == ("", "")
 
 
 def test_xsum_is_read_from_tables(tmp_path):
@@ -61,7 +61,7 @@ def test_xsum_is_read_from_tables(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
     (tmp_path / "test.csv").write_text("document,summary,id\nd,s,7\n")
-    for found in xsum.read(tmp_path).values():
+    for found in raw.read_xsum(tmp_path).values():
         assert [example.values for example in found] == [row]
 
 
@@ -92,18 +92,18 @@ def test_transcripts_of_a_split(directory):
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_an_array_is_read_in_parts(tmp_path, monkeypatch, chunk, indent):
-    monkeypatch.setattr(examples, "CHUNK", chunk)
+    monkeypatch.setattr(raw, "CHUNK", chunk)
     values = [{"a": 'é "]', "b": [1, {}]}, {}, {"c": "\\"}]
     for expected in (values, []):
         (tmp_path / "a.json").write_text(json.dumps(expected, indent=indent) + "\n")
-        assert [*examples.json_array(tmp_path / "a.json")] == expected
+        assert [*raw.json_array(tmp_path / "a.json")] == expected
 
 
 @pytest.mark.parametrize("content", ["", "{}", '[{"a": 1}', '[{"a": 1}, {"b"', "[{]", "[\xff"])
 def test_what_is_no_array_is_named(tmp_path, content):
     (tmp_path / "a.json").write_text(content, encoding="latin-1")
     with pytest.raises(DataError, match=r"a\.json (is no JSON array|cannot be read)"):
-        [*examples.json_array(tmp_path / "a.json")]
+        [*raw.json_array(tmp_path / "a.json")]
 
 
 @pytest.mark.parametrize("kind", RAW)

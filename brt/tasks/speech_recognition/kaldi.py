@@ -16,8 +16,8 @@ import numpy as np
 from brt import config, untrusted
 from brt.data import contents
 from brt.errors import DataError
-from brt.tasks.speech_recognition.data import filter_bank
-from brt.tasks.speech_recognition.data.utterances import Recording
+from brt.tasks.speech_recognition import filter_bank
+from brt.tasks.speech_recognition.utterances import Recording
 
 BLANKS = " \t\r"
 TABLES = ("text", "utt2spk", "wav.scp", "feats.scp")

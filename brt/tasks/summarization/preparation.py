@@ -1,4 +1,8 @@
-"""Stores of pairs: token ids of documents and summaries on disk, and the summaries as text.
+"""Prepares pairs of document and summary, which the config section Pairs names.
+
+The pairs are read from files, encoded as token ids, and written to a directory of the cache, which
+has a store (`PairStore`) for each split. Batches consist of pairs of similar length, padded to one
+of a few lengths.
 
 A store is a directory with these files, which have a row for each pair:
 
@@ -13,20 +17,27 @@ A store is a directory with these files, which have a row for each pair:
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from brt.data import manifests
-from brt.data.rows import ragged, store
+from brt import config
+from brt.data import manifests, sources, tokenizer_training
+from brt.data.rows import ragged, store, tables
+from brt.data.rows.batches import RowReader, padded
+from brt.data.rows.preparation import RowCorpus, TokenizedPreparation
 from brt.data.rows.ragged import Ragged
 from brt.data.rows.store import RowStore
+from brt.data.rows.tally import BadRow, Tally
+from brt.data.sources import FileHash
 from brt.data.token_store import ids_dtype, stored_dtype
-from brt.errors import DataError
-from brt.tasks.summarization.data.columns import Pair
-from brt.tasks.summarization.data.encoding import Encoder
+from brt.errors import ConfigError, DataError
+from brt.tasks.summarization import columns, tokenization
+from brt.tasks.summarization.columns import Columns, Pair
+from brt.tasks.summarization.tokenization import PairTokenizer
+from brt.types import PairBatch
 
 TOGETHER = 64  # This number of pairs is tokenized in parallel.
 TEXTS = ("source", "target", "reference")
@@ -36,6 +47,63 @@ _FACTS = {
     "tokenizer": {"fingerprint": str}, "dtype": str,
 }  # fmt: skip
 UNCUT = ("source_uncut", "target_uncut")
+
+
+class Encoded(NamedTuple):
+    """The token ids of a text, including the tokenizer's start and end ids."""
+
+    ids: np.ndarray  # int32 [T], after the text was cut
+    uncut: int  # number of ids before the text was cut
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Encodes documents and summaries as token ids, according to the config section Pairs.
+
+    Long texts are cut, but the special ids at start and end remain. A summary loses its end. A
+    document loses its end or, with the truncation "head_tail", its middle. The truncation "error"
+    is for callers; the encoder itself treats it like "head".
+    """
+
+    tokenizer: PairTokenizer
+    prefix: str  # text before every document, such as "summarize: " for T5
+    max_source_length: int  # largest number of ids, including special ids
+    max_target_length: int
+    truncation: str
+
+    @classmethod
+    def of(cls, pairs: config.Pairs, tokenizer: PairTokenizer) -> "Encoder":
+        names = ("prefix", "max_source_length", "max_target_length", "truncation")
+        return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
+
+    def sources(self, documents: Sequence[str]) -> list[Encoded]:
+        """Returns the token ids of documents, each cut together with the prefix before it."""
+        texts = [self.prefix + document for document in documents]
+        tail = self.truncation == "head_tail"
+        return [self._wrap(ids, self.max_source_length, tail) for ids in self._encode(texts)]
+
+    def targets(self, summaries: Sequence[str]) -> list[Encoded]:
+        return [self._wrap(ids, self.max_target_length, False) for ids in self._encode(summaries)]
+
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self.tokenizer.encode(texts)
+
+    def _wrap(self, ids: np.ndarray, limit: int, tail: bool) -> Encoded:
+        begin = self.tokenizer.begin
+        special = len(begin) + 1
+        shortened = cut(ids, limit - special, tail=tail)
+        wrapped = np.concatenate([begin, shortened, [self.tokenizer.eos_id]]).astype(np.int32)
+        return Encoded(wrapped, len(ids) + special)
+
+
+def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
+    """Returns at most `limit` of the ids of a text: the first ones or, with `tail`, half of them
+    from the start and half from the end.
+    """
+    if len(ids) <= limit:
+        return ids
+    last = limit // 2 if tail else 0
+    return np.concatenate([ids[: limit - last], ids[len(ids) - last :]])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +154,7 @@ class PairStore(RowStore):
         return self.reference[row].tobytes().decode()
 
 
-def write(
+def write_pairs(
     directory: Path | str,
     pairs: Iterable[Pair],
     encoder: Encoder,
@@ -178,3 +246,117 @@ def _described(columns: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
         "tokens": {name: int(columns[name][-1]) for name in ("source", "target")},
         "reference_bytes": int(columns["reference"][-1]),
     }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PairReader(RowReader):
+    """Reader of pairs whose documents have similar lengths, so that little padding is needed.
+
+    `buckets` are padded lengths of documents, ascending, of which the last is the store's
+    `max_source_length`. If there are no buckets, all documents are padded to that length.
+    """
+
+    store: PairStore
+
+    def __post_init__(self) -> None:
+        if self.buckets and self.buckets[-1] != self.longest:
+            raise ConfigError(
+                f"the last of Data.buckets = {self.buckets} must be the length that documents "
+                f"were cut to, {self.longest}"
+            )
+
+    @property
+    def longest(self) -> int:
+        return self.store.max_source_length
+
+    def gather(self, rows: np.ndarray, length: int) -> PairBatch:
+        return gather(self.store, rows, length)
+
+    @staticmethod
+    def positions(batch: PairBatch) -> int:
+        return batch.source.size + batch.target_in.size
+
+
+def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
+    """Returns a batch of pairs; summaries are padded to the store's `max_target_length`.
+
+    `rows` are indices of pairs in the store; -1 is an empty row.
+    """
+    pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
+    source, mask = padded(rows, store.source.__getitem__, source_length, np.int32, fill=pad)
+    target, scored = padded(
+        rows, store.target.__getitem__, store.max_target_length, np.int32, fill=pad
+    )
+    starts = np.full((len(rows), 1), start, np.int32)
+    return PairBatch(
+        source=source,
+        source_mask=mask,
+        target_in=np.concatenate([starts, target[:, :-1]], axis=1),
+        target_out=target,
+        scored=scored,
+        row=np.asarray(rows, np.int32),
+    )
+
+
+evaluation_batches = PairReader.evaluation
+
+
+class PairDataset(RowCorpus[PairTokenizer, PairStore]):
+    """Prepared pairs of document and summary that are opened for reading."""
+
+    rows = "pairs"
+
+
+def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
+    return Preparation(pairs, progress).open()
+
+
+class Preparation(TokenizedPreparation):
+    """Prepares and opens the pairs that a config section describes."""
+
+    dataset, kind, endings = PairDataset, "pairs", tables.FORMATS
+    special = tokenizer_training.T5
+
+    def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
+        return sources.hashes(names, self.endings)
+
+    def load(self, name: str) -> PairTokenizer:
+        return tokenization.load(name)
+
+    def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
+        return PairStore.open(directory)
+
+    def texts(self) -> Iterator[str]:
+        for pair in self.training_rows():
+            yield from (pair.source, pair.target)
+
+    def write(self, split: str, directory: Path, tally: Tally) -> str:
+        encoder = Encoder.of(self.section, self.tokenizer)
+        opened = write_pairs(
+            directory, tally.refuse_or_skip(self.read(split), self.section.errors), encoder,
+            facts=lambda: {"rows": tally.report()},
+        )  # fmt: skip
+        return describe_store(opened)
+
+    def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
+        pairs = self.section
+        return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
+
+    def content(self, row: Pair) -> str:
+        """Returns the document, so that all pairs with the same document are in one split."""
+        return row.source
+
+
+def describe_store(opened: PairStore) -> str:
+    m = opened.manifest
+    cuts = [
+        f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "
+        f"({cut['tokens'] / cut['of_tokens']:.1%} of all)"
+        for what, cut in (("documents", m["cut"]["source"]), ("summaries", m["cut"]["target"]))
+        if cut["rows"]
+    ]
+    counts = (
+        f"{m['pairs']:,} pairs, {m['tokens']['source']:,} tokens of documents, "
+        f"{m['tokens']['target']:,} of summaries"
+    )
+    return "; ".join([counts, *cuts])

@@ -2,25 +2,160 @@
 
 The features of utterances are computed or read, normalised, and written to a directory of the
 cache, which has a store (`SpeechStore`) for each split. Transcripts are encoded with a vocabulary,
-which consists of the tokens of the training transcripts and is saved in vocabulary.json.
+which consists of the tokens of the training transcripts and is saved in vocabulary.json. Batches
+consist of utterances of similar length, padded to one of a few lengths.
+
+A store is a directory with these files:
+
+    features.bin    little-endian float32: the frames that a model reads, utterance after utterance
+    rows.npz        for each utterance, its offset in features.bin, the tokens of its transcript,
+                    and its number of frames before frames were stacked; ids, speakers and
+                    transcripts are JSON lists in UTF-8
+    manifest.json   written last: counts, number of features and time shift of the frames,
+                    utterances that were left out, hashes
+
+Frames are stacked before they are written: a frame that a model reads consists of one or several
+consecutive frames of the utterance (Speech.stack, Speech.stride).
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from brt import config
 from brt.data import cache
-from brt.data.rows import ragged
+from brt.data.rows import ragged, store
+from brt.data.rows.batches import RowReader, padded
 from brt.data.rows.preparation import Preparation, RowCorpus
+from brt.data.rows.ragged import Ragged
+from brt.data.rows.store import RowStore
 from brt.data.rows.tally import BadRow, Tally
 from brt.data.sources import FileHash
 from brt.errors import DataError
-from brt.tasks.speech_recognition.data import frames, joining, sources, store
-from brt.tasks.speech_recognition.data.frames import Moments
-from brt.tasks.speech_recognition.data.store import SpeechStore
-from brt.tasks.speech_recognition.data.utterances import Features, Recording, Utterance
-from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
+from brt.tasks.speech_recognition import sources, utterances
+from brt.tasks.speech_recognition.utterances import Features, Moments, Recording, Utterance
+from brt.tasks.speech_recognition.vocabulary import Vocabulary, units
+from brt.types import SpeechBatch
+
+TEXTS = ("ids", "speakers", "transcripts")
+FLOAT = np.dtype("<f4")
+_FACTS = {
+    **dict.fromkeys(("utterances", "tokens", "frames", "width"), int), "shift_ms": float,
+    "rate?": int, "vocabulary": str, "rows": {"bad": int},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SpeechStore(RowStore):
+    """Features and transcripts of utterances; an utterance is a row."""
+
+    values: Ragged  # features of all frames of each row, concatenated, float32 [frames * width]
+    targets: Ragged  # token ids of each row's transcript, int32 [T]
+    frames: np.ndarray  # int64 [rows], numbers of frames before frames were stacked
+    speakers: tuple[str, ...]  # "" if not known
+    transcripts: tuple[str, ...]
+
+    @classmethod
+    def open(cls, directory: Path | str) -> "SpeechStore":
+        with store.opened(directory, TEXTS, facts=_FACTS) as opened:
+            values = opened.on_disk("features.bin", FLOAT, opened.columns["values"], "utterances")
+            targets = opened.ragged("targets", "target_offsets")
+            columns = {name: opened.columns[name] for name in (*TEXTS, "frames")}
+            opened.check("utterances", targets, *columns.values())
+            width = opened.manifest["width"]
+            if width < 1 or (values.offsets % width).any():
+                raise ValueError(f"its rows are no frames of {width} features")
+        return cls(
+            directory=opened.directory, manifest=opened.manifest, values=values, targets=targets,
+            **columns,
+        )  # fmt: skip
+
+    @property
+    def written_with(self) -> str:
+        return self.manifest["vocabulary"]
+
+    def features(self, row: int | np.integer) -> np.ndarray:
+        """Returns the features of a row, float32 [frames, width]."""
+        return self.values[row].reshape(-1, self.width)
+
+    @property
+    def width(self) -> int:
+        """Number of features of each frame after frames were stacked."""
+        return self.manifest["width"]
+
+    @property
+    def rate(self) -> int:
+        """Sample rate of the wav files in Hz; 0 if it is not known, as for files of features."""
+        return self.manifest.get("rate", 0)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of frames of each row after frames were stacked, int64 [rows]."""
+        return self.values.lengths // self.width
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Duration of each utterance, float64 [rows]."""
+        return self.frames * (self.manifest["shift_ms"] / 1000)
+
+    @property
+    def transcript_bytes(self) -> int:
+        return sum(len(text.encode()) for text in self.transcripts)
+
+
+def finish_store(
+    directory: Path,
+    offsets: np.ndarray,
+    columns: Mapping[str, Sequence[Any]],
+    vocabulary: Vocabulary,
+    facts: Mapping[str, Any],
+) -> SpeechStore:
+    """Completes a store whose features have been written, and returns the opened store.
+
+    Args:
+      offsets: int [rows + 1], index in features.bin of the first float32 value of each row,
+        followed by the number of all values.
+      columns: the columns `ids`, `speakers`, `transcripts` and `frames`, by name.
+      facts: further entries of the manifest: `width` (number of features of a stacked frame),
+        `rate` (sample rate in Hz), `shift_ms` (time from frame to frame before frames were
+        stacked), and `rows` (numbers of all utterances and of utterances that were left out).
+    """
+    targets = ragged.from_rows(
+        [vocabulary.encode(text) for text in columns["transcripts"]], np.dtype(np.int32)
+    )
+    arrays = {"values": offsets, "targets": targets.values[:], "target_offsets": targets.offsets}
+    identity = b"".join(array.astype("<i8").tobytes() for array in arrays.values())
+    frames = np.array(columns["frames"], np.int64)
+    counts = {
+        "vocabulary": vocabulary.fingerprint,
+        "utterances": len(targets),
+        "tokens": len(targets.values),
+        "frames": int(frames.sum()),
+    }
+    store.finish(
+        directory, {**arrays, "frames": frames, **{name: columns[name] for name in TEXTS}},
+        {**counts, **facts}, files=("features.bin",),
+        identity=vocabulary.fingerprint.encode() + identity,
+    )  # fmt: skip
+    return SpeechStore.open(directory)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SpeechReader(RowReader):
+    store: SpeechStore
+
+    def gather(self, rows: np.ndarray, length: int) -> SpeechBatch:
+        store, tokens = self.store, max(int(self.store.targets.lengths.max()), 1)
+        features = padded(rows, store.features, length, np.float32, width=(store.width,))
+        targets = padded(rows, store.targets.__getitem__, tokens, np.int32)
+        return SpeechBatch(*features, *targets, np.asarray(rows, np.int32))
+
+
+evaluation_batches = SpeechReader.evaluation
 
 
 class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
@@ -85,7 +220,7 @@ class SpeechPreparation(Preparation):
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         moments, width, rows = self._speaker_moments(split), 0, []
         usable = tally.refuse_or_skip(map(self._usable, self._read(split)), self.section.errors)
-        with ragged.Writer(directory / "features.bin", store.FLOAT) as writer:
+        with ragged.Writer(directory / "features.bin", FLOAT) as writer:
             for utterance in usable:
                 self._refuse_shared(utterance, split)
                 features = self._model_features(utterance, moments)
@@ -94,7 +229,7 @@ class SpeechPreparation(Preparation):
                 rows.append(
                     (utterance.id, utterance.speaker, utterance.transcript, len(utterance.features))
                 )
-        columns = dict(zip((*store.TEXTS, "frames"), zip(*rows, strict=True), strict=True))
+        columns = dict(zip((*TEXTS, "frames"), zip(*rows, strict=True), strict=True))
         if self.tokenizer is None:
             self.tokenizer = Vocabulary.of(self.section.unit, columns["transcripts"])
             name, content = self.tokenizer.file
@@ -105,7 +240,7 @@ class SpeechPreparation(Preparation):
             "shift_ms": self.section.shift_ms,
             "rows": tally.report(),
         }
-        opened = store.finish(directory, writer.offsets, columns, self.tokenizer, facts)
+        opened = finish_store(directory, writer.offsets, columns, self.tokenizer, facts)
         return describe_store(opened)
 
     def _read(self, split: str) -> Iterator[Utterance]:
@@ -113,7 +248,7 @@ class SpeechPreparation(Preparation):
         recordings = self.read(split)
         if self.section.join > 1:
             orders = self.section.join_orders if split == "train" else 1
-            recordings = joining.join_recordings(
+            recordings = utterances.join_recordings(
                 recordings, self.section.join, orders=orders,
                 check=lambda utterance: self._refuse_shared(utterance, split),
             )  # fmt: skip
@@ -154,7 +289,7 @@ class SpeechPreparation(Preparation):
         speech = self.section
         frame_count = -(-len(utterance.features) // speech.stride)
         tokens = units(utterance.transcript, speech.unit)
-        needed = max(frames.frames_needed(tokens), 1)
+        needed = max(utterances.frames_needed(tokens), 1)
         if frame_count < needed:
             problem = f"has {frame_count} frames, of which its {len(tokens)} tokens need {needed}"
             return BadRow(utterance.id, problem)
@@ -177,15 +312,15 @@ class SpeechPreparation(Preparation):
                     )
                 yield utterance
 
-        return frames.speaker_moments(check_speakers(self._read(split)))
+        return utterances.speaker_moments(check_speakers(self._read(split)))
 
     def _model_features(self, utterance: Utterance, moments: Mapping[str, Moments]) -> Features:
         """Returns the normalised and stacked frames that a model reads."""
         features, how = utterance.features, self.section.normalization
         if how != "none":
-            by = moments[utterance.speaker] if moments else frames.moments(features)
-            features = frames.normalize(features, by)
-        return frames.stack_frames(features, self.section.stack, self.section.stride)
+            by = moments[utterance.speaker] if moments else utterances.moments(features)
+            features = utterances.normalize(features, by)
+        return utterances.stack_frames(features, self.section.stack, self.section.stride)
 
     def _refuse_shared(self, utterance: Utterance, split: str) -> None:
         """Raises DataError for speech that is in two splits, which would distort evaluations."""

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from brt.data import generated
-from brt.tasks.speech_recognition.data.utterances import Recording
+from brt.tasks.speech_recognition.utterances import Recording
 
 # The hash of a generated source depends on this number. The number must be increased if the
 # generated sound changes, so that data in the cache are prepared again.

@@ -1,5 +1,10 @@
-"""Reads the samples of wav files of plain PCM, whatever their header calls it."""
+"""Computes log-mel features (logarithms of energies in bands of frequencies) of wav files.
 
+The files contain plain PCM, whatever their header calls it. In shapes, X is the number of frames, F
+the number of features (mel bands) of a frame, and N the number of samples.
+"""
+
+import functools
 import os
 import struct
 from io import BufferedReader
@@ -8,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from brt import untrusted
+from brt import config, untrusted
 from brt.errors import DataError
 
 _KINDS = {2: "ADPCM", 3: "floats", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x31: "GSM", 0x55: "MP3"}
@@ -18,9 +23,12 @@ _SUFFIX = bytes.fromhex("000000001000800000aa00389b71")
 # Programs that write to a pipe do not know the size. They write a size from this number on, or 0.
 _STREAMED = 0x7FFFF000
 _CONVERT = "convert it, for example with `ffmpeg -i IN.wav -ac 1 -c:a pcm_s16le OUT.wav`"
+LOWEST_HZ = 20.0
+PRE_EMPHASIS = 0.97
+FLOOR = 1e-10  # Smaller energies are replaced by this one, because 0 (silence) has no logarithm.
 
 
-def read(path: Path) -> tuple[Float[np.ndarray, " N"], int]:
+def read_wav(path: Path) -> tuple[Float[np.ndarray, " N"], int]:
     """Returns the samples of a wav file, N values in [-1, 1), and its sample rate in Hz.
 
     Raises DataError unless it is a complete file of one channel of PCM with 8 to 32 bits.
@@ -83,3 +91,62 @@ def _format(header: bytes) -> tuple[int, int, int]:
     if not (1 <= width <= 4 and channels and rate):
         raise ValueError(f"it has {channels} channels of {bits} bit samples, {rate} a second")
     return channels, width, rate
+
+
+def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], int]:
+    """Returns the log-mel features of a wav file, and its sample rate in Hz."""
+    samples, rate = read_wav(path)
+    return log_mel(samples, rate, speech), rate
+
+
+def log_mel(
+    samples: Float[np.ndarray, " N"], rate: int, speech: config.Speech
+) -> Float[np.ndarray, "X F"]:
+    """Returns the natural logarithm of the energy in each mel band of each frame.
+
+    There are X = 1 + (N - window) // shift frames, where the window (the length of a frame) and the
+    shift from frame to frame are numbers of samples; X is 0 if the sound is shorter than a window.
+    A frame is multiplied by a Hann window after pre-emphasis. Bands are triangles, equally spaced
+    from 20 Hz to half the sample rate on the mel scale 2595 log10(1 + f / 700). The `samples` are
+    in [-1, 1], and the `rate` is their number per second.
+    """
+    window, shift = (round(rate * ms / 1000) for ms in (speech.window_ms, speech.shift_ms))
+    if min(window, shift) < 1:
+        raise DataError(
+            f"Speech.window_ms = {speech.window_ms} or Speech.shift_ms = {speech.shift_ms} is less "
+            f"than a sample at {rate} samples a second"
+        )
+    if len(samples) < window:
+        return np.zeros((0, speech.mel_bands), np.float32)
+    frames = np.lib.stride_tricks.sliding_window_view(samples, window)[::shift]
+    before = np.concatenate([frames[:, :1], frames[:, :-1]], axis=1)
+    tapered = (frames - PRE_EMPHASIS * before) * np.hanning(window)
+    size = 1 << (window - 1).bit_length()
+    power = np.abs(np.fft.rfft(tapered, size)) ** 2
+    return np.log(np.maximum(power @ mel_filters(rate, size, speech.mel_bands), FLOOR)).astype(
+        np.float32
+    )
+
+
+@functools.cache
+def mel_filters(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"]:
+    """Returns the weight with which each frequency of a Fourier transform of `size` samples
+    contributes to the energy of each mel band. `count` is F, and `rate` is in samples per second.
+    """
+
+    def mel(hertz: np.ndarray | float) -> np.ndarray:
+        return np.asarray(2595 * np.log10(1 + np.asarray(hertz) / 700))
+
+    edges = np.linspace(mel(LOWEST_HZ), mel(rate / 2), count + 2)
+    frequency = mel(np.arange(size // 2 + 1) * rate / size)[:, None]
+    low, middle, high = edges[:-2], edges[1:-1], edges[2:]
+    rising, falling = (frequency - low) / (middle - low), (high - frequency) / (high - middle)
+    weights = np.minimum(rising, falling)
+    weights = np.maximum(weights, 0.0)
+    if not (weights > 0).any(axis=0).all():
+        raise DataError(
+            f"Speech.mel_bands = {count} are too many for {rate} samples a second and "
+            f"{size} of them in a window: a band would hold no frequency; lower it, or raise "
+            "Speech.window_ms"
+        )
+    return weights

@@ -1,1 +1,0 @@
-"""Data of extractive question answering, from files to batches of windows of text."""

@@ -1,1 +1,0 @@
-"""Data of speech recognition: from files of features or sound to batches."""

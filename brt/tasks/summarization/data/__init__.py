@@ -1,1 +1,0 @@
-"""Data of summarization: documents with their summaries, from tables to batches."""

@@ -1,1 +1,0 @@
-"""Converts the published files of summarization datasets to TensorFlow datasets on this machine."""

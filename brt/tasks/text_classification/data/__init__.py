@@ -1,1 +1,0 @@
-"""Data of text classification and regression: from files to batches."""
