@@ -1,11 +1,7 @@
-"""A layer with the recurrent block of Griffin (De et al. 2024) in place of attention: the RG-LRU, a
-gated linear recurrence over tokens.
+"""Layers with a gated linear recurrence over tokens, RG-LRU (Griffin, De et al. 2024)."""
 
-In shapes, R is the number of channels of a head, and L of earlier tokens that the convolution
-reads. The other letters of shapes are those of `brt.layers.state`.
-"""
-
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,6 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from brt.config import Model
+from brt.config.checks import check, check_not_negative
+from brt.config.fields import adaptable, inherited
+from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.basic import (
     FROM_HEADS,
@@ -25,18 +24,130 @@ from brt.layers.basic import (
     parameter,
 )
 from brt.layers.flops import mlp_flops
+from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.mlp import MLP
 from brt.layers.state import LayerOutput
-from brt.memories.convolution import (
+from brt.memories.token_state import (
     CONVOLVED,
+    TokenStateLayer,
     convolution,
     convolution_step,
     tokens_since_start,
 )
-from brt.memories.rg_lru.recurrence import SHARPNESS, GateParameters, recurrence_coefficients, scan
-from brt.memories.rg_lru.section import RGLRU
-from brt.memories.token_state import TokenStateLayer
 from brt.ops.dense import dense
+from brt.ops.products import einsum_float32
+
+# Settings of RG-LRU layers.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RGLRU(KindSection):
+    """Settings of layers with a gated linear recurrence over tokens (Griffin, De et al. 2024)."""
+
+    kind: ClassVar[str] = "rg_lru"
+    any_window: ClassVar[bool] = True
+    grouped_keys: ClassVar[bool] = True
+
+    layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
+    # Number of channels of the recurrence, a multiple of Model.heads; 0 takes Model.model_dim.
+    width: int = inherited(0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(self, "width")
+
+    def width_of(self, model: Model) -> int:
+        return self.width or model.model_dim
+
+    def check_model(self, model: Model) -> None:
+        """Requires heads that divide the width, and no feedback, to which nothing would attend."""
+        if not self.layers:
+            return
+        width = self.width_of(model)
+        check(
+            width % model.heads == 0,
+            f"RGLRU.width = {width} must be a multiple of Model.heads = {model.heads}, because "
+            "each head has gates of its own",
+        )
+        check(
+            not model.feedback,
+            "Model.feedback = True lets every layer attend to recurrent states, which "
+            f"RGLRU.layers = {self.layers} cannot; set it to False",
+        )
+
+
+# The arithmetic of RG-LRU: a gated linear recurrence over tokens (Griffin, De et al. 2024, arXiv
+# 2402.19427, section 2.4). All arrays but the convolved inputs are float32.
+
+
+SHARPNESS = 8.0  # This is the constant c of the paper's equation 3.
+
+
+class GateParameters(NamedTuple):
+    """Float32 kernels and biases of the input gate, which scales the inputs of the recurrence, and
+    of the recurrence gate, on which the decay depends; `rate` sets how fast the state decays.
+    """
+
+    input: Float[Array, "H R R"]
+    input_bias: Float[Array, "H R"]
+    recurrence: Float[Array, "H R R"]
+    recurrence_bias: Float[Array, "H R"]
+    rate: Float[Array, "H R"]
+
+
+def recurrence_coefficients(
+    x: Float[Array, "B T H R"], gates: GateParameters
+) -> tuple[Float[Array, "B T H R"], Float[Array, "B T H R"]]:
+    """Returns the factors a and inputs b of the recurrence h_t = a_t h_(t-1) + b_t for the
+    convolved inputs x of a segment (equations 1 to 4 of the paper).
+    """
+
+    def gate(kernel: Float[Array, "H R R"], bias: Float[Array, "H R"]) -> Float[Array, "B T H R"]:
+        logits = einsum_float32("bthr,hrs->bths", x, kernel.astype(x.dtype))
+        return jax.nn.sigmoid(logits + bias[None, None])
+
+    a, scale = decays(gates.rate, gate(gates.recurrence, gates.recurrence_bias))
+    return a, scale * gate(gates.input, gates.input_bias) * x.astype(jnp.float32)
+
+
+def decays(
+    rate: Float[Array, "H R"], gate: Float[Array, "*B H R"]
+) -> tuple[Float[Array, "*B H R"], Float[Array, "*B H R"]]:
+    """Returns the factor a of the hidden state, and the factor sqrt(1 - a^2) of the gated input.
+
+    The factor is a = exp(-c softplus(rate) gate) with c = `SHARPNESS` (equations 3 and 4).
+    """
+    log_a = -SHARPNESS * jnp.broadcast_to(jax.nn.softplus(rate), gate.shape) * gate
+    rest = -jnp.expm1(2 * log_a)  # This is 1 - a^2.
+    # The derivative of the square root is infinite at 0, and `rest` is 0 if the gate is closed. The
+    # inner `where` replaces 0 by 1, so that the gradient is not NaN.
+    positive = rest > 0
+    return jnp.exp(log_a), jnp.where(positive, jnp.sqrt(jnp.where(positive, rest, 1)), 0)
+
+
+def scan(
+    a: Float[Array, "B T H R"], b: Float[Array, "B T H R"], initial: Float[Array, "B H R"]
+) -> Float[Array, "B T H R"]:
+    """Returns the hidden states h_t = a_t h_(t-1) + b_t of all tokens, by an associative scan. The
+    factor a is 0 for the first token of a document.
+    """
+
+    def compose_steps(
+        first: tuple[Array, Array], second: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        # A pair (a, b) stands for the step h -> a h + b; the result is `first`, then `second`.
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    products, sums = jax.lax.associative_scan(compose_steps, (a, b), axis=1)
+    return products * initial[:, None] + sums
+
+
+# A layer with the recurrent block of Griffin (De et al. 2024) in place of attention: the RG-LRU, a
+# gated linear recurrence over tokens.
+#
+# In shapes, R is the number of channels of a head, and L of earlier tokens that the convolution
+# reads. The other letters of shapes are those of `brt.layers.state`.
+
 
 # With every token, the hidden state of a channel is multiplied by a factor. The parameter `rate` of
 # a new layer is drawn so that this factor is between these two numbers while the gate is open.
@@ -156,3 +267,16 @@ class RGLRULayer(TokenStateLayer):
     ) -> Float[Array, "B T D"]:
         y = dense(branch * hidden.astype(branch.dtype), self.output[0], inputs=2)
         return self.mlp(x + dropout(self, y, self.model.dropout), None)
+
+
+register_kind(
+    "rg_lru",
+    LayerKind(
+        RGLRULayer,
+        new_state,
+        state_axes,
+        {"state": ("hidden", "inputs")},
+        rg_lru_flops,
+        RGLRU,
+    ),
+)

@@ -1,14 +1,9 @@
-"""The routing layer: some heads attend to a token's window, and the other heads, the routed heads,
-attend to the last tokens of the token's cluster.
-
-A routed head divides the tokens into clusters by their queries. A cluster consists of the tokens
-whose queries are nearest to the cluster's centroid. In shapes, G is the number of routed heads, C
-of clusters of a routed head, and R of tokens of a cluster that a token reads. The other letters of
-shapes are those of `brt.layers.state`.
+"""Layers in which some heads attend to tokens with similar queries, by clusters of queries (Routing
+Transformer, arXiv 2003.05997).
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,11 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
+from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.fields import adaptable, free, inherited
+from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
 from brt.layers.basic import INTO_HEADS, kernel_init, parameter
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.flops import window_flops
+from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.state import (
     WINDOW_AXES,
     LayerAux,
@@ -30,7 +29,7 @@ from brt.layers.state import (
     new_window_state,
     open_block,
 )
-from brt.memories.routing.routed_attention import (
+from brt.memories.routed_attention import (
     ClusterStatistics,
     Rings,
     RoutedTokens,
@@ -43,10 +42,72 @@ from brt.memories.routing.routed_attention import (
     routed_attention_step,
     update_averages,
 )
-from brt.memories.routing.section import Routing
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.positions import relative_bias
+
+# Settings of routing layers.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing(KindSection):
+    """Settings of layers of a causal Routing Transformer, in which some heads attend to the tokens
+    of a cluster instead of a window.
+    """
+
+    kind: ClassVar[str] = "routing"
+
+    layers: tuple[int, ...] = inherited(())  # The layers with these indices are of this kind.
+    # This many heads of a layer attend to clusters. The other heads attend to a window.
+    heads: int = inherited(2)
+    clusters: int = inherited(16)  # Each head that attends to clusters has this many clusters.
+    # A token attends to this many of the last tokens of its cluster.
+    keep: int = adaptable(512)
+    # The centroids are moving averages of queries. Each train step multiplies the old averages by
+    # this factor.
+    decay: float = free(0.999)
+    # This is the weight of the auxiliary loss that keeps queries close to their centroids.
+    commitment: float = free(1e-4)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "heads", "clusters", "keep")
+        check_not_negative(self, "commitment")
+        check(0 < self.decay < 1, f"Routing.decay = {self.decay} must be in (0, 1)")
+
+    def check_model(self, model: Model) -> None:
+        """Requires a head with a window, no rotary positions, a cache, and no `Model.feedback`."""
+        if not self.layers:
+            return
+        check(
+            self.heads < model.heads,
+            f"Routing.heads = {self.heads} leaves none of Model.heads = {model.heads} for a "
+            f"window; set it to {model.heads - 1} at most",
+        )
+        check(
+            model.positions != "rotary",
+            "Model.positions = 'rotary' rotates the queries that Routing.layers = "
+            f"{self.layers} assign to clusters; use 't5', 'alibi' or 'none'",
+        )
+        check(
+            model.sliding.cache,
+            f"Routing.layers = {self.layers} attend to tokens that left the window, which needs "
+            "Window.cache = True",
+        )
+        check(
+            not model.feedback,
+            "Model.feedback = True lets every layer attend to recurrent states, which "
+            f"Routing.layers = {self.layers} cannot; set it to False",
+        )
+
+
+# The routing layer: some heads attend to a token's window, and the other heads, the routed heads,
+# attend to the last tokens of the token's cluster.
+#
+# A routed head divides the tokens into clusters by their queries. A cluster consists of the tokens
+# whose queries are nearest to the cluster's centroid. In shapes, G is the number of routed heads, C
+# of clusters of a routed head, and R of tokens of a cluster that a token reads. The other letters
+# of shapes are those of `brt.layers.state`.
 
 
 class RoutedState(NamedTuple):
@@ -113,7 +174,7 @@ class RoutingLayer(nn.Module):
 
     In a routed head, a token belongs to the cluster whose centroid has the largest cosine to the
     token's query. The token attends to the last tokens of this cluster, including itself unless
-    `Window.attend_to_self` is False (`brt.memories.routing.routed_attention`). The query is also
+    `Window.attend_to_self` is False (`brt.memories.routed_attention`). The query is also
     the token's key. With T5's position bias, distances are counted in tokens of the cluster. The
     model state is the statistics of the clusters, from which the centroids are computed.
     """
@@ -261,3 +322,18 @@ class RoutingLayer(nn.Module):
         window = closed_window(self.model, state.window, block.tokens)
         rings = rings_after(block.routed, state.rings, nowhere)
         return LayerOutput(x, RoutedState(window, *rings))
+
+
+register_kind(
+    "routing",
+    LayerKind(
+        RoutingLayer,
+        new_routed_state,
+        lambda model: ROUTED_AXES,
+        {"cache": ("window",), "memory": ("keys", "values", "filled")},
+        routing_flops,
+        Routing,
+        new_model_state=new_routing,
+        settle=settled_routing,
+    ),
+)

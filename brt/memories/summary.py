@@ -1,13 +1,10 @@
-"""Summary layers (MELODI, arXiv 2410.03156), which carry summaries of blocks instead of a cache.
+"""Layers that compute a few vectors as a summary of every block, for the layer above and for the
+next block (MELODI, arXiv 2410.03156).
 
-A layer reads the W tokens of a block, followed by U vectors that summarise the block and come from
-the layer below. Each of these P = W + U places attends to the places of the block up to itself, and
-to the short-term memory: S vectors that the layer computed from the previous block. A layer with a
-long-term memory also attends to M vectors that it computed from many blocks; new vectors replace
-the oldest. All memory vectors are weighted sums of the layer's outputs at the places of a block.
-The letters of shapes are those of `brt.layers.state`.
+Layers of the kind "long_summary" also collect vectors of many blocks in a long-term memory.
 """
 
+import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -16,17 +13,214 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
+from brt.config.checks import check, check_positive
+from brt.config.fields import adaptable
+from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
 from brt.layers.basic import BLOCKS_AT_ONCE, ONES, ZEROS, compute_dtype, parameter, unrolled
+from brt.layers.flops import window_flops
+from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.state import LayerOutput
-from brt.memories.summary.section import Summaries
-from brt.memories.summary.state import LongSummaryState, SummaryState
-from brt.memories.summary.token_mixing import MixWeights, mix_tokens
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend
+from brt.ops.normalization import rms_norm
+from brt.ops.products import einsum_float32
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.window_attention import circulant
+
+# Settings of summary layers.
+
+
+_SHORT, _LONG = "summary", "long_summary"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summaries(KindSection):
+    """Settings of the layers of MELODI, which summarise every block for the layer above and for the
+    next block.
+
+    The section is for two kinds of layers. The kinds share a section because all layers must have
+    the same number of summaries.
+    """
+
+    kind: ClassVar[str] = _SHORT
+
+    # The layers with these indices are summary layers without a long-term memory.
+    layers: tuple[int, ...] = adaptable(())
+    # The layers with these indices are summary layers with a long-term memory.
+    long_layers: tuple[int, ...] = adaptable(())
+    summaries: int = adaptable(128)  # This many vectors summarise a block for the layer above.
+    short_memory: int = adaptable(128)  # A block passes this many vectors to the next block.
+    long_memory: int = adaptable(8192)  # The long-term memory has this many vectors.
+    long_increment: int = adaptable(64)  # A block adds this many vectors to the long-term memory.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "summaries", "short_memory", "long_memory", "long_increment")
+        check(
+            not self.long_layers or self.long_memory % self.long_increment == 0,
+            f"Summaries.long_memory = {self.long_memory} must be a multiple of "
+            f"Summaries.long_increment = {self.long_increment}",
+        )
+
+    def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
+        return {_SHORT: self.layers, _LONG: self.long_layers}
+
+    def field_of(self, kind: str) -> str:
+        return "Summaries.long_layers" if kind == _LONG else "Summaries.layers"
+
+    def check_model(self, model: Model) -> None:
+        """Refuses rotary positions and `Model.feedback`."""
+        for kind, layers in self.layers_by_kind().items():
+            check(
+                not layers or model.positions != "rotary",
+                "Model.positions = 'rotary' has no positions for the vectors of "
+                f"{self.field_of(kind)} = {layers}; use 't5', 'alibi' or 'none'",
+            )
+            check(
+                not layers or not model.feedback,
+                "Model.feedback = True lets every layer attend to recurrent states, which "
+                f"{self.field_of(kind)} = {layers} cannot; set it to False",
+            )
+
+
+# States of summary layers: the short-term memory of S vectors, and for some layers a long-term
+# memory of M vectors. Both are float32, whatever the dtype of caches.
+
+
+class SummaryState(NamedTuple):
+    """The short-term memory, computed from the last block; zeros before the first block."""
+
+    vectors: Float[Array, "B S D"]
+    # False if no block has been read since the state was created or reset, so that there is no
+    # memory to read. The layer resets the state where a document starts.
+    valid: Bool[Array, " B"]
+
+    @property
+    def short(self) -> "SummaryState":
+        """Returns this state: code reads the field `short` of both kinds of states."""
+        return self
+
+
+class LongSummaryState(NamedTuple):
+    """A short-term and a long-term memory, oldest vector first; unused places are zeros."""
+
+    short: SummaryState
+    vectors: Float[Array, "B M D"]
+    length: Int[Array, " B"]  # The number of vectors of the current document, in the last places.
+
+
+_VECTORS = ("lanes", None, None)
+SUMMARY_AXES: Any = SummaryState(_VECTORS, ("lanes",))
+LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
+
+
+def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
+    section = model.of(Summaries)
+    vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
+    return SummaryState(vectors, jnp.zeros((batch,), bool))
+
+
+def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
+    section = model.of(Summaries)
+    vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)
+    short = new_summary_state(model, batch, dtype)
+    return LongSummaryState(short, vectors, jnp.zeros((batch,), jnp.int32))
+
+
+def number_of_summaries(model: Model) -> int:
+    section = model.of(Summaries)
+    return section.summaries
+
+
+# FLOPs of summary layers, computed from the sizes of the model.
+
+
+def summary_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a layer with a short-term memory.
+
+    The count is that of a sliding-window layer, in which attention to the window is replaced by
+    attention to the block and to the short-term memory. Two numbers are added: the FLOPs of reading
+    the summaries of the layer below, which are processed like tokens, and the FLOPs of the weighted
+    sums that become the next memory and the summaries for the layer above.
+    """
+    section = model.of(Summaries)
+    m, width, places = (
+        model,
+        model.heads * model.head_dim,
+        model.window + section.summaries,
+    )
+    projection, attention = 2 * m.model_dim * width, 4 * width
+    dense = 4 * projection + 4 * m.model_dim * m.mlp_dim
+    # A block has `places` tokens and summaries. `keys` is the number of keys that each of them
+    # attends to, on average.
+    keys = section.short_memory + places // 2
+    mixes = 2 * m.model_dim * (section.short_memory + section.summaries)
+    block = section.summaries * dense + places * (attention * keys + mixes)
+    extra = (block + section.short_memory * 2 * projection) // m.window
+    return window_flops(m) + extra - attention * m.window
+
+
+def long_summary_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a layer that also has a long-term memory.
+
+    The projection of the long-term memory to keys and values at the start of a segment is not
+    counted, because it is computed only once per segment.
+    """
+    section = model.of(Summaries)
+    m, width, places = (
+        model,
+        model.heads * model.head_dim,
+        model.window + section.summaries,
+    )
+    reading = 4 * width * section.long_memory + 2 * m.model_dim * section.long_increment
+    new_keys = 4 * m.model_dim * width * section.long_increment
+    return summary_flops(m) + (places * reading + new_keys) // m.window
+
+
+# Learned weighted sums over the positions of a block, which summarise the block (MELODI, arXiv
+# 2410.03156).
+#
+# The inputs are the vectors of the W tokens of a block, and the U vectors with which the layer
+# below has summarised the same tokens. In shapes, P = W + U, and O is the number of weighted sums.
+# The other letters of shapes are those of `brt.layers.state`.
+
+
+class MixWeights(NamedTuple):
+    """Weights of O weighted sums over P input positions; norms imply a residual connection."""
+
+    kernel: Float[Array, "P O"]
+    bias: Float[Array, " O"]
+    token_norm: Float[Array, " D"] | None = None
+    summary_norm: Float[Array, " D"] | None = None
+
+
+def mix_tokens(
+    tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"], weights: MixWeights
+) -> Float[Array, "B O D"]:
+    """Returns O weighted sums over the tokens and summaries of a block, in float32.
+
+    If the weights have norms, the inputs are normalized first, and the summaries are added to the
+    result, so O must equal U.
+    """
+    mixed = tokens, summaries
+    if weights.token_norm is not None:
+        mixed = rms_norm(tokens, weights.token_norm), rms_norm(summaries, weights.summary_norm)
+    z = jnp.concatenate(mixed, axis=1)
+    product = einsum_float32("bpd,po->bod", z, weights.kernel.astype(z.dtype))
+    y = product + weights.bias[None, :, None]
+    return y if weights.token_norm is None else y + summaries
+
+
+# Summary layers (MELODI, arXiv 2410.03156), which carry summaries of blocks instead of a cache.
+#
+# A layer reads the W tokens of a block, followed by U vectors that summarise the block and come
+# from the layer below. Each of these P = W + U places attends to the places of the block up to
+# itself, and to the short-term memory: S vectors that the layer computed from the previous block. A
+# layer with a long-term memory also attends to M vectors that it computed from many blocks; new
+# vectors replace the oldest. All memory vectors are weighted sums of the layer's outputs at the
+# places of a block. The letters of shapes are those of `brt.layers.state`.
 
 
 class Memories(NamedTuple):
@@ -327,3 +521,31 @@ def _along(lanes: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
 
 def _appended(old: Float[Array, "B M *X"], new: Float[Array, "B L *X"]) -> Float[Array, "B M *X"]:
     return jnp.concatenate([old, new.astype(old.dtype)], axis=1)[:, new.shape[1] :]
+
+
+register_kind(
+    "summary",
+    LayerKind(
+        SummaryLayer,
+        new_summary_state,
+        lambda model: SUMMARY_AXES,
+        {"state": ("vectors", "valid")},
+        summary_flops,
+        Summaries,
+        loops=True,
+        summaries=number_of_summaries,
+    ),
+)
+register_kind(
+    "long_summary",
+    LayerKind(
+        LongSummaryLayer,
+        new_long_summary_state,
+        lambda model: LONG_SUMMARY_AXES,
+        {"state": ("short",), "memory": ("vectors", "length")},
+        long_summary_flops,
+        Summaries,
+        loops=True,
+        summaries=number_of_summaries,
+    ),
+)
