@@ -152,7 +152,7 @@ def xla_attention(
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `memory_attention` for blocks of `window` tokens; axis T as in `reference_attention`."""
+    """Computes `memory_attention` for blocks of `window` tokens; T as in `reference_attention`."""
     by_head = queries.swapaxes(1, 2)
     # The neighbours have no gradient. A layer that is recomputed in the backward pass stores them;
     # otherwise it would store all scores, which are results of a product.
