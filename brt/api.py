@@ -18,7 +18,6 @@ from brt.data.tokenizers import encode_prompt
 from brt.errors import ConfigError, DataError
 from brt.evaluation import job
 from brt.generation import memory as memories
-from brt.generation import state_files
 from brt.generation.session import Session
 from brt.tasks.arguments import Scorer
 from brt.tasks.weights import Tokenizer
@@ -110,7 +109,7 @@ class Memory:
 
     def save(self, path: StrPath) -> None:
         """Writes the state to an .npz file that `Model.load_memory` and --load_state can read."""
-        state_files.save(self.state, Path(places.local(path, "path")), self._model._identity)
+        memories.save(self.state, Path(places.local(path, "path")), self._model._identity)
 
 
 class Text(Iterator[str]):

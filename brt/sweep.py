@@ -10,7 +10,7 @@ from pathlib import Path
 
 from brt import command_line, output
 from brt.errors import ConfigError
-from brt.sweeping import points, settings
+from brt.sweeping import points
 
 
 def main(args: argparse.Namespace) -> None:
@@ -18,7 +18,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.gin_file:
         raise ConfigError("--gin_file names the sweep; give a file that binds Sweep")
     bound, resolve = command_line.section_and_variant_resolver(args, "Sweep")
-    sweep = settings.from_bindings(bound)
+    sweep = points.from_bindings(bound)
     all_points = points.expand(sweep, resolve)
     chosen = points.choose(all_points, args.array_index)
     workdir = Path(args.workdir or f"runs/{Path(args.gin_file[0]).stem}")
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = command_line.parser(f"{__doc__}\n{settings.__doc__}")
+    flags = command_line.parser(f"{__doc__}\n{points.__doc__}")
     command_line.add_config_flags(flags)
     flags.add_argument("--jobs", type=int, default=1, help="points to run in parallel; default 1")
     flags.add_argument("--list", action="store_true", help="only list the points")

@@ -10,7 +10,7 @@ import pytest
 from brt import command_line
 from brt.config import CrossAttention
 from brt.errors import ConfigError
-from brt.layers.seq2seq.cross_attention import cross_config
+from brt.layers.seq2seq import cross_config
 from brt.ops import cross_attention
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs/cross_attention"

@@ -44,12 +44,11 @@ from brt.checkpointing import reader as checkpoints
 from brt.data import documents, preparation, tokenizers
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import BrtError
-from brt.generation.memory import Memory
+from brt.generation.memory import Memory, save
 from brt.generation.session import Session
-from brt.generation.state_files import save
 from brt.interop.huggingface import files
 from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
-from brt.sweeping import settings
+from brt.sweeping import points
 from brt.tasks.speech_recognition import filter_bank, kaldi, sources
 
 SECONDS = 20  # time limit for an input
@@ -146,7 +145,7 @@ def _sweep(path: Path) -> object:
     bound, _ = command_line.section_and_variant_resolver(
         flags.parse_args([f"--gin_file={path}"]), "Sweep"
     )
-    return settings.from_bindings(bound)
+    return points.from_bindings(bound)
 
 
 def _documents(path: Path) -> None:

@@ -21,7 +21,7 @@ from brt import command_line, sweep
 from brt.config import Config
 from brt.models.decoder import new_state
 from brt.models.flops import forward_flops_per_token
-from brt.sweeping import points, settings
+from brt.sweeping import points
 from brt.training.state import initial_params, parameter_counts
 
 BYTES = 259  # Size of the vocabulary for bytes: the byte values and the special ids.
@@ -62,7 +62,7 @@ def rows(gin_file: str) -> list[Row]:
     args = sweep.parser().parse_args([f"--gin_file={gin_file}"])
     bound, resolve = command_line.section_and_variant_resolver(args, "Sweep")
     found = []
-    for point in points.expand(settings.from_bindings(bound), resolve):
+    for point in points.expand(points.from_bindings(bound), resolve):
         model = dataclasses.replace(
             point.config.model, vocab_size=point.config.model.vocab_size or BYTES, dtype="float32"
         )

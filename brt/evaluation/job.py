@@ -4,10 +4,13 @@ import contextlib
 import errno
 import functools
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from brt import tasks
+from tqdm import tqdm
+
+from brt import output, tasks
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config.checks import check
@@ -15,7 +18,6 @@ from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.distributed.mesh import AXES
 from brt.errors import BrtError, ConfigError, DataError, NonFiniteError
-from brt.evaluation import progress
 from brt.tasks.arguments import Control, EvaluationRequest, Evaluator, InspectionRequest, OtherModel
 from brt.tasks.report import EvaluationResult
 from brt.training import evaluations
@@ -24,6 +26,39 @@ from brt.training.evaluations import Evaluated
 from brt.training.start import saved_model
 from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
+
+# Progress of an evaluation: a bar on a terminal, and otherwise a line per minute.
+
+
+LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes between two lines.
+
+
+@contextlib.contextmanager
+def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
+    """Context that yields a function to call with the amount of work done since the last call.
+
+    A terminal shows a bar on stderr. Otherwise at most one line per minute is printed, the first
+    after a minute. `text` is the name of the work, such as "reading test", and `unit` the unit of
+    `total`; large numbers of "tok" (tokens) are abbreviated on terminals.
+    """
+    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
+        yield bar.update if not bar.disable else _lines(total, text, unit)
+
+
+def _lines(total: int, text: str, unit: str) -> Callable[[int], None]:
+    """Returns a function that prints a line if the last one is `LINE_SECONDS` old."""
+    done, last = 0, time.monotonic()
+    name = {"tok": "tokens"}.get(unit, unit)
+
+    def update(amount: int) -> None:
+        nonlocal done, last
+        done += amount
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            output.say(f"{text}: {done:,} of {total:,} {name}")
+
+    return update
+
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 OnResult = Callable[[Evaluated], object]
@@ -92,7 +127,7 @@ class SplitEvaluator:
             )  # fmt: skip
             self.evaluator = self._task.evaluator(request)
         evaluator = self.evaluator
-        reading = progress.display(evaluator.total, f"reading {self._split}", evaluator.unit)
+        reading = display(evaluator.total, f"reading {self._split}", evaluator.unit)
         with reading as update, model.on_devices():
             result = evaluator(model.variables, Control(progress=update))
         self._check_finite(result, model)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from brt.config import Model, Sampling
 from brt.generation.memory import Memory
-from brt.generation.sampling import choose
+from brt.generation.search import choose
 from brt.models.decoder import Decoder, logits, output_weights
 from brt.types import Variables
 

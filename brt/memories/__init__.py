@@ -1,7 +1,7 @@
 """Kinds of layers whose tokens read a memory in addition to their window or in place of a window.
 
-Each folder registers its kinds with `brt.layers.kinds.register_kind`, as a user's own file can do,
-too. Importing this package registers the kinds of all folders.
+Each file registers its kinds with `brt.layers.kinds.register_kind`, as a user's own file can do,
+too. Importing this package registers the kinds of all files.
 """
 
 from brt.memories.compressive import Compressive as Compressive

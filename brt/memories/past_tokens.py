@@ -7,29 +7,129 @@ tokens and not on their distance. The letters of shapes are those of `brt.layers
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.config import Model
+from brt.config.checks import check
+from brt.distributed.rules import constrain
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.reading import document_places, speeds_of
-from brt.layers.state import LayerOutput, LocalState, OpenBlock
-from brt.layers.window import WindowLayer
-from brt.memories.history import tokens_before
-from brt.memories.memory_state import (
-    MemoryAndSegment,
-    MemoryState,
-    memory_and_segment,
-    state_after_segment,
+from brt.layers.state import (
+    LayerOutput,
+    LocalState,
+    OpenBlock,
+    WindowState,
+    new_window_state,
+    window_axes,
 )
+from brt.layers.window import WindowLayer
 from brt.ops.grouped_heads import spread_over_devices
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import rotate, rotations
 from brt.ops.recurrent_attention import StateKV
+
+# Checks of settings that several kinds of layers with a memory need.
+
+
+def check_reach(name: str, layers: Sequence[int], model: Model) -> None:
+    """Raises ConfigError, which names the setting `name`, if the window of a layer is smaller than
+    a block.
+
+    The tokens of a block enter the memory together, at the end of the block. In a smaller window, a
+    token would see some earlier tokens of its block neither in the window nor in the memory.
+    """
+    for layer in layers:
+        window = model.windows[layer]
+        check(
+            window >= model.block_length,
+            f"layer {layer} of {name}: its window of {window} tokens must not be below the block "
+            f"of {model.block_length} tokens; set Window.block = {window}",
+        )
+
+
+# Counts the tokens that each block of a segment may read in a memory of past tokens.
+
+
+def tokens_before(
+    length: Int[Array, " B"], document_start: Bool[Array, "B N"], *, window: int, size: int
+) -> Int[Array, "B N+1"]:
+    """Returns the number of tokens of its document that each block, and the block after the
+    segment, can read in a memory of the last `size` tokens before the block.
+
+    `length` is the number of tokens in the memory before the segment that belong to the document
+    that a row is reading, and `window` the number of tokens of a block.
+    """
+    blocks = jnp.arange(document_start.shape[1] + 1)[None]
+    starts = jnp.pad(document_start, ((0, 0), (0, 1)))
+    last = jax.lax.cummax(jnp.where(starts, blocks, -1), axis=1)
+    carried = length[:, None] + blocks * window
+    return jnp.minimum(jnp.where(last < 0, carried, (blocks - last) * window), size)
+
+
+# The state of layers with a window and a memory of the last M tokens before a token's block. The
+# letters of shapes are those of `brt.layers.state`.
+
+
+class MemoryState(NamedTuple):
+    """The cache, and a memory of the keys and values of the last M tokens, oldest token first.
+    Heads come before tokens because a search is separate for each head.
+    """
+
+    window: WindowState | LocalState
+    keys: Float[Array, "B G M K"]
+    values: Float[Array, "B G M K"]
+    # The number of tokens of the current document. They are in the last places; others are zeros.
+    length: Int[Array, " B"]
+
+
+_BY_HEAD = ("lanes", "kv_heads", None, None)
+
+
+def memory_axes(model: Model) -> Any:
+    return MemoryState(window_axes(model), _BY_HEAD, _BY_HEAD, ("lanes",))
+
+
+def empty_memory(model: Model, size: int, batch: int, dtype: jnp.dtype) -> MemoryState:
+    """Returns the state of a layer before the first token, with a memory of `size` tokens."""
+    keys = jnp.zeros((batch, model.key_heads, size, model.head_dim), dtype)
+    window = new_window_state(model, batch, dtype)
+    return MemoryState(window, keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
+
+
+class MemoryAndSegment(NamedTuple):
+    """Keys and values of Z = M + T tokens: those of the memory, then those of a segment."""
+
+    keys: Float[Array, "B G Z K"]
+    values: Float[Array, "B G Z K"]
+
+
+def memory_and_segment(
+    state: MemoryState, keys: Float[Array, "B T G K"], values: Float[Array, "B T G K"]
+) -> MemoryAndSegment:
+    pairs = (state.keys, keys), (state.values, values)
+    whole = ((old, constrain(new, "lanes", None, "kv_heads", None)) for old, new in pairs)
+    return MemoryAndSegment(
+        *(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole)
+    )
+
+
+def state_after_segment(
+    past: MemoryAndSegment, length: Int[Array, " B"], window: WindowState | LocalState, *, size: int
+) -> MemoryState:
+    """Returns the cache `window`, and the last `size` tokens of `past` as the memory. Of these, the
+    last `length` belong to the current document and are kept; other places become zeros.
+    """
+    kept = jnp.arange(size)[None] >= size - length[:, None]
+    keys, values = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
+    return MemoryState(window, keys, values, length)
 
 
 class Readers(NamedTuple):

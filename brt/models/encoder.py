@@ -13,22 +13,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt import config
-from brt.layers.encoder import heads
-from brt.layers.encoder.inputs import Inputs
-from brt.layers.transformer.attention import SharedInputs
-from brt.layers.transformer.block import of_encoder
-from brt.layers.transformer.encoder_layer import EncoderLayer
-from brt.layers.transformer.stacked import layer_keys, stacked
+from brt.layers import encoder
+from brt.layers.encoder import Inputs
+from brt.layers.transformer import EncoderLayer, SharedInputs, layer_keys, of_encoder, stacked
 from brt.models.seq2seq import Readout
 
 Params = dict[str, Any]
 Task = Literal["ctc", "classification", "regression", "spans", "masked_language_modeling"]
 HEADS = {
-    "ctc": heads.Ctc,
-    "classification": heads.Classification,
-    "regression": heads.Classification,  # The head has one class, whose logit is the prediction.
-    "spans": heads.Spans,
-    "masked_language_modeling": heads.MaskedLanguageModel,
+    "ctc": encoder.Ctc,
+    "classification": encoder.Classification,
+    "regression": encoder.Classification,  # The head has one class, whose logit is the prediction.
+    "spans": encoder.Spans,
+    "masked_language_modeling": encoder.MaskedLanguageModel,
 }
 
 

@@ -19,10 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from brt import config
 from brt.errors import ConfigError
 from brt.layers.basic import ZEROS, compute_dtype, parameter
-from brt.layers.seq2seq.attention import SelfCache
-from brt.layers.seq2seq.decoder import Decoder, Metrics
-from brt.layers.seq2seq.encoder import Encoder
-from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding
+from brt.layers.seq2seq import Decoder, Encoder, Metrics, SelfCache
+from brt.layers.transformer import DEVIATION, POSITION_OFFSET, Embedding
 from brt.ops.cross_attention import CrossCache
 from brt.ops.few_rows import transposed_product
 

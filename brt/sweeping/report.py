@@ -6,27 +6,431 @@ has the means of their results.
 
 import csv
 import io
+import math
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from brt.formatting import csv_value, markdown
-from brt.sweeping import plots, results
-from brt.sweeping.points import Point
-from brt.sweeping.results import Group, Row
-from brt.sweeping.settings import Sweep
-from brt.tasks.report import BITS_PER_BYTE, EXACT_ANSWERS
-from brt.training.workdir import write_text
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, ScalarFormatter
+
+from brt import tasks, untrusted
+from brt.checkpointing import reader
+from brt.drawing import curve, distance_plot, new_figure, png, smoothed
+from brt.errors import CheckpointError
+from brt.formatting import csv_value, markdown, plot_label
+from brt.sweeping.directory import PointDirectory
+from brt.sweeping.points import Point, Sweep
+from brt.tasks.interface import Task
+from brt.tasks.report import BITS_PER_BYTE, EXACT_ANSWERS, Metric
+from brt.training import evaluations, inspection
+from brt.training.metrics import read_metrics
+from brt.training.workdir import check_writable, write_bytes, write_text
+
+# Reads the results of the points of a sweep, and computes their means over seeds.
+#
+# A point is one run of the sweep. A group consists of the points that differ only in their seed.
+
+
+T = TypeVar("T")
+_REPORT = {"answers?": [{"windows": int, EXACT_ANSWERS.name: untrusted.NUMBER}]}
+
+
+class Row(NamedTuple):
+    """The results of a point (one run of a sweep); None for results that do not exist yet."""
+
+    point: Point
+    status: str  # as in `PointProgress`
+    reason: str  # why the point failed or was stopped; "" for other points
+    metrics: dict[str, float]  # the metrics by which the task compares runs, by name
+    # For documents with questions about facts (memory tasks), the percentage of exactly predicted
+    # answers by the distance from fact to answer in windows; otherwise empty.
+    answers: dict[int, float]
+    # The next three fields are medians over the logging intervals of training.
+    step_seconds: float | None
+    tokens_per_second: float | None
+    tokens_per_step: float | None
+    parameters: int | None
+    parameters_non_embedding: int | None
+    steps: int  # the step of the newest checkpoint; 0 if there is none
+    seconds: float  # the total run time of the point's commands
+    threads: int  # the maximum number of threads of a command; 0 for no limit
+    records: list[dict[str, Any]]  # of metrics.jsonl, the log of training, from tag to value
+
+
+class Group(NamedTuple):
+    """Points that differ only in their seed, with means over the points that are finished."""
+
+    name: str  # the name of the points without the seed
+    runs: int  # the number of finished points
+    planned: int  # the number of points
+    metrics: dict[str, float]  # means over the finished points that have the metric
+    answers: dict[int, float]  # means over those that have answers at the distance; see `Row`
+    spread: float | None  # largest minus smallest bits per byte; None for fewer than two points
+    step_seconds: float | None
+    # The step time divided by that of the baseline; None if the group and the baseline read
+    # different numbers of tokens per step.
+    relative_step_time: float | None
+    tokens_per_second: float | None
+    tokens_per_step: float | None
+    parameters: int | None  # of the first finished point
+    parameters_non_embedding: int | None
+    rows: list[Row]  # the results of all points
+
+
+def read(workdir: Path, points: Sequence[Point], split: str) -> list[Row]:
+    """Returns the results of every point, including points that have not started."""
+    return [_row(point, PointDirectory(workdir / point.directory), split) for point in points]
+
+
+def group(rows: Sequence[Row], baseline: str) -> list[Group]:
+    """Returns groups of rows that differ only in their seed, in the order of their first points."""
+    members: dict[str, list[Row]] = {}
+    for row in rows:
+        members.setdefault(row.point.group, []).append(row)
+    groups = [_group(name, group_rows) for name, group_rows in members.items()]
+    base = reference(groups, baseline)
+    return [
+        g._replace(relative_step_time=g.step_seconds / base.step_seconds)
+        if g.step_seconds and base.step_seconds and same_step([g, base])
+        else g
+        for g in groups
+    ]
+
+
+def same_step(groups: Sequence[Group]) -> bool:
+    """Returns True if the steps of all groups read about the same number of tokens."""
+    # Only then can the step times of the groups be compared. The largest number of tokens per step
+    # may exceed the smallest by 2 %, because batches of padded rows differ from step to step.
+    sizes = [g.tokens_per_step or 0.0 for g in groups]
+    return not sizes or max(sizes) <= 1.02 * min(sizes)
+
+
+def reference(groups: Sequence[Group], baseline: str) -> Group:
+    """Returns the group with which the other groups are compared.
+
+    `baseline` is the name of a group, the beginning of such a name up to a comma, or the name of a
+    point. The result is the first group that has this name or point, or the first of all groups if
+    none has it.
+    """
+    for g in groups:
+        names = {g.name, *(row.point.name for row in g.rows)}
+        if baseline in names or g.name.startswith(f"{baseline},"):
+            return g
+    return groups[0]
+
+
+def _row(point: Point, directory: PointDirectory, split: str) -> Row:
+    progress, run = directory.progress(), directory.run
+    evaluation = directory.evaluation(split) if progress.status == "finished" else None
+    content = report(evaluation, tasks.from_config(point.config)) if evaluation else {}
+    records = read_metrics(run.metrics)
+    steps = reader.steps(run.checkpoints)
+    total = rest = None
+    if steps:
+        total, rest = inspection.parameter_counts(reader.read_meta(run.checkpoints, steps[-1]))
+    status = progress.status
+    return Row(
+        point=point,
+        status="trained" if status == "finished" and not evaluation else status,
+        reason=progress.reason,
+        metrics=_point_metrics(point, content),
+        answers={row["windows"]: row[EXACT_ANSWERS.name] for row in content.get("answers", [])},
+        step_seconds=median(records, "perf/step_seconds"),
+        tokens_per_second=median(records, "perf/tokens_per_second"),
+        tokens_per_step=median(records, "perf/tokens_per_second", "perf/step_seconds"),
+        parameters=total,
+        parameters_non_embedding=rest,
+        steps=steps[-1] if steps else 0,
+        seconds=progress.seconds,
+        threads=progress.threads,
+        records=records,
+    )
+
+
+def _point_metrics(point: Point, report: dict[str, Any]) -> dict[str, float]:
+    task = tasks.from_config(point.config)
+    known = {**report, **task.select_metrics(report)} if report else {}
+    values = {metric.name: known.get(metric.name) for metric in task.table_metrics}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def report(path: Path, task: Task) -> dict[str, Any]:
+    """Returns brt.evaluate's report about a point; CheckpointError if the file is none."""
+    try:
+        content = evaluations.read(path)
+        untrusted.check(content, _REPORT)
+        untrusted.check(task.select_metrics(content), {str: untrusted.NUMBER})
+        return content
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no report that brt wrote ({error}); delete it, and run the command again"
+        ) from error
+
+
+def table_metrics(rows: Sequence[Row]) -> list[Metric]:
+    """Returns the metrics by which tasks compare runs and of which some row has a value."""
+    known = {
+        metric.name: metric
+        for row in rows
+        for metric in tasks.from_config(row.point.config).table_metrics
+    }
+    return [metric for name, metric in known.items() if any(name in row.metrics for row in rows)]
+
+
+def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
+    """Returns the median of a logged value, such as "perf/step_seconds", in records of training.
+
+    With several tags, it is that of the product of their values. Records that lack a tag are left
+    out; the result is None if no records are left.
+    """
+    factors = [[record.get(tag) for tag in tags] for record in records]
+    values = [math.prod(row) for row in factors if None not in row]
+    return statistics.median(values) if values else None
+
+
+def _group(name: str, rows: list[Row]) -> Group:
+    finished = [row for row in rows if row.status == "finished"]
+
+    def mean(value: Callable[[Row], float | None]) -> float | None:
+        values = [v for v in map(value, finished) if v is not None]
+        return statistics.fmean(values) if values else None
+
+    def means(field: Callable[[Row], Mapping[T, float]]) -> dict[T, float]:
+        collected: dict[T, list[float]] = {}
+        for row in finished:
+            for name, value in field(row).items():
+                collected.setdefault(name, []).append(value)
+        return {name: statistics.fmean(values) for name, values in collected.items()}
+
+    bits = [b for row in finished if (b := row.metrics.get("bits_per_byte")) is not None]
+    first = finished[0] if finished else None
+    return Group(
+        name=name,
+        runs=len(finished),
+        planned=len(rows),
+        metrics=means(lambda row: row.metrics),
+        answers=means(lambda row: row.answers),
+        spread=max(bits) - min(bits) if len(bits) > 1 else None,
+        step_seconds=mean(lambda row: row.step_seconds),
+        relative_step_time=None,
+        tokens_per_second=mean(lambda row: row.tokens_per_second),
+        tokens_per_step=mean(lambda row: row.tokens_per_step),
+        parameters=first.parameters if first else None,
+        parameters_non_embedding=first.parameters_non_embedding if first else None,
+        rows=rows,
+    )
+
+
+# Draws the plots of a sweep: results against step time, results as bars, and training curves.
+#
+# The plotted metric is the error rate or score of the task if it has one, otherwise bits per byte.
+# The runs of a sweep are called points. A group consists of the points that differ only in their
+# seed.
+
+
+_TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
+_CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
+_LEARNED = "answers_learned.png"
+_BAR, _SEED = "#4c78a8", "#222222"
+_LEGEND_LINES = 24
+_MOST_PANELS = 4  # A plot with several panels has at most this many side by side.
+
+
+def primary_metric(groups: Sequence[Group]) -> Metric:
+    """Returns the metric to plot: the first in the report's table, or bits per byte without any."""
+    metrics = table_metrics([row for g in groups for row in g.rows])
+    return metrics[0] if metrics else BITS_PER_BYTE
+
+
+def _seeds(metric: Metric, group: Group) -> list[float]:
+    return [row.metrics[metric.name] for row in group.rows if metric.name in row.metrics]
+
+
+def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[str]:
+    """Draws all plots for which there are results, and returns the names of the PNG files."""
+    groups = [g._replace(name=plot_label(g.name)) for g in groups]
+    baseline = plot_label(baseline)
+    metric = primary_metric(groups)
+    done = [g for g in groups if metric.name in g.metrics]
+    figures = {}
+    if any(g.step_seconds for g in done):
+        figures[_TRADE_OFF] = trade_off([g for g in done if g.step_seconds], metric)
+    if done:
+        figures[_BARS] = bars(done, metric)
+    begun = [g for g in groups if any(row.records for row in g.rows)]
+    if begun:
+        figures[_CURVES] = training_curves(begun)
+    if any(g.answers for g in done):
+        lines = {g.name: g.answers for g in done if g.answers}
+        figures[_DISTANCES] = distance_plot(lines, EXACT_ANSWERS.title)
+    if metric != BITS_PER_BYTE and any(_validated(row, metric) for g in begun for row in g.rows):
+        figures[_CONVERGENCE] = convergence(begun, metric)
+    if any(_validated(row, EXACT_ANSWERS) for g in begun for row in g.rows):
+        figures[_LEARNED] = answers_learned(begun, reference(begun, baseline))
+    check_writable(directory, below=directory.parent)
+    for name, figure in figures.items():
+        write_bytes(directory / name, png(figure), below=directory.parent)
+    return list(figures)
+
+
+def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
+    """Returns a plot of a metric against the time of a training step, with a marker for each group.
+
+    If `groups` read different numbers of tokens per step, the time per 1,000 tokens is shown.
+    """
+    figure, (axes,) = new_figure(1, height=5.5)
+    steps = same_step(groups)
+    for color, g in zip(_colors(len(groups)), groups, strict=True):
+        seeds, mean, milliseconds = (
+            _seeds(metric, g),
+            g.metrics[metric.name],
+            1000 * (g.step_seconds or nan) * (1 if steps else 1000 / (g.tokens_per_step or nan)),
+        )
+        axes.errorbar(
+            milliseconds, mean, fmt="o", color=color, capsize=3,
+            yerr=[[mean - min(seeds)], [max(seeds) - mean]],
+        )  # fmt: skip
+        axes.annotate(
+            g.name, (milliseconds, mean), xytext=(6, 4), textcoords="offset points",
+            fontsize=8, color=color,
+        )  # fmt: skip
+    axes.margins(0.15)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set(
+        xlabel=f"milliseconds of {'a training step' if steps else 'training on 1,000 tokens'}",
+        ylabel=f"{metric.title}, held-out",
+        title="What it costs (bars: seeds)",
+    )
+    return figure
+
+
+def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
+    """Returns a plot with a bar for the mean of each group's metric, and a dot for each run."""
+    figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
+    places = range(len(groups))
+    axes.barh(places, [g.metrics[metric.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
+    for place, g in zip(places, groups, strict=True):
+        seeds = _seeds(metric, g)
+        axes.plot(seeds, [place] * len(seeds), "o", color=_SEED, markersize=4)
+    every = [value for g in groups for value in _seeds(metric, g)]
+    low, high = min(every), max(every)
+    margin = 0.15 * (high - low) or 0.1
+    axes.set_yticks(places, [g.name for g in groups])
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(ScalarFormatter(useOffset=False))
+    axes.set(
+        xlabel=f"{metric.title}, held-out (dots: seeds; the axis does not begin at 0)",
+        xlim=(max(low - 3 * margin, 0), high + margin),
+    )
+    return figure
+
+
+def training_curves(groups: Sequence[Group]) -> Figure:
+    """Returns a plot of the smoothed bits per token against the number of training tokens."""
+    # Every run has a line, and all lines of a group have the same color.
+    figure, (axes,) = new_figure(1, height=5.5)
+    tails = []
+    for color, g in zip(_colors(len(groups)), groups, strict=True):
+        label: str | None = g.name
+        for row in g.rows:
+            tokens, bits = curve(row.records, "train/bits_per_token")
+            if not bits.size:
+                continue
+            smooth = smoothed(bits)
+            axes.plot(tokens, smooth, color=color, linewidth=1.2, alpha=0.8, label=label)
+            # The first tenth of a curve does not determine the limits of the axis, because its
+            # large values would hide the differences between the curves in the rest.
+            tails.append(smooth[len(smooth) // 10 :])
+            label = None
+    if tails:
+        low, high = min(t.min() for t in tails), max(t.max() for t in tails)
+        margin = 0.06 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + margin)
+        _legend(axes, len(groups))
+    axes.set(xlabel="training tokens", ylabel="bits per token", title="Training (smoothed)")
+    return figure
+
+
+def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
+    """Returns a plot of a validation metric against the minutes of training without compilation."""
+    figure, (axes,) = new_figure(1, height=5.5)
+    for color, g in zip(_colors(len(groups)), groups, strict=True):
+        label: str | None = g.name
+        for row in g.rows:
+            values = _validated(row, metric)
+            minutes = [step * (row.step_seconds or 0) / 60 for step in values]
+            axes.plot(minutes, list(values.values()), color=color, linewidth=1.2, label=label)
+            label = None
+    _legend(axes, len(groups))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set(
+        xlabel="minutes of training, without compilation", ylabel=f"{metric.title}, validation"
+    )
+    return figure
+
+
+def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
+    """Returns a plot of the share of exact answers during training.
+
+    The documents of synthetic memory tasks contain answers, which can only be predicted from what
+    the document said before. An answer is exact if the model predicted each of its tokens as the
+    most likely one. The plot shows the percentage of exact answers on the validation split against
+    the number of training tokens. Every group except the baseline has a panel with a line for each
+    run, and every panel shows the runs of the baseline in grey.
+    """
+    others = [g for g in groups if g is not baseline] or [baseline]
+    across = min(_MOST_PANELS, len(others))
+    down = -(-len(others) // across)
+    figure = Figure(figsize=(3 * across, 2.4 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
+    for axes in panels[len(others) :]:
+        axes.set_axis_off()
+    for number, (axes, g) in enumerate(zip(panels, others, strict=False)):
+        # Only the lowest panel of each column has labels below its axis.
+        axes.tick_params(labelbottom=number + across >= len(others))
+        for one, color in ((baseline, "#aaaaaa"), (g, _BAR)):
+            for row in one.rows:
+                axes.plot(*curve(row.records, f"eval/validation/{EXACT_ANSWERS.name}"), color=color)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_title(g.name, fontsize=9)
+        axes.grid(alpha=0.25)
+    figure.supxlabel("training tokens", fontsize=9)
+    figure.supylabel(f"{EXACT_ANSWERS.title} (grey: {baseline.name})", fontsize=9)
+    return figure
+
+
+def _validated(row: Row, metric: Metric) -> dict[int, float]:
+    """Returns the values of a metric on the validation split, by step."""
+    tag = f"eval/validation/{metric.name}"
+    return {record["step"]: record[tag] for record in row.records if tag in record}
+
+
+def _legend(axes: Axes, groups: int) -> None:
+    if groups <= _LEGEND_LINES:
+        axes.legend(frameon=False, fontsize=8, ncols=1 + groups // 9)
+
+
+def _colors(count: int) -> list[tuple[float, ...]]:
+    table = matplotlib.colormaps["tab10" if count <= 10 else "tab20" if count <= 20 else "turbo"]
+    if count <= 20:
+        return [table(i) for i in range(count)]
+    return [table(i / (count - 1)) for i in range(count)]
+
 
 _NONE = "-"
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
     """Writes the report to the directory of the sweep; returns the table of groups in Markdown."""
-    rows = results.read(workdir, points, sweep.split)
-    groups = results.group(rows, sweep.baseline)
-    pictures = plots.draw(groups, workdir / "plots", sweep.baseline)
+    rows = read(workdir, points, sweep.split)
+    groups = group(rows, sweep.baseline)
+    pictures = draw(groups, workdir / "plots", sweep.baseline)
     write_text(workdir / "report.csv", table_csv(rows, groups))
     write_text(workdir / "report.md", text(workdir, rows, groups, pictures, sweep))
     return "\n".join(group_table(groups))
@@ -38,7 +442,7 @@ def text(
     """Returns the report in Markdown; `pictures` are the file names of the plots."""
     counts = Counter(row.status for row in rows)
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
-    baseline = results.reference(groups, sweep.baseline).name
+    baseline = reference(groups, sweep.baseline).name
     lines = [
         f"# {markdown(workdir.name)}",
         "",
@@ -114,7 +518,7 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     """Returns a line of CSV for each point: all metrics, and all settings that the sweep binds."""
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
-    metrics = [metric.name for metric in results.table_metrics(rows)]
+    metrics = [metric.name for metric in table_metrics(rows)]
     fields_of_rows = (
         "step_seconds", "tokens_per_second", "tokens_per_step", "parameters",
         "parameters_non_embedding", "steps", "seconds", "threads", "reason",
@@ -142,7 +546,7 @@ def _metric_columns(
 ) -> dict[str, list[str]]:
     """Returns the columns of the metrics by which the tasks of `rows` compare runs."""
     cells = {}
-    for metric in results.table_metrics(rows):
+    for metric in table_metrics(rows):
         values = [entry.metrics.get(metric.name) for entry in entries]
         cells[metric.title] = [_number(value, metric.form) for value in values]
         if metric == BITS_PER_BYTE and any(getattr(entry, "spread", None) for entry in entries):

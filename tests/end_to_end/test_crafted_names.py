@@ -19,7 +19,7 @@ import pytest
 
 from brt import command_line, output, sweep
 from brt.errors import BrtError
-from brt.sweeping import directory, points, settings
+from brt.sweeping import directory, points
 from brt.training.progress import Progress
 
 from .conftest import Commands
@@ -211,7 +211,7 @@ def test_reports_of_sweeps_hold_no_markup_and_no_formulas(
         sweep.parser().parse_args(flags), "Sweep"
     )
     Path("sweep").mkdir()
-    for point in points.expand(settings.from_bindings(bound), resolve):
+    for point in points.expand(points.from_bindings(bound), resolve):
         progress = directory.PointProgress(status="failed", reason=reason)
         directory.PointDirectory(Path("sweep", point.directory)).write(point, progress)
     said = call("sweep", *flags)

@@ -30,7 +30,6 @@ from brt.config.fields import settings
 from brt.config.names import class_field_types, section_types
 from brt.config_io import config_from_json, config_json
 from brt.sweeping import directory, points
-from brt.sweeping import settings as sweeps
 
 from .conftest import Commands
 
@@ -312,7 +311,7 @@ def test_reports_of_a_strangers_sweep_open_nothing_else(
     flags = [f"--gin_file={tmp_path / 'a.gin'}", f"--workdir={tmp_path / 'sweep'}", "--report"]
     arguments = sweep.parser().parse_args(flags)
     bound, resolve = command_line.section_and_variant_resolver(arguments, "Sweep")
-    for point in points.expand(sweeps.from_bindings(bound), resolve):
+    for point in points.expand(points.from_bindings(bound), resolve):
         shutil.copytree(foreign, tmp_path / "sweep" / point.directory)
         place = directory.PointDirectory(tmp_path / "sweep" / point.directory)
         place.write(point, directory.PointProgress(status="finished"))

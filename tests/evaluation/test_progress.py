@@ -2,7 +2,7 @@
 
 import pytest
 
-from brt.evaluation import progress
+from brt.evaluation import job
 
 
 def test_a_log_has_a_line_when_one_is_due(
@@ -10,7 +10,7 @@ def test_a_log_has_a_line_when_one_is_due(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    with progress.display(5000, "reading test", "tok") as update:
+    with job.display(5000, "reading test", "tok") as update:
         for seconds in (30, 59, 61, 119, 122):
             now[0] = float(seconds)
             update(1000)

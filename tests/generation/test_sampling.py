@@ -7,7 +7,7 @@ import pytest
 
 from brt.config import Sampling
 from brt.errors import ConfigError
-from brt.generation.sampling import choose, restrict
+from brt.generation.search import choose, restrict
 from brt.tasks.writers import write_options
 
 PROBABILITIES = np.array([0.15, 0.5, 0.05, 0.3])

@@ -16,13 +16,15 @@ from recordings import arrays
 
 from brt.config import Decoding, Sampling
 from brt.errors import ConfigError
-from brt.generation.beam import beam_search
-from brt.generation.constraints import repeating
-from brt.generation.decoder import TextDecoder
-from brt.generation.greedy import greedy_search
-from brt.generation.hypotheses import Hypotheses
-from brt.generation.sampling import sample
-from brt.generation.search import search
+from brt.generation.search import (
+    Hypotheses,
+    TextDecoder,
+    beam_search,
+    greedy_search,
+    repeating,
+    sample,
+    search,
+)
 from brt.models.targets import SpecialTokens
 
 TOLERANCE = 1e-5  # of float32 scores

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from brt.config import Config, Sampling, Training
-from brt.generation import separate
+from brt.generation import session as separate
 from brt.generation.session import Session
 from brt.layers.runs import new_model_state
 from brt.ops.layer_kernel import are_separate

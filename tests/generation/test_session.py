@@ -13,7 +13,7 @@ import pytest
 
 from brt.config import Config, Decoding, Sampling, Training
 from brt.errors import DataError
-from brt.generation import state_files
+from brt.generation import memory
 from brt.generation.session import Session
 from brt.generation.steps import CHUNK
 from brt.layers.runs import new_model_state
@@ -327,7 +327,7 @@ def test_a_memory_that_no_session_has_is_refused(
     changed = before._replace(**{name: np.full(old.shape, value, np.asarray(value).dtype)})
     if name == "logits" and np.isnan(value):
         changed = before._replace(logits=np.full_like(old, np.nan))
-    state_files.save(changed, tmp_path / "s.npz", IDENTITY)
+    memory.save(changed, tmp_path / "s.npz", IDENTITY)
     with pytest.raises(
         DataError, match=r"s\.npz is no state that --save_state wrote, or it is dam"
     ):

@@ -14,8 +14,14 @@ from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.kinds import KINDS, replace_parts
 from brt.memories import Compressive
-from brt.memories.compressive.compression import Convolution, compress, visible_slot_counts
-from brt.memories.compressive.layer import CompressedState, CompressiveLayer, new_compressed_state
+from brt.memories.compressive import (
+    CompressedState,
+    CompressiveLayer,
+    Convolution,
+    compress,
+    new_compressed_state,
+    visible_slot_counts,
+)
 from brt.models.flops import forward_flops_per_token
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1

@@ -13,7 +13,7 @@ from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.kinds import KINDS
 from brt.memories import DenseMemory
-from brt.memories.dense_memory.layer import DenseMemoryLayer, DenseState, new_dense_state
+from brt.memories.dense_memory import DenseMemoryLayer, DenseState, new_dense_state
 from brt.models.flops import forward_flops_per_token
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1

@@ -18,7 +18,7 @@ from brt.config import Model
 from brt.config.self_attention import SelfAttention
 from brt.errors import ConfigError
 from brt.layers import kinds
-from brt.memories.dense_memory.layer import DenseMemoryLayer, new_dense_state
+from brt.memories.dense_memory import DenseMemoryLayer, new_dense_state
 from brt.models.flops import forward_flops_per_token
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1

@@ -13,9 +13,8 @@ from brt.config import Mesh, Model
 from brt.distributed.mesh import build
 from brt.layers.kinds import KINDS, replace_parts
 from brt.memories import Memorizing
-from brt.memories.history import tokens_before
-from brt.memories.memorizing.layer import MemorizingLayer, new_memory_state
-from brt.memories.memory_state import MemoryState
+from brt.memories.memorizing import MemorizingLayer, new_memory_state
+from brt.memories.past_tokens import MemoryState, tokens_before
 from brt.ops.normalization import l2_normalize
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1

@@ -10,8 +10,8 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from brt.layers.basic import remat_policy
-from brt.memories.memorizing.memory_attention import memory_attention, xla
-from brt.memories.memorizing.memory_attention.retrieval import find_neighbors
+from brt.memories import memory_attention as xla
+from brt.memories.memory_attention import find_neighbors, memory_attention
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, HEADS, SIZE, WIDTH, WINDOW, BLOCKS, NEIGHBORS = 2, 2, 24, 4, 6, 3, 4
@@ -165,7 +165,7 @@ def test_a_recomputed_layer_stores_neighbours_and_no_scores(
 ) -> None:
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         counts = jnp.asarray(COUNTS)
-        return xla.memory_attention(
+        return xla.xla_attention(
             q, k, v, counts, window=WINDOW, size=SIZE, neighbors=NEIGHBORS, search=search,
             null_keys=False,
         ).sum()  # fmt: skip

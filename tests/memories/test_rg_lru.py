@@ -10,8 +10,7 @@ from model_settings import with_settings
 
 from brt.config import Model
 from brt.errors import ConfigError
-from brt.memories import RGLRU, convolution
-from brt.memories.rg_lru import layer, recurrence
+from brt.memories import RGLRU, rg_lru, token_state
 
 MODEL = Model(
     layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=4, dtype="float32",
@@ -66,16 +65,16 @@ def given() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
 
 def hidden(x: Any, learned: dict[str, Any], starts: Any) -> jax.Array:
     """Returns the hidden states, computed with the functions of the layer."""
-    since = convolution.tokens_since_start(starts, x.shape[1])
+    since = token_state.tokens_since_start(starts, x.shape[1])
     empty = jnp.zeros((LANES, 3, HEADS, SIZE))
-    convolved, _ = convolution.convolution(x, empty, learned["convolution"], since)
-    gates = recurrence.GateParameters(
+    convolved, _ = token_state.convolution(x, empty, learned["convolution"], since)
+    gates = rg_lru.GateParameters(
         *(learned[name] for name in ("input_gate", "input_gate_bias", "recurrence_gate")),
         learned["recurrence_gate_bias"], learned["rate"],
     )  # fmt: skip
-    a, b = recurrence.recurrence_coefficients(convolved, gates)
+    a, b = rg_lru.recurrence_coefficients(convolved, gates)
     a = jnp.where((since == 0)[:, :, None, None], 0, a)
-    return recurrence.scan(a, b, jnp.zeros((LANES, HEADS, SIZE)))
+    return rg_lru.scan(a, b, jnp.zeros((LANES, HEADS, SIZE)))
 
 
 def test_hidden_states_are_those_of_the_equations(given: tuple) -> None:
@@ -88,14 +87,14 @@ def test_hidden_states_are_those_of_the_equations(given: tuple) -> None:
 
 def test_tokens_know_how_long_ago_their_document_started() -> None:
     starts = jnp.asarray([[True, False, True], [False, True, False]])
-    found = convolution.tokens_since_start(starts, 6)
+    found = token_state.tokens_since_start(starts, 6)
     assert found[0].tolist() == [0, 1, 2, 3, 0, 1]
     assert (found[1, :2] >= 6).all() and found[1, 2:].tolist() == [0, 1, 2, 3]
 
 
 def test_states_decay_slowly_at_first() -> None:
-    rate = layer._rate_init(jax.random.key(0), (4, 64), jnp.float32)
-    a, scale = recurrence.decays(rate, jnp.ones_like(rate))
+    rate = rg_lru._rate_init(jax.random.key(0), (4, 64), jnp.float32)
+    a, scale = rg_lru.decays(rate, jnp.ones_like(rate))
     assert (a > 0.9).all() and (a < 0.999).all() and a.std() > 0.02
     np.testing.assert_allclose(a**2 + scale**2, 1, atol=1e-6)
 
@@ -106,12 +105,12 @@ def test_closed_gates_give_finite_gradients() -> None:
     shape = (1, 4, HEADS, SIZE)
     x = jnp.asarray(normal(size=shape), jnp.float32)
     kernel, bias = jnp.zeros((HEADS, SIZE, SIZE)), jnp.zeros((HEADS, SIZE))
-    gates = recurrence.GateParameters(kernel, bias, kernel, bias - 200, bias)
+    gates = rg_lru.GateParameters(kernel, bias, kernel, bias - 200, bias)
 
     @jax.jit
     @jax.grad
     def gradients(given: tuple) -> jax.Array:
-        return sum(jnp.sum(part) for part in recurrence.recurrence_coefficients(*given))
+        return sum(jnp.sum(part) for part in rg_lru.recurrence_coefficients(*given))
 
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients((x, gates))))
 

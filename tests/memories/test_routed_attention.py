@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.memories.routing.routed_attention import (
+from brt.memories.routed_attention import (
     ClusterStatistics,
     Rings,
     RoutedTokens,

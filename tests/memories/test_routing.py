@@ -12,8 +12,8 @@ from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.kinds import KINDS, replace_parts
 from brt.memories import Routing
-from brt.memories.routing.layer import RoutedState, RoutingLayer, new_routed_state, new_routing
-from brt.memories.routing.routed_attention import ClusterStatistics
+from brt.memories.routed_attention import ClusterStatistics
+from brt.memories.routing import RoutedState, RoutingLayer, new_routed_state, new_routing
 from brt.models.flops import forward_flops_per_token
 from brt.tasks.language_modeling.warm_start import start_model_state
 from brt.tasks.weights import Weights

@@ -15,8 +15,7 @@ from brt.errors import ConfigError
 from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.scan import Stream
 from brt.memories import Summaries
-from brt.memories.summary.layer import LongSummaryLayer
-from brt.memories.summary.state import LongSummaryState, new_long_summary_state
+from brt.memories.summary import LongSummaryLayer, LongSummaryState, new_long_summary_state
 from brt.models import decoder
 from brt.models.decoder import Decoder, forget
 from brt.models.flops import forward_flops_per_token

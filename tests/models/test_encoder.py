@@ -12,10 +12,8 @@ import pytest
 from brt.config import Attention, Encoder, Kernels
 from brt.errors import ConfigError
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES, kind_of_length
-from brt.layers.encoder.inputs import Inputs
-from brt.layers.transformer.attention import SharedInputs
-from brt.layers.transformer.block import of_encoder
-from brt.layers.transformer.encoder_layer import EncoderLayer
+from brt.layers.encoder import Inputs
+from brt.layers.transformer import EncoderLayer, SharedInputs, of_encoder
 from brt.models import encoder, seq2seq
 
 KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])

@@ -14,7 +14,7 @@ import pytest
 
 from brt.config import CrossAttention
 from brt.distributed import rules
-from brt.layers.seq2seq.cross_attention import cross_config
+from brt.layers.seq2seq import cross_config
 from brt.ops import cross_attention
 from brt.ops.cross_attention import CrossConfig, CrossParameters
 from brt.ops.dropout import Dropout

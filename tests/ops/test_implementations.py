@@ -18,9 +18,9 @@ import brt.ops
 from brt.config import Attention, CrossAttention
 from brt.config.kernels import OPERATIONS
 from brt.layers.attention_kinds import clustered_config
-from brt.layers.seq2seq.cross_attention import cross_config
-from brt.memories.memorizing.memory_attention import memory_attention
-from brt.memories.routing.routed_attention import Rings, RoutedTokens, rings_after, routed_attention
+from brt.layers.seq2seq import cross_config
+from brt.memories.memory_attention import memory_attention
+from brt.memories.routed_attention import Rings, RoutedTokens, rings_after, routed_attention
 from brt.ops import (
     attention_baselines,
     clustered_attention,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brt.config import CrossAttention
-from brt.layers.seq2seq.cross_attention import cross_config
+from brt.layers.seq2seq import cross_config
 from brt.ops import cross_attention, dispatch
 from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
 from brt.ops.segmented_recurrent_attention import segments, xla

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import CrossAttention, Mesh
 from brt.distributed.mesh import build
-from brt.layers.seq2seq.cross_attention import cross_config
+from brt.layers.seq2seq import cross_config
 from brt.ops import cross_attention, dispatch
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention import CrossConfig

@@ -24,7 +24,7 @@ from brt.config.mlp import MLP
 from brt.layers.state import new_window_state
 from brt.layers.window import WindowLayer
 from brt.memories import DenseMemory
-from brt.memories.dense_memory.layer import DenseMemoryLayer, DenseState, new_dense_state
+from brt.memories.dense_memory import DenseMemoryLayer, DenseState, new_dense_state
 from brt.models import decoder
 from brt.ops.normalization import rms_norm
 

@@ -17,7 +17,7 @@ from brt.layers.kinds import KINDS
 from brt.layers.runs import runs
 from brt.layers.scan import Stream
 from brt.memories import Summaries
-from brt.memories.summary.state import LongSummaryState, SummaryState
+from brt.memories.summary import LongSummaryState, SummaryState
 from brt.models import decoder
 from brt.models.decoder import Decoder
 

@@ -8,9 +8,9 @@ from recordings import arrays
 
 from brt.config import Model
 from brt.memories import DenseMemory, Memorizing
-from brt.memories.memorizing.layer import new_memory_state
-from brt.memories.memorizing.memory_attention.retrieval import attend_to_neighbors, find_neighbors
-from brt.memories.memory_state import MemoryState, memory_and_segment, state_after_segment
+from brt.memories.memorizing import new_memory_state
+from brt.memories.memory_attention import attend_to_neighbors, find_neighbors
+from brt.memories.past_tokens import MemoryState, memory_and_segment, state_after_segment
 from brt.ops.gathering import take
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1

@@ -107,7 +107,7 @@ def quick(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
     for name in ("__init__", "train", "evaluate"):
         (package / f"{name}.py").write_text("" if name == "__init__" else COMMAND)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(sweeps.directory), str(ROOT)]))
-    monkeypatch.setattr("brt.sweeping.runner._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("brt.sweeping.job._POLL_SECONDS", 0.01)
     return sweeps
 
 

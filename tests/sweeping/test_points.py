@@ -9,7 +9,7 @@ import pytest
 from brt import command_line, sweep
 from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
-from brt.sweeping import points, settings
+from brt.sweeping import points
 
 from .conftest import ROOT, RUN, Sweeps
 
@@ -22,7 +22,7 @@ def expanded(sweeps: Sweeps, text: str, *flags: str) -> list[points.Point]:
     sweeps.write(text)
     args = sweep.parser().parse_args(["--gin_file=sweep.gin", *flags])
     bound, resolve = command_line.section_and_variant_resolver(args, "Sweep")
-    return points.expand(settings.from_bindings(bound), resolve)
+    return points.expand(points.from_bindings(bound), resolve)
 
 
 def test_a_grid_is_every_combination_the_last_field_fastest(names: Names) -> None:
@@ -79,10 +79,10 @@ SEEDS = (0, 1)
 
 
 def test_a_point_has_seeds_of_its_own(names: Names) -> None:
-    points = "Sweep.points = ({'name': 'A', 'seeds': (1, 2)}, {'name': 'B'})\n"
+    written = "Sweep.points = ({'name': 'A', 'seeds': (1, 2)}, {'name': 'B'})\n"
     own = ["A,seed=1", "A,seed=2"]
-    assert names(points) == [*own, "B"]
-    assert names(points + "Sweep.grid = {'Training.seed': (0,)}\n") == [*own, "B,seed=0"]
+    assert names(written) == [*own, "B"]
+    assert names(written + "Sweep.grid = {'Training.seed': (0,)}\n") == [*own, "B,seed=0"]
 
 
 def test_the_command_line_changes_the_base_and_what_is_not_varied(sweeps: Sweeps) -> None:

@@ -12,10 +12,9 @@ import pytest
 from brt.bindings import Resolved
 from brt.config import Config, Training
 from brt.errors import ConfigError
-from brt.sweeping import commands, job, plots, report, results
+from brt.sweeping import job, report
 from brt.sweeping.directory import PointDirectory, PointProgress
-from brt.sweeping.points import Point
-from brt.sweeping.settings import Sweep
+from brt.sweeping.points import Point, Sweep
 from brt.training.metrics import MetricsWriter
 from brt.training.workdir import create
 
@@ -80,9 +79,9 @@ def sweep(**fields: str) -> Sweep:
 
 
 def test_groups_are_exact_means_over_finished_seeds(points: list[Point], tmp_path: Path) -> None:
-    rows = results.read(tmp_path, points, "validation")
+    rows = report.read(tmp_path, points, "validation")
     assert [row.step_seconds for row in rows] == [0.25, 0.5, 0.75, 1.0, None]
-    slide, rec, xl = results.group(rows, "")
+    slide, rec, xl = report.group(rows, "")
     assert (slide.runs, slide.planned, rec.runs, rec.planned) == (2, 2, 1, 2)
     assert slide.metrics == {"bits_per_byte": 2.375, "bits_per_token": 9.5}
     assert (slide.spread, rec.spread) == (0.25, None)
@@ -97,7 +96,7 @@ def test_groups_are_exact_means_over_finished_seeds(points: list[Point], tmp_pat
 def test_the_baseline_is_a_group_or_a_point_in_it(
     baseline: str, points: list[Point], tmp_path: Path
 ) -> None:
-    groups = results.group(results.read(tmp_path, points, "validation"), baseline)
+    groups = report.group(report.read(tmp_path, points, "validation"), baseline)
     assert [g.relative_step_time for g in groups] == [0.5, 1.0, None]
 
 
@@ -105,9 +104,9 @@ def test_a_named_point_as_baseline_is_its_first_group(tmp_path: Path) -> None:
     found = [
         point(i, group, 0) for i, group in enumerate(["XL", "Slide,window=8", "Slide,window=4"])
     ]
-    groups = results.group(results.read(tmp_path, found, "validation"), "")
-    assert results.reference(groups, "Slide").name == "Slide,window=8"
-    assert results.reference(groups, "").name == "XL"
+    groups = report.group(report.read(tmp_path, found, "validation"), "")
+    assert report.reference(groups, "Slide").name == "Slide,window=8"
+    assert report.reference(groups, "").name == "XL"
 
 
 def test_the_report_has_a_line_per_group_and_per_point(points: list[Point], tmp_path: Path) -> None:
@@ -168,16 +167,16 @@ def test_what_a_task_compares_runs_by_has_a_column(
 
 
 def test_plots_show_groups_with_their_seeds(points: list[Point], tmp_path: Path) -> None:
-    groups = results.group(results.read(tmp_path, points, "validation"), "")
-    (axes,) = plots.trade_off(groups[:2]).axes
+    groups = report.group(report.read(tmp_path, points, "validation"), "")
+    (axes,) = report.trade_off(groups[:2]).axes
     assert [text.get_text() for text in axes.texts] == ["Slide", "Rec|skip"]
     assert [line.get_xdata()[0] for line in axes.get_lines()[::3]] == [375.0, 750.0]
-    (axes,) = plots.bars(groups[:2]).axes
+    (axes,) = report.bars(groups[:2]).axes
     assert [bar.get_width() for bar in axes.patches] == [2.375, 2.125]
     assert list(axes.get_lines()[0].get_xdata()) == [2.5, 2.25], "a dot for each seed"
     low, high = axes.get_xlim()
     assert 0 < low < 2.125 and high > 2.5
-    (axes,) = plots.training_curves(groups[:2]).axes
+    (axes,) = report.training_curves(groups[:2]).axes
     assert len(axes.get_lines()) == 4 and len(axes.get_legend().get_texts()) == 2
     assert axes.get_lines()[0].get_xdata()[-1] == 3000
 
@@ -212,7 +211,7 @@ def test_a_link_in_a_sweep_is_not_followed(tmp_path: Path, what: str) -> None:
     with pytest.raises(ConfigError, match=f"{place} is a symbolic link, which is not followed"):
         with directory.lock() as lock:
             directory.write(other, PointProgress())
-            commands.start(["brt", "--help"], directory, 0, 1, lock)
+            job.start(["brt", "--help"], directory, 0, 1, lock)
     assert (home / "precious").read_text() == "precious" and len(list(home.iterdir())) == 1
 
 
@@ -227,10 +226,10 @@ def test_a_report_follows_no_link(points: list[Point], tmp_path: Path, name: str
     assert not list(home.iterdir())
 
 
-def _read(workdir: Path, points: list[Point]) -> tuple[list[results.Row], list[results.Group]]:
+def _read(workdir: Path, points: list[Point]) -> tuple[list[report.Row], list[report.Group]]:
     """Returns the rows and groups of a report."""
-    rows = results.read(workdir, points, "validation")
-    return rows, results.group(rows, "")
+    rows = report.read(workdir, points, "validation")
+    return rows, report.group(rows, "")
 
 
 def test_plots_show_error_rates_where_there_are_any(tmp_path: Path) -> None:
@@ -243,11 +242,11 @@ def test_plots_show_error_rates_where_there_are_any(tmp_path: Path) -> None:
         records = [{"step": s, "eval/validation/token_error_rate": 100.0 - s} for s in (20, 60)]
         with metrics.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
-    groups = results.group(results.read(tmp_path, points, "validation"), "")
-    metric = plots.primary_metric(groups)
-    (axes,) = plots.bars(groups[:1], metric).axes
+    groups = report.group(report.read(tmp_path, points, "validation"), "")
+    metric = report.primary_metric(groups)
+    (axes,) = report.bars(groups[:1], metric).axes
     assert [bar.get_width() for bar in axes.patches] == [12.5]
-    lines = plots.convergence(groups[:1], metric).axes[0].get_lines()
+    lines = report.convergence(groups[:1], metric).axes[0].get_lines()
     assert [list(line.get_ydata()) for line in lines] == [[80, 40]] * 2
     assert [line.get_xdata()[1] for line in lines] == [0.25, 0.5], "the second trains half as fast"
     report.write(tmp_path, points, sweep())
@@ -261,7 +260,7 @@ def test_answers_of_memory_tasks_are_shown_by_distance(tmp_path: Path) -> None:
         evaluation = PointDirectory(tmp_path / points[i].directory).evaluation("validation")
         rows = [{"windows": 1, "answers_exact": 100.0}, {"windows": 8, "answers_exact": exact}]
         evaluation.write_text(json.dumps({"bits_per_byte": 2.0, "answers": rows}))
-    groups = results.group(results.read(tmp_path, points, "validation"), "")
+    groups = report.group(report.read(tmp_path, points, "validation"), "")
     assert [g.answers for g in groups] == [{1: 100.0, 8: 50.0}, {}, {}]
     report.write(tmp_path, points, sweep())
     text = (tmp_path / "report.md").read_text()
@@ -280,8 +279,8 @@ def test_answers_are_drawn_while_they_are_learned_beside_those_of_the_baseline(
     for i in range(4):
         with PointDirectory(tmp_path / points[i].directory).run.metrics.open("a") as file:
             file.writelines(json.dumps({"step": s, tag: float(s + i)}) + "\n" for s in (100, 300))
-    groups = results.group(results.read(tmp_path, points, "validation"), "")[:2]
-    (panel,) = plots.answers_learned(groups, groups[1]).axes
+    groups = report.group(report.read(tmp_path, points, "validation"), "")[:2]
+    (panel,) = report.answers_learned(groups, groups[1]).axes
     assert panel.get_title() == groups[0].name
     lines = [list(line.get_ydata()) for line in panel.get_lines()]
     assert sorted(lines[:2]) == [[102, 302], [103, 303]], "the baseline's, behind"

@@ -17,7 +17,7 @@ from tiny_decoder import write_decoder
 
 from brt import user_files
 from brt.errors import BrtError, ConfigError, Preempted
-from brt.sweeping import commands, slurm
+from brt.sweeping import job, slurm
 from brt.sweeping.directory import PointDirectory
 
 from .conftest import ROOT, RUN, Sweeps
@@ -140,7 +140,7 @@ def test_points_run_side_by_side_with_a_share_of_the_cores(
     quick: Sweeps, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick.write(GRID)
-    monkeypatch.setattr(commands, "cores", lambda: 2)
+    monkeypatch.setattr(job, "cores", lambda: 2)
     for seed in range(3):  # Each point waits until all three have begun.
         behave(
             quick, seed,
@@ -155,18 +155,18 @@ def test_points_run_side_by_side_with_a_share_of_the_cores(
 
 
 def test_shares_of_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "cores", lambda: 16)
-    assert commands.environment({}, 0, 1) == {}
+    monkeypatch.setattr(job, "cores", lambda: 16)
+    assert job.environment({}, 0, 1) == {}
     on_demand = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # The jobs may share a GPU.
-    assert commands.environment({}, 2, 3) == {"PJRT_NPROC": "5"} | on_demand
-    assert commands.environment({"CUDA_VISIBLE_DEVICES": "0"}, 1, 2).items() >= on_demand.items()
+    assert job.environment({}, 2, 3) == {"PJRT_NPROC": "5"} | on_demand
+    assert job.environment({"CUDA_VISIBLE_DEVICES": "0"}, 1, 2).items() >= on_demand.items()
     base = {"CUDA_VISIBLE_DEVICES": "0,2,3", "PJRT_NPROC": "1"}
-    shares = [commands.environment(base, slot, 2) for slot in range(2)]
+    shares = [job.environment(base, slot, 2) for slot in range(2)]
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["0,3", "2"]
     assert shares[0]["PJRT_NPROC"] == "1", "what the user sets stays"
     assert not shares[0].keys() & on_demand.keys(), "every job has GPUs of its own"
     chosen = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
-    assert commands.environment(chosen, 0, 2).items() >= chosen.items()
+    assert job.environment(chosen, 0, 2).items() >= chosen.items()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_shares_of_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_exit_codes_mean(code: int, text: str, reason: str) -> None:
-    assert commands.explain(code, text).startswith(reason)
+    assert job.explain(code, text).startswith(reason)
 
 
 SLOW = "time.sleep(0 if pathlib.Path('go_on').exists() else 60)"
@@ -290,7 +290,7 @@ def test_points_import_nothing_from_the_current_directory(
     point = PointDirectory(tmp_path / "point")
     point.path.mkdir()
     with (tmp_path / "lock").open("wb") as lock:
-        command = commands.start(["calendar", "2026"], point, 0, 1, lock)
+        command = job.start(["calendar", "2026"], point, 0, 1, lock)
     assert command.process.wait() == 0 and "February" in point.output.read_text()
     assert not Path("ran").exists()
 

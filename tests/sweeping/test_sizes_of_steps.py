@@ -4,9 +4,9 @@ import pytest
 
 from brt.bindings import Resolved
 from brt.config import Config
-from brt.sweeping import plots, report, results
+from brt.sweeping import report
 from brt.sweeping.points import Point
-from brt.sweeping.results import Group, Row
+from brt.sweeping.report import Group, Row
 
 
 def row(name: str, seconds: float, tokens: float) -> Row:
@@ -21,7 +21,7 @@ def row(name: str, seconds: float, tokens: float) -> Row:
 
 def grouped(*rows: Row) -> list[Group]:
     """Returns the groups of the rows; the first row is the baseline."""
-    return results.group(rows, rows[0].point.name)
+    return report.group(rows, rows[0].point.name)
 
 
 def test_relative_times_are_of_steps_of_one_size() -> None:
@@ -47,13 +47,13 @@ def test_tokens_of_a_step_are_read_from_metrics() -> None:
         {"perf/tokens_per_second": 1280.0, "perf/step_seconds": 0.1},
     ]
     tags = "perf/tokens_per_second", "perf/step_seconds"
-    assert results.median(records, *tags) == pytest.approx(128.0)
+    assert report.median(records, *tags) == pytest.approx(128.0)
 
 
 def test_the_plot_compares_tokens_where_steps_differ() -> None:
-    same = plots.trade_off(grouped(row("a", 0.1, 128.0), row("b", 0.2, 128.0)))
+    same = report.trade_off(grouped(row("a", 0.1, 128.0), row("b", 0.2, 128.0)))
     assert same.axes[0].get_xlabel() == "milliseconds of a training step"
-    figure = plots.trade_off(grouped(row("a", 0.1, 100.0), row("b", 0.1, 1000.0)))
+    figure = report.trade_off(grouped(row("a", 0.1, 100.0), row("b", 0.1, 1000.0)))
     assert figure.axes[0].get_xlabel() == "milliseconds of training on 1,000 tokens"
     places = sorted(text.xy[0] for text in figure.axes[0].texts)
     assert places == pytest.approx([100.0, 1000.0])

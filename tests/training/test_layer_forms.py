@@ -13,7 +13,7 @@ import pytest
 from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Data, Mesh, Model, Optimizer, Training
 from brt.layers.sections import Recurrence
-from brt.memories.routing.section import Routing
+from brt.memories.routing import Routing
 from brt.ops import dispatch
 from brt.training import inspection, layer_forms, loop
 from brt.training import optimizer as optimizers

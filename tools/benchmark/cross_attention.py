@@ -29,7 +29,7 @@ from timing import interleaved, ratio, show
 
 from brt import allocator, tasks
 from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
-from brt.layers.seq2seq.cross_attention import cross_config
+from brt.layers.seq2seq import cross_config
 from brt.ops import cross_attention
 from brt.ops.cross_attention import costs
 from brt.tasks.arguments import LossInputs

@@ -22,7 +22,7 @@ from conditions import report
 
 from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
-from brt.layers.seq2seq.cross_attention import cross_config
+from brt.layers.seq2seq import cross_config
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.causal_clustered_attention import (
     CentroidMemory,

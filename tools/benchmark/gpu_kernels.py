@@ -265,7 +265,7 @@ def segmented_gradients(
     import jax.numpy as jnp
 
     from brt.config import CrossAttention
-    from brt.layers.seq2seq.cross_attention import cross_config
+    from brt.layers.seq2seq import cross_config
     from brt.ops import segmented_recurrent_attention as segmented
 
     config, size = cross_config(CrossAttention(kind="srformer")), args.segment

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
-from brt.layers.seq2seq.cross_attention import cross_config
+from brt.layers.seq2seq import cross_config
 from brt.ops import clustered_attention, cross_attention, masked_attention
 from brt.ops.adafactor import Moments, adafactor
 from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal_clustered_attention

@@ -19,8 +19,8 @@ from lm_step import SIZES, Contestant, models
 from brt import allocator
 from brt.config import Model
 from brt.layers.sections import Recurrence
-from brt.memories.gated_delta_net.section import GatedDeltaNet
-from brt.memories.rg_lru.section import RGLRU
+from brt.memories.gated_delta_net import GatedDeltaNet
+from brt.memories.rg_lru import RGLRU
 from brt.models.flops import forward_flops_per_token
 from brt.training.state import parameter_counts
 

@@ -23,7 +23,7 @@ from brt.interop.huggingface import config as huggingface
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config as causal
 from brt.interop.huggingface.causal.reading import generation_settings
-from brt.sweeping import results
+from brt.sweeping import report as results
 from brt.sweeping.directory import PointDirectory
 from brt.training import bad_steps, inspection, metrics, run_summary, trackers
 from brt.training import workdir as workdirs

@@ -15,10 +15,7 @@ from brt import output
 from brt.config import Config, Decoding, Sampling
 from brt.distributed import rules
 from brt.errors import NonFiniteError
-from brt.generation.decoder import TextDecoder
-from brt.generation.hypotheses import Hypotheses
-from brt.generation.sampling import sample
-from brt.generation.search import search
+from brt.generation.search import Hypotheses, TextDecoder, sample, search
 from brt.models import seq2seq
 from brt.models.targets import SpecialTokens
 from brt.tasks.arguments import UNCONTROLLED, Control

@@ -10,7 +10,7 @@ import brt
 from brt.data.rows.batches import RowReader, padded
 from brt.data.rows.preparation import RowCorpus
 from brt.data.tokenizers import ByteTokenizer
-from brt.generation.sampling import choose
+from brt.generation.search import choose
 from brt.tasks.arguments import UNCONTROLLED
 from brt.tasks.interface import Aux, LossInputs, Task
 from brt.tasks.report import EvaluationResult, Metric

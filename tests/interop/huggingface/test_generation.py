@@ -15,8 +15,7 @@ import pytest
 from recordings import arrays
 
 from brt.config import Decoding
-from brt.generation.decoder import TextDecoder
-from brt.generation.search import search
+from brt.generation.search import TextDecoder, search
 from brt.models import seq2seq
 
 SCORE = 1e-5  # relative tolerance of float32 scores, which have magnitudes from 0.1 to 20

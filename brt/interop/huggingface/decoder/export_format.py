@@ -23,8 +23,8 @@ from brt.layers.recurrent import StateCell
 from brt.layers.runs import Run, runs
 from brt.layers.sections import Recurrence
 from brt.layers.state import has_null_keys
-from brt.memories.dense_memory.section import DenseMemory
-from brt.memories.gated_delta_net.section import GatedDeltaNet
+from brt.memories.dense_memory import DenseMemory
+from brt.memories.gated_delta_net import GatedDeltaNet
 from brt.models.decoder import logit_scale
 from brt.ops.gates import GateWeights
 

@@ -11,7 +11,7 @@ from brt.config.checks import name_of
 from brt.errors import CheckpointError
 from brt.interop.huggingface import unread
 from brt.interop.huggingface.config import WRITTEN, convert_fields
-from brt.layers.transformer.linear import POSITION_OFFSET
+from brt.layers.transformer import POSITION_OFFSET
 from brt.models.encoder import Task
 
 MODEL_TYPE = "roberta"

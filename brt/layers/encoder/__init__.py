@@ -1,1 +1,0 @@
-"""Inputs and heads of bidirectional encoders such as RoBERTa."""

@@ -1,1 +1,0 @@
-"""Layers of the encoder-decoders T5 and BART."""

@@ -1,0 +1,480 @@
+"""Layers that remember older blocks in compressed form: a few tokens of an older block become one
+vector (Compressive Transformers, arXiv 1911.05507).
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.fields import adaptable, free
+from brt.config.kinds import KindSection
+from brt.distributed.rules import constrain
+from brt.layers.attention import Mix, TransformerBlock
+from brt.layers.basic import ZEROS, compute_dtype, kernel_init, parameter
+from brt.layers.cache import KVCache, closed_window, with_cache
+from brt.layers.flops import window_flops
+from brt.layers.kinds import LayerKind, register_kind
+from brt.layers.state import (
+    WINDOW_AXES,
+    LayerAux,
+    LayerOutput,
+    OpenBlock,
+    WindowState,
+    cache_is_readable,
+    new_window_state,
+    open_block,
+)
+from brt.ops.dense import dense
+from brt.ops.partial_attention import AttentionPart, attend_to_part, merge_parts
+from brt.ops.products import matmul_nt
+from brt.ops.recurrent_attention import StateKV
+from brt.ops.reductions import add_shared
+from brt.ops.softmax import MASKED
+
+# Settings of compressive layers.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compressive(KindSection):
+    """Settings of layers of the Compressive Transformer, which compress older blocks."""
+
+    kind: ClassVar[str] = "compressive"
+
+    layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
+    # The memory has this many slots. A slot is a vector into which `rate` tokens were compressed.
+    slots: int = adaptable(512)
+    rate: int = adaptable(2)  # This many tokens are compressed into one slot.
+    # A slot is the mean of its tokens ("mean"), their maximum ("max"), or the output of a learned
+    # convolution ("conv").
+    compressor: Literal["mean", "max", "conv"] = adaptable("conv")
+    # The convolution learns slots to which attention gives the same result as attention to the
+    # tokens ("attention"), or slots from which the tokens can be reconstructed ("autoencoding").
+    loss: Literal["attention", "autoencoding"] = adaptable("attention")
+    # The loss of the convolution is multiplied by this weight and added to the model's loss. 0
+    # leaves the convolution untrained.
+    loss_weight: float = free(1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "slots", "rate")
+        check_not_negative(self, "loss_weight")
+
+    def check_model(self, model: Model) -> None:
+        """Requires that the rate divides the window, no rotary positions, and a cache."""
+        if not self.layers:
+            return
+        check(
+            model.window % self.rate == 0,
+            f"Model.window = {model.window} must be a multiple of Compressive.rate = {self.rate}",
+        )
+        check(
+            model.positions != "rotary",
+            "Model.positions = 'rotary' has no positions for the slots of Compressive.layers = "
+            f"{self.layers}; use 't5', 'alibi' or 'none'",
+        )
+        check(
+            model.sliding.cache,
+            f"Compressive.layers = {self.layers} attend to the previous block, which needs "
+            "Window.cache = True",
+        )
+
+
+# Compression of blocks of tokens, and attention to the window together with compressed blocks
+# (Compressive Transformers for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
+#
+# A slot is a vector that stands for R neighbouring tokens of an older block. In shapes, S is the
+# number of slots of a block of W tokens, and Q the number of queries of a block. The other letters
+# of shapes are those of `brt.layers.state`.
+
+
+class Convolution(NamedTuple):
+    """Weights of a convolution whose stride equals its width. The kernel is [R, D, E] if it
+    compresses R tokens to a slot, and [D, R, E] if it restores R tokens from a slot.
+    """
+
+    kernel: Float[Array, "R D E"]
+    bias: Float[Array, " E"]
+
+
+def compress(
+    x: Float[Array, "*B W D"], rate: int, how: Literal["mean", "max"] | Convolution
+) -> Float[Array, "*B S D"]:
+    """Returns the S = W / `rate` slots of a block, oldest first, in float32, each of `rate`
+    neighbouring tokens: their mean, their maximum, or the output of a learned convolution.
+    """
+    groups = x.reshape(*x.shape[:-2], -1, rate, x.shape[-1])
+    if isinstance(how, Convolution):
+        return add_shared(dense(groups, how.kernel, 2).astype(jnp.float32), how.bias)
+    if how == "max":
+        return jnp.max(groups, axis=-2).astype(jnp.float32)
+    return jnp.mean(groups, axis=-2, dtype=jnp.float32)
+
+
+def visible_slot_counts(
+    length: Int[Array, " B"], cache_mask: Bool[Array, "B N"], *, added: int, size: int
+) -> Int[Array, "B N+1"]:
+    """Returns the number of slots that each block can read, for the N blocks of a segment and the
+    block after them.
+
+    The block after a block reads its tokens, and all later blocks of the document read the slots.
+
+    Args:
+      length: the number of slots that the first block of the segment can read if no document begins
+        with this block.
+      cache_mask: True if a block may read the block before it; False if a document begins.
+      added: the number of slots to which a block is compressed.
+      size: the largest number of slots that a block can read.
+    """
+    blocks = jnp.arange(cache_mask.shape[1] + 1)[None]
+    begins = jnp.pad(~cache_mask, ((0, 0), (0, 1)))
+    first = jax.lax.cummax(jnp.where(begins, blocks, -1), axis=1)
+    since = jnp.maximum(blocks - first - 1, 0) * added
+    return jnp.minimum(jnp.where(first < 0, length[:, None] + blocks * added, since), size)
+
+
+def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
+    """Returns `blocks` overlapping slices of x along axis 1, as an array [B, N, size, *D]. Slice n
+    has the `size` entries of x from index n * `step` on.
+    """
+    return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
+
+
+def attend_window_and_slots(
+    queries: Float[Array, "B N Q H K"],
+    window: AttentionPart,
+    keys: Float[Array, "B N S H K"],
+    values: Float[Array, "B N S H K"],
+    seen: Bool[Array, "B N Q S"],
+    bias: Float[Array, " H"],
+) -> Float[Array, "B N Q H K"]:
+    """Returns the attention output of every query over its window and over older keys, with one
+    softmax. The older keys belong to slots, and to tokens of the previous block that have left the
+    window.
+
+    Args:
+      queries: the scaled queries of each block.
+      window: the result of attention to the window alone.
+      seen: True where a query may read an older key.
+      bias: a bias of each head, added to the logits of all older keys.
+    """
+    q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
+    logits = matmul_nt(q, k) + bias[None, None, :, None, None]
+    beyond = attend_to_part(jnp.where(seen[:, :, None], logits, MASKED), v)
+    near = AttentionPart(*(x.swapaxes(2, 3) for x in window))
+    return merge_parts([near, beyond]).output.swapaxes(2, 3).astype(values.dtype)
+
+
+def reconstruction_error(
+    x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
+) -> Float[Array, "*B"]:
+    """Returns the loss "autoencoding" of a learned compression: the mean squared error of the
+    tokens' vectors (which get no gradient) that `decoder` restores from a block's slots.
+    """
+    decoded = add_shared(dense(slots, decoder.kernel), decoder.bias).astype(jnp.float32)
+    errors = decoded.reshape(x.shape) - jax.lax.stop_gradient(x).astype(jnp.float32)
+    return jnp.mean(jnp.square(errors), axis=(-2, -1))
+
+
+def attention_reconstruction_error(
+    queries: Float[Array, "B N Q H K"],
+    exact: tuple[Float[Array, "B N W H K"], Float[Array, "B N W H K"]],
+    slots: tuple[Float[Array, "B N S H K"], Float[Array, "B N S H K"]],
+) -> Float[Array, "B N"]:
+    """Returns the loss "attention" of a learned compression: the mean squared difference between
+    attention to a block's tokens (`exact`) and attention to its slots.
+
+    Logits are products of queries and keys without a bias. Only `slots` receives a gradient.
+    """
+    queries, exact = jax.lax.stop_gradient((queries, exact))
+
+    def attend(keys: Array, values: Array) -> Array:
+        q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
+        return attend_to_part(matmul_nt(q, k), v).output
+
+    return jnp.mean(jnp.square(attend(*slots) - attend(*exact)), axis=(2, 3, 4))
+
+
+# The compressive layer: attention to a window, to the whole previous block, and to C slots.
+#
+# A slot is a vector into which a few neighbouring tokens of an older block were compressed. The
+# letters of shapes are those of `brt.layers.state`.
+
+
+class CompressedState(NamedTuple):
+    """The cache, the inputs of the cached block, and the compressed slots."""
+
+    window: WindowState
+    # The layer's inputs for the cached block, which are compressed at the end of the next block.
+    inputs: Float[Array, "B W D"]
+    # Slots of older blocks in float32, oldest first; unused slots, at the beginning, are zeros.
+    vectors: Float[Array, "B C D"]
+    length: Int[Array, " B"]  # The number of used slots, which all belong to the current document.
+
+
+class CompressedBlock(NamedTuple):
+    """An open block: its tokens, the layer's inputs for them, and the slots that they read."""
+
+    tokens: OpenBlock
+    inputs: Float[Array, "B W D"]
+    slots: StateKV
+
+
+_VECTORS = ("lanes", None, None)
+COMPRESSED_AXES: Any = CompressedState(WINDOW_AXES, _VECTORS, _VECTORS, ("lanes",))
+
+
+def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> CompressedState:
+    section = model.of(Compressive)
+    return CompressedState(
+        new_window_state(model, batch, dtype),
+        jnp.zeros((batch, model.window, model.model_dim), dtype),
+        jnp.zeros((batch, section.slots, model.model_dim), jnp.float32),
+        jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def compressive_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a sliding-window layer, of attention to slots and to keys that
+    left the window, of the projections of slots to keys and values, and of the compression.
+    """
+    section = model.of(Compressive)
+    m, width = model, model.heads * model.head_dim
+    # `left` is the number of keys of the previous block that have left the window of a token,
+    # averaged over the tokens of a block.
+    left = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
+    keys = 4 * m.model_dim * width * section.slots // m.window
+    # The FLOPs of the auxiliary loss that trains a learned compression are not included.
+    learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
+    return window_flops(m) + 4 * width * (section.slots + left) + keys + learned
+
+
+class CompressiveLayer(nn.Module):
+    """A layer of the Compressive Transformer.
+
+    A token attends to its window as in a sliding-window layer, and also to keys that left the
+    window. The keys of the previous block are read uncompressed. Older blocks are read as slots; a
+    slot stands for `Compressive.rate` tokens. When the memory is full, new slots replace the oldest
+    slots. Position biases treat all keys that left the window like the farthest key of the window.
+
+    The loss of the language model gives the compression no gradient. A learned compression is
+    trained by an auxiliary loss: attention to the slots of a block should equal attention to the
+    block, or a transposed convolution should reconstruct the block from the slots.
+    """
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+
+    def setup(self) -> None:
+        section = self.model.of(Compressive)
+        m = self.model
+        self.tokens = TransformerBlock(
+            m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
+        )
+        self.compressor: Any = section.compressor
+        if section.compressor == "conv":
+            shape = (section.rate, m.model_dim, m.model_dim)
+            kernel = parameter(
+                self, "compressor_kernel", shape, (None, "embed", None), kernel_init(inputs=2)
+            )
+            bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
+            self.compressor = Convolution(kernel, bias)
+        if self._restores():
+            shape = (m.model_dim, section.rate, m.model_dim)
+            kernel = parameter(self, "decompressor_kernel", shape, ("embed", None, None))
+            bias = parameter(self, "decompressor_bias", (m.model_dim,), ("embed",), ZEROS)
+            self.decompressor = Convolution(kernel, bias)
+
+    def _restores(self) -> bool:
+        section = self.model.of(Compressive)
+        return section.compressor == "conv" and section.loss == "autoencoding"
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: CompressedState,
+        document_start: Bool[Array, "B N"],
+        feedback: StateKV | None = None,
+        **_: Any,
+    ) -> LayerOutput:
+        """All blocks attend at once, each to its own slice of all slots and of all tokens."""
+        section = self.model.of(Compressive)
+        m, blocks = self.model, document_start.shape[1]
+        projections = self.tokens.project(x)
+        past, window = with_cache(m, state.window, projections, document_start)
+        inputs = jnp.concatenate([state.inputs, constrain(x, "lanes", None, None)], axis=1)
+        before = jax.lax.stop_gradient(
+            sliding_windows(inputs, blocks, step=m.window, size=m.window)
+        )
+        made = self._compressed(before)
+        vectors = jnp.concatenate([state.vectors, made.reshape(len(x), -1, m.model_dim)], axis=1)
+        length = visible_slot_counts(
+            state.length, past.cache_mask, added=made.shape[2], size=section.slots
+        )
+        slots = StateKV(
+            *(
+                sliding_windows(part, blocks, step=made.shape[2], size=section.slots)
+                for part in self._slots(vectors)
+            )
+        )
+        keys, values = past.joined(projections)
+        tokens = StateKV(
+            *(
+                sliding_windows(part, blocks, step=m.window, size=m.window)
+                for part in (self.tokens.normalized_keys(keys), values)
+            )
+        )
+        left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
+        mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
+        y = self.tokens.attend(projections, past, feedback, mix)
+        after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
+        queries = self.tokens.scaled_queries(projections.queries)
+        return LayerOutput(y, after, self._aux(queries, tokens, before, made, past))
+
+    def _nearest(self) -> int:
+        return 0 if self.model.sliding.attend_to_self else 1
+
+    def _compressed(self, x: Float[Array, "*B W D"]) -> Float[Array, "*B S D"]:
+        section = self.model.of(Compressive)
+        return compress(x, section.rate, self.compressor)
+
+    def _slots(self, vectors: Float[Array, "B S D"]) -> StateKV:
+        # Keys and values of the slots are computed with the current weights.
+        constant = jax.lax.stop_gradient(vectors)
+        return self.tokens.project_kv(constant.astype(compute_dtype(self.model)))
+
+    def _after(
+        self,
+        window: WindowState,
+        inputs: Float[Array, "B W D"],
+        vectors: Float[Array, "B Z D"],
+        length: Int[Array, " B"],
+    ) -> CompressedState:
+        section = self.model.of(Compressive)
+        size = section.slots
+        kept = jnp.arange(size)[None] >= size - length[:, None]
+        return CompressedState(
+            window, inputs, jnp.where(kept[..., None], vectors[:, -size:], 0), length
+        )
+
+    def _mix(
+        self,
+        slots: StateKV,
+        before: StateKV,
+        length: Int[Array, "B N"],
+        cache_mask: Bool[Array, "B N"],
+        left: Bool[Array, "Q W"],
+    ) -> Mix:
+        # The arguments are the slots, the previous block, the number of slots that each block can
+        # read, whether it may read the previous block, and which of its keys have left the window
+        # of a token.
+        section = self.model.of(Compressive)
+        size = section.slots
+        there = jnp.arange(size)[None, None] >= size - length[..., None]
+        there = jnp.broadcast_to(there[:, :, None], (*length.shape, len(left), size))
+        seen = jnp.concatenate([there, left[None, None] & cache_mask[..., None, None]], axis=-1)
+        keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(slots, before, strict=True))
+
+        def attend_beyond_window(
+            queries: Float[Array, "B T H K"], part: AttentionPart
+        ) -> Float[Array, "B T H K"]:
+            q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
+            bias = self.tokens.far_bias()
+            y = attend_window_and_slots(q, AttentionPart(*near), keys, values, seen, bias)
+            return y.reshape(queries.shape)
+
+        return attend_beyond_window
+
+    def _aux(
+        self,
+        queries: Float[Array, "B T H K"],
+        before: StateKV,
+        inputs: Float[Array, "B N W D"],
+        made: Float[Array, "B N S D"],
+        past: KVCache,
+    ) -> LayerAux:
+        # The loss is over the blocks that can read the block before them.
+        section = self.model.of(Compressive)
+        m = self.model
+        if section.compressor != "conv" or section.loss_weight == 0:
+            return LayerAux()
+        if self._restores():
+            errors = reconstruction_error(inputs, made, self.decompressor)
+        else:
+            rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
+            slots = (
+                _by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False)
+            )
+            queries = _by_block(queries, made.shape[1])
+            errors = attention_reconstruction_error(queries, tuple(before), tuple(slots))
+        loss = section.loss_weight * jnp.mean(jnp.where(past.cache_mask, errors, 0))
+        return LayerAux(losses={"compression": loss})
+
+    def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
+        """Computes the keys and values of the slots once for all tokens of the block."""
+        tokens, inputs = open_block(state.window), jnp.zeros_like(state.inputs)
+        return LayerOutput(x, CompressedBlock(tokens, inputs, self._slots(state.vectors)))
+
+    def prepare_block(
+        self, x: None, *, block: CompressedBlock, position: Int[Array, ""], **_: Any
+    ) -> LayerOutput:
+        return LayerOutput(x, block._replace(tokens=self.tokens.prepared(block.tokens, position)))
+
+    def decode_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        *,
+        state: CompressedState,
+        block: CompressedBlock,
+        position: Int[Array, ""],
+        feedback: StateKV | None = None,
+        **_: Any,
+    ) -> LayerOutput:
+        window = state.window
+        slots, before = (
+            StateKV(*(part[:, None] for part in parts))
+            for parts in (block.slots, (self.tokens.normalized_keys(window.keys), window.values))
+        )
+        cache_mask = cache_is_readable(self.model, window)
+        left = (position >= jnp.arange(self.model.window) + self._nearest())[None]
+        length = jnp.where(cache_mask, state.length, 0)
+        mix = self._mix(slots, before, length[:, None], cache_mask[:, None], left)
+        y, tokens = self.tokens.attend_step(x, window, block.tokens, position, feedback, mix)
+        inputs = jax.lax.dynamic_update_slice_in_dim(block.inputs, x, position, axis=1)
+        return LayerOutput(y, block._replace(tokens=tokens, inputs=inputs))
+
+    def end_block(
+        self, x: None, *, state: CompressedState, block: CompressedBlock, **_: Any
+    ) -> LayerOutput:
+        """Makes the block the cache; the block that was the cache is compressed to slots."""
+        section, m = self.model.of(Compressive), self.model
+        made = self._compressed(state.inputs)
+        vectors = jnp.concatenate([state.vectors, made], axis=1)
+        length = jnp.minimum(state.length + made.shape[1], section.slots)
+        length = jnp.where(cache_is_readable(m, state.window), length, 0)
+        window = closed_window(self.model, state.window, block.tokens)
+        return LayerOutput(x, self._after(window, block.inputs, vectors, length))
+
+
+def _by_block(x: Float[Array, "B T ..."], blocks: int) -> Float[Array, "B N W ..."]:
+    return x.reshape(len(x), blocks, -1, *x.shape[2:])
+
+
+register_kind(
+    "compressive",
+    LayerKind(
+        CompressiveLayer,
+        new_compressed_state,
+        lambda model: COMPRESSED_AXES,
+        {"cache": ("window", "inputs"), "memory": ("vectors", "length")},
+        compressive_flops,
+        Compressive,
+    ),
+)

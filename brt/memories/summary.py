@@ -1,0 +1,551 @@
+"""Layers that compute a few vectors as a summary of every block, for the layer above and for the
+next block (MELODI, arXiv 2410.03156).
+
+Layers of the kind "long_summary" also collect vectors of many blocks in a long-term memory.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Kernels, Model
+from brt.config.checks import check, check_positive
+from brt.config.fields import adaptable
+from brt.config.kinds import KindSection
+from brt.distributed.rules import constrain
+from brt.layers.attention import TransformerBlock
+from brt.layers.basic import BLOCKS_AT_ONCE, ONES, ZEROS, compute_dtype, parameter, unrolled
+from brt.layers.flops import window_flops
+from brt.layers.kinds import LayerKind, register_kind
+from brt.layers.state import LayerOutput
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import attend
+from brt.ops.normalization import rms_norm
+from brt.ops.products import einsum_float32
+from brt.ops.recurrent_attention import StateKV
+from brt.ops.window_attention import circulant
+
+# Settings of summary layers.
+
+
+_SHORT, _LONG = "summary", "long_summary"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summaries(KindSection):
+    """Settings of the layers of MELODI, which summarise every block for the layer above and for the
+    next block.
+
+    The section is for two kinds of layers. The kinds share a section because all layers must have
+    the same number of summaries.
+    """
+
+    kind: ClassVar[str] = _SHORT
+
+    # The layers with these indices are summary layers without a long-term memory.
+    layers: tuple[int, ...] = adaptable(())
+    # The layers with these indices are summary layers with a long-term memory.
+    long_layers: tuple[int, ...] = adaptable(())
+    summaries: int = adaptable(128)  # This many vectors summarise a block for the layer above.
+    short_memory: int = adaptable(128)  # A block passes this many vectors to the next block.
+    long_memory: int = adaptable(8192)  # The long-term memory has this many vectors.
+    long_increment: int = adaptable(64)  # A block adds this many vectors to the long-term memory.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "summaries", "short_memory", "long_memory", "long_increment")
+        check(
+            not self.long_layers or self.long_memory % self.long_increment == 0,
+            f"Summaries.long_memory = {self.long_memory} must be a multiple of "
+            f"Summaries.long_increment = {self.long_increment}",
+        )
+
+    def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
+        return {_SHORT: self.layers, _LONG: self.long_layers}
+
+    def field_of(self, kind: str) -> str:
+        return "Summaries.long_layers" if kind == _LONG else "Summaries.layers"
+
+    def check_model(self, model: Model) -> None:
+        """Refuses rotary positions and `Model.feedback`."""
+        for kind, layers in self.layers_by_kind().items():
+            check(
+                not layers or model.positions != "rotary",
+                "Model.positions = 'rotary' has no positions for the vectors of "
+                f"{self.field_of(kind)} = {layers}; use 't5', 'alibi' or 'none'",
+            )
+            check(
+                not layers or not model.feedback,
+                "Model.feedback = True lets every layer attend to recurrent states, which "
+                f"{self.field_of(kind)} = {layers} cannot; set it to False",
+            )
+
+
+# States of summary layers: the short-term memory of S vectors, and for some layers a long-term
+# memory of M vectors. Both are float32, whatever the dtype of caches.
+
+
+class SummaryState(NamedTuple):
+    """The short-term memory, computed from the last block; zeros before the first block."""
+
+    vectors: Float[Array, "B S D"]
+    # False if no block has been read since the state was created or reset, so that there is no
+    # memory to read. The layer resets the state where a document starts.
+    valid: Bool[Array, " B"]
+
+    @property
+    def short(self) -> "SummaryState":
+        """Returns this state: code reads the field `short` of both kinds of states."""
+        return self
+
+
+class LongSummaryState(NamedTuple):
+    """A short-term and a long-term memory, oldest vector first; unused places are zeros."""
+
+    short: SummaryState
+    vectors: Float[Array, "B M D"]
+    length: Int[Array, " B"]  # The number of vectors of the current document, in the last places.
+
+
+_VECTORS = ("lanes", None, None)
+SUMMARY_AXES: Any = SummaryState(_VECTORS, ("lanes",))
+LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
+
+
+def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
+    section = model.of(Summaries)
+    vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
+    return SummaryState(vectors, jnp.zeros((batch,), bool))
+
+
+def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
+    section = model.of(Summaries)
+    vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)
+    short = new_summary_state(model, batch, dtype)
+    return LongSummaryState(short, vectors, jnp.zeros((batch,), jnp.int32))
+
+
+def number_of_summaries(model: Model) -> int:
+    section = model.of(Summaries)
+    return section.summaries
+
+
+# FLOPs of summary layers, computed from the sizes of the model.
+
+
+def summary_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a layer with a short-term memory.
+
+    The count is that of a sliding-window layer, in which attention to the window is replaced by
+    attention to the block and to the short-term memory. Two numbers are added: the FLOPs of reading
+    the summaries of the layer below, which are processed like tokens, and the FLOPs of the weighted
+    sums that become the next memory and the summaries for the layer above.
+    """
+    section = model.of(Summaries)
+    m, width, places = (
+        model,
+        model.heads * model.head_dim,
+        model.window + section.summaries,
+    )
+    projection, attention = 2 * m.model_dim * width, 4 * width
+    dense = 4 * projection + 4 * m.model_dim * m.mlp_dim
+    # A block has `places` tokens and summaries. `keys` is the number of keys that each of them
+    # attends to, on average.
+    keys = section.short_memory + places // 2
+    mixes = 2 * m.model_dim * (section.short_memory + section.summaries)
+    block = section.summaries * dense + places * (attention * keys + mixes)
+    extra = (block + section.short_memory * 2 * projection) // m.window
+    return window_flops(m) + extra - attention * m.window
+
+
+def long_summary_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a layer that also has a long-term memory.
+
+    The projection of the long-term memory to keys and values at the start of a segment is not
+    counted, because it is computed only once per segment.
+    """
+    section = model.of(Summaries)
+    m, width, places = (
+        model,
+        model.heads * model.head_dim,
+        model.window + section.summaries,
+    )
+    reading = 4 * width * section.long_memory + 2 * m.model_dim * section.long_increment
+    new_keys = 4 * m.model_dim * width * section.long_increment
+    return summary_flops(m) + (places * reading + new_keys) // m.window
+
+
+# Learned weighted sums over the positions of a block, which summarise the block (MELODI, arXiv
+# 2410.03156).
+#
+# The inputs are the vectors of the W tokens of a block, and the U vectors with which the layer
+# below has summarised the same tokens. In shapes, P = W + U, and O is the number of weighted sums.
+# The other letters of shapes are those of `brt.layers.state`.
+
+
+class MixWeights(NamedTuple):
+    """Weights of O weighted sums over P input positions; norms imply a residual connection."""
+
+    kernel: Float[Array, "P O"]
+    bias: Float[Array, " O"]
+    token_norm: Float[Array, " D"] | None = None
+    summary_norm: Float[Array, " D"] | None = None
+
+
+def mix_tokens(
+    tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"], weights: MixWeights
+) -> Float[Array, "B O D"]:
+    """Returns O weighted sums over the tokens and summaries of a block, in float32.
+
+    If the weights have norms, the inputs are normalized first, and the summaries are added to the
+    result, so O must equal U.
+    """
+    mixed = tokens, summaries
+    if weights.token_norm is not None:
+        mixed = rms_norm(tokens, weights.token_norm), rms_norm(summaries, weights.summary_norm)
+    z = jnp.concatenate(mixed, axis=1)
+    product = einsum_float32("bpd,po->bod", z, weights.kernel.astype(z.dtype))
+    y = product + weights.bias[None, :, None]
+    return y if weights.token_norm is None else y + summaries
+
+
+# Summary layers (MELODI, arXiv 2410.03156), which carry summaries of blocks instead of a cache.
+#
+# A layer reads the W tokens of a block, followed by U vectors that summarise the block and come
+# from the layer below. Each of these P = W + U places attends to the places of the block up to
+# itself, and to the short-term memory: S vectors that the layer computed from the previous block. A
+# layer with a long-term memory also attends to M vectors that it computed from many blocks; new
+# vectors replace the oldest. All memory vectors are weighted sums of the layer's outputs at the
+# places of a block. The letters of shapes are those of `brt.layers.state`.
+
+
+class Memories(NamedTuple):
+    """The memories that a block attends to: the state before the block, and the keys and values of
+    the long-term memory, if the layer has one.
+    """
+
+    state: Any
+    long: StateKV | None
+
+
+class SummaryBlock(NamedTuple):
+    """An open block: keys, values and outputs of its tokens; keys and values of the memories."""
+
+    keys: Float[Array, "B W H K"]
+    values: Float[Array, "B W H K"]
+    outputs: Float[Array, "B W D"]
+    short: StateKV
+    long: StateKV | None
+
+
+class Tokens(NamedTuple):
+    """The P places (tokens, then summaries) of N blocks."""
+
+    inputs: Float[Array, "B N P D"]
+    queries: Float[Array, "B N P H K"]
+    keys: Float[Array, "B N P H K"]
+    values: Float[Array, "B N P H K"]
+
+
+class TokenMix(nn.Module):
+    """A module that computes O = `size` learned weighted sums over the W tokens and U summaries of
+    a block. `residual` = True normalises the inputs and adds the summaries to the sums (O = U).
+    """
+
+    model: Model
+    size: int
+    residual: bool
+
+    @nn.compact
+    def __call__(
+        self, tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"]
+    ) -> Float[Array, "B O D"]:
+        section = self.model.of(Summaries)
+        places = self.model.window + section.summaries
+        weights = MixWeights(
+            parameter(self, "kernel", (places, self.size), (None, None)),
+            parameter(self, "bias", (self.size,), (None,), ZEROS),
+        )
+        if self.residual:
+            norms = (
+                parameter(self, name, (self.model.model_dim,), ("embed",), ONES)
+                for name in ("token_norm", "summary_norm")
+            )
+            weights = MixWeights(*weights[:2], *norms)
+        return mix_tokens(tokens, summaries, weights)
+
+
+class SummaryLayer(nn.Module):
+    """A layer in which every block passes vectors, the short-term memory, to the next block."""
+
+    model: Model
+    training: bool = False
+    kernels: Kernels = Kernels()
+    remembers: ClassVar[bool] = False  # True for layers with a long-term memory.
+
+    def setup(self) -> None:
+        section = self.model.of(Summaries)
+        m = self.model
+        self.tokens = TransformerBlock(m, training=self.training, kernels=self.kernels)
+        self.summary_mix = TokenMix(m, section.summaries, residual=True)
+        self.short_mix = TokenMix(
+            m,
+            section.short_memory,
+            residual=section.short_memory == section.summaries,
+        )
+        if self.remembers:
+            self.long_mix = TokenMix(m, section.long_increment, residual=False)
+            self.memory_gate = parameter(
+                self, "memory_gate", (m.heads, m.head_dim), ("heads", "head_dim"),
+                nn.initializers.truncated_normal(0.25),
+            )  # fmt: skip
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: Any,
+        document_start: Bool[Array, "B N"],
+        summaries: Float[Array, "B N U D"],
+        **_: Any,
+    ) -> LayerOutput:
+        """Computes the projections of all blocks at once; then the blocks are read one by one,
+        because each block reads the memory that the previous block has changed.
+        """
+        m, blocks, shape = self.model, document_start.shape[1], x.shape
+        # The blocks are read one after the other, so every device needs all blocks of its rows.
+        x = constrain(x, "lanes", None, None).reshape(len(x), blocks, m.window, m.model_dim)
+        z = jnp.concatenate([x, constrain(summaries, "lanes", None, None, None)], axis=2)
+        projected = self._projected(z.reshape(len(z), -1, m.model_dim))
+        heads = (*z.shape[:3], m.heads, m.head_dim)
+        tokens = Tokens(z, *(part.reshape(heads) for part in projected))
+        scan = nn.scan(
+            SummaryLayer._read_block,
+            variable_broadcast="params",
+            split_rngs={"params": False, "dropout": True},
+            in_axes=(1, 1, nn.broadcast),
+            out_axes=1,
+            unroll=unrolled(m.unroll, blocks, BLOCKS_AT_ONCE),
+            # With this check, Flax traces the function a second time. Only the initialisation of
+            # parameters needs the check.
+            check_constancy_invariants=self.is_initializing(),
+        )
+        memories = Memories(state, self._long(state))
+        memories, (x, summaries) = scan(self, memories, tokens, document_start, self._bias())
+        x = constrain(x.reshape(shape), "lanes", "tokens", None)
+        return LayerOutput(x, memories.state, summaries=summaries)
+
+    def _projected(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+        projections = self.tokens.project(x)
+        queries = self.tokens.scaled_queries(projections.queries)
+        return queries, self.tokens.normalized_keys(projections.keys), projections.values
+
+    def _read_block(
+        self,
+        memories: Memories,
+        block: Tokens,
+        start: Bool[Array, " B"],
+        bias: Float[Array, "H P Z"] | None,
+    ) -> tuple[Memories, tuple[Float[Array, "B W D"], Float[Array, "B U D"]]]:
+        memories = jax.tree.map(
+            lambda x: jnp.where(_along(start, x), jnp.zeros_like(x), x), memories
+        )
+        own, short = StateKV(block.keys, block.values), self._short(memories.state)
+        attended = self._attend(block.queries, own, short, memories, bias, jnp.zeros((), jnp.int32))
+        z = self.tokens.finish(block.inputs, [attended])
+        x, u = jnp.split(z, [self.model.window], axis=1)
+        memories, u = self._after(memories, x, u)
+        return memories, (x, u)
+
+    def _attend(
+        self,
+        queries: Float[Array, "B Q H K"],
+        own: StateKV,
+        short: StateKV,
+        memories: Memories,
+        bias: Float[Array, "H Q Z"] | None,
+        first: Int[Array, ""],
+    ) -> Float[Array, "B Q H K"]:
+        # Attends from consecutive places of the block, from place `first` on.
+        section = self.model.of(Summaries)
+        m, state, implementation = self.model, memories.state, self.kernels.masked_attention
+        # If `Window.mask_empty_cache` is False, places without a vector count as keys of zeros.
+        nulls = not m.sliding.mask_empty_cache
+        keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
+        columns = jnp.arange(keys.shape[1])
+        distance = self._distance(first + jnp.arange(queries.shape[1]))[:, : len(columns)]
+        there = (columns >= section.short_memory)[None] | state.short.valid[:, None] | nulls
+        seen = (distance >= 0)[None] & there[:, None]
+        y = attend(
+            queries, keys, values, bias, seen, self._dropout(), implementation=implementation
+        )
+        if memories.long is None:
+            return y
+        there = jnp.arange(section.long_memory)[None] >= section.long_memory - state.length[:, None]
+        far = attend(
+            queries, *memories.long, None, (there | nulls)[:, None], self._dropout(),
+            implementation=implementation,
+        )  # fmt: skip
+        # `kept` is the weight of attention to the block and the short-term memory. It is 1 if the
+        # long-term memory is empty, so that an empty memory has no influence.
+        kept = jnp.where(_along((state.length > 0) | nulls, y), nn.sigmoid(self.memory_gate), 1)
+        return (kept * y + (1 - kept) * far).astype(y.dtype)
+
+    def _after(
+        self, memories: Memories, x: Float[Array, "B W D"], u: Float[Array, "B U D"]
+    ) -> tuple[Memories, Float[Array, "B U D"]]:
+        # Returns the memories after a block, and the summaries for the layer above.
+        section = self.model.of(Summaries)
+        state, long, above = memories.state, memories.long, self.summary_mix(x, u).astype(u.dtype)
+        short = SummaryState(self.short_mix(x, u), jnp.ones_like(state.short.valid))
+        if not isinstance(state, LongSummaryState):
+            return Memories(short, None), above
+        new = self.long_mix(x, u)
+        vectors = _appended(state.vectors, new)
+        length = jnp.minimum(state.length + section.long_increment, section.long_memory)
+        if long is not None:
+            long = StateKV(*map(_appended, long, self._memory(new)))
+        return Memories(LongSummaryState(short, vectors, length), long), above
+
+    def _memory(self, vectors: Float[Array, "B S D"]) -> StateKV:
+        return self.tokens.project_kv(vectors.astype(compute_dtype(self.model)))
+
+    def _short(self, state: Any) -> StateKV:
+        return self._memory(state.short.vectors)
+
+    def _long(self, state: Any) -> StateKV | None:
+        return self._memory(state.vectors) if self.remembers else None
+
+    def _dropout(self) -> Dropout | None:
+        rate = self.model.dropout
+        return Dropout(self.make_rng("dropout"), rate) if rate and self.training else None
+
+    def _distance(self, places: Int[Array, " Q"]) -> Int[Array, "Q Z"]:
+        # Returns the distance of every key from the nearest key that each place attends to. The
+        # keys of the short-term memory come before those of the block.
+        section = self.model.of(Summaries)
+        m = self.model
+        columns = jnp.arange(section.short_memory + m.window + section.summaries)
+        nearest = 0 if m.sliding.attend_to_self else 1
+        return places[:, None] + (section.short_memory - nearest) - columns[None]
+
+    def _row(self) -> Float[Array, "H Z"] | None:
+        section = self.model.of(Summaries)
+        m = self.model
+        return self.tokens.bias(section.short_memory + m.window + section.summaries)
+
+    def _bias(self) -> Float[Array, "H P Z"] | None:
+        section = self.model.of(Summaries)
+        m, row = self.model, self._row()
+        if row is None:
+            return None
+        # `last` is the distance between place 0 of the block and key 0, which is the first vector
+        # of the short-term memory.
+        last = section.short_memory - (0 if m.sliding.attend_to_self else 1)
+        return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
+
+    def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
+        """Computes the keys and values of the memories once for all tokens of the block."""
+        m, dtype = self.model, compute_dtype(self.model)
+        keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
+        outputs = jnp.zeros((*keys.shape[:2], m.model_dim), dtype)
+        block = SummaryBlock(keys, keys, outputs, self._short(state), self._long(state))
+        return LayerOutput(x, block)
+
+    def decode_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        *,
+        state: Any,
+        block: SummaryBlock,
+        position: Int[Array, ""],
+        **_: Any,
+    ) -> LayerOutput:
+        section = self.model.of(Summaries)
+        queries, keys, values = self._projected(x)
+
+        def with_token(whole: Array, z: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
+
+        own = StateKV(with_token(block.keys, keys), with_token(block.values, values))
+        bias = self._row()
+        if bias is not None:
+            columns = section.short_memory + self.model.window
+            distance = self._distance(position[None])[0, :columns]
+            bias = jnp.take(bias, jnp.maximum(distance, 0), axis=1)[:, None]
+        memories = Memories(state, block.long)
+        y = self._attend(queries, own, block.short, memories, bias, position)
+        y = self.tokens.finish(x, [y])
+        block = block._replace(
+            keys=own.keys, values=own.values, outputs=with_token(block.outputs, y)
+        )
+        return LayerOutput(y, block)
+
+    def end_block(
+        self,
+        x: None,
+        *,
+        state: Any,
+        block: SummaryBlock,
+        summaries: Float[Array, "B 1 U D"],
+        **_: Any,
+    ) -> LayerOutput:
+        """Processes the summaries, which attend to the complete block, after all its tokens."""
+        window, u = self.model.window, summaries[:, 0]
+        queries, *kv = self._projected(u)
+        pairs = zip((block.keys, block.values), kv, strict=True)
+        own = StateKV(*(jnp.concatenate(pair, axis=1) for pair in pairs))
+        bias = self._bias()
+        y = self._attend(
+            queries, own, block.short, Memories(state, block.long),
+            None if bias is None else bias[:, window:], jnp.asarray(window),
+        )  # fmt: skip
+        u = self.tokens.finish(u, [y])
+        memories, u = self._after(Memories(state, None), block.outputs, u)
+        return LayerOutput(x, memories.state, summaries=u[:, None])
+
+
+class LongSummaryLayer(SummaryLayer):
+    """A `SummaryLayer` that also has a long-term memory, to which every block adds some vectors."""
+
+    remembers: ClassVar[bool] = True
+
+
+def _along(lanes: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
+    return lanes.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _appended(old: Float[Array, "B M *X"], new: Float[Array, "B L *X"]) -> Float[Array, "B M *X"]:
+    return jnp.concatenate([old, new.astype(old.dtype)], axis=1)[:, new.shape[1] :]
+
+
+register_kind(
+    "summary",
+    LayerKind(
+        SummaryLayer,
+        new_summary_state,
+        lambda model: SUMMARY_AXES,
+        {"state": ("vectors", "valid")},
+        summary_flops,
+        Summaries,
+        loops=True,
+        summaries=number_of_summaries,
+    ),
+)
+register_kind(
+    "long_summary",
+    LayerKind(
+        LongSummaryLayer,
+        new_long_summary_state,
+        lambda model: LONG_SUMMARY_AXES,
+        {"state": ("short",), "memory": ("vectors", "length")},
+        long_summary_flops,
+        Summaries,
+        loops=True,
+        summaries=number_of_summaries,
+    ),
+)
