@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from brt.checkpointing import reader
 from brt.distributed import processes
-from brt.distributed.stopping import AgreedRequest
+from brt.distributed.processes import AgreedRequest
 from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
 from brt.training.workdir import Workdir
