@@ -7,7 +7,7 @@ parameter in the tree of parameters, joined by "/".
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
-from brt.config.values import nearest
+from brt.config.checks import nearest
 from brt.errors import ConfigError
 
 _SHOWN = 6  # An error lists at most this number of parameters.

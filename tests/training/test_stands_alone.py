@@ -27,7 +27,7 @@ from brt.config import (
     Seq2Seq,
     Training,
 )  # fmt: skip
-from brt.config.window import Window
+from brt.config.model import Window
 from brt.errors import BrtError, CheckpointError, DataError
 from brt.evaluation import job
 from brt.interop.huggingface.causal.config import WindowChoice

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from brt.config import Config, Model
-from brt.config.self_attention import SelfAttention
+from brt.config.model import SelfAttention
 from brt.training import startup
 
 

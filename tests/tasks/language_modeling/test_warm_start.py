@@ -16,8 +16,7 @@ from model_settings import with_settings
 from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Model, Training
-from brt.config.norm import Norm
-from brt.config.window import Window
+from brt.config.model import Norm, Window
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError

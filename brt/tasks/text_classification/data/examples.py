@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from brt import config
-from brt.config.columns import column
+from brt.config.checks import column
 from brt.data.rows import tables
 from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
