@@ -19,11 +19,10 @@ from brt.evaluation import progress
 from brt.tasks.arguments import Control, EvaluationRequest, InspectionRequest, OtherModel
 from brt.tasks.evaluators import Evaluator
 from brt.tasks.report import EvaluationResult
-from brt.training import evaluations
+from brt.training import evaluations, saved_model
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
-from brt.training.start import saved_model
-from brt.training.start.saved_model import SavedModel
+from brt.training.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -16,7 +16,7 @@ from brt import durable, user_files
 from brt.errors import Preempted
 from brt.formatting import one_line
 from brt.sweeping.directory import PointDirectory
-from brt.training.write_errors import explain_write_errors
+from brt.training.workdir import explain_write_errors
 
 _KINDS = {2: "config", 3: "data", 4: "checkpoint", 5: "diverged", 70: "hung"}
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|MemoryError|std::bad_alloc|out of memory", re.I)

@@ -20,10 +20,10 @@ from brt.sweeping.points import Point
 from brt.training.workdir import (
     Workdir,
     check_writable,
+    explain_write_errors,
     write_json,
     write_text,
 )
-from brt.training.write_errors import explain_write_errors
 
 Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
 

@@ -15,10 +15,9 @@ from brt.sweeping.directory import PointDirectory, check_unchanged
 from brt.sweeping.points import Point
 from brt.sweeping.runner import Runner
 from brt.sweeping.settings import Sweep
+from brt.training import warm_start
 from brt.training import workdir as workdirs
-from brt.training.start import warm_start
-from brt.training.workdir import Workdir
-from brt.training.write_errors import explain_write_errors
+from brt.training.workdir import Workdir, explain_write_errors
 
 
 def run(

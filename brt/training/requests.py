@@ -7,8 +7,8 @@ from collections.abc import Callable
 from brt.checkpointing import reader
 from brt.distributed import processes
 from brt.distributed.processes import AgreedRequest
-from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
+from brt.training.progress import PhaseTracker
 from brt.training.workdir import Workdir
 
 CHECKPOINT = "checkpoint_now"

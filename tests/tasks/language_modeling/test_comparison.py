@@ -23,7 +23,7 @@ from brt.tasks.language_modeling.comparison import page
 from brt.tasks.language_modeling.comparison.evaluator import ComparisonEvaluator, TokenNats
 from brt.tasks.language_modeling.comparison.terms import CLASSES, token_classes
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
-from brt.training.start import saved_model
+from brt.training import saved_model
 from brt.training.state import initial_params
 from brt.types import Variables
 

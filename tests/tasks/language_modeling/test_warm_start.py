@@ -26,8 +26,8 @@ from brt.memories import Memorizing
 from brt.models.decoder import Decoder, new_state
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
-from brt.training.start import warm_start
-from brt.training.start.saved_model import load, load_config
+from brt.training import warm_start
+from brt.training.saved_model import load, load_config
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 
