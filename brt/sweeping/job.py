@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from brt import durable, locks, output, tasks
+from brt import durable, output, tasks
 from brt.checkpointing import reader
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands, report
@@ -114,7 +114,7 @@ def _report_lock(workdir: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with explain_write_errors(path):
             file = stack.enter_context(durable.open_file(path, "ab"))
-            locks.acquire(file, wait=True)
+            durable.acquire_lock(file, wait=True)
             durable.remove_abandoned(workdir)
         yield
 

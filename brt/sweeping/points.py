@@ -11,14 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from brt.bindings import Resolved
+from brt.bindings import Binding, Resolved
 from brt.config import Config
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
 from brt.config.names import field_types, has_section
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
-from brt.macros import Binding
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
 # A point may not have one of these names, because the sweep writes other files to directories with

@@ -24,10 +24,10 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from brt.bindings import Binding
 from brt.config.names import field_types
 from brt.config_io import checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
-from brt.macros import Binding
 
 SEED = "Training.seed"  # Points of a group differ only in this setting.
 # Random numbers have this number of significant digits, because few digits keep names readable.

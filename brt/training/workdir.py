@@ -24,7 +24,7 @@ from typing import IO, Any
 import jax
 
 import brt
-from brt import durable, locks, untrusted
+from brt import durable, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.errors import BrtError, CheckpointError, ConfigError, closing
@@ -339,7 +339,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 def _acquire(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) -> str:
     """Locks a file and returns its text, which is not empty if the last trainer was killed."""
     try:
-        locked = locks.acquire(file)
+        locked = durable.acquire_lock(file)
     except BlockingIOError as error:
         raise ConfigError(
             f"{workdir.path} is in use by another trainer ({_holder(file) or 'starting'}); "
