@@ -22,8 +22,7 @@ from brt.generation.session import Session
 from brt.tasks.arguments import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import Writer, write_options
-from brt.training import imports
-from brt.training.start import saved_model
+from brt.training import conversion, saved_model
 
 StrPath = str | Path
 
@@ -87,7 +86,7 @@ def load(
       CheckpointError: there is no complete checkpoint (of this step), or no readable decoder.
     """
     change = lambda base: config_from_gin((), bindings, base=base)  # noqa: E731
-    return Model(imports.open_model(Path(places.local(workdir, "workdir")), step, change))
+    return Model(conversion.open_model(Path(places.local(workdir, "workdir")), step, change))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from brt import allocator, bindings, durable, hanging, output, places, platforms, user_files
-from brt.bindings import Resolved
+from brt.bindings import Binding, Resolved, Source
 from brt.config import Config
 from brt.config.names import field_types, section_types
 from brt.config_io import annotated_text, find_gin_file, suggestion
 from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
 from brt.gin_files import read_file, read_sources
-from brt.macros import Binding, Source
 from brt.output import write_json
 
 BINDINGS_FLAG = bindings.COMMAND_LINE

@@ -11,6 +11,7 @@ from typing import Any
 
 from brt import places
 from brt.config import SECTIONS, Config
+from brt.config.checks import converted, nearest, suggestion
 from brt.config.fields import settings
 from brt.config.model import PARTS
 from brt.config.names import (
@@ -24,7 +25,6 @@ from brt.config.names import (
     task_field,
 )
 from brt.config.shared import field_name, public_name
-from brt.config.values import converted, nearest, suggestion
 from brt.errors import ConfigError
 from brt.formatting import one_line
 from brt.redaction import redacted

@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
     from brt.interop.huggingface import convert, files
     from brt.interop.huggingface.causal import reading
     from brt.interop.huggingface.causal.config import WindowChoice
-    from brt.training import exports, imports
+    from brt.training import conversion
 
     source, target = Path(args.source), Path(args.target)
     window = WindowChoice(args.window, args.sinks)
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     if not decoder and window != WindowChoice():
         raise ConfigError("--window and --sinks are for decoders with --from=hf")
     if decoder:
-        lines = imports.from_hf(source, target, verified=args.verify, window=window)
+        lines = conversion.from_hf(source, target, verified=args.verify, window=window)
     elif args.source_form == "hf":
         lines = convert.from_hf(
             source, target, verified=args.verify, positions=args.extend_positions,
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
         )  # fmt: skip
     else:
         dtype = args.dtype or "float32"
-        exported = exports.export(source, plain=args.plain, adapter=args.adapter)
+        exported = conversion.export(source, plain=args.plain, adapter=args.adapter)
         lines = convert.to_hf(exported, target, verified=args.verify, dtype=dtype)
     for line in lines:
         output.show(line)

@@ -6,6 +6,7 @@ the path of the directory that the user named, so that nobody can redirect a wri
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -15,9 +16,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from brt import locks
 from brt.errors import ConfigError
 from brt.formatting import size
+
+
+def acquire_lock(file: IO | int, *, wait: bool = False) -> bool:
+    """Locks a file for this process and for child processes that inherit the open file.
+
+    The lock ends when all of these processes have closed the file. Returns False if the file system
+    has no locks. Without `wait`, BlockingIOError says that another process holds the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        return False
+    return True
+
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
@@ -228,7 +244,7 @@ def remove_abandoned(directory: Path) -> None:
         # An OSError is no problem: the file may be in use, belong to another user, be a link, or no
         # longer exist.
         with contextlib.suppress(OSError), open_file(path, "r+b") as file:
-            if locks.acquire(file):
+            if acquire_lock(file):
                 path.unlink()
 
 
@@ -265,7 +281,7 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
         # Before this process locks the new file, another process may lock it in `remove_abandoned`
         # and delete it. Then the loop creates another file.
         with contextlib.suppress(BlockingIOError):
-            locks.acquire(descriptor)
+            acquire_lock(descriptor)
             if os.fstat(descriptor).st_nlink:
                 return name, descriptor
         os.close(descriptor)

@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
         return
     from brt.distributed import processes
     from brt.evaluation import job
-    from brt.training.start import saved_model
+    from brt.training import saved_model
 
     with processes.explain_peer_errors():
         workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)

@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--workdir names the model to use; give the directory of a run")
     prompt = _prompt(args.prompt, args.prompt_file, bool(args.load_state))
     from brt import api
-    from brt.training.start import saved_model
+    from brt.training import saved_model
 
     workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config

@@ -14,10 +14,9 @@ from typing import Any
 from gin import config_parser
 
 from brt import untrusted
-from brt.bindings import COMMAND_LINE
+from brt.bindings import COMMAND_LINE, MAX_NESTING, MOST_STRINGS, Binding, Macro, Source
 from brt.config_io import find_gin_file, shown_path
 from brt.errors import ConfigError
-from brt.macros import MAX_NESTING, MOST_STRINGS, Binding, Macro, Source
 
 _MOST_QUOTED = 100  # Errors quote at most this many characters of a text.
 LARGEST_FILE = 1 << 17  # A .gin file has at most this many bytes.

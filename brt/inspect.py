@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
 
 def _probe(args: argparse.Namespace) -> None:
     from brt.evaluation import job
-    from brt.training.start import saved_model
+    from brt.training import saved_model
 
     if args.tokens is not None and args.tokens < 0:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")

@@ -63,13 +63,12 @@ def _config(args: argparse.Namespace) -> Config:
 
 def _shape(config: Config, args: argparse.Namespace) -> None:
     """Prints the sizes of everything that training would use, without training."""
-    from brt.training import run, run_summary
-    from brt.training.start import checkpoints
+    from brt.training import run, run_summary, saved_model
     from brt.training.workdir import Workdir
 
     built: run.Run | run.Shapes | None = run.without_data(config)
     if built is None:
-        checkpoint = checkpoints.newest(Path(args.workdir)) if args.workdir else None
+        checkpoint = saved_model.newest_checkpoint(Path(args.workdir)) if args.workdir else None
         resumed = checkpoint and (Workdir(Path(args.workdir)), checkpoint)
         built = run.build(config, resumed=resumed)
     output.show(f"{run_summary.parameters(built)}\n")

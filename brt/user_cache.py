@@ -104,3 +104,19 @@ def _temporary() -> tempfile.TemporaryDirectory:
 @functools.cache  # The cache makes the function print each message only once.
 def _say(text: str) -> None:
     output.say(f"brt: {text}")
+
+
+_JAX_OPTION = "jax_compilation_cache_dir"
+
+
+def share_compiled_programs() -> None:
+    """Makes JAX store compiled programs in the user's cache, unless its cache is configured."""
+    # Only commands that compile load jax.
+    import jax
+
+    variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+    if any(name in os.environ for name in variables) or getattr(jax.config, _JAX_OPTION):
+        return
+    if directory := private("programs"):
+        jax.config.update(_JAX_OPTION, str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -28,20 +28,19 @@ COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "s
 # else of brt.
 FOUNDATION = {
     "allocator", "bounded", "drawing", "durable", "errors", "formatting", "hanging",
-    "jax_versions", "locks", "output", "places", "platforms", "redaction", "tree_utils", "types",
+    "jax_versions", "output", "places", "platforms", "redaction", "tree_utils", "types",
     "untrusted", "user_cache", "user_files",
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}
-_RUNS = _TASKS | {"bindings", "macros", "checkpointing", "training"}
+_RUNS = _TASKS | {"bindings", "checkpointing", "training"}
 _EVERYTHING = _RUNS | {"planning", "evaluation", "sweeping", "command_line", "api"}
 ALLOWED: dict[str, set[str]] = {
     **{name: FOUNDATION for name in FOUNDATION},
     "config": set(),
     "config_io": {"config"},
-    "macros": {"config_io"},
-    "bindings": {"config", "config_io", "macros"},
-    "gin_files": {"config_io", "bindings", "macros"},
+    "bindings": {"config", "config_io"},
+    "gin_files": {"config_io", "bindings"},
     "distributed": {"config"},
     "ops": {"distributed"},
     "data": {"config"},
@@ -52,11 +51,11 @@ ALLOWED: dict[str, set[str]] = {
     "generation": _MODEL,
     "tasks": _TASKS,
     "checkpointing": {"distributed"},
-    "training": _RUNS - {"bindings", "macros", "layers", "memories", "models", "generation"},
+    "training": _RUNS - {"bindings", "layers", "memories", "models", "generation"},
     "planning": {"config", "distributed", "ops", "tasks", "training"},
     "evaluation": {"config", "config_io", "distributed", "tasks", "checkpointing", "training"},
-    "sweeping": {"config", "config_io", "bindings", "macros", "tasks", "checkpointing", "training"},
-    "command_line": {"config", "config_io", "bindings", "macros", "gin_files", "tasks"},
+    "sweeping": {"config", "config_io", "bindings", "tasks", "checkpointing", "training"},
+    "command_line": {"config", "config_io", "bindings", "gin_files", "tasks"},
     "api": _RUNS | {"evaluation", "command_line"},
     **{name: _EVERYTHING for name in COMMANDS},
     "__main__": {"config_io"},

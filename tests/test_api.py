@@ -11,7 +11,7 @@ from brt.config import Config, Training
 from brt.data.texts.tokenization import Encoding, TextTokenizer
 from brt.errors import ConfigError
 from brt.tasks.writers import WriteOptions, Writer
-from brt.training.start.saved_model import SavedModel
+from brt.training.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 

@@ -23,9 +23,8 @@ from brt.config import (
     Seq2Seq,
     Training,
 )  # fmt: skip
+from brt.config.model import SelfAttention, Window
 from brt.config.names import derived_fields, field_types
-from brt.config.self_attention import SelfAttention
-from brt.config.window import Window
 from brt.config_io import (
     annotated_text,
     checked_value,

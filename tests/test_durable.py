@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from brt import durable, locks
+from brt import durable
 from brt.errors import CheckpointError, ConfigError, closing
 from brt.training import workdir as workdirs
 
@@ -93,7 +93,7 @@ def test_what_a_killed_process_was_writing_goes_and_what_a_living_one_writes_sta
 def test_who_cleans_up_while_a_file_is_made_takes_nothing_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acquire, left = locks.acquire, [1, 1]
+    acquire, left = durable.acquire_lock, [1, 1]
 
     def late(descriptor: int) -> bool:
         if left:

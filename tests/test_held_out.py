@@ -9,10 +9,10 @@ import dataclasses
 import pytest
 
 from brt import bindings
+from brt.bindings import Binding, Source
 from brt.config import Config, Data, Pairs, Questions, Sentences, Speech
 from brt.config_io import annotated_text, config_from_json, config_json
 from brt.errors import ConfigError
-from brt.macros import Binding, Source
 
 ROWS = (Pairs, Sentences, Questions, Speech)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = {  # These files split texts that brt, a compiler or a shell has written.
-    "brt/formatting.py", "brt/planning/hlo.py", "brt/training/progress.py",
+    "brt/formatting.py", "brt/planning/compiled.py", "brt/training/progress.py",
     "brt/config_io.py", "brt/distributed/processes.py", "brt/sweeping/job.py",
 }  # fmt: skip
 

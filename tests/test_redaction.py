@@ -11,7 +11,7 @@ from brt.config import Config, Logging
 from brt.config_io import config_from_json, difference, saved_json
 from brt.errors import ConfigError
 from brt.redaction import lacks_secret, redacted
-from brt.training import provenance, workdir
+from brt.training import workdir
 
 SECRETS = {
     "https://me:pa55word@host/a.txt": "https://***@host/a.txt",
@@ -151,14 +151,14 @@ def test_a_saved_config_has_no_secret_and_is_the_same_run() -> None:
 def test_the_command_is_written_down_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     binding = "--gin_bindings=Data.train = 'https://me:pa55word@host/a.txt'"
     monkeypatch.setattr("sys.argv", ["train.py", binding])
-    assert "pa55word" not in json.dumps(provenance.describe_process())
-    assert "***@host/a.txt" in json.dumps(provenance.describe_process())
+    assert "pa55word" not in json.dumps(workdir.describe_process())
+    assert "***@host/a.txt" in json.dumps(workdir.describe_process())
 
 
 def test_the_flags_of_xla_are_written_down_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--xla_dump_to=gs://me:pa55word@bucket/a --xla_force_host_platform_device_count=8"
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert provenance.describe_process()["xla_flags"] == flags.replace("me:pa55word", "***")
+    assert workdir.describe_process()["xla_flags"] == flags.replace("me:pa55word", "***")
 
 
 def test_who_goes_on_without_the_secret_is_asked_for_it(tmp_path: Path) -> None:

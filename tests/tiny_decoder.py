@@ -11,11 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from brt.config import Model
-from brt.config.embedding import Embedding
-from brt.config.mlp import MLP
-from brt.config.norm import Norm
-from brt.config.rotary import Rotary
-from brt.config.self_attention import SelfAttention
+from brt.config.model import MLP, Embedding, Norm, Rotary, SelfAttention
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import export, weights
 from brt.models.decoder import Decoder, new_state

@@ -21,7 +21,7 @@ from brt.config import Attention, Config
 from brt.errors import BrtError
 from brt.evaluation import job
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
-from brt.training.start import saved_model
+from brt.training import saved_model
 
 KINDS = get_args(Attention.__annotations__["kind"])
 FIGURES = ("token_error_rate", "score", "bits_per_masked_token")

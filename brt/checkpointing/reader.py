@@ -1,7 +1,7 @@
 """Finds, verifies and restores checkpoints, which are directories `checkpoints/<step>/`.
 
     state/            the arrays, written by orbax
-    frozen/           arrays that no step changes, if there are any; see `brt.checkpointing.frozen`
+    frozen/           arrays that no step changes, if there are any; see `brt.checkpointing.writer`
     meta.json         step, seed, position in the data, config, and other values of the trainer
     MANIFEST.sha256   checksums of all these files
 
@@ -16,16 +16,48 @@ that a run whose checkpoints were removed does not begin again unnoticed.
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import logging as absl_logging
 
 from brt import allocator, output, tree_utils, untrusted
-from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
+from brt.checkpointing import stored as store
 from brt.errors import CheckpointError, NonFiniteError
+
+_THREADS = 4  # This number of arrays is read at a time.
+
+
+def read_onto_devices(path: Path, stored: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads arrays of a checkpoint, after they were read in a child process with bounds.
+
+    `path` is the directory `state` or `frozen`. `stored` has the shape and dtype of every array to
+    read, and its sharding (without one: the default device). ValueError is raised if an array is
+    missing, or is not stored as it should be.
+    """
+    described = {name: ([*leaf.shape], np.dtype(leaf.dtype).name) for name, leaf in stored.items()}
+    # Orbax does not store arrays without elements.
+    store.check(path, {name: described[name] for name, leaf in stored.items() if leaf.size})
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def read_one(name: str) -> jax.Array:
+        leaf = stored[name]
+        sharding = getattr(leaf, "sharding", None) or default
+        if not leaf.size:
+            return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), sharding)
+        array = store.open_array(path, name, *described[name])
+        return jax.make_array_from_callback(
+            leaf.shape, sharding, lambda part: array[part].read().result(), dtype=leaf.dtype
+        )
+
+    with ThreadPoolExecutor(_THREADS, "arrays") as pool:
+        return dict(zip(stored, pool.map(read_one, stored), strict=True))
+
 
 # The version of what a checkpoint contains: arrays, and settings by their names.
 FORMAT = 4
@@ -274,9 +306,9 @@ def _read_arrays(
     directory: Path, leaves: Mapping[str, Any], frozen: Collection[str]
 ) -> dict[str, jax.Array]:
     arrays = {}
-    for store, of_frozen in ((STATE, False), (FROZEN, True)):
+    for part, of_frozen in ((STATE, False), (FROZEN, True)):
         stored = {name: x for name, x in leaves.items() if (name in frozen) == of_frozen}
-        arrays |= stored_arrays.read(directory / store, stored)
+        arrays |= read_onto_devices(directory / part, stored)
     return {name: arrays[name] for name in leaves}
 
 

@@ -2,6 +2,11 @@
 
 Only a trainer writes checkpoints. All other commands use `brt.checkpointing.reader`, which
 describes the format.
+
+The frozen arrays of a checkpoint, which no training step changes, are in its directory `frozen`,
+and all other arrays in its directory `state`. The files in `frozen` are hard links to the files of
+the previous checkpoint, so that the frozen arrays take disk space only once. Every checkpoint
+nevertheless is a complete directory, which can be copied or deleted on its own.
 """
 
 import contextlib
@@ -21,7 +26,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from brt import bounded, durable, tree_utils
-from brt.checkpointing import frozen, manifest
+from brt.checkpointing import manifest, reader
 from brt.checkpointing.reader import (
     FORMAT,
     FROZEN,
@@ -37,6 +42,45 @@ from brt.checkpointing.reader import (
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 from brt.formatting import size
+
+# A file system reports one of these errors if it has no hard links, if it cannot link the two
+# directories, or if the file to link has been removed.
+_NO_LINKS = {
+    errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK,
+    errno.EXDEV, errno.ENOENT,
+}  # fmt: skip
+
+
+def link_frozen(
+    directory: Path, step: int, names: Collection[str], target: Path
+) -> dict[str, str] | None:
+    """Links the files of the frozen arrays of the checkpoint `step` into a new checkpoint.
+
+    Returns the SHA-256 checksum of each linked file, by its path in the checkpoint; None if the
+    arrays have to be written, because the frozen arrays of the earlier checkpoint are not exactly
+    `names`, or because its files cannot be linked. OSError is raised if the disk is full or fails.
+    """
+    source = directory / str(step)
+    try:
+        if set(reader.read_meta(directory, step).get("frozen", ())) != set(names):
+            return None
+        known = manifest.read(source)
+        files = [path for path in sorted((source / reader.FROZEN).rglob("*")) if path.is_file()]
+        checksums = {path.relative_to(source).as_posix(): path for path in files}
+        if any(path.is_symlink() for path in files) or not checksums.keys() <= known.keys():
+            return None
+        for name, path in checksums.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, target / name)
+    except (CheckpointError, ValueError):
+        return None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.rmtree(target / reader.FROZEN, ignore_errors=True)
+        return None
+    return {name: known[name] for name in checksums} or None
+
 
 # Writes that are still running after a failed save may create the directory of the save again after
 # `_discard` has removed it. `_discard` therefore checks for the directory up to _LATE_LOOKS times,
@@ -184,7 +228,7 @@ class CheckpointWriter:
         """
         checksums = None
         if processes.is_first() and self._frozen_step is not None:
-            checksums = frozen.link(self._directory, self._frozen_step, self._frozen, partial)
+            checksums = link_frozen(self._directory, self._frozen_step, self._frozen, partial)
         if not processes.from_first(checksums is not None, "frozen arrays"):
             kept = {name: leaf for name, leaf in arrays.items() if name in self._frozen}
             self._orbax.save((partial / FROZEN).absolute(), args=ocp.args.PyTreeSave(kept))

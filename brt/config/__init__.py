@@ -11,20 +11,17 @@ settings that it reads.
 
 import dataclasses
 
-from brt.config.adapter import Adapter
-from brt.config.attention import Attention
 from brt.config.checks import check
 from brt.config.data import Data
-from brt.config.distillation import Distillation
-from brt.config.encoder import Encoder
+from brt.config.encoder import Attention, Encoder, Questions, Sentences
 from brt.config.kernels import Kernels
 from brt.config.model import Model
-from brt.config.questions import Questions
-from brt.config.sentences import Sentences
 from brt.config.seq2seq import CrossAttention, Decoding, Pairs, Seq2Seq
 from brt.config.speech import Speech
 from brt.config.training import (
+    Adapter,
     Checkpoint,
+    Distillation,
     Evaluation,
     Logging,
     Mesh,

@@ -4,8 +4,14 @@ import dataclasses
 import re
 from typing import Literal
 
-from brt.config.checks import check, check_finite, check_not_negative, settle_paths
-from brt.config.columns import check_columns, column
+from brt.config.checks import (
+    check,
+    check_columns,
+    check_finite,
+    check_not_negative,
+    column,
+    settle_paths,
+)
 from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sources
 
 

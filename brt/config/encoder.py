@@ -1,10 +1,21 @@
-"""Settings of encoders."""
+"""Settings of encoders, and of the data of their tasks."""
 
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
-from brt.config.fields import derived, fixed, free, inherited
+from brt.config.checks import (
+    check,
+    check_buckets,
+    check_columns,
+    check_finite,
+    check_layers,
+    check_not_negative,
+    check_positive,
+    column,
+    fill_held_out_rows,
+    settle_paths,
+)
+from brt.config.fields import derived, fixed, free, held_out, inherited, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,3 +93,239 @@ class Encoder:
     @property
     def head_dim(self) -> int:
         return self.model_dim // self.heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Settings of the attention of an encoder.
+
+    Weights that were trained with one kind of attention can be evaluated with any other kind. The
+    kinds `clustered` and `improved_clustered`, and the settings that mention a paper or its
+    authors, are from Fast Transformers with Clustered Attention (Vyas et al. 2020). The kinds are
+
+        full                exact softmax attention
+        shared_full         exact softmax attention whose keys are the queries
+        clustered           the queries of a cluster share the attention of their centroid
+        improved_clustered  clustered, with exact logits for the keys to which the centroid
+                            attends most
+        reformer            attention to nearby chunks after sorting by hash; the keys are the
+                            queries
+        oracle_top_k        exact attention of each query to its keys with the largest logits
+    """
+
+    # The encoder has this kind of attention; the docstring of the section describes the kinds.
+    kind: Literal[
+        "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
+    ] = free("full")
+    min_length: int = free(0)  # Sequences with a padded length below this use exact attention.
+    clusters: int = free(100)  # A head has at most this number of clusters.
+    iterations: int = free(5)  # K-means has this number of iterations. The authors' code has 10.
+    # K-means learns its centroids from this number of random queries; 0 uses all queries.
+    fit_queries: int = free(0)
+    # This number of keys has exact logits: for each cluster with improved_clustered, and for each
+    # query with oracle_top_k.
+    top_k: int = free(32)
+    # This rule determines the share of attention that improved_clustered gives to the keys with
+    # exact logits. 'paper' computes the share as in the paper. 'paper_constant' does so without a
+    # gradient, as in the authors' code. 'lse_jensen' corrects the share for the spread of the
+    # queries in a cluster.
+    mass_rule: Literal["paper", "paper_constant", "lse_jensen"] = free("paper")
+    rounds: int = free(1)  # Number of hashing rounds of reformer; more are slower and more exact.
+    buckets: int = free(64)  # A round of Reformer has this number of hash buckets.
+    # A chunk of Reformer has this number of sorted queries. A query attends to its chunk and to the
+    # chunk before.
+    chunk: int = free(32)
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_positive(self, "clusters", "iterations", "top_k", "rounds", "buckets", "chunk")
+        check(
+            self.min_length >= 0,
+            f"Attention.min_length = {self.min_length} must not be negative; 0 is no limit",
+        )
+        check(
+            self.fit_queries == 0 or self.fit_queries >= self.clusters,
+            f"Attention.fit_queries = {self.fit_queries} must not be below Attention.clusters = "
+            f"{self.clusters}; 0 takes all queries",
+        )
+        check_not_negative(self, "min_length", "fit_queries")
+        check(
+            self.buckets % 2 == 0,
+            f"Attention.buckets = {self.buckets} must be even: a hash has two signs",
+        )
+
+    def check_length(self, length: int, phrase: str) -> None:
+        """Refuses `clusters` and `top_k` if they exceed the length of the longest sequence.
+
+        `phrase` names this length and its origin, for the error message.
+        """
+        # Sequences shorter than `min_length` use exact attention, which reads neither setting.
+        if length < self.min_length:
+            return
+        clustered = self.kind in ("clustered", "improved_clustered")
+        chosen = self.kind in ("improved_clustered", "oracle_top_k")
+        for name, number, read in (
+            ("clusters", self.clusters, clustered), ("top_k", self.top_k, chosen)
+        ):  # fmt: skip
+            check(
+                not read or number <= length,
+                f"Attention.{name} = {number} is above {phrase}, the most that a sequence has; set "
+                f"it to {length} at most",
+            )
+
+
+SPECIAL = 4  # A window has at most this number of special tokens, such as separators.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Settings that name questions about texts and divide the texts into windows of tokens.
+
+    A source is one of
+
+        PATH                  .json in the format of SQuAD, or a table with its columns id, context,
+                              question and answers; a directory or a pattern of files
+        generated:NAME/COUNT  generated by brt/tasks/extractive_qa/data/generated.py
+
+    The answer to a question is a part of the text that the question is about. A window is an input
+    of the model: the question and a part of the text. The windows of a long text overlap.
+    """
+
+    # The training questions are read from these sources.
+    train: tuple[str, ...] = sources(("generated:train/2000",))
+    # The validation questions are read from these sources. 'part:SHARE' holds out this share of the
+    # training rows, and () means no validation. Users get the default 'auto'. If `train` has only
+    # sources 'generated:NAME/COUNT', 'auto' stands for the sources that are named here; otherwise,
+    # it stands for 'part:0.05'.
+    validation: tuple[str, ...] = held_out(("generated:validation/200",))
+    # The test questions are read from these sources, with the same rules as for validation.
+    test: tuple[str, ...] = held_out(("generated:test/200",))
+    # The tokenizer is 'bytes', a sentencepiece .model file or a tokenizer.json file.
+    # 'train:VOCAB_SIZE' trains a tokenizer on the training texts.
+    tokenizer: str = free("bytes", cached=True, path="read")
+    # A window, which contains the question and a part of the text, has at most this number of
+    # tokens.
+    max_length: int = fixed(384, cached=True)
+    # Neighbouring windows of a text share this number of tokens.
+    stride: int = fixed(128, cached=True)
+    # A question is truncated to this number of tokens.
+    max_question_length: int = fixed(64, cached=True)
+    max_answer_length: int = free(30)  # A predicted answer has at most this number of tokens.
+    # True allows questions without an answer, as in SQuAD 2.0.
+    no_answer: bool = fixed(False, cached=True)
+    # A question is predicted to have no answer if the logit of "no answer" exceeds the logit of the
+    # best span by more than this number.
+    no_answer_margin: float = free(0.0)
+    # Batches are padded to one of these ascending lengths in tokens; () pads all batches to
+    # max_length.
+    buckets: tuple[int, ...] = fixed(())
+    # If an answer is not at the position that the file gives, the file is refused or the row is
+    # skipped.
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    cache_dir: str = free("", path="written")
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        settle_paths(self)
+        fill_held_out_rows(self)
+        check(bool(self.train), "Data.train names no source")
+        check_positive(self, "max_length", "max_question_length", "max_answer_length")
+        check_not_negative(self, "stride")
+        taken = self.stride + self.max_question_length + SPECIAL
+        check(
+            taken < self.max_length,
+            f"Data.max_length = {self.max_length} must be above Questions.stride + "
+            f"Questions.max_question_length + {SPECIAL} = {taken}, or windows would not move on",
+        )
+        check_buckets(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sentences:
+    """Settings that name labelled sentences, or pairs of sentences, and make tokens of them.
+
+    A source is one of
+
+        PATH                  JSON lines, CSV, Parquet, or tab-separated values
+                              (.jsonl .json .csv .parquet .tsv); a directory or pattern of them
+        tfds:NAME/SPLIT       prepared on this machine
+        generated:NAME/COUNT  generated by brt/tasks/text_classification/data/generated.py
+    """
+
+    # The training rows are read from these sources.
+    train: tuple[str, ...] = sources(("generated:train/2000",))
+    # The validation rows are read from these sources. 'part:SHARE' holds out this share of the
+    # training rows, and () means no validation. The default is 'auto'. It stands for
+    # 'generated:validation/200', the argument of `held_out`, if `train` has its default or names
+    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    validation: tuple[str, ...] = held_out(("generated:validation/200",))
+    # The test rows are read from these sources, with the same rules as for validation.
+    test: tuple[str, ...] = held_out(("generated:test/200",))
+    # These are the columns of the first sentence, of the second sentence of a pair, of the label,
+    # and of the id that names a row in predictions: 'first=COLUMN', 'second=COLUMN',
+    # 'label=COLUMN', 'id=COLUMN'. If a column is not named, usual names are tried. If only 'first'
+    # is named, a row has a single sentence.
+    columns: tuple[str, ...] = free(
+        (), cached=("first_field", "second_field", "label_field", "id_field")
+    )
+    # The columns have these names in .tsv files that have no header line.
+    header: tuple[str, ...] = free((), cached=True)
+    # These are all labels, in the order of the classifier's outputs; () sorts the labels of train.
+    labels: tuple[str, ...] = fixed(())
+    # The tokenizer is 'bytes', a sentencepiece .model file or a tokenizer.json file.
+    # 'train:VOCAB_SIZE' trains a tokenizer on the training texts.
+    tokenizer: str = free("bytes", cached=True, path="read")
+    # A row is truncated to this number of tokens. Of a pair, the longer sentence is truncated
+    # first.
+    max_length: int = fixed(128, cached=True)
+    # Batches are padded to one of these ascending lengths in tokens; () pads all batches to
+    # max_length.
+    buckets: tuple[int, ...] = fixed(())
+    # If a row has no sentence or an unknown label, the file is refused ('refuse') or the row is
+    # skipped ('skip').
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    cache_dir: str = free("", path="written")
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        settle_paths(self)
+        check_columns(self, "first", "second", "label", "id")
+        fill_held_out_rows(self)
+        check(bool(self.train), "Data.train names no source")
+        check(
+            self.max_length >= 8,
+            f"Data.max_length = {self.max_length} must be at least 8, for the special ids",
+        )
+        check_positive(self, "max_length")
+        check(
+            bool(self.first_field) or not self.second_field,
+            f"Data.columns = {self.columns} names a second sentence; name the first one, too: "
+            "'first=COLUMN'",
+        )
+        check(
+            len(set(self.labels)) == len(self.labels),
+            f"Sentences.labels = {self.labels} contains a label twice",
+        )
+        check_buckets(self)
+
+    @property
+    def first_field(self) -> str:
+        """Column of the first or only sentence; "" tries the usual names."""
+        return column(self, "first")
+
+    @property
+    def second_field(self) -> str:
+        """Column of the second sentence of a pair; "" if none is named."""
+        return column(self, "second")
+
+    @property
+    def label_field(self) -> str:
+        """Column of the label; "" tries the usual names."""
+        return column(self, "label")
+
+    @property
+    def id_field(self) -> str:
+        """Column of the ids; "" tries the usual names, or numbers the rows."""
+        return column(self, "id")

@@ -5,14 +5,171 @@ from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
-from brt.config.embedding import Embedding
 from brt.config.fields import RematPolicy, adaptable, derived, fixed, free, inherited, nested
 from brt.config.kinds import KindSection, layer_kinds
-from brt.config.mlp import MLP
-from brt.config.norm import Norm
-from brt.config.rotary import Rotary
-from brt.config.self_attention import SelfAttention
-from brt.config.window import Window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """Settings of the decoder's token embeddings and of the projection to logits."""
+
+    # True multiplies token embeddings by the square root of model_dim, as Gemma does.
+    scaled: bool = inherited(False)
+    tied: bool = inherited(True)  # True also uses the embedding as the weights of the logits.
+    # Logits are divided by the square root of model_dim ('model_dim'), by the square root of the
+    # size of the vocabulary ('vocab'), or by 1 ('one').
+    logit_scale: Literal["model_dim", "vocab", "one"] = inherited("model_dim")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLP:
+    """Settings of the decoder's MLPs, besides `Model.mlp_dim` and `Model.activation`."""
+
+    # True multiplies the activations by a second projection of the input (Shazeer 2020).
+    gated: bool = inherited(False)
+    bias: bool = inherited(False)  # True adds biases to all products.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """Settings of the RMS normalization of the decoder (Zhang and Sennrich 2019)."""
+
+    epsilon: float = inherited(1e-6)  # This number is added to the mean square of a vector.
+    # True multiplies normalized vectors by 1 + weight instead of by the weight, as Gemma does.
+    offset: bool = inherited(False)
+    # True also normalizes the output of attention and of the MLP before it is added to the residual
+    # stream, as Gemma does.
+    outputs: bool = inherited(False)
+    # True normalizes the queries and keys of each head, with learned weights, as Qwen3 and Gemma 3
+    # do. It needs SelfAttention.normalize_qk = False.
+    queries_keys: bool = inherited(False)
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_positive(self, "epsilon")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Settings of rotary position embeddings (Su et al. 2021), for Model.positions = 'rotary'.
+
+    Pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token,
+    or by pi times this angle if `times_pi` is True.
+    """
+
+    base: float = inherited(10_000.0)  # The base of the angles, rope_theta in Hugging Face.
+    # Base of the angles in layers that have a window of their own in Window.by_layer. These
+    # layers then use no scaling. 0 gives all layers the same angles.
+    local_base: float = inherited(0.0)
+    # True multiplies all angles by pi, as the authors' code of Block-Recurrent Transformers does.
+    # The decoders of Hugging Face need False.
+    times_pi: bool = inherited(True)
+    # Scaling of the angles for contexts longer than in pretraining: no angles are scaled ('none'),
+    # all are divided by Rotary.factor ('linear'), or only those of slow pairs are ('llama3').
+    scaling: Literal["none", "linear", "llama3"] = inherited("none")
+    factor: float = inherited(1.0)  # Scaling divides angles per token by this number.
+    # Each pair of channels turns at its own speed. With 'llama3', the number of full turns over
+    # original_length tokens decides how a pair is scaled. The angles of a pair with fewer than
+    # low_frequency turns are divided by `factor`, the angles of a pair with more than
+    # high_frequency turns are unchanged, and the angles of all other pairs are divided by a number
+    # between 1 and `factor`.
+    low_frequency: float = inherited(1.0)
+    high_frequency: float = inherited(4.0)
+    original_length: int = inherited(8192)  # Number of tokens of the context before scaling.
+    # A pretrained model was trained for contexts of at most this number of tokens; 0 means unknown.
+    context: int = inherited(0)
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_positive(self, "base", "factor", "original_length")
+        check_not_negative(self, "context")
+        check(self.local_base >= 0, f"Rotary.local_base = {self.local_base} must not be negative")
+        check(
+            self.scaling != "llama3" or 0 < self.low_frequency < self.high_frequency,
+            f"Rotary.low_frequency = {self.low_frequency} must be above 0 and below "
+            f"Rotary.high_frequency = {self.high_frequency}",
+        )
+        check(
+            self.scaling != "none" or self.factor == 1,
+            f"Rotary.factor = {self.factor} does nothing unless Rotary.scaling is 'linear' or "
+            "'llama3'",
+        )
+
+    def local(self) -> "Rotary":
+        """Returns the settings of layers whose window Window.by_layer sets."""
+        if not self.local_base:
+            return self
+        return Rotary(base=self.local_base, times_pi=self.times_pi, context=self.context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelfAttention:
+    """Settings of the queries, keys, values and logits of the decoder's attention."""
+
+    # Number of heads of keys and values; each serves heads / kv_heads heads of queries (grouped
+    # queries). 0 takes Model.heads.
+    kv_heads: int = inherited(0)
+    # True L2-normalises queries and keys and multiplies logits by a learned scale per head.
+    normalize_qk: bool = inherited(True)
+    # Initial value of the learned scale of normalize_qk. Larger values make attention sharper.
+    scale_init: float = adaptable(1.0)
+    # Queries are multiplied by this factor if SelfAttention.normalize_qk = False. 0 takes
+    # 1 / sqrt(head_dim).
+    query_scale: float = inherited(0.0)
+    # Projections that add a bias: none ('none'), those of queries, keys and values ('qkv'), or also
+    # the output projection ('all').
+    bias: Literal["none", "qkv", "all"] = inherited("none")
+    # True computes logits as (q.k + position bias) * scale, as the authors' code of Block-Recurrent
+    # Transformers does. False computes them as q.k * scale + position bias.
+    bias_before_scale: bool = inherited(False)
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_positive(self, "scale_init")
+        check_not_negative(self, "kv_heads", "query_scale")
+        check(
+            not (self.query_scale and self.normalize_qk),
+            f"SelfAttention.query_scale = {self.query_scale} needs SelfAttention.normalize_qk = "
+            "False",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Window:
+    """Settings of sliding windows, whose length is `Model.window`, and of blocks of tokens."""
+
+    # Number of tokens of a block. Documents start at the start of a block, and recurrent states
+    # change at its end. 0 takes Model.window.
+    block: int = adaptable(0)
+    # Windows of the layers in tokens, lowest layer first; the pattern repeats up to the highest
+    # layer. 0 stands for Model.window, and an empty pattern gives all layers Model.window.
+    by_layer: tuple[int, ...] = adaptable(())
+    # Number of first tokens of a document that the layers with the window Model.window can always
+    # attend to (Xiao et al. 2023). Models that were pretrained without a window predict badly
+    # in a window without these tokens.
+    sinks: int = adaptable(0)
+    # False lets a block attend only to itself, as in a vanilla transformer.
+    cache: bool = adaptable(True)
+    # False lets the zero keys of the empty cache take part in attention at the start of a document,
+    # as in the authors' code of Block-Recurrent Transformers.
+    mask_empty_cache: bool = adaptable(True)
+    # False lets a token attend to the Model.window tokens before itself, and not to itself, as in
+    # the authors' code of Block-Recurrent Transformers.
+    attend_to_self: bool = inherited(True)
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_not_negative(self, "block", "sinks")
+        check(
+            not any(window < 0 for window in self.by_layer),
+            f"Window.by_layer = {self.by_layer} must not be negative",
+        )
+        check(
+            not self.sinks or (self.cache and self.mask_empty_cache),
+            f"Window.sinks = {self.sinks} needs Window.cache = True and Window.mask_empty_cache = "
+            "True",
+        )
+
 
 T = TypeVar("T", bound=KindSection)
 

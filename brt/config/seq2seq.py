@@ -5,16 +5,17 @@ from typing import Literal
 
 from brt.config.checks import (
     check,
+    check_columns,
     check_finite,
     check_items,
     check_layers,
     check_not_negative,
     check_positive,
+    column,
     fill_held_out_rows,
     name_of,
     settle_paths,
 )
-from brt.config.columns import check_columns, column
 from brt.config.fields import derived, fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 

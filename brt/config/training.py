@@ -1,4 +1,4 @@
-"""Settings of training, evaluation, sampling, output, and devices."""
+"""Settings of training, evaluation, sampling, output, devices, adapters and distillation."""
 
 import dataclasses
 import math
@@ -265,3 +265,58 @@ class Mesh:
             check(size <= LARGEST, f"Mesh.{name} = {size} must be at most {LARGEST}")
         rest = [f"Mesh.{name}" for name, size in sizes.items() if size == -1]
         check(len(rest) < 2, f"{' and '.join(rest)} are both -1; set one of them to a number")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """Settings of low-rank adapters (LoRA, Hu et al. 2021).
+
+    Adapters are added to weight matrices, which Flax calls kernels. The adapters are trained, and
+    the kernels are frozen.
+    """
+
+    # A kernel W of size [in, out] gets the factors A [in, rank] and B [rank, out], and the model
+    # computes with W + alpha / rank * A B. Rank 0 adds no adapters.
+    rank: int = fixed(0)
+    alpha: float = fixed(16.0)  # The product A B of an adapter is multiplied by alpha / rank.
+    # Patterns of the paths of kernels that get an adapter, such as ('*/queries', '*/mlp_*'). These
+    # kernels are frozen, and so are all parameters that Training.trainable does not name.
+    kernels: tuple[str, ...] = fixed(())
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_not_negative(self, "rank")
+        check_positive(self, "alpha")
+        check(
+            not self.rank or bool(self.kernels),
+            f"Adapter.rank = {self.rank} needs the kernels that get adapters; set "
+            "Adapter.kernels = ('*/queries', '*/values'), for example",
+        )
+        check(
+            bool(self.rank) or not self.kernels,
+            f"Adapter.kernels = {self.kernels} has no effect with Adapter.rank = 0; set "
+            "Adapter.rank = 8, for example",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """Distillation of a decoder with a small window from the same decoder with a larger window.
+
+    The model with the larger window is the teacher. It has the weights of Training.init_from, which
+    never change, and it has no memory other than its window. The loss of a token is its
+    cross-entropy plus `weight` times the KL divergence from the teacher's distribution to the
+    distribution of the trained model (Hinton et al. 2015).
+    """
+
+    # The teacher has this window in tokens, at least Model.window. 0 turns distillation off.
+    window: int = fixed(0)
+    weight: float = free(1.0)  # The KL divergence is multiplied by this weight.
+    # The logits of both models are divided by this temperature before the KL divergence is
+    # computed, and the divergence is multiplied by the square of the temperature.
+    temperature: float = free(1.0)
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        check_not_negative(self, "window", "weight")
+        check_positive(self, "temperature")

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from brt import durable, locks, output, untrusted
+from brt import durable, output, untrusted
 from brt.errors import DataError
 
 # This is the version of the format of prepared data. The hash that names a directory in the cache
@@ -177,7 +177,7 @@ def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -
     for path in directory.parent.glob(f"{glob.escape(_prefix(directory))}*/{_HELD}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as attempt:
             held = attempt.enter_context(durable.open_file(path, "r+b", below=directory.parent))
-            if not locks.acquire(held) or held.read(len(key) + 1) != key.encode():
+            if not durable.acquire_lock(held) or held.read(len(key) + 1) != key.encode():
                 continue
             if not _is_partial(path.parent):
                 continue
@@ -214,7 +214,7 @@ def _held_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> P
             # directory. Then the loop creates another directory.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 held = attempt.enter_context(open(place / _HELD, "w"))
-                locks.acquire(held)
+                durable.acquire_lock(held)
                 if os.path.samestat(os.fstat(held.fileno()), os.stat(place / _HELD)):
                     held.write(key)
                     held.flush()
@@ -240,7 +240,7 @@ def remove_abandoned(directory: Path) -> None:
         with contextlib.suppress(OSError):
             with durable.open_file(path, "r+b", below=parent) as file:
                 age = time.time() - os.fstat(file.fileno()).st_mtime
-                if locks.acquire(file) and not (_is_partial(path.parent) and age < _KEPT):
+                if durable.acquire_lock(file) and not (_is_partial(path.parent) and age < _KEPT):
                     _remove(path.parent)
 
 

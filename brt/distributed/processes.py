@@ -2,6 +2,10 @@
 
 JAX runs a key-value service for short texts in process 0. Everything that processes agree on goes
 through `gather`, which raises an error if a process has announced its end or has died.
+
+A collective operation would wait for a dead process for ever. Each process therefore publishes a
+counter every second, its heartbeat, and exits if the counter of another process does not change for
+a long time.
 """
 
 import contextlib
@@ -9,6 +13,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +22,109 @@ from typing import Any, NamedTuple
 import jax
 
 from brt import durable, hanging, output
-from brt.distributed.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from brt.errors import ConfigError, PeerError
+
+HEARTBEAT_SECONDS = 30  # A process is considered dead after this many seconds without a heartbeat.
+# After a process has announced its end, the other processes have this many seconds to end by
+# themselves.
+GRACE_SECONDS = 15
+# A thread may never end if the key-value service is gone. Code that waits for the end of a thread
+# therefore waits at most this many seconds.
+JOIN_SECONDS = 5
+_BEAT_SECONDS = 1.0
+
+
+class Heartbeat:
+    """Threads that publish this process's heartbeat and watch the heartbeats of other processes.
+
+    This process exits if the heartbeat of another process stops. `client` is the client of JAX's
+    key-value service, and `peer` a function from the index of a process to its name in messages.
+    """
+
+    # Returns the current activity of this process, such as "stepping after step 3", which the other
+    # processes mention in their messages.
+    doing: Callable[[], str] = str
+
+    def __init__(self, client: Any, index: int, count: int, peer: Callable[[int], str]):
+        self._client, self._index, self._peer = client, index, peer
+        self._over = threading.Event()
+        self._seen = dict.fromkeys(range(count), ("", time.monotonic()))
+        self._stopped: dict[int, str] = {}
+        self._threads = [
+            threading.Thread(target=work, name="heartbeat", daemon=True)
+            for work in (self._beat, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def last_activities(self) -> list[str]:
+        """Returns phrases such as "process 1 of 2 was stepping after step 3"."""
+        return [
+            f"{self._peer(index)} was {activity}"
+            for index, (beat, _) in self._seen.items()
+            if index != self._index and (activity := _doing(beat))
+        ]
+
+    def close(self) -> None:
+        """Stops the threads, so that this process no longer exits when another process ends."""
+        self._over.set()
+        for thread in self._threads:
+            # Python aborts if it exits while a thread is inside the code of the key-value service
+            # (see `hanging.leave`).
+            hanging.join(thread, JOIN_SECONDS)
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self._over.wait(_BEAT_SECONDS):
+            beats += 1
+            try:
+                activity = f"{beats} {self.doing()}"
+                self._client.key_value_set(f"brt/alive/{self._index}", activity, True)
+                alive = self._read("brt/alive")
+                self._stopped = self._read("brt/stopped")
+            except Exception:
+                # Process 0 has ended, and the key-value service has ended with it. The method
+                # `_watch` will notice this, so nothing is done here.
+                continue
+            for index in alive.keys() - {self._index}:
+                if alive[index] != self._seen[index][0]:
+                    self._seen[index] = alive[index], time.monotonic()
+
+    def _watch(self) -> None:
+        # This method and `_beat` run in different threads, because the requests that `_beat` sends
+        # to process 0 do not return while process 0 is suspended.
+        while not self._over.wait(_BEAT_SECONDS):
+            for index, (beat, last_time) in sorted(self._seen.items()):
+                silent = time.monotonic() - last_time
+                reason = self._stopped.get(index)
+                # This method ignores processes that never had a heartbeat. The next call of
+                # `processes.gather` notices such processes.
+                if index == self._index or not (beat or index == 0):
+                    continue
+                if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
+                    self._end(index, silent, reason)
+
+    def _read(self, place: str) -> dict[int, str]:
+        entries = self._client.key_value_dir_get(place)
+        return {int(key.rpartition("/")[2]): value for key, value in entries}
+
+    def _end(self, index: int, silent: float, reason: str | None) -> None:
+        if self._over.is_set():
+            return
+        activity = _doing(self._seen[index][0])
+        last = f", last while {activity}" * bool(activity)
+        why = f"has given no sign of life for {silent:.0f} s{last}"
+        why = f"has stopped: {reason}" if reason else why
+        output.say(
+            f"brt: {self._peer(index)} {why}; start all processes again to continue from the "
+            "newest checkpoint"
+        )
+        os._exit(PeerError.exit_code)
+
+
+def _doing(beat: str) -> str:
+    return beat.partition(" ")[2]
+
 
 RENDEZVOUS_SECONDS = 300  # All processes must connect within this many seconds.
 # A process waits at most this many seconds for another process that compiles or reads data.
@@ -355,3 +461,112 @@ def explain_peer_errors() -> Iterator[None]:
         if _heartbeat:
             _heartbeat.close()
             _leave()
+
+
+class AgreedRequest:
+    """A request to one process, such as a signal to stop, that all carry out at the same step.
+
+    Every process calls `reason_if_due` equally often, for example once per step. The process that
+    receives a request publishes the request. A thread of each process then publishes how often its
+    process has called `reason_if_due`. If the largest of these numbers is n, all processes carry
+    out the request at their call number n + 1. They call `done` afterwards, and then another
+    request may follow.
+
+    Args:
+      name: the name of the request, which must be equal on all processes.
+      requester: returns a phrase about who or what has made the request to this process, such as
+        the name of a signal; None if there is no request.
+      announce: called with the reason if the request was made to another process.
+    """
+
+    def __init__(
+        self, name: str, requester: Callable[[], str | None], announce: Callable[[str], object]
+    ):
+        self._name, self._requester, self._announce = name, requester, announce
+        self._lock, self._agreed = threading.Lock(), threading.Event()
+        self._done = threading.Event()
+        self._calls, self._frozen, self._last_call = 0, False, sys.maxsize
+        self.reason: str | None = None
+        self._lost: PeerError | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._watch, name=f"agreement: {name}", daemon=True)
+        self._thread.start()
+
+    def reason_if_due(self) -> str | None:
+        """Returns the reason of the request if this process must carry it out now; otherwise None.
+
+        All processes must call the method equally often. PeerError is raised if one does not
+        answer.
+        """
+        with self._lock:
+            waits = self._frozen
+            if not waits:
+                self._calls += 1
+        if waits:
+            self._agreed.wait(PATIENCE_SECONDS)
+            with self._lock:
+                self._calls += 1
+        if self._lost is not None:
+            raise self._lost
+        return self.reason if self._calls > self._last_call else None
+
+    def done(self) -> None:
+        """Marks the request as carried out, so that another request can be made."""
+        with self._lock:
+            self._frozen, self._last_call, self.reason = False, sys.maxsize, None
+            self._agreed.clear()
+        self._done.set()
+
+    def close(self) -> None:
+        """Stops the thread; `reason_if_due` must not be called any more."""
+        self._over = True
+        self._done.set()
+        # Python aborts if it exits while a thread is inside the code of the key-value service (see
+        # `hanging.leave`).
+        hanging.join(self._thread, JOIN_SECONDS)
+
+    def _watch(self) -> None:
+        number = 0
+        while (reason := self._wait_for_request(f"brt/asked/{self._name}/{number}")) is not None:
+            self._agree(reason)
+            if self._lost is not None:
+                return
+            self._done.wait()
+            self._done.clear()
+            number += 1
+
+    def _wait_for_request(self, place: str) -> str | None:
+        """Waits for a request to any process and returns its reason; None after `close`."""
+        texts, published = service(), False
+        while not self._over:
+            if (request := self._requester()) and not published:
+                published = True
+                # The key-value service raises an error if another process has already published a
+                # request. The error is ignored, because only the first request counts.
+                with contextlib.suppress(Exception):
+                    texts.key_value_set(place, f"{request} to {peer(jax.process_index())}")
+            try:
+                reason = texts.blocking_key_value_get(place, 200)
+            except Exception as error:
+                if "DEADLINE_EXCEEDED" in str(error):
+                    continue
+                return None
+            if not published:
+                self._announce(reason)
+            return reason
+        return None
+
+    def _agree(self, reason: str) -> None:
+        """Agrees with the other processes on the call of `reason_if_due` at which all act."""
+        with self._lock:
+            self._frozen = True
+            calls = self._calls
+        try:
+            self._last_call = max(int(n) for n in gather(self._name, str(calls)))
+            self.reason = reason
+        # The error is stored, so that the next call of `reason_if_due` raises it in the thread of
+        # the caller.
+        except PeerError as error:
+            self._lost = error
+        finally:
+            self._agreed.set()

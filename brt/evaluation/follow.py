@@ -19,11 +19,10 @@ from brt.config import Config
 from brt.config_io import without_written_paths
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import job
-from brt.training import evaluations
+from brt.training import evaluations, saved_model
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
 from brt.training.metrics import TensorBoard
-from brt.training.start import checkpoints, saved_model
 from brt.training.workdir import Workdir
 
 Say = Callable[[str], object]
@@ -154,7 +153,7 @@ class Follower:
         """Returns the report, or None if the checkpoint is damaged or has been removed."""
         directory = self._workdir.checkpoints
         try:
-            checkpoint = checkpoints.find(directory, step)
+            checkpoint = saved_model.find_checkpoint(directory, step)
             model = saved_model.load(self._workdir, checkpoint, self._config)
         except CheckpointError as error:
             removed = step not in reader.present(directory)

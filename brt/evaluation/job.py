@@ -20,11 +20,10 @@ from brt.distributed.mesh import AXES
 from brt.errors import BrtError, ConfigError, DataError, NonFiniteError
 from brt.tasks.arguments import Control, EvaluationRequest, Evaluator, InspectionRequest, OtherModel
 from brt.tasks.report import EvaluationResult
-from brt.training import evaluations
+from brt.training import evaluations, saved_model
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
-from brt.training.start import saved_model
-from brt.training.start.saved_model import SavedModel
+from brt.training.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 # Progress of an evaluation: a bar on a terminal, and otherwise a line per minute.

@@ -57,7 +57,7 @@ class ExportSource(NamedTuple):
         class attends to the whole context where the model has a window. False exports such a model
         together with PyTorch code that has the window. Models of other tasks are always exported as
         classes of transformers.
-      adapters: the factors of low-rank adapters (`brt.training.adapters`) by the names of their
+      adapters: the factors of low-rank adapters (`brt.training.trainable`) by the names of their
         kernels, and other trained parameters. They are exported alone in PEFT's format; {} exports
         the model, to which the adapters are added.
     """

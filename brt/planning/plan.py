@@ -18,7 +18,7 @@ from brt.config import Mesh as MeshConfig
 from brt.distributed.mesh import AXES, describe_indivisible_size
 from brt.errors import ConfigError
 from brt.ops import compiler_options, dispatch
-from brt.planning.costs import Costs, costs
+from brt.planning.compiled import Costs, costs
 from brt.planning.topologies import ROOM, Topology
 from brt.training import layer_forms
 from brt.training import run as runs

@@ -4,7 +4,7 @@ from typing import Any
 
 from brt import tasks
 from brt.config import Config
-from brt.planning.costs import InstructionGroup
+from brt.planning.compiled import InstructionGroup
 from brt.planning.plan import Plan, format_mesh
 
 _GIB = 1 << 30

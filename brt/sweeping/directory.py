@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from brt import durable, locks, untrusted
+from brt import durable, untrusted
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text, difference
@@ -20,10 +20,10 @@ from brt.sweeping.points import Point
 from brt.training.workdir import (
     Workdir,
     check_writable,
+    explain_write_errors,
     write_json,
     write_text,
 )
-from brt.training.write_errors import explain_write_errors
 
 Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
 
@@ -120,7 +120,7 @@ class PointDirectory:
             try:
                 # The result, False if the file system does not support locks, is ignored, because
                 # brt.train warns about such file systems.
-                locks.acquire(file)
+                durable.acquire_lock(file)
             except BlockingIOError:
                 return None
             stack.pop_all()

@@ -14,19 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from brt import durable, locks, output, tasks, user_files
+from brt import durable, output, tasks, user_files
 from brt.checkpointing import reader
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.formatting import one_line
 from brt.sweeping import report
 from brt.sweeping.directory import PointDirectory, PointProgress, check_unchanged
 from brt.sweeping.points import Point, Sweep
+from brt.training import warm_start
 from brt.training import workdir as workdirs
 from brt.training.preemption import StopSignal
 from brt.training.progress import clock
-from brt.training.start import warm_start
-from brt.training.workdir import Workdir
-from brt.training.write_errors import explain_write_errors
+from brt.training.workdir import Workdir, explain_write_errors
 
 # Starts brt.train and brt.evaluate for a point of a sweep, and explains why they fail.
 #
@@ -380,7 +379,7 @@ def _report_lock(workdir: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with explain_write_errors(path):
             file = stack.enter_context(durable.open_file(path, "ab"))
-            locks.acquire(file, wait=True)
+            durable.acquire_lock(file, wait=True)
             durable.remove_abandoned(workdir)
         yield
 

@@ -28,14 +28,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from brt.bindings import Resolved
+from brt.bindings import Binding, Resolved
 from brt.config import Config
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
 from brt.config.names import field_types, has_section
 from brt.config_io import checked_value, config_values, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
-from brt.macros import Binding
 
 SEED = "Training.seed"  # Points of a group differ only in this setting.
 # Random numbers have this number of significant digits, because few digits keep names readable.

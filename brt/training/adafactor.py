@@ -17,9 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from brt.ops.adafactor import Moments, adafactor, has_kernel
 from brt.training import layerwise
-from brt.training.layerwise import Group, LayerwiseState, Parameters
+from brt.training.layerwise import Group, LayerwiseState, Parameters, Stepped, divided
 from brt.training.matrices import Axes, ends_with_heads
-from brt.training.stepper import Stepped, divided
 
 # A function from gradients, state, parameters and divisor to the result of a step.
 Step: TypeAlias = Callable[[Parameters, Any, Parameters, Array], Stepped]

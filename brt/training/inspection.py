@@ -16,8 +16,8 @@ from brt.config_io import config_from_json, difference
 from brt.data.rows import store
 from brt.errors import CheckpointError, ConfigError, DataError
 from brt.formatting import short
+from brt.training import data_manifest
 from brt.training.metrics import damaged_lines, describe_damage, read_metrics
-from brt.training.start import data_manifest
 from brt.training.state import counts_of_sizes
 from brt.training.workdir import Workdir
 

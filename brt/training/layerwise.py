@@ -10,12 +10,13 @@ The functions accept both forms of parameters (`brt.training.layer_forms`): in t
 list with an array for each layer takes the place of a stack.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from brt.training.matrices import Axes, as_matrix, from_matrix
 
@@ -112,3 +113,41 @@ def _update_stack(
     results = [transform.update(*layer) for layer in zip(*layers, strict=True)]
     updates, states = zip(*results, strict=True)
     return lists_of(list(updates)), list(states)
+
+
+class Stepped(NamedTuple):
+    """The result of a step of an optimizer."""
+
+    params: Parameters
+    state: Any
+    gradient_norm: Float[Array, ""]  # of the divided gradients, before they are clipped
+
+
+class Stepper(NamedTuple):
+    """An optimizer that returns new parameters."""
+
+    init: Callable[[Parameters], optax.OptState]
+    # From gradients, state and parameters to the updates, which are added to the parameters, and
+    # the new state.
+    update: Callable[[Parameters, Any, Parameters], tuple[Parameters, optax.OptState]]
+    # From the same arguments and a number by which the gradients are first divided, such as the
+    # number of tokens, to the new parameters. It may compute them without computing the updates.
+    step: Callable[[Parameters, Any, Parameters, Float[Array, ""]], Stepped]
+
+
+def stepper(transform: optax.GradientTransformation) -> Stepper:
+    """Returns an optimizer of optax that adds its updates to the parameters in `step`."""
+
+    def step(
+        gradients: Parameters, state: Any, params: Parameters, divisor: Float[Array, ""]
+    ) -> Stepped:
+        gradients = divided(gradients, divisor)
+        norm = optax.tree.norm(gradients)
+        updates, state = transform.update(gradients, state, params)
+        return Stepped(optax.apply_updates(params, updates), state, norm)
+
+    return Stepper(transform.init, transform.update, step)
+
+
+def divided(gradients: Parameters, divisor: Float[Array, ""]) -> Parameters:
+    return jax.tree.map(lambda g: g / divisor, gradients)

@@ -1,5 +1,6 @@
-"""Learning-rate schedules and optimizers."""
+"""Learning-rate schedules and optimizers, with factors for chosen parameters (Optimizer.rates)."""
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,15 +8,84 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Optimizer
 from brt.config.kernels import AUTO
+from brt.errors import ConfigError
 from brt.ops.adafactor import MOMENTUM
-from brt.training import adafactor, muon, rates
-from brt.training.layerwise import Parameters, layerwise
+from brt.training import adafactor, muon, trainable
+from brt.training.layerwise import Parameters, Stepped, Stepper, divided, layerwise, stepper
 from brt.training.matrices import Axes
-from brt.training.stepper import Stepped, Stepper, divided, stepper
+
+
+def with_rates(
+    transform: optax.GradientTransformation, optimizer: Optimizer
+) -> optax.GradientTransformation:
+    """Returns an optimizer with the factors of learning rates and weight decays in Optimizer.rates.
+
+    The updates of Adafactor, AdamW and Muon are proportional to the learning rate, so the updates
+    are multiplied by its factor. AdamW and Muon use the parameters only for weight decay, so the
+    parameters that they get are multiplied by the factor of the weight decay. Adafactor uses the
+    parameters for another purpose, and has no weight decay.
+    """
+    if not optimizer.rates:
+        return transform
+
+    def update(
+        gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
+    ) -> tuple[PyTree[Array], optax.OptState]:
+        if optimizer.name != "adafactor":
+            params = _multiplied(params, optimizer, 1)
+        updates, state = transform.update(gradients, state, params)
+        return _multiplied(updates, optimizer, 0), state
+
+    return optax.GradientTransformation(transform.init, update)
+
+
+def _multiplied(tree: PyTree[Array], optimizer: Optimizer, which: int) -> PyTree[Array]:
+    """Multiplies arrays by the factors of the learning rate (`which` = 0) or weight decay (1)."""
+    flat = flatten_dict(tree, sep="/")
+    for path, leaf in flat.items():
+        if (factor := factors_of(path, optimizer)[which]) != 1:
+            flat[path] = jax.tree.map(partial(operator.mul, factor), leaf)
+    return unflatten_dict(flat, sep="/")
+
+
+def factors_of(path: str, optimizer: Optimizer) -> tuple[float, float]:
+    """Returns the factors of learning rate and weight decay of the first pattern that matches."""
+    for pattern, rate, decay in optimizer.rates:
+        if trainable.matches(path, [pattern]):
+            return rate, decay
+    return 1.0, 1.0
+
+
+def check_rates(trained: PyTree, optimizer: Optimizer) -> None:
+    """Raises ConfigError if a pattern matches no trained parameter, or all learning rates are 0."""
+    paths = list(flatten_dict(trained, sep="/"))
+    patterns = [pattern for pattern, _, _ in optimizer.rates]
+    trainable.check_patterns("Optimizer.rates", patterns, paths, "trained parameters")
+    if not any(factors_of(path, optimizer)[0] for path in paths):
+        raise ConfigError(
+            f"Optimizer.rates = {optimizer.rates} multiplies all learning rates by 0, so that "
+            "nothing would be trained; choose a factor above 0 for some parameters"
+        )
+
+
+def describe_rates(trained: PyTree, optimizer: Optimizer) -> str:
+    """Lists the factors of Optimizer.rates other than 1, and how many parameters they change."""
+    sizes: dict[tuple[float, float], int] = {}
+    for path, leaf in flatten_dict(trained, sep="/").items():
+        factors = factors_of(path, optimizer)
+        sizes[factors] = sizes.get(factors, 0) + leaf.size
+    parts = [
+        f"learning rate x {rate:g} and weight decay x {decay:g} for {size:,} parameters"
+        for (rate, decay), size in sorted(sizes.items(), reverse=True)
+        if (rate, decay) != (1, 1)
+    ]
+    return f"Optimizer.rates: {'; '.join(parts)}" if parts else ""
+
 
 # If a dimension of a matrix is below this number, Adafactor does not factor its second moments.
 SMALLEST_FACTORED = 128
@@ -86,7 +156,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
         )
         transform = layerwise(of_layer, axes)
         rules = adafactor.Rules(
-            of_layer, schedule, axes, lambda path: rates.factors_of(path, optimizer)[0],
+            of_layer, schedule, axes, lambda path: factors_of(path, optimizer)[0],
             SMALLEST_FACTORED, implementation,
         )  # fmt: skip
     else:
@@ -95,7 +165,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )  # fmt: skip
         transform = layerwise(adamw, axes)
-    built = stepper(rates.with_rates(transform, optimizer))
+    built = stepper(with_rates(transform, optimizer))
     if rules:
         built = built._replace(step=partial(adafactor.step, plain=built.step, rules=rules))
     return _clipped(built, optimizer.clip_norm) if optimizer.clip_norm else built

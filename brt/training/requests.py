@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from brt.checkpointing import reader
 from brt.distributed import processes
-from brt.distributed.stopping import AgreedRequest
-from brt.training.phases import PhaseTracker
+from brt.distributed.processes import AgreedRequest
 from brt.training.preemption import StopSignal
+from brt.training.progress import PhaseTracker
 from brt.training.workdir import Workdir
 
 CHECKPOINT = "checkpoint_now"

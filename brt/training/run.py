@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from brt import tasks, tree_utils
+from brt import tasks, tree_utils, user_cache
 from brt.checkpointing.reader import VerifiedCheckpoint, join
 from brt.config import Config
 from brt.data.readers import Reader
@@ -23,14 +23,12 @@ from brt.errors import NonFiniteError
 from brt.ops import compiler_options
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights, with_steps
-from brt.training import adapters, compilation, layer_forms, rates, replicas, trainable
+from brt.training import data_manifest, layer_forms, replicas, trainable, warm_start
 from brt.training import optimizer as optimizers
-from brt.training.sharding import state_shardings
-from brt.training.start import data_manifest, warm_start
-from brt.training.start.data_manifest import OwnTokenizer
-from brt.training.state import TrainState, initial_params, parameter_axes
+from brt.training.data_manifest import OwnTokenizer
+from brt.training.layerwise import Stepper
+from brt.training.state import TrainState, initial_params, parameter_axes, state_shardings
 from brt.training.step import StepMetrics, train_step
-from brt.training.stepper import Stepper
 from brt.training.workdir import Workdir
 
 
@@ -67,7 +65,7 @@ def build(
     `resumed` is the run directory, and the checkpoint that the run resumes from. They replace the
     weights of Training.init_from and the file of Data.tokenizer, which may have been removed.
     """
-    compilation.use_cache()
+    user_cache.share_compiled_programs()
     weights = warm_start.find_weights(config, resumed and resumed[1])
     own_tokenizer = data_manifest.own_tokenizer(*resumed) if resumed else None
     config, dataset, reader = prepare(config, weights, own_tokenizer, progress)
@@ -99,7 +97,9 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     optimizer = optimizers.build(config.optimizer, config.training.steps, axes, name)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     trainable.check(shapes.params, config.training.trainable)
-    rates.check(trainable.split(shapes.params, trainable.patterns(config))[0], config.optimizer)
+    optimizers.check_rates(
+        trainable.split(shapes.params, trainable.patterns(config))[0], config.optimizer
+    )
     state_shapes = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -149,10 +149,10 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     where = run.weights.where
     for note in run.weights.notes:
         say(f"{where}: {note}")
-    model_params, factors = adapters.split(state.params)
+    model_params, factors = trainable.split_adapters(state.params)
     params, new, unread = run.task.start(run.config, run.weights, model_params)
     if factors:
-        params = {**params, adapters.ROOT: factors}
+        params = {**params, trainable.ADAPTERS: factors}
     if new:
         say(f"initialized, because {where} lacks them: {', '.join(new)}")
     if unread:

@@ -1,8 +1,13 @@
-"""Ends a process that makes no progress, and reports where it is stuck."""
+"""Ends a process that makes no progress, and reports where it is stuck.
+
+It also writes a small file that says what the process is doing, for monitoring from outside.
+"""
 
 import contextlib
 import faulthandler
+import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,11 +15,73 @@ from pathlib import Path
 
 import jax
 
-from brt import durable, output
+from brt import durable, hanging, output
 from brt.distributed import processes
-from brt.training import heartbeat
-from brt.training.phases import WITHOUT_PROGRESS, PhaseTracker, RunStatus
+from brt.training.progress import WITHOUT_PROGRESS, PhaseTracker, RunStatus
 from brt.training.workdir import Workdir
+
+EVERY_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def write_regularly(path: Path, phases: PhaseTracker) -> Iterator[None]:
+    """Context in which a thread writes the status of the run to a JSON file again and again.
+
+    The file is written at the beginning of each phase and every EVERY_SECONDS seconds. Its keys:
+
+        phase   the current phase; "ended" after the context
+        step    number of completed steps
+        beside  the phase of the thread that saves in the background; "" while that thread is idle
+        moved   time of the last progress, in seconds since 1970
+        time    time at which the file was written, in seconds since 1970
+        pid     number of the process
+        host    name of the machine
+
+    The file is replaced as a whole, so that no reader sees half of it. If the file cannot be
+    written, training continues.
+    """
+    over, changed = threading.Event(), threading.Event()
+    phases.listen(lambda now: changed.set())
+
+    def keep_updated() -> None:
+        while not over.is_set():
+            _write(path, phases.now)
+            changed.wait(EVERY_SECONDS)
+            changed.clear()
+        _write(path, phases.now._replace(phase="ended"))
+
+    thread = threading.Thread(target=keep_updated, name="heartbeat file", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        changed.set()
+        # The main thread waits for a limited time only, because the file system may hang.
+        hanging.join(thread, EVERY_SECONDS)
+
+
+def _write(path: Path, now: RunStatus) -> None:
+    seconds = time.time()
+    content = {
+        "phase": now.phase,
+        "beside": now.background,
+        "step": now.step,
+        "moved": round(seconds - (time.monotonic() - now.last_progress), 3),
+        "time": round(seconds, 3),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    workdir = path.parent.parent
+    # Errors such as a full disk are ignored here, because saving a checkpoint reports them.
+    with contextlib.suppress(OSError):
+        # The file is not flushed to the disk, because it is soon replaced.
+        with (
+            durable.directory(path.parent, below=workdir, make=True),
+            durable.replacing(path, below=workdir, synced=False) as file,
+        ):
+            file.write(json.dumps(content).encode() + b"\n")
+
 
 HUNG = 70  # A process that hung ends with this exit code (EX_SOFTWARE of sysexits.h).
 # Phases that show no progress until they end may take this number of times the time limit.
@@ -42,7 +109,7 @@ def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[
     index = str(jax.process_index())
     processes.report_activity(lambda: _described(phases.now))
     with (
-        heartbeat.write_regularly(workdir.heartbeat / f"{index}.json", phases),
+        write_regularly(workdir.heartbeat / f"{index}.json", phases),
         watching(phases, float(seconds), workdir.heartbeat / f"{index}.stacks.txt"),
     ):
         yield

@@ -1,27 +1,141 @@
-"""The run directory (workdir): its layout, its lock, and functions that write files safely."""
+"""The run directory (workdir): its layout, its lock, and functions that write files safely.
+
+provenance.json records the versions, the machine and the command of a run.
+"""
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import fnmatch
+import importlib.metadata
 import itertools
 import json
 import os
+import platform
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from brt import durable, locks, untrusted
+import jax
+
+import brt
+from brt import durable, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.errors import ConfigError, closing
-from brt.training.provenance import current_time
-from brt.training.write_errors import (
-    explain_write_errors,
-    permission_errors_as_checkpoint_errors,
-)
+from brt.errors import BrtError, CheckpointError, ConfigError, closing
+from brt.redaction import redacted
+
+
+@contextlib.contextmanager
+def explain_write_errors(path: Path, *, existed: bool = False) -> Iterator[None]:
+    """Context that turns an OSError into an error whose message names a path and a remedy.
+
+    It is a CheckpointError if the same command may succeed later (the storage fails), or if a run
+    directory that `existed` when the command began is gone; otherwise a ConfigError.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not existed:
+            raise _unwritable(path, error) from error
+        raise CheckpointError(
+            f"cannot write to {path}, because only {durable.nearest_existing(path)} is left of "
+            "this path; if the run was moved, run again with its new --workdir"
+        ) from error
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+@contextlib.contextmanager
+def permission_errors_as_checkpoint_errors(path: Path) -> Iterator[None]:
+    """Context that turns a PermissionError into a CheckpointError.
+
+    The path was writable when the run started, so permission may be restored.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise CheckpointError(
+            f"cannot write to {path}: {error.strerror}; permit it again, then run again"
+        ) from error
+
+
+def _unwritable(path: Path, error: OSError) -> BrtError:
+    if error.errno == errno.ELOOP:
+        return ConfigError(
+            f"cannot write to {path}: {error.filename} is a symbolic link, which is not followed "
+            "in a run's directory (checkpoints, and those in it, may be links); remove the "
+            "link, or replace it with its target"
+        )
+    if durable.is_full(error):
+        why = f"{error.strerror} ({durable.describe_shortage(path, error)})"
+        return CheckpointError(f"cannot write to {path}: {why}; make room there")
+    if durable.storage_fails(error):
+        return CheckpointError(
+            f"cannot write to {path}: {error.strerror}; see to the disk, then run again"
+        )
+    remedy = "choose another --workdir"
+    if isinstance(error, PermissionError):
+        remedy += ", or permit it"
+    return ConfigError(f"cannot write to {path}: {error.strerror}; {remedy}")
+
+
+_LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def describe_process() -> dict[str, Any]:
+    """Returns a description of this process as JSON: command, versions, machine and devices."""
+    return {
+        "command": redacted(sys.argv),
+        "started": current_time(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "git": _git(Path(brt.__file__).parent.parent),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "devices": [
+            f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()
+        ],
+        "xla_flags": redacted(os.environ.get("XLA_FLAGS", "")),
+    }
+
+
+def current_time() -> str:
+    """Returns the local time with its time zone, to seconds, in ISO format."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(checkout: Path) -> dict[str, Any] | None:
+    """Returns the commit of the checkout that brt runs from; None without a checkout or git."""
+    if not (checkout / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(checkout), *arguments],
+            capture_output=True, text=True, check=True, timeout=10,
+        ).stdout.strip()  # fmt: skip
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
 
 _LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
@@ -225,7 +339,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 def _acquire(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) -> str:
     """Locks a file and returns its text, which is not empty if the last trainer was killed."""
     try:
-        locked = locks.acquire(file)
+        locked = durable.acquire_lock(file)
     except BlockingIOError as error:
         raise ConfigError(
             f"{workdir.path} is in use by another trainer ({_holder(file) or 'starting'}); "

@@ -15,7 +15,7 @@ import tensorstore
 import zstandard
 
 from brt import bounded
-from brt.checkpointing import arrays, manifest
+from brt.checkpointing import manifest, reader
 
 DEFAULT = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 WANTED = {
@@ -53,7 +53,7 @@ def write(state: Path, key: str, value: bytes, **config: Any) -> None:
 def read(state: Path) -> dict[str, jax.Array]:
     """Reads the arrays with new checksums, as somebody who forges a checkpoint writes them."""
     manifest.write(state.parent)
-    return arrays.read(state, WANTED)
+    return reader.read_onto_devices(state, WANTED)
 
 
 def zstd_of_zeros(size: int) -> bytes:
@@ -89,7 +89,7 @@ def test_no_metadata_choose_another_format(state: Path) -> None:
 def test_a_missing_array_is_refused(state: Path) -> None:
     manifest.write(state.parent)
     with pytest.raises(ValueError):
-        arrays.read(state, WANTED | {"c": WANTED["scalar"]})
+        reader.read_onto_devices(state, WANTED | {"c": WANTED["scalar"]})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from brt import api, generate
 from brt.config import Config, Training
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import DataError
-from brt.training.start.saved_model import SavedModel
+from brt.training.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 GOOD = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from brt.planning.schedules import BUNDLES, LIBTPU, PASS_BUNDLES
+from brt.planning.kernel_cycles import BUNDLES, LIBTPU, PASS_BUNDLES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e")

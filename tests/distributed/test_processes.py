@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import pytest
 
-from brt.distributed import heartbeat, processes
-from brt.distributed.heartbeat import Heartbeat
-from brt.distributed.processes import Launch
+from brt.distributed import processes
+from brt.distributed.processes import Heartbeat, Launch
 from brt.errors import ConfigError, PeerError
 
 
@@ -136,9 +135,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         threading.Event().wait()  # `os._exit` would end the calling thread, so block it.
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.3)
-    monkeypatch.setattr(heartbeat, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.05)
     return codes
 
 

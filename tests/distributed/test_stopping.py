@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from brt.distributed import stopping
+from brt.distributed import processes
 from brt.errors import PeerError
 
 
@@ -47,13 +47,14 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = Service()
-    monkeypatch.setattr(stopping, "service", lambda: service)
-    monkeypatch.setattr(stopping, "gather", Gather())
+    monkeypatch.setattr(processes, "service", lambda: service)
+    monkeypatch.setattr(processes, "gather", Gather())
     files: set[str] = {"checkpoint_now"}
     first: Callable[[], str | None] = lambda: "a file" if files else None  # noqa: E731
     heard: list[str] = []
-    processes = [
-        stopping.AgreedRequest("checkpoint", asked, heard.append) for asked in (first, lambda: None)
+    both = [
+        processes.AgreedRequest("checkpoint", asked, heard.append)
+        for asked in (first, lambda: None)
     ]
     done: list[list[int]] = [[], []]
 
@@ -61,11 +62,11 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
         look = 0
         while len(done[index]) < 3:
             time.sleep(0.001 * (1 + 3 * index))  # The second process is slower.
-            if processes[index].reason_if_due():
+            if both[index].reason_if_due():
                 done[index].append(look)
                 if index == 0:
                     files.clear()
-                processes[index].done()
+                both[index].done()
                 if index == 0 and len(done[0]) < 3:
                     threading.Timer(0.05, files.add, ["checkpoint_now"]).start()
             look += 1
@@ -75,7 +76,7 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
         thread.start()
     for thread in threads:
         thread.join(30)
-    for process in processes:
+    for process in both:
         process.close()
     assert done[0] == done[1] and len(done[0]) == 3
     assert heard == ["a file to process 0 of 1"] * 3, "one hears of it, the other was asked"
@@ -88,11 +89,11 @@ def test_who_asks_when_another_one_is_gone_hears_it_at_the_next_look_if_there_is
         raise PeerError("the run's coordinator is gone")
 
     service = Service()
-    monkeypatch.setattr(stopping, "service", lambda: service)
-    monkeypatch.setattr(stopping, "gather", alone)
+    monkeypatch.setattr(processes, "service", lambda: service)
+    monkeypatch.setattr(processes, "gather", alone)
     failures: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    process = stopping.AgreedRequest("stop", lambda: "SIGTERM", lambda reason: None)
+    process = processes.AgreedRequest("stop", lambda: "SIGTERM", lambda reason: None)
     with pytest.raises(PeerError, match="coordinator is gone"):
         while process.reason_if_due() is None:
             time.sleep(0.01)
@@ -109,8 +110,8 @@ def test_no_thread_is_within_the_service_when_python_ends(monkeypatch: pytest.Mo
         raise RuntimeError("DEADLINE_EXCEEDED")
 
     monkeypatch.setattr(service, "blocking_key_value_get", slow)
-    monkeypatch.setattr(stopping, "service", lambda: service)
-    process = stopping.AgreedRequest("end", lambda: None, lambda reason: None)
+    monkeypatch.setattr(processes, "service", lambda: service)
+    process = processes.AgreedRequest("end", lambda: None, lambda reason: None)
     within.wait(10)
     process.close()
     assert "agreement: end" not in [thread.name for thread in threading.enumerate()]

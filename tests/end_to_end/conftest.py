@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from brt import locks
+from brt import durable
 from brt.checkpointing import reader
 from brt.training import inspection
 from brt.training.workdir import Workdir
@@ -108,7 +108,7 @@ class Commands:
     def once(self, made: Path, make: Callable[[], object]) -> None:
         """Calls `make` if the path `made` does not exist; pytest workers share the directory."""
         with (self.directory / f"{made.name}.lock").open("ab") as file:
-            locks.acquire(file, wait=True)
+            durable.acquire_lock(file, wait=True)
             if not made.exists():
                 make()
 

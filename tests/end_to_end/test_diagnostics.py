@@ -11,7 +11,7 @@ from brt.errors import ConfigError
 from brt.layers.registration import STATE_PARTS
 from brt.tasks.language_modeling.probe.interventions import METHODS
 from brt.training.metrics import read_metrics
-from brt.training.start.saved_model import load_config
+from brt.training.saved_model import load_config
 
 from .conftest import LENGTHS, Commands, Result
 

@@ -22,8 +22,8 @@ from brt.config_io import config_json
 from brt.data import preparation
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.evaluation import follow, job
+from brt.training import data_manifest, saved_model
 from brt.training import workdir as workdirs
-from brt.training.start import data_manifest, saved_model
 from brt.training.workdir import Workdir
 
 STEPS = [10, 20, 30]

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from brt.training import watchdog
-from brt.training.phases import PhaseTracker, RunStatus
+from brt.training.progress import PhaseTracker, RunStatus
 
 
 def send(number: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Model
-from brt.config.self_attention import SelfAttention
+from brt.config.model import SelfAttention
 from brt.errors import ConfigError
 from brt.layers import kinds
 from brt.memories.dense_memory import DenseMemoryLayer, new_dense_state

@@ -10,7 +10,7 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Model
-from brt.config.mlp import MLP
+from brt.config.model import MLP
 from brt.errors import ConfigError
 from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.scan import Stream

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from brt.config import Model
-from brt.config.self_attention import SelfAttention
+from brt.config.model import SelfAttention
 from brt.errors import DataError
 from brt.layers.recurrent import RecurrentState
 from brt.layers.runs import runs

@@ -20,7 +20,7 @@ from recordings import Golden, assert_close
 from test_melodi import layer_parameters, starts
 
 from brt.config import Model
-from brt.config.mlp import MLP
+from brt.config.model import MLP
 from brt.layers.state import new_window_state
 from brt.layers.window import WindowLayer
 from brt.memories import DenseMemory

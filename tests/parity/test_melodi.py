@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from recordings import Golden, assert_close
 
 from brt.config import Model
-from brt.config.mlp import MLP
+from brt.config.model import MLP
 from brt.layers.kinds import KINDS
 from brt.layers.runs import runs
 from brt.layers.scan import Stream

@@ -6,8 +6,8 @@ import pytest
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
-from brt.planning import hlo, schedules
-from brt.planning.costs import costs, part_of
+from brt.planning import compiled, kernel_cycles
+from brt.planning.compiled import costs, part_of
 
 ROWS, WIDTH, LAYERS = 8, 32, 5
 
@@ -114,7 +114,7 @@ ENTRY %main (a: bf16[8], x: f32[16]) -> bf16[64] {
 
 
 def test_types_are_read_with_their_memory() -> None:
-    found = hlo.shapes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[], pred[7]{0})")
+    found = compiled.shapes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[], pred[7]{0})")
     assert [(s.dtype, s.dimensions, s.bytes, s.on_chip) for s in found] == [
         ("bf16", (2, 3), 12, True), ("f32", (), 4, False), ("pred", (7,), 7, False)
     ]  # fmt: skip
@@ -281,10 +281,10 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         name = f'metadata={{op_name="jit(f)/window_attention_{size}_bfloat16_6_steps"}}'
         cost = '"cost_estimate":{"flops":"99"}'
         found = costs(text.replace("ATTRIBUTES", f"{name}, backend_config={{{cost}}}"), "v5e")
-        bundles = schedules.BUNDLES["window_attention_512x512x128"]["v5e"]
+        bundles = kernel_cycles.BUNDLES["window_attention_512x512x128"]["v5e"]
         assert found.total.cycles == 6 * times * bundles
         two_cores = costs(text.replace("ATTRIBUTES", name), "v4").total.cycles
-        assert two_cores == 3 * times * schedules.BUNDLES["window_attention_512x512x128"]["v4"]
+        assert two_cores == 3 * times * kernel_cycles.BUNDLES["window_attention_512x512x128"]["v4"]
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
         assert not found.unknown and not found.cycles_at_peak
     at_peak = name + ', backend_config={"cost_estimate":{"flops":"197000000000"}}'
@@ -299,13 +299,13 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
 
 def test_what_the_ends_of_a_pass_execute_counts_once_in_a_pass() -> None:
     kernel = "window_attention_backward_512x512x128"
-    every, ends = (x[kernel]["v5e"] for x in (schedules.BUNDLES, schedules.PASS_BUNDLES))
+    every, ends = (x[kernel]["v5e"] for x in (kernel_cycles.BUNDLES, kernel_cycles.PASS_BUNDLES))
     assert ends > 0
     for name, expected in (
         (f"{kernel}_bfloat16_24_steps_in_3_passes", 24 * every + 3 * ends),
         (f"{kernel}_bfloat16_24_steps", 24 * (every + ends)),
     ):
-        assert schedules.cycles(f'metadata={{op_name="jit(f)/{name}"}}', "v5e") == expected
+        assert kernel_cycles.cycles(f'metadata={{op_name="jit(f)/{name}"}}', "v5e") == expected
 
 
 def test_a_kernel_that_reads_an_array_several_times_states_its_bytes() -> None:
@@ -334,13 +334,13 @@ def test_only_of_bfloat16_is_known_how_long_a_kernel_takes(dtype: str) -> None:
         "bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits64",
         "adafactor": "float32",
     }  # fmt: skip
-    for kernel, bundles in schedules.BUNDLES.items():
+    for kernel, bundles in kernel_cycles.BUNDLES.items():
         own = others.get(kernel.rpartition("_")[0], "bfloat16")
-        one_step = bundles["v5e"] + schedules.PASS_BUNDLES.get(kernel, {}).get("v5e", 0)
+        one_step = bundles["v5e"] + kernel_cycles.PASS_BUNDLES.get(kernel, {}).get("v5e", 0)
         # A size that was not counted for v5e is scaled from another one.
-        assert schedules.cycles(named(kernel, own), "v5e") == one_step or not one_step, kernel
+        assert kernel_cycles.cycles(named(kernel, own), "v5e") == one_step or not one_step, kernel
         if own == "bfloat16":
-            assert schedules.cycles(named(kernel, dtype), "v5e") == 0, kernel
+            assert kernel_cycles.cycles(named(kernel, dtype), "v5e") == 0, kernel
 
 
 def test_a_kernel_that_writes_a_part_of_an_array_is_read_over_several_lines() -> None:
@@ -374,7 +374,7 @@ ENTRY %main (a: f32[9,8,128], q: bf16[8,128]) -> f32[9,8,128] {
 
 @pytest.mark.parametrize("integer", ["s32", "u32"])
 def test_iterations_of_a_loop_are_read_from_its_condition(integer: str) -> None:
-    module = hlo.Module(f"""\
+    module = compiled.Module(f"""\
 %body (p: ({integer}[], f32[4])) -> ({integer}[], f32[4]) {{
   ROOT %p = ({integer}[], f32[4]{{0}}) parameter(0)
 }}

@@ -16,7 +16,7 @@ from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.plan import main, parser
 from brt.planning import plan, report, topologies
-from brt.planning.costs import CollectiveCost, Cost, Costs
+from brt.planning.compiled import CollectiveCost, Cost, Costs
 from brt.planning.plan import Plan
 from brt.planning.topologies import CHIPS, Topology
 

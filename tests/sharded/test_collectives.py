@@ -8,7 +8,7 @@ import pytest
 from sharded_cases import CASES, factored, with_optimizer
 
 from brt.config import Mesh
-from brt.planning.costs import costs
+from brt.planning.compiled import costs
 from brt.training import run as runs
 
 RESHARDING = {"all-to-all", "collective-permute"}

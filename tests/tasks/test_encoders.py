@@ -15,9 +15,9 @@ from brt import tasks
 from brt.config import Attention, Config, Encoder, Questions, Sentences, Training
 from brt.errors import ConfigError
 from brt.interop.huggingface import convert
+from brt.training import warm_start
+from brt.training.config_changes import check_resumable
 from brt.training.run import prepare
-from brt.training.start import warm_start
-from brt.training.start.config_changes import check_resumable
 from brt.training.state import initial_params
 
 

@@ -17,8 +17,7 @@ from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Optimizer, Training
 from brt.errors import CheckpointError
 from brt.evaluation import job
-from brt.training import inspection, loop, run_summary
-from brt.training.start import saved_model
+from brt.training import inspection, loop, run_summary, saved_model
 from brt.training.workdir import Workdir
 
 ROOT = Path(__file__).parents[2]

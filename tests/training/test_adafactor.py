@@ -15,8 +15,8 @@ from brt.ops import dispatch
 from brt.ops.adafactor import api, pallas_tpu
 from brt.training import layer_forms
 from brt.training import optimizer as optimizers
+from brt.training.layerwise import stepper
 from brt.training.state import TrainState
-from brt.training.stepper import stepper
 
 AXES = {
     "embedding": ("vocab", "embed"),

@@ -17,10 +17,9 @@ from brt.checkpointing import reader
 from brt.config import Adapter, Checkpoint, Config, Mesh
 from brt.errors import ConfigError
 from brt.formatting import short
-from brt.training import adapters, inspection, loop, startup
+from brt.training import inspection, loop, run_summary, saved_model, trainable
 from brt.training import run as runs
 from brt.training.matrices import as_matrix
-from brt.training.start import saved_model
 from brt.training.state import initial_params, merged_params, parameter_axes
 from brt.training.workdir import Workdir
 
@@ -79,8 +78,8 @@ def test_a_new_model_with_adapters_is_the_model_without(tmp_path: Path) -> None:
         jax.jit(lambda c=c: nn.meta.unbox(initial_params(c)))() for c in (made, plain)
     )
     jax.tree.map(np.testing.assert_array_equal, merged_params(made, params), expected)
-    jax.tree.map(np.testing.assert_array_equal, adapters.split(params)[0], expected)
-    factors = flatten_dict(adapters.split(params)[1], sep="/")
+    jax.tree.map(np.testing.assert_array_equal, trainable.split_adapters(params)[0], expected)
+    factors = flatten_dict(trainable.split_adapters(params)[1], sep="/")
     assert {path.rpartition("/")[0] for path in factors} == PATHS
     assert all(np.any(x != 0) == path.endswith("/a") for path, x in factors.items())
 
@@ -110,13 +109,13 @@ def test_adapters_and_named_parameters_are_trained(
 def test_only_adapters_have_optimizer_state(tmp_path: Path) -> None:
     made = config(tmp_path)
     run = runs.build(made, progress=False)
-    factors = jax.tree.leaves(adapters.split(run.state_shapes.params)[1])
+    factors = jax.tree.leaves(trainable.split_adapters(run.state_shapes.params)[1])
     size = sum(leaf.size for leaf in factors)
     moments = sum(
         leaf.size for leaf in jax.tree.leaves(run.state_shapes.optimizer) if leaf.ndim > 1
     )
     assert moments == 2 * size
-    assert f"{short(size)} of all are trained" in startup.describe(run, Workdir(tmp_path))
+    assert f"{short(size)} of all are trained" in run_summary.describe_start(run, Workdir(tmp_path))
 
 
 @pytest.fixture(scope="module")

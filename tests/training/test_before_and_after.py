@@ -8,7 +8,7 @@ import pytest
 
 from brt.config import Config, Data, Mesh, Model, Training
 from brt.training import run as runs
-from brt.training import run_summary, startup, workdir
+from brt.training import run_summary, workdir
 from brt.training.run import Run
 
 MODEL = Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=8)
@@ -31,14 +31,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_start_is_told_in_a_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "_memory", lambda device: None)
+    monkeypatch.setattr(run_summary, "_memory", lambda device: None)
     total = sum(leaf.size for leaf in jax.tree.leaves(run.state_shapes.params))
-    line = startup.describe(run, workdir.Workdir(tmp_path))
+    line = run_summary.describe_start(run, workdir.Workdir(tmp_path))
     assert line.startswith(f"2 devices (cpu), {total / 1000:.1f}k parameters (")
     assert f"), {2 * LENGTH} tokens a step, {DOCUMENTS * LENGTH} an epoch, train state " in line
     assert line.endswith(f"kB, writes to {tmp_path}")
-    monkeypatch.setattr(startup, "_memory", lambda device: 80_000_000_000)
-    assert "kB of 80.0GB on each device, " in startup.describe(run, workdir.Workdir(tmp_path))
+    monkeypatch.setattr(run_summary, "_memory", lambda device: 80_000_000_000)
+    assert "kB of 80.0GB on each device, " in run_summary.describe_start(
+        run, workdir.Workdir(tmp_path)
+    )
 
 
 def test_nothing_is_named_that_is_empty_or_absent(

@@ -13,11 +13,9 @@ from brt.config import Config, Data
 from brt.config_io import config_json
 from brt.data import preparation
 from brt.errors import CheckpointError, DataError
-from brt.training import inspection
+from brt.training import data_manifest, inspection
 from brt.training import workdir as workdirs
-from brt.training.provenance import describe_process
-from brt.training.start import data_manifest
-from brt.training.workdir import Workdir
+from brt.training.workdir import Workdir, describe_process
 
 
 @pytest.fixture

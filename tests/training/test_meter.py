@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from brt.errors import NonFiniteError
-from brt.training.accumulator import MetricAccumulator
-from brt.training.step import StepMetrics
+from brt.training.step import MetricAccumulator, StepMetrics
 
 
 def metrics(nats: float, tokens: float, norm: float) -> StepMetrics:

@@ -12,9 +12,8 @@ import pytest
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Optimizer, Training
 from brt.errors import CheckpointError
 from brt.evaluation import follow, job
-from brt.training import loop
-from brt.training.phases import PhaseTracker
-from brt.training.start import saved_model
+from brt.training import loop, saved_model
+from brt.training.progress import PhaseTracker
 from brt.training.workdir import Workdir
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from brt.training.phases import PhaseTracker, RunStatus
+from brt.training.progress import PhaseTracker, RunStatus
 
 
 def test_a_phase_with_an_end_gives_way_to_the_one_before() -> None:

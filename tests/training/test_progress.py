@@ -8,8 +8,7 @@ import pytest
 
 from brt import durable
 from brt.formatting import clock, counted, short
-from brt.training.phases import RunStatus
-from brt.training.progress import Progress
+from brt.training.progress import Progress, RunStatus
 
 
 def figures(progress: Progress, step: int) -> None:

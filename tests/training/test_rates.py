@@ -18,8 +18,8 @@ from brt.config import Config, Mesh, Optimizer
 from brt.config_io import config_from_json, config_json, config_text
 from brt.errors import ConfigError
 from brt.training import optimizer as optimizers
-from brt.training import rates, startup
 from brt.training import run as runs
+from brt.training import run_summary
 
 AXES = {
     "stack/gate": ("layers", "embed", "heads", "head_dim"),
@@ -95,9 +95,9 @@ def test_a_factor_of_the_decay_is_another_decay(name: str) -> None:
 
 def test_the_first_pattern_counts() -> None:
     optimizer = settings("adamw", rates=(("*norm*", 3.0, 0.5), ("stack/*", 2.0, 1.0)))
-    assert rates.factors_of("stack/norm", optimizer) == (3.0, 0.5)
-    assert rates.factors_of("stack/gate", optimizer) == (2.0, 1.0)
-    assert rates.factors_of("embedding", optimizer) == (1.0, 1.0)
+    assert optimizers.factors_of("stack/norm", optimizer) == (3.0, 0.5)
+    assert optimizers.factors_of("stack/gate", optimizer) == (2.0, 1.0)
+    assert optimizers.factors_of("embedding", optimizer) == (1.0, 1.0)
 
 
 def run_config(tmp_path: Path, own: tuple, trainable: tuple[str, ...] = ()) -> Config:
@@ -117,7 +117,7 @@ def test_bad_patterns_are_refused(tmp_path: Path) -> None:
         ((("*", 0.0, 1.0),), "multiplies all learning rates by 0"),
     ):
         with pytest.raises(ConfigError, match="Optimizer.rates") as caught:
-            rates.check(arrays(0), settings("adamw", rates=own))
+            optimizers.check_rates(arrays(0), settings("adamw", rates=own))
         assert sentence in str(caught.value)
     frozen = run_config(tmp_path, (("*norm", 1.0, 1.0),), ("*/cell/queries",))
     with pytest.raises(ConfigError, match="matches none of the 1 trained parameters"):
@@ -134,8 +134,10 @@ def test_the_factors_are_said_at_the_start(tmp_path: Path) -> None:
         if path.endswith("gate_bias")
     )
     said = f"learning rate x 10 and weight decay x 0 for {size:,} parameters"
-    assert startup.describe_rate_factors(run) == f"Optimizer.rates: {said}"
-    assert not startup.describe_rate_factors(runs.build(run_config(tmp_path, ()), progress=False))
+    assert run_summary.describe_rate_factors(run) == f"Optimizer.rates: {said}"
+    assert not run_summary.describe_rate_factors(
+        runs.build(run_config(tmp_path, ()), progress=False)
+    )
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from brt.training import requests
-from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
+from brt.training.progress import PhaseTracker
 from brt.training.requests import Requests
 from brt.training.workdir import Workdir
 

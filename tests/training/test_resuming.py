@@ -8,7 +8,7 @@ import pytest
 
 from brt.checkpointing.writer import CheckpointWriter
 from brt.errors import CheckpointError
-from brt.training.start import checkpoints
+from brt.training import saved_model
 from brt.training.workdir import Workdir
 
 META = {
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Workdir:
 
 
 def newest(run: Workdir) -> int | None:
-    found = checkpoints.newest(run.path)
+    found = saved_model.newest_checkpoint(run.path)
     return found and found.step
 
 
@@ -54,7 +54,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: Workdir, how
     with pytest.raises(
         CheckpointError, match=r"run was saved at step 10, but .*; put the checkpoints back"
     ):
-        checkpoints.newest(run.path)
+        saved_model.newest_checkpoint(run.path)
 
 
 def test_links_are_as_good(run: Workdir, capsys: pytest.CaptureFixture[str]) -> None:

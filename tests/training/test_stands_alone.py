@@ -27,16 +27,15 @@ from brt.config import (
     Seq2Seq,
     Training,
 )  # fmt: skip
-from brt.config.window import Window
+from brt.config.model import Window
 from brt.errors import BrtError, CheckpointError, DataError
 from brt.evaluation import job
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.tasks.arguments import EvaluationRequest
-from brt.training import exports, imports, loop, run, run_summary
+from brt.training import conversion, data_manifest, loop, run, run_summary, saved_model
 from brt.training import workdir as workdirs
 from brt.training.metrics import read_metrics
-from brt.training.start import data_manifest, saved_model
-from brt.training.start.saved_model import SavedModel
+from brt.training.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 pytestmark = pytest.mark.slow_cases("summariser")
@@ -192,7 +191,7 @@ def test_a_copied_run_writes_and_is_exported_without_its_data(
     moved(make, "books", "cache", "run")
     assert written(run.workdir) == run.text
     if make is summariser:
-        exported = exports.export(run.workdir)
+        exported = conversion.export(run.workdir)
         (run.workdir / "hf").mkdir()
         assert exported.copy_tokenizer(run.workdir / "hf") == ["spiece.model"]
 
@@ -274,7 +273,7 @@ def distilled_run(place: Path) -> Config:
     """Converts a decoder to a run, and returns a config that distils it into a smaller window."""
     write_decoder(place / "hf")
     window = WindowChoice(64, 0)
-    deque(imports.from_hf(place / "hf", place / "base", verified=False, window=window), maxlen=0)
+    deque(conversion.from_hf(place / "hf", place / "base", verified=False, window=window), maxlen=0)
     model = Model(window=32, sliding=Window(block=32))
     return started_from(place, model=model, distillation=Distillation(window=64))
 
@@ -308,7 +307,7 @@ def test_a_run_goes_on_without_what_it_started_from(
     steps = dataclasses.replace(saved.training, steps=4)
     loop.train(dataclasses.replace(saved, training=steps), tmp_path / "moved")
     (tmp_path / "exported").mkdir()
-    exported = exports.export(tmp_path / "moved")
+    exported = conversion.export(tmp_path / "moved")
     assert "tokenizer.json" in exported.copy_tokenizer(tmp_path / "exported")
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from brt.config import Config, Model
-from brt.config.self_attention import SelfAttention
-from brt.training import startup
+from brt.config.model import SelfAttention
+from brt.training import run_summary
 
 
 @pytest.mark.parametrize(
@@ -26,5 +26,5 @@ def test_heads_of_keys_that_every_device_stores_are_said(
         mesh=SimpleNamespace(shape={"data": 1, "tensor": devices}),
         task=SimpleNamespace(model="model"),
     )
-    found = startup.replicated_keys.__wrapped__(run)
+    found = run_summary.replicated_keys.__wrapped__(run)
     assert found.startswith(said) and bool(found) == bool(said)

@@ -12,7 +12,7 @@ from sharded_cases import CASES, curve, with_optimizer
 from brt.config import Config, Mesh
 from brt.errors import ConfigError
 from brt.training import run as runs
-from brt.training import startup, trainable
+from brt.training import run_summary, trainable
 from brt.training.workdir import Workdir
 
 PATTERNS = ("*/cell/*", "*norm*")
@@ -70,7 +70,7 @@ def test_frozen_parameters_have_no_optimizer_state(tmp_path: Any) -> None:
     ]
     assert sizes[0] < 0.7 * sizes[1]
     run = runs.build(frozen, progress=False)
-    assert "of all are trained" in startup.describe(run, Workdir(tmp_path))
+    assert "of all are trained" in run_summary.describe_start(run, Workdir(tmp_path))
 
 
 def test_trees_are_split_and_merged() -> None:

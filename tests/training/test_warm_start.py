@@ -24,7 +24,7 @@ from brt.models import encoder
 from brt.tasks.speech_recognition.vocabulary import Vocabulary
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
-from brt.training.start import warm_start
+from brt.training import warm_start
 from brt.training.workdir import Workdir
 
 DATA = Path(__file__).resolve().parents[1] / "data/huggingface"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from brt.training import heartbeat
-from brt.training.phases import PhaseTracker
+from brt.training import watchdog
+from brt.training.progress import PhaseTracker
 from brt.training.watchdog import HUNG, watching
 
 STUCK = """
 import ctypes, sys, time
 from pathlib import Path
-from brt.training.phases import PhaseTracker
+from brt.training.progress import PhaseTracker
 from brt.training.watchdog import watching
 
 def in_python(): time.sleep(1000)
@@ -66,7 +66,7 @@ def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
 
 
 def test_a_file_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "EVERY_SECONDS", 0.05)
     path, phases = tmp_path / "heartbeat" / "0.json", PhaseTracker()
 
     def told(phase: str, step: int, beside: str = "") -> bool:
@@ -79,7 +79,7 @@ def test_a_file_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    with heartbeat.write_regularly(path, phases):
+    with watchdog.write_regularly(path, phases):
         waited("starting", 0)
         phases.enter("stepping", 5)
         waited("stepping", 5)
@@ -93,5 +93,5 @@ def test_a_file_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").write_text("in the way")
-    with heartbeat.write_regularly(tmp_path / "heartbeat" / "0.json", PhaseTracker()):
+    with watchdog.write_regularly(tmp_path / "heartbeat" / "0.json", PhaseTracker()):
         pass

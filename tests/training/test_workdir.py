@@ -12,7 +12,7 @@ import pytest
 
 from brt import durable
 from brt.errors import CheckpointError, ConfigError
-from brt.training import provenance, workdir
+from brt.training import workdir
 
 HOLD = """
 import sys, time
@@ -130,7 +130,7 @@ def test_a_workdir_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> Non
 
 
 def test_provenance_says_what_runs_where() -> None:
-    content = json.loads(json.dumps(provenance.describe_process()))
+    content = json.loads(json.dumps(workdir.describe_process()))
     assert content["versions"]["jax"] == jax.__version__
     assert set(content["versions"]) >= {"brt", "jaxlib", "flax", "optax", "orbax-checkpoint"}
     assert len(content["devices"]) == jax.device_count()
@@ -139,17 +139,17 @@ def test_provenance_says_what_runs_where() -> None:
 
 
 def test_commit_and_changes_of_a_checkout(tmp_path: Path) -> None:
-    assert provenance._git(tmp_path) is None
+    assert workdir._git(tmp_path) is None
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     subprocess.run(
         ["git", "-C", str(tmp_path), *identity, "commit", "-q", "--allow-empty", "-m", "x"],
         check=True,
     )
-    clean = provenance._git(tmp_path)
+    clean = workdir._git(tmp_path)
     assert len(clean["commit"]) == 40 and not clean["dirty"]
     (tmp_path / "new").touch()
-    assert provenance._git(tmp_path) == {**clean, "dirty": True}
+    assert workdir._git(tmp_path) == {**clean, "dirty": True}
 
 
 def test_text_and_json_are_replaced_whole(tmp_path: Path) -> None:

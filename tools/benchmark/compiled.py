@@ -42,7 +42,7 @@ from conditions import report
 from brt import command_line, platforms
 from brt.errors import ConfigError
 from brt.planning.topologies import CHIPS, Chip
-from brt.training import provenance
+from brt.training import workdir
 
 GROWTH = 1.05  # The costs of a part may grow by this factor.
 LEAST = 0.001  # In addition, a part may grow by this share of the costs of the whole step.
@@ -259,7 +259,7 @@ def beside_baseline(args: argparse.Namespace) -> int:
     versions = {name: version(name) for name in ("jax", "libtpu")}
     if args.record:
         figures = case.figures()
-        date = provenance.current_time()[:10]
+        date = workdir.current_time()[:10]
         content = {"case": case._asdict(), "date": date, "versions": versions, **kept(figures)}
         path.write_text(json.dumps(content, indent=1) + "\n")
         print("\n".join(tables({path.stem: figures})))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from brt.ops import dispatch
-from brt.training.provenance import current_time
+from brt.training.workdir import current_time
 
 LIBRARIES = (
     "jax", "libtpu", "nvidia-cuda-nvcc-cu12", "torch", "transformers", "tokenizers",

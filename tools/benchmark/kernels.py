@@ -9,9 +9,9 @@ python tools/benchmark/kernels.py --case local --window 2048 --block 2048 --head
 
 The length is the number of bundles of instructions in a step of the kernel's grid, such as a head
 of a lane's block. A bundle takes one cycle, unless it waits for memory. "In a pass" are the bundles
-that only the first or the last step of a pass executes, see `brt.planning.schedules`. Its tables,
-which `brt.plan` uses, contain these numbers. With --compare, the costs
-of the whole case are compared with an implementation in plain XLA.
+that only the first or the last step of a pass executes, see `brt.planning.kernel_cycles`. Its
+tables, which `brt.plan` uses, contain these numbers. With --compare, the costs of the whole case
+are compared with an implementation in plain XLA.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints and returns the costs of a case with plain XLA and with kernels, for each chip."""
-    from brt.planning.costs import costs
+    from brt.planning.compiled import costs
 
     print("| case | chip | implementation | Mcycles | GB | temporaries, MiB |")
     print("|---|---|---|---|---|---|")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array
 
-from brt.planning.hlo import Instruction, Module
+from brt.planning.compiled import Instruction, Module
 
 
 class Factor(NamedTuple):

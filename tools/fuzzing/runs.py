@@ -25,9 +25,17 @@ from brt.interop.huggingface.causal import config as causal
 from brt.interop.huggingface.causal.reading import generation_settings
 from brt.sweeping import report as results
 from brt.sweeping.directory import PointDirectory
-from brt.training import bad_steps, inspection, metrics, run_summary, trackers
+from brt.training import (
+    bad_steps,
+    config_changes,
+    data_manifest,
+    inspection,
+    metrics,
+    run_summary,
+    saved_model,
+    trackers,
+)
 from brt.training import workdir as workdirs
-from brt.training.start import checkpoints, config_changes, data_manifest, saved_model
 from brt.training.state import initial_params
 
 STEP = 5
@@ -178,7 +186,7 @@ def _report(path: Path, task: Any) -> None:
 def _meta(run: workdirs.Workdir) -> None:
     _sealed(run)
     _verified(run)
-    found = checkpoints.newest(run.path)
+    found = saved_model.newest_checkpoint(run.path)
     assert found
     config_changes.history(found.meta, config_changes.ConfigChanges(["a"], []))
     _, found, read = saved_model.load_config(run.path)

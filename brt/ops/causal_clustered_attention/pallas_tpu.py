@@ -220,7 +220,7 @@ def _call(
 ) -> Any:  # fmt: skip
     """Calls a kernel with one step per head, batch row and block.
 
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps its grid has.
     """
     heads, batch, blocks = arguments.grid
     window, width = arguments.labels.shape[-1], arguments.q.shape[-1]

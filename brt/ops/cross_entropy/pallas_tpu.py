@@ -232,7 +232,7 @@ def _options(
     """Returns the options of a kernel's call.
 
     The name has the size of a tile, the number of tiles, and the number of passes over the last
-    axis of the grid, for `brt.planning.schedules`.
+    axis of the grid, for `brt.planning.kernel_cycles`.
     """
     tiles, products = grid[0] * grid[1], 1 if name == "token_scores" else 2
     rows, columns, width = size

@@ -238,7 +238,7 @@ def _specs(arguments: _Arguments, settings: MaskedKernelSettings) -> MaskedKerne
 def _options(
     arguments: _Arguments, settings: MaskedKernelSettings, products: int
 ) -> dict[str, Any]:
-    # The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    # The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps it has.
     q, k = arguments.q, arguments.k
     grid = q.shape[2] // settings.wide, q.shape[1] // settings.tile, len(q)
     backward = "_backward" if products > 2 else ""

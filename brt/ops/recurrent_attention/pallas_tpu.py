@@ -223,7 +223,7 @@ def _call(
 ) -> Any:
     """Calls a kernel with one step per head and batch row.
 
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps its grid has.
     """
     _, batch, heads, states, width = arguments.projected.shape
     slots = states + 2 * arguments.own.keys.shape[2]

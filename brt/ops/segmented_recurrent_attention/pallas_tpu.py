@@ -264,7 +264,7 @@ def _specs(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKerne
 def _options(
     arguments: _Arguments, settings: NeuronKernelSettings, name: str, products: int
 ) -> dict[str, Any]:
-    # The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    # The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps it has.
     keys = arguments.keys
     batch, segments, size, heads = keys.shape
     steps = batch * heads // settings.wide

@@ -107,7 +107,7 @@ def _call(
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, dict[str, Any]]:
     """Returns the block specs of queries, segments and states, and the other options of a call.
 
-    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    The name tells `brt.planning.kernel_cycles` which kernel it is and how many steps its grid has.
     """
     (batch, length, _), (_, groups, count, width, wide) = queries.shape, states.shape
     products = 2 if "backward" in name else 1

@@ -215,7 +215,7 @@ def _call(
             scratch_shapes=scratch,
         ),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(shapes)),
-        # The name tells `brt.planning.schedules` which kernel it is, and how many steps it has.
+        # The name tells `brt.planning.kernel_cycles` which kernel it is, and how many steps it has.
         name=f"softmax_attention{backward}_{size}_{batch * heads * blocks}_steps",
         interpret=settings.interpret, compiler_params=parallel_heads(3),
         cost_estimate=pl.CostEstimate(

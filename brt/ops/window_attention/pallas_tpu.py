@@ -247,8 +247,8 @@ _attend.defvjp(_forward, _backward)
 
 
 def _options(arguments: _Arguments, settings: WindowKernelSettings, name: str) -> dict[str, Any]:
-    # The name tells `brt.planning.schedules` which kernel it is, how many steps its grid has, and
-    # how often the backward kernel goes over the blocks of a segment.
+    # The name tells `brt.planning.kernel_cycles` which kernel it is, how many steps its grid has,
+    # and how often the backward kernel goes over the blocks of a segment.
     q = arguments.q
     if settings.part % arguments.window:
         name = name.replace("window", "document")

@@ -60,7 +60,7 @@ def _call(
     return pl.pallas_call(
         kernel, grid=(len(x),), in_specs=[head_spec(x.shape)], out_specs=head_spec(shape),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-        # The name tells `brt.planning.schedules` which kernel it is, and how many steps it has.
+        # The name tells `brt.planning.kernel_cycles` which kernel it is, and how many steps it has.
         name=f"{name}_float32_{len(x)}_steps",
         interpret=interpret, compiler_params=parallel_heads(1),
     )(x)  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from brt import config
-from brt.config.columns import column
+from brt.config.checks import column
 from brt.data import generated
 from brt.data.rows import ragged, store, tables
 from brt.data.rows.preparation import RowCorpus

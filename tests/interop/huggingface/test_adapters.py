@@ -25,7 +25,7 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading, verify
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.tasks.language_modeling.task import LanguageModeling
-from brt.training import adapters as training_adapters
+from brt.training import trainable
 from brt.training.state import initial_params, merged_params
 
 DESCRIBED = {
@@ -245,10 +245,10 @@ def adapters_of_run(base: Path, tmp_path: Path) -> tuple[ExportSource, Path]:
     )
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))
-    factors = training_adapters.split(shapes)[1]
+    factors = trainable.split_adapters(shapes)[1]
     factors = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), np.float32), factors)
     whole = {"norm": jnp.linspace(0.5, 1.5, 32)}
-    params = {**decoder.params(), **whole, training_adapters.ROOT: factors}
+    params = {**decoder.params(), **whole, trainable.ADAPTERS: factors}
     merged = merged_params(config, params)
     trained = factors | whole
     source = ExportSource(tmp_path, config, merged, lambda: decoder.tokenizer, adapters=trained)

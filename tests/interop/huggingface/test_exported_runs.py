@@ -22,9 +22,8 @@ from brt.interop.huggingface import convert, files
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta import verify
 from brt.models import encoder
-from brt.training import exports
+from brt.training import conversion, saved_model
 from brt.training import workdir as workdirs
-from brt.training.start import saved_model
 
 TYPES = "roberta.embeddings.token_type_embeddings.weight"
 SIZES = Encoder(
@@ -78,7 +77,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
 ) -> None:
     without_transformers(monkeypatch)
     workdir = run(attention=Attention(kind="improved_clustered", clusters=4, top_k=4))
-    lines = list(convert.to_hf(exports.export(workdir), tmp_path / "theirs", verified=True))
+    lines = list(convert.to_hf(conversion.export(workdir), tmp_path / "theirs", verified=True))
     text = "\n".join(lines)
     assert "roberta for masked_language_modeling, 1 layers, width 12, 30 positions" in text
     assert "tokenizer: no files" in lines
@@ -90,7 +89,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
     assert settings["architectures"] == ["RobertaForMaskedLM"]
     assert (settings["vocab_size"], settings["max_position_embeddings"]) == (257, 32)
     own, (again, arrays, imported) = (
-        exports.export(workdir).model,
+        conversion.export(workdir).model,
         roberta.read(tmp_path / "theirs"),
     )
     assert imported.initialised == imported.unexpected == []
@@ -119,7 +118,7 @@ def test_what_roberta_lacks_is_refused_and_nothing_is_written(
     run: Callable, tmp_path: Path, settings: dict, sentence: str
 ) -> None:
     with pytest.raises(CheckpointError, match=sentence):
-        list(convert.to_hf(exports.export(run(**settings)), tmp_path / "theirs", verified=False))
+        list(convert.to_hf(conversion.export(run(**settings)), tmp_path / "theirs", verified=False))
     assert not (tmp_path / "theirs").exists()
 
 
@@ -128,7 +127,7 @@ def test_a_sentencepiece_model_comes_along(
 ) -> None:
     kept = SimpleNamespace(name="my.model", file=("tokenizer.model", b"pieces"), beside={})
     monkeypatch.setattr(saved_model, "tokenizer", lambda model: kept)
-    lines = list(convert.to_hf(exports.export(run()), tmp_path / "theirs", verified=False))
+    lines = list(convert.to_hf(conversion.export(run()), tmp_path / "theirs", verified=False))
     assert "tokenizer: tokenizer.model" in lines
     assert (tmp_path / "theirs/tokenizer.model").read_bytes() == b"pieces"
 
@@ -139,5 +138,5 @@ def test_transformers_computes_the_same(run: Callable, tmp_path: Path) -> None:
     """The test needs torch and transformers and is skipped without them."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    lines = list(convert.to_hf(exports.export(run()), tmp_path / "theirs", verified=True))
+    lines = list(convert.to_hf(conversion.export(run()), tmp_path / "theirs", verified=True))
     assert any(line.startswith("logits against transformers: largest") for line in lines)

@@ -12,7 +12,7 @@ from tiny_decoder import MODEL, TEXT, write_decoder
 import brt
 from brt import convert, evaluate, generate, train
 from brt.config import Sampling
-from brt.config.window import Window
+from brt.config.model import Window
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading

@@ -27,7 +27,7 @@ from brt.tasks.language_modeling.comparison import (
     token_classes,
 )
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
-from brt.training.start import saved_model
+from brt.training import saved_model
 from brt.training.state import initial_params
 from brt.types import Variables
 

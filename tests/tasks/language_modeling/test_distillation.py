@@ -13,7 +13,7 @@ from tiny_decoder import TEXT, write_decoder
 
 from brt import tree_utils
 from brt.config import Config, Data, Distillation, Mesh, Model, Optimizer, Training
-from brt.config.window import Window
+from brt.config.model import Window
 from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.models.decoder import Decoder, new_state

@@ -16,8 +16,7 @@ from model_settings import with_settings
 from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Model, Training
-from brt.config.norm import Norm
-from brt.config.window import Window
+from brt.config.model import Norm, Window
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
@@ -27,8 +26,8 @@ from brt.memories import Memorizing
 from brt.models.decoder import Decoder, new_state
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
-from brt.training.start import warm_start
-from brt.training.start.saved_model import load, load_config
+from brt.training import warm_start
+from brt.training.saved_model import load, load_config
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 

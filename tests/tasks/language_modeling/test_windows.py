@@ -10,7 +10,7 @@ from model_settings import with_settings
 
 from brt import tasks
 from brt.config import Config, Data, Evaluation, Model, Training
-from brt.config.window import Window
+from brt.config.model import Window
 from brt.errors import ConfigError
 from brt.evaluate import _windows
 from brt.layers.sections import Recurrence

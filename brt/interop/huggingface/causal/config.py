@@ -9,12 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from brt import untrusted
 from brt.config import Model
-from brt.config.embedding import Embedding
-from brt.config.mlp import MLP
-from brt.config.norm import Norm
-from brt.config.rotary import Rotary
-from brt.config.self_attention import SelfAttention
-from brt.config.window import Window
+from brt.config.model import MLP, Embedding, Norm, Rotary, SelfAttention, Window
 from brt.errors import CheckpointError
 from brt.interop.huggingface import unread
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from brt.config import Adapter, Model
-from brt.config.rotary import Rotary
+from brt.config.model import Rotary
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import adapters, verify, weights

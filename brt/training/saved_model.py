@@ -1,6 +1,12 @@
-"""Loads the trained model of a workdir for evaluation, generation, conversion and warm starts."""
+"""Loads the trained model of a workdir for evaluation, generation, conversion and warm starts.
+
+`brt.checkpointing.reader` verifies and reads checkpoints, whatever their metadata are. This module
+also checks that the metadata are those of a training run, and that the checkpoint that was saved
+last still exists.
+"""
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,24 +14,80 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, PyTree
 
-from brt import tasks
+from brt import tasks, user_cache
 from brt.checkpointing import reader
 from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.config import Config
 from brt.config_io import config_from_json, without_written_paths
 from brt.distributed import mesh as meshes
-from brt.errors import ConfigError, DataError
+from brt.errors import CheckpointError, ConfigError, DataError
 from brt.interop.huggingface.causal import reading
 from brt.tasks.interface import Dataset
 from brt.tasks.weights import Tokenizer
-from brt.training import compilation
-from brt.training.sharding import parameter_shardings
-from brt.training.start import checkpoints, data_manifest
-from brt.training.start.config_changes import check_resumable
-from brt.training.start.data_manifest import DataManifest
-from brt.training.state import initial_params, merged_params, parameter_axes
+from brt.training import data_manifest
+from brt.training.config_changes import check_resumable
+from brt.training.data_manifest import DataManifest
+from brt.training.state import initial_params, merged_params, parameter_axes, parameter_shardings
 from brt.training.workdir import Workdir
 from brt.types import Variables
+from brt.untrusted import NUMBER
+
+PROVENANCE = {"config_changes?": [{"step": int, "changed": [str], "allowed": [str]}]}
+_METER = {
+    "tokens_seen": int, "steps": int,
+    **dict.fromkeys(("nats", "tokens", "norms"), NUMBER),
+    "others": {str: NUMBER}, "skipped?": int, "usual?": [[NUMBER]],
+}  # fmt: skip
+_MODEL = {"config": {str: dict}, "tokenizer": str, "provenance?": PROVENANCE}
+_RUN = {**_MODEL, "seed": int, "data": {"step": int}, "meter": _METER}
+
+
+def find_checkpoint(
+    directory: Path,
+    step: int | None = None,
+    *,
+    warned: Collection[str] = (),
+    to_resume: bool = False,
+) -> VerifiedCheckpoint:
+    """Returns the newest intact checkpoint of a training run, or the checkpoint of one step.
+
+    `warned` are problems (`VerifiedCheckpoint.problems`) of which the user has already been warned.
+    If training continues from the checkpoint (`to_resume`), its metadata must have the position in
+    the data and the accumulated metrics. CheckpointError is raised if there is no such checkpoint.
+    """
+    checkpoint = reader.find(directory, step, warned=warned)
+    meta, where = checkpoint.meta, f"{directory / str(checkpoint.step) / reader.META}"
+    reader.check_json(meta, _RUN if to_resume else _MODEL, where)
+    if to_resume:
+        recent_losses = meta["meter"].get("usual", [])
+        if any(len(pair) != 2 for pair in recent_losses) or meta["data"]["step"] < 0:
+            raise CheckpointError(f"{where} has a step below 0, or losses without their steps")
+    return checkpoint
+
+
+def newest_checkpoint(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | None:
+    """Returns the newest intact checkpoint of a run directory; None if the run never saved one.
+
+    CheckpointError is raised if none is intact, or if all that were saved have been removed.
+    """
+    directory = Workdir(path).checkpoints
+    checkpoint = None
+    if reader.present(directory):
+        checkpoint = find_checkpoint(directory, warned=warned, to_resume=True)
+    last = reader.last_saved(directory)
+    if last is None or (checkpoint and last <= checkpoint.step):
+        return checkpoint
+    if not checkpoint:
+        raise CheckpointError(
+            f"{path} was saved at step {last}, but there is no checkpoint in {directory}; put "
+            "the checkpoints back, or choose another --workdir to start a new run"
+        )
+    # If the newest checkpoints are damaged, `find` has already warned the user.
+    if not checkpoint.problems:
+        reader.warn_on_stderr(
+            f"checkpoint {last} is gone from {directory}; using {checkpoint.step}"
+        )
+    return checkpoint
 
 
 class SavedModel(NamedTuple):
@@ -66,7 +128,7 @@ def load_config(
             f"{workdir} is a model in Hugging Face's format; make it a run with python -m "
             f"brt.convert --from=hf {workdir} --to=brt OUT, and name OUT"
         )
-    checkpoint = checkpoints.find(run.checkpoints, step)
+    checkpoint = find_checkpoint(run.checkpoints, step)
     return run, checkpoint, without_written_paths(config_from_json(checkpoint.meta["config"]))
 
 
@@ -83,7 +145,7 @@ def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Conf
     If this machine has fewer devices than the mesh, the model is loaded onto fewer devices. In
     `config`, the caller may have changed settings that a resumed run may change.
     """
-    compilation.use_cache()
+    user_cache.share_compiled_programs()
     check_resumable(config_from_json(checkpoint.meta["config"]), config)
     shapes = jax.eval_shape(
         lambda: {

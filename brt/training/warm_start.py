@@ -18,7 +18,7 @@ from brt.config.shared import public_name
 from brt.config_io import config_from_json
 from brt.errors import CheckpointError, ConfigError
 from brt.tasks.weights import Weights
-from brt.training.start import saved_model
+from brt.training import saved_model
 from brt.training.workdir import Workdir
 
 _BYTES = Data().tokenizer

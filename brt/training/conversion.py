@@ -1,23 +1,86 @@
-"""Opens decoders in Hugging Face's format, and converts them to run directories of brt."""
+"""Converts models of brt to and from other formats, such as that of Hugging Face."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, PyTree
+
+from brt import tasks
+from brt.checkpointing import reader
 from brt.checkpointing.reader import warn_on_stderr
 from brt.config import Config, Data, Training
 from brt.config_io import config_text, saved_json
 from brt.data import originals
 from brt.errors import CheckpointError, ConfigError
-from brt.interop.huggingface import files
+from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
+from brt.interop.huggingface import convert, files
 from brt.interop.huggingface.causal import reading, verify, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.causal.reading import PretrainedDecoder
 from brt.interop.pretrained import parameter_count
+from brt.training import saved_model, trainable
 from brt.training import workdir as workdirs
-from brt.training.start import saved_model
-from brt.training.start.saved_model import SavedModel
+from brt.training.saved_model import SavedModel
+from brt.training.state import merged_params
 from brt.training.workdir import Workdir
+
+
+def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> ExportableModel:
+    """Returns the model of a directory in a format that other libraries can read.
+
+    Args:
+      directory: a run directory, whose newest checkpoint is exported, or a directory of weights
+        that brt.convert wrote.
+      plain: True exports a language model as a class of the library transformers, even if this
+        class attends to the whole context in layers where the model of brt has a window.
+      adapter: True exports the low-rank adapters of the run alone, in PEFT's format.
+    """
+    if not reader.present(Workdir(directory).checkpoints):
+        if adapter:
+            raise _no_adapters(directory)
+        return convert.load_converted(directory)
+    workdir, checkpoint, config = saved_model.load_config(directory)
+    task = tasks.from_config(config)
+    if not task.exports:
+        raise no_export_format(directory)
+    if adapter:
+        _check_adapters(directory, config)
+    model = saved_model.load_unmerged(workdir, checkpoint, config)
+    with model.on_devices():
+        merged = merged_params(config, model.params)
+    trained = _trained(model.params, config) if adapter else {}
+    return task.export(
+        ExportSource(
+            directory, config, merged, lambda: saved_model.tokenizer(model), plain, trained
+        )
+    )
+
+
+def _trained(params: PyTree[Array], config: Config) -> PyTree[Array]:
+    """Returns the factors of adapters, and the parameters that Training.trainable names."""
+    model, factors = trainable.split_adapters(params)
+    patterns = config.training.trainable
+    flat = flatten_dict(model, sep="/").items()
+    whole = {path: x for path, x in flat if trainable.matches(path, patterns)}
+    return unflatten_dict({**flatten_dict(factors, sep="/"), **whole}, sep="/")
+
+
+def _check_adapters(directory: Path, config: Config) -> None:
+    if not config.adapter.rank:
+        raise _no_adapters(directory)
+    if not config.training.init_from:
+        raise ConfigError(
+            f"{directory} started from random weights, so that its adapters belong to no other "
+            "model; export the whole model, without --adapter"
+        )
+
+
+def _no_adapters(directory: Path) -> ConfigError:
+    return ConfigError(
+        f"{directory} has no low-rank adapters (Adapter.rank = 0); export it without --adapter"
+    )
 
 
 def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice) -> Iterator[str]:
