@@ -31,8 +31,7 @@ from brt.distributed import processes
 from brt.errors import NonFiniteError, Preempted, closing
 from brt.ops import dispatch
 from brt.redaction import redacted
-from brt.tasks.arguments import EvaluationRequest
-from brt.tasks.evaluators import Evaluator
+from brt.tasks.arguments import EvaluationRequest, Evaluator
 from brt.training import (
     config_changes,
     data_manifest,

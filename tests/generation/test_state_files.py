@@ -29,7 +29,7 @@ def test_a_file_that_is_no_state_is_refused_in_our_own_words(kind: str, tmp_path
             if kind == "cut":
                 path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError) as error:
-        load(path, Memory((), (), *np.zeros((5, 1), np.int32)), 1, {}, dict)
+        load(path, Memory((), (), *np.zeros((5, 1), np.int32)), 1, {})
     said = str(error.value)
     assert said == (
         f"{path} is no state that --save_state wrote, or it is damaged; name such a file with "
@@ -68,4 +68,4 @@ def test_nothing_is_unpacked_before_headers_are_compared(
 
     monkeypatch.setattr("brt.untrusted.np.empty", no_more_than)
     with pytest.raises(DataError):
-        load(tmp_path / "state.npz", memory, 1, {}, dict)
+        load(tmp_path / "state.npz", memory, 1, {})

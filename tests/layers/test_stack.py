@@ -99,7 +99,8 @@ def test_layers_that_learn_one_after_the_other_learn_the_same(
     model = with_settings(MODEL, {"layers": 3, "Recurrence.layers": (1,)})
     params = random_params(model)["stack"]
     expected = results(model, params)
-    monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
+    policy = dispatch.policy()._replace(ties_gradients=True)
+    monkeypatch.setattr(dispatch, "policy", lambda: policy)
     found = jax.make_jaxpr(lambda p: results(model, p))(params)
     assert str(found).count("optimization_barrier") >= model.layers
     assert_close(results(model, params), expected)
@@ -222,34 +223,6 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
 
     changed = dataclasses.replace(model, unroll=2, remat=True)
     assert_close(results(changed, params), results(model, params, loop))
-
-
-FED_BACK = {
-    "skip": {"layers": 4, "Recurrence.layers": (2,)},
-    "dual, of the last": {
-        "Recurrence.gate": "lstm",
-        "Recurrence.gate_layout": "dual",
-        "remat": True,
-    },
-    "single": {
-        "Recurrence.gate": "gru",
-        "Recurrence.gate_layout": "single",
-        "SelfAttention.normalize_qk": False,
-    },
-    "memorizing": {"Memorizing.layers": (0,), "Memorizing.size": 16, "Memorizing.neighbors": 2},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FED_BACK)
-def test_weight_gradients_after_the_blocks_are_those_added_up_block_by_block(
-    name: str, random_params: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = with_settings(MODEL, {"feedback": True, **FED_BACK[name]})
-    params = random_params(model)["stack"]
-    expected = results(model, params)
-    monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
-    assert_close(results(model, params), expected)
 
 
 @pytest.mark.slow  # tests/memories/test_summary.py has a quick test of the dropout of blocks.

@@ -110,11 +110,12 @@ def test_replicas_may_share_what_the_optimizer_remembers(
 def test_what_tpus_run_equals_one_device(
     name: str, mesh: str, case: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the kernels of TPUs, interpreted, without a loop over blocks, and with weight gradients
-    that are computed after the blocks.
+    """Runs the kernels of TPUs, interpreted, without a loop over blocks, and with the weight
+    gradients of a layer before those of the layers below.
     """
     config, (nats, state) = case(name)
-    monkeypatch.setattr("brt.layers.scan.defers_gradients", lambda: True)
+    policy = dispatch.policy()._replace(ties_gradients=True)
+    monkeypatch.setattr(dispatch, "policy", lambda: policy)
     operations = "window_attention", "recurrent_attention", "softmax_attention", "cross_entropy"
     config = dataclasses.replace(
         config,
