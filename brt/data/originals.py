@@ -2,7 +2,9 @@
 
 They say how transformers uses the tokenizer and the model: chat templates, special tokens, settings
 of generation. An export gives them back. Where brt stores a tokenizer (in a run, or with prepared
-data), the files are in the subdirectory `original` beside the file of the tokenizer.
+data), the files are in the subdirectory `original` beside the file of the tokenizer. In a directory
+of a converted encoder-decoder or encoder, only those of the model are there, and those of the
+tokenizer are beside it.
 """
 
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ TOKENIZER = (
     "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 MODEL = ("config.json", "generation_config.json")
+ADAPTER = "adapter_config.json"
 # transformers stores further chat templates in this directory.
 _TEMPLATES, _MOST_TEMPLATES = "additional_chat_templates", 64
 # All files together must not exceed this number of bytes.
@@ -27,26 +30,45 @@ MAX_BYTES = 128 << 20
 def read(tokenizer: Path) -> dict[str, bytes]:
     """Returns the content of the files beside the file of a tokenizer, by name.
 
+    If the tokenizer belongs to an adapter, the files of the model are those of the adapter's base.
+
     Raises:
       DataError: a file cannot be read, or the files are larger than `MAX_BYTES`.
     """
-    stored = tokenizer.parent / DIRECTORY
-    place = stored if stored.is_dir() else tokenizer.parent
-    found: dict[str, bytes] = {}
-    for name in names(place):
+    stored, found = tokenizer.parent / DIRECTORY, dict[str, bytes]()
+    of_brt = stored.is_dir()
+    paths = {name: tokenizer.parent / name for name in names(tokenizer.parent)}
+    base = base_of(tokenizer.parent) if not of_brt and MODEL[0] not in paths else None
+    paths |= {name: base / name for name in names(base) if name in MODEL} if base else {}
+    for name, path in (paths | {name: stored / name for name in names(stored)}).items():
         # A run may come from a stranger, so links in it are not followed. The caches of Hugging
         # Face consist of links.
-        if place / name == tokenizer or (place == stored and (place / name).is_symlink()):
+        if path == tokenizer or (of_brt and path.is_symlink()):
             continue
         left = MAX_BYTES - sum(map(len, found.values()))
         try:
-            found[name] = untrusted.read_file(place / name, left)
+            found[name] = untrusted.read_file(path, left)
         except OSError as error:
             raise DataError(
-                f"{place / name} cannot be kept: {error.strerror}; remove it if the tokenizer "
-                "does not need it"
+                f"{path} cannot be kept: {error.strerror}; remove it if the tokenizer does not "
+                "need it"
             ) from error
     return found
+
+
+def base_of(directory: Path) -> Path | None:
+    """Returns the directory of the model that an adapter (PEFT) is added to: the adapter's own, the
+    one that adapter_config.json names, or the one that the adapter's directory lies in. The result
+    is None if none of them has a model, or if `directory` has no adapter.
+    """
+    try:
+        content = untrusted.read_json(directory / ADAPTER, {})
+    except (OSError, ValueError):
+        return None
+    name = content.get("base_model_name_or_path")
+    named = [Path(name)] if isinstance(name, str) and name else []
+    places = (directory, *named, directory.resolve().parent)
+    return next((place for place in places if (place / MODEL[0]).is_file()), None)
 
 
 def names(directory: Path) -> list[str]:

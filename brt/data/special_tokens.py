@@ -43,11 +43,13 @@ class Statements(NamedTuple):
       begin: the tokens that begin a document; earlier entries have more authority.
       end: the tokens that end a text.
       added: the added tokens, by id.
+      notes: where files contradict each other about what transformers puts around a text.
     """
 
     begin: tuple[Claim, ...] = ()
     end: tuple[Claim, ...] = ()
     added: tuple[Added, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Beginning(NamedTuple):
@@ -78,10 +80,11 @@ def read(
         begin = [
             *_processor(contents.get("tokenizer.json", {})),
             *_pieces(contents, "bos_token"),
+            *_default(contents),
             *_ids(contents, "bos_token_id"),
         ]
         end = [*_ids(contents, "eos_token_id"), *_pieces(contents, "eos_token")]
-        return Statements(tuple(begin), tuple(end), _added(contents))
+        return Statements(tuple(begin), tuple(end), _added(contents), tuple(_around(contents)))
     except ValueError as error:
         raise DataError(
             f"the files beside the tokenizer {place} cannot be used: {error}"
@@ -100,7 +103,8 @@ def beginning(
       default: the id if no file names a token; -1 for none.
     """
     known = [(claim, id_of(claim.token)) for claim in said.begin]
-    notes = [f"{claim} is no special token of the tokenizer" for claim, i in known if i is None]
+    unknown = [claim for claim, i in known if i is None]
+    notes = [*said.notes, *(f"{claim} is no special token of the tokenizer" for claim in unknown)]
     valid = [(claim, i) for claim, i in known if i is not None]
     if valid:
         first, chosen = valid[0]
@@ -167,25 +171,77 @@ def _json(name: str, content: bytes) -> dict[str, Any]:
 
 def _processor(described: Mapping[str, Any]) -> list[Claim]:
     """Returns the special token that the post-processor of a tokenizer.json puts before a text."""
+    pieces = [_edge(step, 0, "cls") for step in _steps(described)]
+    return [Claim("tokenizer.json: post_processor", piece) for piece in pieces if piece][:1]
+
+
+def _ends(described: Mapping[str, Any]) -> bool:
+    """Returns True if the post-processor of a tokenizer.json puts a special token after a text."""
+    return any(_edge(step, -1, "sep") for step in _steps(described))
+
+
+def _steps(described: Mapping[str, Any]) -> list[Any]:
     steps = described.get("post_processor")
     if isinstance(steps, dict):
         steps = steps.get("processors", [steps])
-    for step in steps if isinstance(steps, list) else ():
-        step = step if isinstance(step, dict) else {}
-        token = None
-        if step.get("type") == "TemplateProcessing":
-            token = _first(step.get("single"))
-            token = token.get("SpecialToken") if isinstance(token, dict) else None
-            token = token.get("id") if isinstance(token, dict) else None
-        elif step.get("type") in ("RobertaProcessing", "BertProcessing"):
-            token = _first(step.get("cls"))
-        if isinstance(token, str):
-            return [Claim("tokenizer.json: post_processor", token)]
-    return []
+    return steps if isinstance(steps, list) else []
 
 
-def _first(values: Any) -> Any:
-    return values[0] if isinstance(values, list) and values else None
+def _edge(step: Any, place: int, name: str) -> str | None:
+    """Returns the special token that a step of a post-processor puts at one end of a text.
+
+    Args:
+      step: the description of the step.
+      place: the index of the token in a template: 0 for the first one, -1 for the last one.
+      name: the name of the token in a processor of the kind of BERT's.
+    """
+    step = step if isinstance(step, dict) else {}
+    token = None
+    if step.get("type") == "TemplateProcessing":
+        token = _at(step.get("single"), place)
+        token = token.get("SpecialToken") if isinstance(token, dict) else None
+        token = token.get("id") if isinstance(token, dict) else None
+    elif step.get("type") in ("RobertaProcessing", "BertProcessing"):
+        token = _at(step.get(name), 0)
+    return token if isinstance(token, str) else None
+
+
+def _at(values: Any, place: int) -> Any:
+    return values[place] if isinstance(values, list) and values else None
+
+
+def _default(contents: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+    """Returns the BOS that transformers puts before a text if no file names one: "<s>".
+
+    transformers puts a BOS if tokenizer_config.json says `add_bos_token`; but it ignores this key,
+    and `add_eos_token`, if there is a tokenizer.json, whose post-processor decides.
+    """
+    asked = contents.get("tokenizer_config.json", {}).get("add_bos_token") is True
+    named = "tokenizer.json" in contents or _pieces(contents, "bos_token")
+    default = Claim("tokenizer_config.json: add_bos_token = True, BOS", "<s>")
+    return [default] if asked and not named else []
+
+
+def _around(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns notes about `add_bos_token` and `add_eos_token`, where transformers 5 does not do
+    what they say, or where brt does something else.
+    """
+    settings, described = contents.get("tokenizer_config.json", {}), contents.get("tokenizer.json")
+    bos, eos = (settings.get(f"add_{edge}_token") for edge in ("bos", "eos"))
+    puts = (bool(_processor(described)), _ends(described)) if described else (bos, eos)
+    notes = []
+    for name, flag, put in zip(("add_bos_token", "add_eos_token"), (bos, eos), puts, strict=True):
+        place = f"tokenizer_config.json: {name} = {flag}"
+        if isinstance(flag, bool) and flag != put:
+            notes.append(
+                f"{place} contradicts the post-processor of tokenizer.json, which transformers 5 "
+                "follows"
+            )
+        elif flag is False and name == "add_bos_token":
+            notes.append(f"{place}, but the documents of brt begin with a BOS")
+        elif flag is True and name == "add_eos_token":
+            notes.append(f"{place}, but brt puts no end token after a prompt")
+    return notes
 
 
 def _pieces(contents: Mapping[str, Mapping[str, Any]], key: str) -> list[Claim]:

@@ -5,6 +5,7 @@
 params.safetensors   float32 parameters with brt's names, an array for each layer
 model.json           the sections Seq2Seq and CrossAttention of the config
 generation.json      special tokens and generation settings
+original             config.json and generation_config.json of the checkpoint
 ...                  unchanged files of the tokenizer
 """
 
@@ -174,6 +175,16 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
         (target / name).parent.mkdir(exist_ok=True)
         copyfile(source / name, target / name)
     return names
+
+
+def keep_settings(source: Path, target: Path) -> None:
+    """Copies the files of settings of a directory in Hugging Face's format into the directory of
+    the converted model, where `brt.data.originals.read` finds them for an export.
+    """
+    (target / originals.DIRECTORY).mkdir()
+    for name in originals.MODEL:
+        if (source / name).is_file():
+            copyfile(source / name, target / originals.DIRECTORY / name)
 
 
 def parameter_count(params: Any) -> int:

@@ -3,8 +3,9 @@
 `brt.convert --to=brt` writes such a directory from a RoBERTa checkpoint. It contains:
 
 params.safetensors   float32 parameters with brt's names, an array for each layer
-model.json           the config's section Encoder, the task of the head, and those entries of
-                     Hugging Face's config.json that brt does not use
+model.json           the config's section Encoder, the task of the head, the ids of special tokens
+                     and the names of classes
+original             config.json and generation_config.json of the checkpoint
 ...                  unchanged files of the tokenizer
 """
 

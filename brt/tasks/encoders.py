@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportableModel, ExportSource
+from brt.interop.huggingface import kept
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta.config import Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
@@ -185,7 +187,7 @@ class EncoderTask(Task):
         Args:
           source: the run that trained the encoder.
         """
-        config = source.config
+        config, tokenizer = source.config, source.tokenizer()
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
         encoder_with_task = PretrainedEncoder(source.params, Described(model, self.head, {}))
         kind, notes = config.attention.kind, []
@@ -199,16 +201,12 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
-            """Writes the tokenizer's file into `target`, and returns the names of written files."""
-            name, content = source.tokenizer().file
-            if name not in originals.TOKENIZER:
-                return []
-            (target / name).write_bytes(content)
-            return [name]
+            """Writes the tokenizer's files into `target`, and returns their names."""
+            known = tokenizer.file[0] in originals.TOKENIZER
+            return kept.write(tokenizer.file, tokenizer.beside, target) if known else []
 
-        return ExportableModel(
-            source.path, encoder_with_task, roberta.to_format, copy, tuple(notes)
-        )
+        form = partial(roberta.to_format, beside=tokenizer.beside)
+        return ExportableModel(source.path, encoder_with_task, form, copy, tuple(notes))
 
     # The following methods initialise a model from the weights of another model.
 

@@ -109,7 +109,7 @@ class Preparation(abc.ABC):
         directory = cache.prepared(self.section, hashes, self._build, **more)
         manifest = cache.read_manifest(directory)
         file = manifest.get(self.encoding, {}).get("file", f"{self.encoding}.json")
-        encoder = self.load(str(directory / file))
+        encoder = self.load_prepared(directory / file)
         return self._opened(directory, encoder, manifest["splits"])
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
@@ -194,6 +194,10 @@ class Preparation(abc.ABC):
         single split is cached. The encoder is not included, because it is always a part of the key.
         """
         return {}
+
+    def load_prepared(self, file: Path) -> Any:
+        """Returns the object that encoded the rows, which `file` among the prepared data holds."""
+        return self.load(str(file))
 
     @abc.abstractmethod
     def load(self, name: str) -> Any:
@@ -317,6 +321,13 @@ class TokenizedPreparation(Preparation):
         because it follows from the training data.
         """
         return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
+
+    def load_prepared(self, file: Path) -> Any:
+        """Returns the tokenizer that encoded the rows. If the section names its file, the tokenizer
+        is read from there, with the files beside it: models with the same tokenizer share prepared
+        data, but not the settings beside it.
+        """
+        return self.load(str(file) if self._size else self.section.tokenizer)
 
     def begin(self, directory: Path) -> dict[str, Any]:
         """Trains or loads the tokenizer, and saves it in `directory`.

@@ -7,14 +7,14 @@ are added after the ids of the file.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from brt.data import tokenizer_files
+from brt.data import originals, tokenizer_files
 from brt.data.tokenizer_training import Special
 from brt.errors import ConfigError
 
@@ -50,6 +50,7 @@ class TextTokenizer:
       pad_id: the id of padding.
       encode_texts: function that encodes many texts at once.
       decode_ids: function that decodes ids without special ids.
+      beside: the content of the files beside `file`, by name, which are kept with it.
     """
 
     name: str
@@ -62,7 +63,7 @@ class TextTokenizer:
     pad_id: int
     encode_texts: Callable[[list[str]], list[Encoding]] = dataclasses.field(repr=False)
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
-    beside: ClassVar[dict[str, bytes]] = {}
+    beside: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict)
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
         """Returns the encoding of each text, without special ids.
@@ -115,13 +116,17 @@ def load(name: str, setting: str) -> TextTokenizer:
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return _bytes()
     if name.endswith(".model"):
-        return _sentencepiece(Path(name))
+        return _with_files(_sentencepiece(Path(name)), name)
     if name.endswith(".json"):
-        return _json(Path(name))
+        return _with_files(_json(Path(name)), name)
     raise ConfigError(
         f"{setting} = '{name}' is none of 'bytes', 'path/to/file.model', 'path/to/tokenizer.json', "
         "'train:VOCAB_SIZE'"
     )
+
+
+def _with_files(tokenizer: TextTokenizer, name: str) -> TextTokenizer:
+    return dataclasses.replace(tokenizer, beside=originals.read(Path(name)))
 
 
 def _bytes() -> TextTokenizer:

@@ -24,9 +24,7 @@ GENERATION = (
     "no_repeat_ngram_size",
 )  # fmt: skip
 # An export writes these keys anew.
-WRITTEN = {
-    "architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
+WRITTEN = {"architectures", "dtype", "model_type", "torch_dtype", "transformers_version"}
 SPECIAL = {
     "pad": "pad_token_id",
     "start": "decoder_start_token_id",
@@ -35,6 +33,10 @@ SPECIAL = {
     "forced_bos": "forced_bos_token_id",
     "forced_eos": "forced_eos_token_id",
 }
+# brt applies these keys of generation_config.json, and an export states them.
+STATED = {*GENERATION, *SPECIAL.values()}
+# These values of `early_stopping` have the names on the right in Decoding.early_stopping.
+STOPPING: dict[Any, str] = {True: "yes", False: "heuristic", "never": "never"}
 _T5 = {
     "encoder_layers": "num_layers", "decoder_layers": "num_decoder_layers",
     "model_dim": "d_model", "heads": "num_heads", "head_dim": "d_kv", "mlp_dim": "d_ff",
@@ -138,7 +140,7 @@ def from_theirs(
 def unread_keys(config: Mapping[str, Any]) -> list[str]:
     """Returns the keys of a config.json of T5, LongT5 or BART that brt does not use."""
     family = "bart" if config["model_type"] == "bart" else "t5"
-    common = {*SPECIAL.values(), *GENERATION, CROSS_KEY, "task_specific_params"}
+    common = {*STATED, CROSS_KEY, "task_specific_params", "use_cache"}
     read = _READ[family] | common | WRITTEN | {"tie_word_embeddings", "is_encoder_decoder"}
     return [name for name in config if name not in read]
 
@@ -259,7 +261,7 @@ def to_theirs(described: Described, dtype: str) -> tuple[dict[str, Any], dict[st
         for ours, theirs in SPECIAL.items()
         if getattr(described.special, ours) is not None
     }
-    config |= special | {"is_encoder_decoder": True, "use_cache": True, "dtype": dtype}
+    config |= special | {"is_encoder_decoder": True, "dtype": dtype}
     if described.cross.kind != "full":
         saved = config_json(Config(cross_attention=described.cross))
         config[CROSS_KEY] = saved["CrossAttention"]
@@ -320,8 +322,6 @@ def decoding(described: Described, task: str = "") -> Decoding:
     }  # fmt: skip
     table = {ours[name]: name for name in ours if wanted.get(name) is not None}
     fields = convert_fields("Decoding", table, wanted, file="generation_config.json")
-    stopping = {True: "yes", False: "heuristic", "never": "never"}
-    # transformers' default of early_stopping is False, which is the value "heuristic" of
-    # Decoding.early_stopping.
-    early = _chosen({"early_stopping": False, **wanted}, "early_stopping", stopping)
+    # transformers' default of early_stopping is False.
+    early = _chosen({"early_stopping": False, **wanted}, "early_stopping", STOPPING)
     return Decoding(**fields, early_stopping=early)

@@ -6,15 +6,17 @@ models. The format of the directories is explained in `brt.interop.pretrained`.
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
+from brt.data import originals
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportableModel, ExportFormat
-from brt.interop.huggingface import config, files, inventory, verify, weights
+from brt.interop.huggingface import config, files, inventory, kept, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
@@ -70,11 +72,14 @@ def from_hf(
     model, arrays, imported = read(source)
     with files.new_directory(target) as directory:
         pretrained.save(directory, model)
+        pretrained.keep_settings(source, directory)
         copied = pretrained.copy_tokenizer(source, directory)
         yield f"{source}: {_summary(model)}"
         yield from weights.mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
-        yield from (f"note: {note}" for note in _notes(source, copied))
+        left = config.unread_keys(files.read_json(source / "config.json"))
+        notes = inventory.notes(source, left=left, applied=config.STATED, used=copied)
+        yield from (f"note: {note}" for note in notes)
         if verified:
             reloaded = pretrained.load(directory)
             yield from _compare(model, reloaded, arrays, source)
@@ -84,24 +89,15 @@ def from_hf(
     yield f"wrote {target}"
 
 
-def _notes(source: Path, copied: list[str]) -> list[str]:
-    """Returns notes about what of a directory is not used."""
-    settings, path = files.read_json(source / "config.json"), source / "generation_config.json"
-    generation = files.read_json(path) if path.is_file() else {}
-    applied = (*config.GENERATION, *config.SPECIAL.values())
-    return [
-        *inventory.of_config(settings, config.unread_keys(settings), kept=False),
-        *inventory.of_generation(generation, applied, kept=False),
-        *inventory.of_files(source, copied),
-    ]
-
-
-def to_format(model: Pretrained, dtype: str) -> ExportFormat:
+def to_format(
+    model: Pretrained, dtype: str, beside: Mapping[str, bytes] = MappingProxyType({})
+) -> ExportFormat:
     """Returns the content of a Hugging Face checkpoint of T5, LongT5 or BART for a model.
 
     Args:
       model: the model.
       dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
+      beside: the files of the checkpoint that the model was read from, whose settings are kept.
 
     Raises:
       CheckpointError: the model has settings or parameters without a counterpart in the format.
@@ -124,7 +120,10 @@ def to_format(model: Pretrained, dtype: str) -> ExportFormat:
             f"CrossAttention.kind = {kind!r}; --from=hf will"
         )
     described = {"config.json": settings, "generation_config.json": generation}
-    return ExportFormat(_summary(model), described, exported, verify_directory, notes=tuple(notes))
+    content = ExportFormat(
+        _summary(model), described, exported, verify_directory, notes=tuple(notes)
+    )
+    return kept.with_settings(content, beside, config.STATED)
 
 
 def to_hf(
@@ -172,7 +171,8 @@ def load_converted(source: Path) -> ExportableModel:
     """
     encoder = pretrained_encoder.is_encoder_directory(source)
     model = (pretrained_encoder if encoder else pretrained).load(source)
-    function = roberta.to_format if encoder else to_format
+    beside = originals.read(source / pretrained.MODEL)
+    function = partial(roberta.to_format if encoder else to_format, beside=beside)
     return ExportableModel(source, model, function, partial(pretrained.copy_tokenizer, source))
 
 

@@ -1,6 +1,6 @@
 """What of a directory in Hugging Face's format is neither used nor kept, in notes for the user."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +8,48 @@ from brt.data import originals
 from brt.interop.huggingface import files, unread
 
 _SHOWN = 12  # A note names at most this number of files or keys.
-# These keys of generation_config.json are applied, or have no influence on the text.
-_APPLIED = {
-    "bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p",
-    "transformers_version", "use_cache", "cache_implementation",
-}  # fmt: skip
+# These keys of generation_config.json have no influence on the text.
+_NEUTRAL = {"transformers_version", "use_cache", "cache_implementation"}
 
 
-def of_files(directory: Path, kept: Collection[str]) -> list[str]:
+def notes(
+    directory: Path, *, left: Collection[str], applied: Collection[str], used: Collection[str]
+) -> list[str]:
+    """Returns notes about what brt does not use of a directory, or does not keep for exports.
+
+    Args:
+      directory: the directory.
+      left: the keys of config.json that nothing has read. They are kept.
+      applied: the keys of generation_config.json that brt applies. The others are kept.
+      used: the names of the files that are kept or read, except for the weights and the two files
+        of settings.
+    """
+    described, generation = (_read(directory / name) for name in originals.MODEL)
+    unknown = unread.unknown(described, left)
+    rest = [
+        f"{name} = {value!r:.40}"
+        for name, value in generation.items()
+        if name not in applied
+        and name not in _NEUTRAL
+        and not name.startswith("_")
+        and value not in (None, False, [], {})
+    ]
+    found = [f"config.json: ignored, but kept: {_list(unknown)}"] if unknown else []
+    if rest:
+        found.append(f"generation_config.json: kept for exports, but not applied: {_list(rest)}")
+    return found + of_files(directory, {*used, *originals.MODEL})
+
+
+def of_files(directory: Path, used: Collection[str]) -> list[str]:
     """Returns notes about the files of a directory that are neither used nor kept.
 
     Args:
       directory: the directory.
-      kept: the names of the files that are kept or read, except for the weights.
+      used: the names of the files that are kept or read, except for the weights.
     """
-    used = {*kept, *files.weight_files(directory), *originals.MODEL}
-    used |= {name.split("/")[0] for name in kept}
+    known = {*used, *files.weight_files(directory), *(name.split("/")[0] for name in used)}
     found = (path.name + "/" * path.is_dir() for path in directory.iterdir())
-    rest = sorted(name for name in found if name.removesuffix("/") not in used)
+    rest = sorted(name for name in found if name.removesuffix("/") not in known)
     notes = [f"not used and not kept: {_list(rest)}"] if rest else []
     if files.INDEX in rest:
         notes.append(
@@ -35,35 +59,8 @@ def of_files(directory: Path, kept: Collection[str]) -> list[str]:
     return notes
 
 
-def of_config(config: Mapping[str, Any], left: Collection[str], *, kept: bool) -> list[str]:
-    """Returns notes about the keys of a config.json that brt ignores.
-
-    Args:
-      config: the content of config.json.
-      left: the keys that nothing has read.
-      kept: True if an export gives the keys back; otherwise, all of them are named.
-    """
-    names = unread.unknown(config, left) if kept else [n for n in left if config[n] is not None]
-    what = "ignored, but kept" if kept else "not used and not kept"
-    return [f"config.json: {what}: {_list(names)}"] if names else []
-
-
-def of_generation(content: Mapping[str, Any], applied: Collection[str], *, kept: bool) -> list[str]:
-    """Returns notes about the keys of a generation_config.json that brt does not apply.
-
-    Args:
-      content: the content of generation_config.json.
-      applied: further keys that brt applies.
-      kept: True if an export gives the keys back.
-    """
-    known = {*_APPLIED, *applied}
-    rest = [
-        f"{name} = {value!r:.40}"
-        for name, value in content.items()
-        if name not in known and not name.startswith("_") and value not in (None, False, [], {})
-    ]
-    what = "kept for exports, but not applied" if kept else "not applied and not kept"
-    return [f"generation_config.json: {what}: {_list(rest)}"] if rest else []
+def _read(path: Path) -> dict[str, Any]:
+    return files.read_json(path) if path.is_file() else {}
 
 
 def _list(names: list[str]) -> str:

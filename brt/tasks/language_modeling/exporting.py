@@ -1,5 +1,6 @@
 """Export of a trained decoder to Hugging Face's format."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -71,8 +72,16 @@ def _adapter(source: ExportSource, decoder: TrainedDecoder, family: str | None) 
     start = source.config.training.init_from
     base = start if reading.is_decoder(Path(start)) else ""
     write = partial(causal.to_adapter, source.config.adapter, source.adapters, base)
-    notes = () if base else (
-        f"PEFT needs the model that {start} has: python -m brt.convert --from=brt {start} --to=hf "
-        "BASE --plain writes it, then PeftModel.from_pretrained(model_of_BASE, OUT)",
-    )  # fmt: skip
+    notes = () if base else (_base_note(start),)
     return ExportableModel(source.path, decoder, write, lambda directory: [], notes)
+
+
+def _base_note(start: str) -> str:
+    """Returns a note about how to give PEFT the base of adapters, which no directory in Hugging
+    Face's format has. Training began with the model in `start`.
+    """
+    load = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('BASE'), OUT)"
+    if not Path(start).is_dir():
+        return f"the base is not named, because {start} is not here; with its path BASE, {load}"
+    command = f"python -m brt.convert --from=brt {shlex.quote(start)} --to=hf BASE --plain"
+    return f"PEFT needs the model that {start} has: {command} writes it, then {load}"

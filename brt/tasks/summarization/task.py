@@ -1,6 +1,7 @@
 """The summarization task: predict the tokens of a summary from its document."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from brt.config.shared import TASK_SECTIONS
 from brt.errors import ConfigError
 from brt.interop import pretrained
 from brt.interop.exporting import NAMES, ExportableModel, ExportSource
-from brt.interop.huggingface import convert
-from brt.interop.huggingface.config import Described
+from brt.interop.huggingface import convert, kept
+from brt.interop.huggingface.config import STOPPING, Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 from brt.models.transformer_flops import seq2seq_flops
@@ -268,6 +269,9 @@ class Summarization(Task):
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
+            "early_stopping": {ours: theirs for theirs, ours in STOPPING.items()}[
+                decoding.early_stopping
+            ],
             "max_length": decoding.max_length,
             "min_length": decoding.min_length,
             "no_repeat_ngram_size": decoding.no_repeat_ngram,
@@ -277,12 +281,9 @@ class Summarization(Task):
         )
 
         def copy(target: Path) -> list[str]:
-            """Writes the tokenizer's file to the directory `target`, and returns the names of the
-            written files.
-            """
-            name = NAMES[Path(opened.name).suffix]
-            (target / name).write_bytes(opened.content)
-            return [name]
+            """Writes the tokenizer's files into `target`, and returns their names."""
+            file = NAMES[Path(opened.name).suffix], opened.content
+            return kept.write(file, opened.beside, target)
 
         kind, notes = config.attention.kind, []
         if kind != "full":
@@ -291,7 +292,8 @@ class Summarization(Task):
                 "attention, and so does --verify"
             )
         pretrained_model = Pretrained(source.params, described)
-        return ExportableModel(source.path, pretrained_model, convert.to_format, copy, tuple(notes))
+        form = partial(convert.to_format, beside=opened.beside)
+        return ExportableModel(source.path, pretrained_model, form, copy, tuple(notes))
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         """Returns the weights of a T5 or BART model that brt.convert wrote.

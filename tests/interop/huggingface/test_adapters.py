@@ -1,6 +1,8 @@
 """Tests adapters in PEFT's format, and weights that are beside or below their usual place."""
 
+import dataclasses
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +81,42 @@ def test_an_adapter_is_added_to_its_base(place: str, base: Path, tmp_path: Path)
     np.testing.assert_allclose(after[ADAPTED], expected, rtol=1e-6)
     changed = {name for name in before if np.any(before[name] != after[name])}
     assert changed == {ADAPTED, "model.layers.1.mlp.down_proj.weight"}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_tokenizer_of_an_adapter(
+    whole: bool, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As in transformers, it is used if it is there; settings without a tokenizer are named."""
+    hub, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(base, hub)
+    files.write_json(hub / "tokenizer_config.json", {"bos_token": "<|im_start|>"})
+    described = {"do_sample": True, "repetition_penalty": 1.05}
+    files.write_json(hub / "generation_config.json", described)
+    write_adapter(adapter, {"base_model_name_or_path": str(hub)})
+    settings = {"bos_token": "<|im_end|>", "model_max_length": 77}
+    files.write_json(adapter / "tokenizer_config.json", settings)
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    (adapter / "README.md").write_text("something")
+    if whole:
+        shutil.copy(base / "tokenizer.json", adapter)
+    flags = ["--from=hf", str(adapter), "--to=brt", str(tmp_path / "run")]
+    convert.main(convert.parser().parse_args(flags))
+    flags = ["--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "back"), "--plain"]
+    convert.main(convert.parser().parse_args(flags))
+    said = capsys.readouterr().out
+    assert brt.load(tmp_path / "run").tokenizer.bos_id == (2 if whole else 1)
+    assert (f"those of the adapter, {adapter}" in said) == whole
+    named = "README.md" if whole else "README.md, chat_template.jinja, tokenizer_config.json"
+    assert f"{adapter}: not used and not kept: {named}\n" in said
+    place = adapter if whole else hub
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        back = (tmp_path / "back" / name).read_bytes()
+        assert back == ((place if name != "tokenizer.json" else hub) / name).read_bytes()
+    assert (tmp_path / "back/chat_template.jinja").is_file() == whole
+    again = files.read_json(tmp_path / "back/generation_config.json")
+    assert {name: again[name] for name in described} == described
+    assert files.read_json(tmp_path / "back/config.json")["vocab_size"] == 300
 
 
 def test_scales_and_whole_modules_of_an_adapter(base: Path, tmp_path: Path) -> None:
@@ -233,6 +271,35 @@ def test_adapters_of_a_run_are_read_as_they_were(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-6),
         read.params(), dict(source.params),
     )  # fmt: skip
+
+
+def test_the_base_of_adapters_is_found_as_the_note_says(
+    adapters_of_run: tuple[ExportSource, Path], tmp_path: Path
+) -> None:
+    source, base = adapters_of_run
+    start = tmp_path / "the run"
+    convert.main(convert.parser().parse_args(["--from=hf", str(base), "--to=brt", str(start)]))
+
+    def export(place: Path) -> list[str]:
+        training = dataclasses.replace(source.config.training, init_from=str(place))
+        config = dataclasses.replace(source.config, training=training)
+        exported = LanguageModeling().export(source._replace(config=config))
+        return list(converting.to_hf(exported, tmp_path / f"of {place.name}", verified=False))
+
+    (note,) = (line for line in export(start) if "PEFT needs" in line)
+    command = shlex.split(note.partition("brt.convert ")[2].partition(" writes it")[0])
+    target = tmp_path / "BASE"
+    flags = [str(target) if word == "BASE" else word for word in command]
+    convert.main(convert.parser().parse_args(flags))
+    path = tmp_path / "of the run/adapter_config.json"
+    files.write_json(path, files.read_json(path) | {"base_model_name_or_path": str(target)})
+    read = reading.describe(path.parent, WindowChoice(64, 0))
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-6),
+        read.params(), dict(source.params),
+    )  # fmt: skip
+    gone = " ".join(export(tmp_path / "gone"))
+    assert "gone is not here" in gone and "--from=brt" not in gone
 
 
 def test_runs_that_trained_more_than_adapters_are_refused(base: Path, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_what_roberta_lacks_is_refused_and_nothing_is_written(
 def test_a_sentencepiece_model_comes_along(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = SimpleNamespace(name="my.model", file=("tokenizer.model", b"pieces"))
+    kept = SimpleNamespace(name="my.model", file=("tokenizer.model", b"pieces"), beside={})
     monkeypatch.setattr(saved_model, "tokenizer", lambda model: kept)
     lines = list(convert.to_hf(exports.export(run()), tmp_path / "theirs", verified=False))
     assert "tokenizer: tokenizer.model" in lines

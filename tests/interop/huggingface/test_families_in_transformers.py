@@ -10,6 +10,8 @@ import pytest
 from tiny_decoder import write_decoder
 
 from brt import convert
+from brt.data import tokenizers
+from brt.data.tokenizer_training import train_sentencepiece
 from brt.interop.huggingface import files
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -36,6 +38,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24,
         "layer_types": [LOCAL, FULL, LOCAL]}),
 }  # fmt: skip
+# Encoder-decoders and encoders, by the name of the class.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5ForConditionalGeneration": ("T5", {
+        "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0, "eos_token_id": 2}),
+    "BartForConditionalGeneration": ("Bart", {
+        "vocab_size": 300, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48, "max_position_embeddings": 64}),
+    "RobertaForMaskedLM": ("Roberta", {}),
+    "RobertaForSequenceClassification": ("Roberta", {"num_labels": 3}),
+    "RobertaForQuestionAnswering": ("Roberta", {}),
+}  # fmt: skip
+ROBERTA = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 66, "type_vocab_size": 1,
+}  # fmt: skip
 CHAT = [{"role": "user", "content": "Hi"}]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{m['role']}} {{m['content']}}<|im_end|>{% endfor %}"
 
@@ -61,12 +80,7 @@ def test_a_family_goes_through_brt(
     model.generation_config.update(do_sample=True, temperature=0.6, repetition_penalty=1.05)
     hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
     model.save_pretrained(hub)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer_file), bos_token="<|im_start|>", eos_token="<|im_end|>",
-        pad_token="<|endoftext|>", unk_token="<|endoftext|>", model_max_length=64,
-        chat_template=TEMPLATE,
-    )  # fmt: skip
-    tokenizer.save_pretrained(hub)
+    save_tokenizer(transformers, tokenizer_file, hub)
     arguments = ("--window=8", "--sinks=2") if own_code else ()
     run("--from=hf", str(hub), "--to=brt", str(ours), *arguments)
     plain = () if own_code else ("--plain",)
@@ -91,10 +105,132 @@ def test_a_family_goes_through_brt(
         assert found.get(key) == value or derived or value is None or key in said, key
         if key not in ("dtype", "transformers_version"):
             assert getattr(again, key) == getattr(config, key) or derived, key
+    assert_files_given_back(hub, back, said)
+
+
+@pytest.mark.parametrize("name_of_class", OTHERS)
+def test_an_encoder_goes_through_brt(
+    name_of_class: str, tokenizer_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    family, settings = OTHERS[name_of_class]
+    sizes = ROBERTA if family == "Roberta" else {}
+    config = getattr(transformers, f"{family}Config")(**sizes, **settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, name_of_class)(config)
+    hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
+    if model.can_generate():
+        model.generation_config.update(
+            do_sample=True, temperature=0.6, repetition_penalty=1.05, num_beams=2, max_length=50
+        )
+    model.save_pretrained(hub)
+    save_tokenizer(transformers, tokenizer_file, hub)
+    run("--from=hf", str(hub), "--to=brt", str(ours))
+    run("--from=brt", str(ours), "--to=hf", str(back), "--verify")
+    said = capsys.readouterr().out
+
+    again = getattr(transformers, f"{family}Config").from_pretrained(back).to_dict()
+    written = {"_name_or_path": again["_name_or_path"], "architectures": again["architectures"]}
+    assert again == model.config.to_dict() | written
+    for name, wanted in json_settings(hub).items():
+        found = json_settings(back)[name]
+        for key, value in wanted.items():
+            assert found.get(key, value) == value, (name, key)
+            assert key in found or value is None or key == "transformers_version", (name, key)
+    if model.can_generate():
+        assert all(word in said for word in ("repetition_penalty", "do_sample", "temperature"))
+    before, after = (transformers.AutoTokenizer.from_pretrained(p) for p in (hub, back))
+    assert after("It was").input_ids == before("It was").input_ids
+    assert after.special_tokens_map == before.special_tokens_map
+    assert_files_given_back(hub, back, said)
+
+
+def test_the_own_code_heeds_the_settings_of_generation(tmp_path: Path) -> None:
+    """Within the window, it writes the texts of Llama, except for the keys that are left out."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
+    write_decoder(hub)
+    left_out = {"prompt_lookup_num_tokens": 3, "prefill_chunk_size": 3, "output_attentions": True}
+    files.write_json(hub / "generation_config.json", {"top_k": 3} | left_out)
+    run("--from=hf", str(hub), "--to=brt", str(ours), "--window=32", "--sinks=4")
+    run("--from=brt", str(ours), "--to=hf", str(back))
+    assert not files.read_json(back / "generation_config.json").keys() & left_out.keys()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    models = load(hub), load(back, trust_remote_code=True)
+    models[0].generation_config = models[1].generation_config
+    for model, norm in zip(models, ("model.norm.weight", "decoder.norm"), strict=True):
+        model.get_parameter(norm).data *= 0.2  # So that many tokens are likely.
+
+    def write(model: Any, settings: dict[str, Any]) -> list:
+        torch.manual_seed(0)
+        ids = torch.tensor([[1, 40, 60, 80, 100, 41, 60]])
+        asked = transformers.GenerationConfig(
+            **{"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 2, **settings}
+        )
+        return model.generate(
+            ids, generation_config=asked, attention_mask=torch.ones_like(ids)
+        ).tolist()
+
+    for settings in (
+        {"do_sample": True, "temperature": 0.7}, {"do_sample": True, "top_k": 3, "min_p": 0.1},
+        {"do_sample": True, "top_p": 0.4, "typical_p": 0.5}, {"repetition_penalty": 1.8},
+        {"no_repeat_ngram_size": 2}, {"num_beams": 3, "length_penalty": 2.0},
+        {"bad_words_ids": [[5]], "suppress_tokens": [6]}, {"forced_eos_token_id": 2},
+        {"exponential_decay_length_penalty": [2, 1.5]}, {"min_new_tokens": 10}, {"max_length": 14},
+    ):  # fmt: skip
+        llama, own = (write(model, settings) for model in models)
+        assert own == llama, settings
+    for name, value in left_out.items():
+        with pytest.raises(ValueError):
+            write(models[1], {name: value})
+
+
+@pytest.mark.parametrize("own", ["json", "model"])
+@pytest.mark.parametrize("named", [None, "<s>"])
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_documents_begin_as_texts_of_transformers(
+    own: str, named: str | None, adds: bool | None, tmp_path: Path
+) -> None:
+    """If transformers puts a token before a text, brt's documents begin with it."""
+    transformers = pytest.importorskip("transformers")
+    train_sentencepiece([["It was the best of times"] * 40], 300, tmp_path / "tokenizer.model")
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds, "bos_token": named}
+    given = {name: value for name, value in settings.items() if value is not None}
+    files.write_json(tmp_path / "tokenizer_config.json", given)
+    # A tokenizer.json is written with a post-processor that puts BOS, and the flag is changed then.
+    if own == "json":
+        files.write_json(tmp_path / "tokenizer_config.json", {**given, "add_bos_token": True})
+        transformers.AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.save(
+            str(tmp_path / "tokenizer.json")
+        )
+        files.write_json(tmp_path / "tokenizer_config.json", given)
+    files.write_json(tmp_path / "config.json", {"model_type": "llama", "bos_token_id": 2})
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path)("times").input_ids
+    ours = tokenizers.load(str(tmp_path / "tokenizer.model"))
+    assert (ids[0] < 3) == (own == "json" or adds is True)
+    assert ids[0] == ours.bos_id or ids[0] >= 3
+    said = any("add_bos_token" in note and "BOS" in note for note in ours.notes)
+    assert said == (own == "model" and adds is False)
+
+
+def save_tokenizer(transformers: Any, tokenizer_file: Path, place: Path) -> None:
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_file), bos_token="<|im_start|>", eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", unk_token="<|endoftext|>", model_max_length=64,
+        chat_template=TEMPLATE,
+    ).save_pretrained(place)  # fmt: skip
+
+
+def json_settings(directory: Path) -> dict[str, Any]:
+    names = ("config.json", "generation_config.json", "tokenizer_config.json")
+    return {n: files.read_json(directory / n) for n in names if (directory / n).is_file()}
+
+
+def assert_files_given_back(hub: Path, back: Path, said: str) -> None:
     weights = files.weight_files(hub)
     for path in hub.iterdir():
         given_back = (back / path.name).is_file() or path.name in said
-        assert given_back or path.name in (*weights, "config.json"), path.name
+        assert given_back or path.name in weights, path.name
 
 
 def run(*flags: str) -> None:

@@ -1,6 +1,7 @@
-"""Tests that every file and key of a decoder's directory is used, given back, or named."""
+"""Tests that every file and key of a model's directory is used, given back, or named."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from tiny_decoder import TEXT, write_decoder
 
 import brt
 from brt import convert, train
-from brt.data import tokenizers
+from brt.data import tokenizer_training, tokenizers
 from brt.errors import CheckpointError
 from brt.interop.huggingface import config as seq2seq
 from brt.interop.huggingface import files
@@ -111,6 +112,52 @@ def test_a_directory_is_given_back(
     assert_given_back(hub, tmp_path / "back", own_code=own_code)
 
 
+def test_settings_of_generation_that_the_own_code_lacks(
+    hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(hub, tmp_path / "hub")
+    path = tmp_path / "hub/generation_config.json"
+    lost = {"prompt_lookup_num_tokens": 3, "guidance_scale": 1.5}
+    files.write_json(path, SETTINGS["generation_config.json"] | lost | {"output_attentions": False})
+    run("--from=hf", str(tmp_path / "hub"), "--to=brt", str(tmp_path / "run"), "--window=32")
+    for plain in (True, False):
+        capsys.readouterr()
+        flags = ["--plain"] * plain
+        run("--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / f"{plain}"), *flags)
+        said = capsys.readouterr().out
+        again = files.read_json(tmp_path / f"{plain}/generation_config.json")
+        assert files.read_json(path) == again | ({} if plain else lost)
+        for name, value in lost.items():
+            assert (name in again) == plain and said.count(f"{name} = {value}") == (not plain)
+
+
+@pytest.mark.parametrize("model", ["t5", "bart", "roberta"])
+def test_other_directories_are_given_back(
+    model: str, directory: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    hub, back = tmp_path / "hub", tmp_path / "back"
+    shutil.copytree(directory(model), hub)
+    for file, settings in SETTINGS.items():
+        before = files.read_json(hub / file) if (hub / file).is_file() else {}
+        files.write_json(hub / file, settings | before)
+    described = files.read_json(hub / "config.json") | {"some_remark": 3, "use_cache": False}
+    files.write_json(hub / "config.json", described)
+    for file in ("merges.txt", "README.md", "additional_chat_templates/tools.jinja"):
+        (hub / file).parent.mkdir(exist_ok=True)
+        (hub / file).write_text("something")
+    run("--from=hf", str(hub), "--to=brt", str(tmp_path / "ours"))
+    said = capsys.readouterr().out
+    for word in ("some_remark", "repetition_penalty = 1.05", "temperature = 0.6", "README.md"):
+        assert said.count(word) == 1, word
+    run("--from=brt", str(tmp_path / "ours"), "--to=hf", str(back))
+    for file, wanted in json_files(hub).items():
+        again = json_files(back)[file]
+        lost = {key for key, value in wanted.items() if again.get(key) != value}
+        assert lost <= {"transformers_version"}, (file, lost)
+    left = {path.name for path in hub.iterdir()} - {path.name for path in back.iterdir()}
+    assert left == {"README.md", "expected.npz"} and all(name in said for name in left)
+
+
 @pytest.mark.slow
 def test_training_and_training_on_keep_a_directory(hub: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(TEXT)
@@ -168,6 +215,8 @@ def rename(old: str, new: str) -> Callable[[dict], None]:
 
 
 NO_BOS = {"bos_token_id": None}
+ADDS = {"tokenizer_config": {"add_bos_token": True}}
+ADDS_NO = {"tokenizer_config": {"add_bos_token": False, "bos_token": "<|im_start|>"}}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +231,10 @@ NO_BOS = {"bos_token_id": None}
         (lambda _: None, {"config": {**NO_BOS, "eos_token_id": 2}}, 2, "begin with the end token"),
         (lambda _: None, {"config": {"bos_token_id": 290, "eos_token_id": 2}}, 2, "= 290 is no"),
         (lambda _: None, {"config": {"bos_token_id": 50, "eos_token_id": 2}}, 2, "= 50 is no"),
+        (begins("<|im_start|>", 1), ADDS, 1, ""),
+        (lambda _: None, ADDS, 1, "contradicts the post-processor"),
+        (begins("<|im_start|>", 1), ADDS_NO, 1, "contradicts the post-processor"),
+        (lambda _: None, ADDS_NO, 1, "documents of brt begin with a BOS"),
     ],
 )
 def test_documents_begin_with_what_the_directory_says(
@@ -191,6 +244,25 @@ def test_documents_begin_with_what_the_directory_says(
     assert decoder.tokenizer.bos_id == bos
     notes = " ".join(decoder.notes)
     assert said in notes and ("BOS" in notes or "bos_token" in notes) == bool(said)
+
+
+def test_a_sentencepiece_model_begins_as_its_settings_say(tmp_path: Path) -> None:
+    """transformers heeds `add_bos_token`, as there is no tokenizer.json; its default BOS is <s>."""
+    path = tmp_path / "tokenizer.model"
+    special = tokenizer_training.Special(unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
+    tokenizer_training.train_sentencepiece([[TEXT]], 300, path, special=special)
+    files.write_json(tmp_path / "config.json", {"bos_token_id": 2})
+    for settings, bos, said in (
+        ({}, 2, ""),
+        ({"add_bos_token": True}, 1, "BOS = '<s>' contradicts config.json"),
+        ({"add_bos_token": True, "bos_token": "</s>"}, 2, ""),
+        ({"add_bos_token": False, "bos_token": "</s>"}, 2, "begin with a BOS"),
+        ({"add_eos_token": True}, 2, "no end token after a prompt"),
+    ):
+        files.write_json(tmp_path / "tokenizer_config.json", settings)
+        tokenizer = tokenizers.load(str(path))
+        notes = " ".join(tokenizer.notes)
+        assert tokenizer.bos_id == bos and said in notes and bool(notes) == bool(said), settings
 
 
 def test_other_beginnings_are_other_tokenizers(change: Callable) -> None:
@@ -280,3 +352,29 @@ def test_two_sets_of_weights_are_named(hub: Path, tmp_path: Path) -> None:
     decoder = reading.describe(tmp_path)
     assert any("two sets of weights" in note for note in decoder.notes)
     assert not any(array.any() for array in decoder.arrays().values())
+
+
+@pytest.mark.slow
+def test_training_keeps_the_directory_of_an_encoder_decoder(tmp_path: Path) -> None:
+    pairs = [{"document": f"the story of {i} and of {i + 1}", "summary": f"{i}"} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    settings = {
+        "Training.task": "summarization", "Training.steps": 1, "Training.batch_size": 2,
+        "Training.sample_every": 0, "Training.evaluate_every": 0,
+        "Data.train": (str(tmp_path / "pairs.jsonl"),), "Data.tokenizer": "train:320",
+        "Seq2Seq.encoder_layers": 1, "Seq2Seq.decoder_layers": 1, "Model.model_dim": 16,
+        "Model.heads": 2, "Model.head_dim": 8, "Model.mlp_dim": 16, "Pairs.max_source_length": 64,
+        "Pairs.max_target_length": 16,
+    }  # fmt: skip
+    hub, ours, back = (tmp_path / name for name in ("hub", "ours", "back"))
+    brt.train(brt.config_from_gin((), settings), tmp_path / "first")
+    run("--from=brt", str(tmp_path / "first"), "--to=hf", str(hub))
+    files.write_json(hub / "tokenizer_config.json", SETTINGS["tokenizer_config.json"])
+    for name, more in (("config", {"some_remark": 3}), ("generation_config", {"top_k": 5})):
+        path = hub / f"{name}.json"
+        files.write_json(path, files.read_json(path) | more)
+    run("--from=hf", str(hub), "--to=brt", str(ours))
+    more = {"Data.tokenizer": str(ours / "spiece.model"), "Training.init_from": str(ours)}
+    brt.train(brt.config_from_gin((), settings | more), tmp_path / "second")
+    run("--from=brt", str(tmp_path / "second"), "--to=hf", str(back))
+    assert json_files(back) == json_files(hub)

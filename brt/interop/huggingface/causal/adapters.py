@@ -12,12 +12,13 @@ from flax.traverse_util import flatten_dict
 
 from brt import untrusted
 from brt.config import Adapter, Model
+from brt.data import originals
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import weights
 from brt.interop.huggingface.weights import Arrays
 
-CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, FILE = originals.ADAPTER, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _MERGE = (
@@ -40,17 +41,14 @@ _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def base_of(directory: Path) -> Path:
-    """Returns the directory of the model that an adapter is added to: the adapter's own, the one
-    that adapter_config.json names, or the one that the adapter's directory lies in.
+    """Returns the directory of the model that an adapter is added to, as `originals.base_of` does.
 
     Raises:
       CheckpointError: there is no such directory, or adapter_config.json is damaged.
     """
     name = str(_describe(directory).get("base_model_name_or_path") or "")
-    named = [Path(name)] if name else []
-    for place in (directory, *named, directory.resolve().parent):
-        if (place / "config.json").is_file():
-            return place
+    if base := originals.base_of(directory):
+        return base
     raise CheckpointError(
         f"{directory} is an adapter (PEFT) without its model, and base_model_name_or_path = "
         f"{name!r} in its {CONFIG} is no directory of a model; write the path of the model there, "

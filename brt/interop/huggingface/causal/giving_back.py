@@ -7,19 +7,22 @@ generation_config.json are, too, except for what training or brt changed.
 from pathlib import Path
 from typing import Any
 
-from brt import untrusted
 from brt.config import Model
-from brt.data import originals
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError
 from brt.interop.exporting import ExportFormat
-from brt.interop.huggingface import files
+from brt.interop.huggingface import files, kept
 from brt.interop.huggingface.causal import config
 from brt.interop.huggingface.causal.config import WindowChoice
 
 # If these keys of the original config.json are equal to those of the export, the export is the
 # same model, perhaps trained further, and not a new model with the same tokenizer.
 _SAME = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# BrtForCausalLM stops with an error if generation_config.json has these keys, or ignores them.
+_UNKNOWN_TO_BRT = (
+    "guidance_scale", "output_attentions", "prefill_chunk_size", "prompt_lookup_num_tokens",
+    "speculation_type", "use_mtp",
+)  # fmt: skip
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 
 
@@ -33,7 +36,7 @@ def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> Expor
       tokenizer: the tokenizer of the model, with the original files.
     """
     ours, notes = dict(content.settings[CONFIG]), []
-    theirs, generation = (_read(tokenizer, name) for name in (CONFIG, GENERATION))
+    theirs, generation = (kept.read_json(tokenizer.beside, n) for n in (CONFIG, GENERATION))
     if any(theirs.get(name) != ours[name] for name in _SAME):
         return content
     try:
@@ -42,20 +45,26 @@ def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> Expor
         return content
     ids = config.end_ids(generation, model.vocab_size) or config.end_ids(theirs, model.vocab_size)
     names = ("bos_token_id", "eos_token_id")
-    kept: dict[str, Any] = {name: theirs[name] for name in names if name in theirs}
+    stated: dict[str, Any] = {name: theirs[name] for name in names if name in theirs}
     changes: dict[str, Any] = {}
     if tuple(i for i in ids if i < tokenizer.vocab_size) != model.end_ids:
         changes = {"eos_token_id": ours["eos_token_id"]}
         notes.append(f"the texts of the export end with the ids {list(model.end_ids)}")
     # Without a BOS, the code of BrtForCausalLM still has to know with which id texts begin.
-    begins = kept.get("bos_token_id") != ours["bos_token_id"]
-    if begins and (ours["model_type"] == "brt" or kept.get("bos_token_id") is not None):
+    begins = stated.get("bos_token_id") != ours["bos_token_id"]
+    if begins and (ours["model_type"] == "brt" or stated.get("bos_token_id") is not None):
         changes["bos_token_id"] = ours["bos_token_id"]
         notes.append(f"config.json: bos_token_id = {ours['bos_token_id']}, with which texts begin")
     elif begins:
-        kept["bos_token_id"] = None
-    described: dict[str, Any] = {**left, **ours, **kept, **changes}
+        stated["bos_token_id"] = None
+    described: dict[str, Any] = {**left, **ours, **stated, **changes}
     written = {**content.settings, CONFIG: described}
+    if ours["model_type"] == "brt":
+        lost = {name: generation[name] for name in _UNKNOWN_TO_BRT if generation.get(name)}
+        generation = {name: value for name, value in generation.items() if name not in lost}
+        shown = ", ".join(f"{name} = {value!r:.40}" for name, value in lost.items())
+        if lost:
+            notes.append(f"{GENERATION}: left out, BrtForCausalLM does not apply it: {shown}")
     if generation:
         again = {name: value for name, value in changes.items() if name in generation}
         written[GENERATION] = {**generation, **again}
@@ -73,23 +82,11 @@ def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> li
       own_code: True if the export has the code of its model. transformers cannot conclude from
         such a model what the class of the tokenizer is, so tokenizer_config.json says it.
     """
-    found = {name: data for name, data in tokenizer.beside.items() if name not in originals.MODEL}
-    found = dict([tokenizer.file]) | found
-    described = _read(tokenizer, TOKENIZER)
+    names = kept.write(tokenizer.file, tokenizer.beside, target)
+    described = kept.read_json(tokenizer.beside, TOKENIZER)
     if own_code and "tokenizer_class" not in described:
         of_pieces = tokenizer.file[0].endswith(".model")
         name = "LlamaTokenizer" if of_pieces else "PreTrainedTokenizerFast"
         files.write_json(target / TOKENIZER, {"tokenizer_class": name, **described})
-        found.pop(TOKENIZER, None)
-    for name, data in found.items():
-        (target / name).parent.mkdir(exist_ok=True)
-        (target / name).write_bytes(data)
-    return [*found, *({TOKENIZER} - {*found} if (target / TOKENIZER).is_file() else ())]
-
-
-def _read(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
-    """Returns the content of one of the files beside the tokenizer; {} if it is missing."""
-    try:
-        return untrusted.checked_json(tokenizer.beside.get(name, b"{}"), {})
-    except ValueError as error:
-        raise CheckpointError(f"{name} beside the tokenizer is damaged: {error}") from error
+        names = list(dict.fromkeys([*names, TOKENIZER]))
+    return names

@@ -1,7 +1,7 @@
 """Reads decoders (Llama, Mistral, Qwen, Gemma) from directories in Hugging Face's format."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.weights import Arrays
 
 _SAMPLING = ("temperature", "top_k", "top_p")
+_ADAPTER = (adapters.CONFIG, adapters.FILE)
+_APPLIED = {*_SAMPLING, "do_sample", "bos_token_id", "eos_token_id", "pad_token_id"}
 _GENERATION = {
     "do_sample?": bool | None, "temperature?": int | float | None, "top_k?": int | None,
     "top_p?": int | float | None,
@@ -94,20 +96,19 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     described = files.read_json(directory / "config.json")
     model, left = config.read(described, choice)
     ids, sampling = generation_settings(directory, model.vocab_size)
-    tokenizer, file, notes = _tokenizer(directory)
+    tokenizer, file, notes = _tokenizer(adapter if adapter and _files(adapter) else directory)
     if tokenizer.vocab_size > model.vocab_size:
         raise CheckpointError(
-            f"the tokenizer of {directory} has {tokenizer.vocab_size:,} ids, but config.json says "
+            f"the tokenizer {file} has {tokenizer.vocab_size:,} ids, but config.json says "
             f"vocab_size = {model.vocab_size:,}"
         )
     ends, unknown = _known_ends(ids or model.end_ids, tokenizer.vocab_size, directory)
-    adapter_files = (adapters.CONFIG, adapters.FILE) if adapter == directory else ()
+    kept = (file.name, *tokenizer.beside)
+    used = (*kept, *_ADAPTER) if adapter == directory else kept
     notes = [
-        *notes, *_adapter_notes(adapter, directory), *tokenizer.notes, *unknown,
+        *notes, *_adapter_notes(adapter, directory, file, kept), *tokenizer.notes, *unknown,
         *_beginning_notes(tokenizer),
-        *inventory.of_config(described, left, kept=True),
-        *inventory.of_generation(_generation(directory), (), kept=True),
-        *inventory.of_files(directory, (file.name, *tokenizer.beside, *adapter_files)),
+        *inventory.notes(directory, left=left, applied=_APPLIED, used=used),
     ]  # fmt: skip
     model = dataclasses.replace(model, end_ids=ends)
     return PretrainedDecoder(
@@ -148,8 +149,27 @@ def _beginning_notes(tokenizer: Tokenizer) -> list[str]:
     return [f"{path.name} puts a space before a text; brt reads texts as they are"] if adds else []
 
 
-def _adapter_notes(adapter: Path | None, directory: Path) -> list[str]:
-    return [f"the adapter in {adapter} is added to {directory}"] if adapter else []
+def _adapter_notes(
+    adapter: Path | None, directory: Path, file: Path, kept: Collection[str]
+) -> list[str]:
+    """Returns notes about an adapter, and about the files of its directory that are not used.
+
+    Args:
+      adapter: the directory of the adapter; None if there is none.
+      directory: the directory of its base.
+      file: the file of the tokenizer.
+      kept: the names of this file and of those beside it, which are kept.
+    """
+    if adapter is None:
+        return []
+    notes = [f"the adapter in {adapter} is added to {directory}"]
+    if adapter == directory:
+        return notes
+    own = file.parent == adapter
+    if own:
+        notes.append(f"the tokenizer and its settings are those of the adapter, {file}")
+    rest = inventory.of_files(adapter, (*kept, *_ADAPTER) if own else _ADAPTER)
+    return notes + [f"{adapter}: {note}" for note in rest]
 
 
 def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], Sampling]:
@@ -184,6 +204,12 @@ def _generation(directory: Path) -> dict[str, Any]:
     return files.read_json(path) if path.is_file() else {}
 
 
+def _files(directory: Path) -> list[Path]:
+    """Returns the files of a directory that a tokenizer can be read from."""
+    paths = (directory / name for name in ("tokenizer.json", "tokenizer.model"))
+    return [path for path in paths if path.is_file()]
+
+
 def _tokenizer(directory: Path) -> tuple[Tokenizer, Path, list[str]]:
     """Returns the tokenizer of a directory, the path of its file, and notes about other files.
 
@@ -191,13 +217,12 @@ def _tokenizer(directory: Path) -> tuple[Tokenizer, Path, list[str]]:
       DataError: the directory has none that keeps every byte of a text.
     """
     reasons: list[str] = []
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (path := directory / name).is_file():
-            try:
-                notes = [f"{name} is read instead of another file: {why}" for why in reasons]
-                return tokenizers.load(str(path)), path, notes
-            except DataError as error:
-                reasons.append(str(error))
+    for path in _files(directory):
+        try:
+            notes = [f"{path.name} is read instead of another file: {why}" for why in reasons]
+            return tokenizers.load(str(path)), path, notes
+        except DataError as error:
+            reasons.append(str(error))
     if reasons:
         raise DataError("; ".join(reasons))
     raise DataError(f"{directory} has neither tokenizer.json nor tokenizer.model")

@@ -27,7 +27,7 @@ _DEFAULTS = {
     "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "max_position_embeddings": 512,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
-_KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
+KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
 # For each task, the first string is the name of an array that only models with a head for the task
 # have, and the second is the name of transformers' class of these models.
 HEADS: dict[Task, tuple[str, str]] = {
@@ -45,7 +45,7 @@ class Described(NamedTuple):
       model: the sizes and kinds of the layers.
       task: the task of the head.
       kept: the ids of special tokens and the names of classes, as entries of Hugging Face's
-        config.json. brt does not use them, and an export writes them again.
+        config.json. brt uses only the id of padding, and an export writes them again.
     """
 
     model: Encoder
@@ -92,7 +92,7 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
         norm_first=False,
         positions="learned",
     )
-    kept = {name: config[name] for name in _KEPT if config.get(name) is not None}
+    kept = {name: config[name] for name in KEPT if config.get(name) is not None}
     task = tasks[0] if tasks else "masked_language_modeling"
     # Transformers stores a regression as a classification with one class.
     is_regression = task == "classification" and model.classes == 1
@@ -102,7 +102,7 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
 def unread_keys(config: Mapping[str, Any]) -> list[str]:
     """Returns the keys of RoBERTa's config.json that brt does not use."""
     checked = {"position_embedding_type", "is_decoder", "add_cross_attention"}
-    read = {*_FIELDS.values(), "max_position_embeddings", *_KEPT, *checked, *WRITTEN}
+    read = {*_FIELDS.values(), "max_position_embeddings", *KEPT, *checked, *WRITTEN, "use_cache"}
     return [name for name in config if name not in read | {"tie_word_embeddings"}]
 
 
@@ -137,7 +137,7 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE, "architectures": [HEADS[described.task][1]], **config,
         "max_position_embeddings": model.max_positions + POSITION_OFFSET, "dtype": dtype,
-        **{name: _DEFAULTS[name] for name in _KEPT if name in _DEFAULTS}, **_labels(described),
+        **{name: _DEFAULTS[name] for name in KEPT if name in _DEFAULTS}, **_labels(described),
         **described.kept,
     }  # fmt: skip
 

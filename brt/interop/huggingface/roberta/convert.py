@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportFormat
-from brt.interop.huggingface import files, inventory
+from brt.interop.huggingface import files, inventory, kept
 from brt.interop.huggingface import verify as reports
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.weights import Imported, mismatches
@@ -61,14 +62,14 @@ def from_hf(
     model, arrays, imported = read(source)
     with files.new_directory(target) as directory:
         pretrained_encoder.save(directory, model)
+        pretrained.keep_settings(source, directory)
         copied = pretrained.copy_tokenizer(source, directory)
         yield f"{source}: {_summary(model)}"
         yield from mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
-        described = files.read_json(source / "config.json")
-        left = config.unread_keys(described)
-        notes = inventory.of_config(described, left, kept=False)
-        yield from (f"note: {note}" for note in (*notes, *inventory.of_files(source, copied)))
+        left = config.unread_keys(files.read_json(source / "config.json"))
+        notes = inventory.notes(source, left=left, applied=config.KEPT, used=copied)
+        yield from (f"note: {note}" for note in notes)
         if verified:
             reloaded = pretrained_encoder.load(directory)
             exported = weights.export_arrays(reloaded.params, reloaded.described)
@@ -83,12 +84,15 @@ def from_hf(
     yield f"wrote {target}"
 
 
-def to_format(model: PretrainedEncoder, dtype: str) -> ExportFormat:
+def to_format(
+    model: PretrainedEncoder, dtype: str, beside: Mapping[str, bytes] = MappingProxyType({})
+) -> ExportFormat:
     """Returns the content of a Hugging Face checkpoint of RoBERTa for an encoder.
 
     Args:
       model: the encoder.
       dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
+      beside: the files of the checkpoint that the encoder was read from, whose settings are kept.
 
     Raises:
       CheckpointError: a setting of the encoder has no counterpart in RoBERTa.
@@ -103,7 +107,8 @@ def to_format(model: PretrainedEncoder, dtype: str) -> ExportFormat:
         reloaded, arrays, _ = read(directory)
         return _compare(model, reloaded, exported, arrays, directory)
 
-    return ExportFormat(_summary(model), settings, exported, verify_directory)
+    content = ExportFormat(_summary(model), settings, exported, verify_directory)
+    return kept.with_settings(content, beside, config.KEPT)
 
 
 def _compare(

@@ -7,13 +7,13 @@ length in chunks, and reproduce every byte.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from brt.data import tokenizer_files
+from brt.data import originals, tokenizer_files
 from brt.data.chunks import Ids
 from brt.errors import ConfigError, DataError
 
@@ -28,6 +28,7 @@ class PairTokenizer:
       name: value of Data.tokenizer, without directories.
       fingerprint: SHA-256 of everything that determines the ids.
       content: content of the tokenizer's file.
+      beside: the content of the files beside it, by name, which are kept with it.
       vocab_size: number of ids. A pretrained checkpoint may have more, because its embedding can
         have padding rows and the 100 extra ids of T5, which are not in spiece.model.
       pad_id: id of padding.
@@ -40,12 +41,10 @@ class PairTokenizer:
       decode_ids: function from ids without special ids to their text.
     """
 
-    # No other files are kept with the file of the tokenizer.
-    beside: ClassVar[dict[str, bytes]] = {}
-
     name: str
     fingerprint: str
     content: bytes = dataclasses.field(repr=False)
+    beside: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict)
     vocab_size: int
     pad_id: int
     eos_id: int
@@ -110,6 +109,7 @@ def _sentencepiece(path: Path) -> PairTokenizer:
     end = _required(path, processor.eos_id(), "end", END)
     return PairTokenizer(
         name=path.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
+        beside=originals.read(path),
         vocab_size=processor.vocab_size(), pad_id=pad, eos_id=end, decoder_start_id=pad, begin=(),
         unk_id=processor.unk_id(),
         encode_all=processor.encode, decode_ids=processor.decode,
@@ -131,6 +131,7 @@ def _json(path: Path) -> PairTokenizer:
 
     return PairTokenizer(
         name=path.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
+        beside=originals.read(path),
         vocab_size=tokenizer.get_vocab_size(), pad_id=pad, eos_id=end,
         decoder_start_id=end if begin else pad, begin=begin, encode_all=encode,
         decode_ids=tokenizer.decode,
