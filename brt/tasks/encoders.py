@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,10 +15,10 @@ from brt.data import originals
 from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
-from brt.interop.exporting import ExportableModel, ExportSource
+from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
 from brt.interop.huggingface import kept
 from brt.interop.huggingface.roberta import convert as roberta
-from brt.interop.huggingface.roberta.config import Described
+from brt.interop.huggingface.roberta.config import KEPT, Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
@@ -187,7 +186,7 @@ class EncoderTask(Task):
         Args:
           source: the run that trained the encoder.
         """
-        config, tokenizer = source.config, source.tokenizer()
+        config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
         encoder_with_task = PretrainedEncoder(source.params, Described(model, self.head, {}))
         kind, notes = config.attention.kind, []
@@ -202,11 +201,16 @@ class EncoderTask(Task):
 
         def copy(target: Path) -> list[str]:
             """Writes the tokenizer's files into `target`, and returns their names."""
+            tokenizer = source.tokenizer()
             known = tokenizer.file[0] in originals.TOKENIZER
             return kept.write(tokenizer.file, tokenizer.beside, target) if known else []
 
-        form = partial(roberta.to_format, beside=tokenizer.beside)
-        return ExportableModel(source.path, encoder_with_task, form, copy, tuple(notes))
+        def write(encoder_with_task: PretrainedEncoder, dtype: str) -> ExportFormat:
+            """Returns the content of the export, with the original settings as far as they hold."""
+            content = roberta.to_format(encoder_with_task, dtype)
+            return kept.with_settings(content, source.tokenizer().beside, KEPT)
+
+        return ExportableModel(source.path, encoder_with_task, write, copy, tuple(notes))
 
     # The following methods initialise a model from the weights of another model.
 
