@@ -11,9 +11,9 @@ import pytest
 
 import brt.tasks  # noqa: F401  # registers the kinds of layers and the tasks
 from brt import command_line
-from brt.config import SECTIONS, Config, Data, Model, Speech, Training
+from brt.config import Data, Model, Speech
 from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, inherited, settings
-from brt.config.names import declaration, field_types, fields_of, section_of, section_types
+from brt.config.names import declaration, field_types, fields_of, section_types
 from brt.config.shared import public_name
 from brt.errors import ConfigError
 from brt.training.config_changes import may_change
@@ -67,47 +67,10 @@ def test_fields_of_one_setting_are_declared_alike() -> None:
         assert {said.resume for said in declared} == {declaration(name).resume}
 
 
-def test_an_earlier_name_of_a_shared_setting_is_read() -> None:
-    found = command_line.read((), ["Training.task = 'summarization'", "Seq2Seq.dropout = 0.2"])
-    assert found.config.seq2seq.dropout == 0.2
-    assert found.config.model.dropout == Model().dropout
-    assert found.notes == ("--gin_bindings: Seq2Seq.dropout is now Model.dropout",)
-    assert (
-        found.config
-        == command_line.read((), ["Training.task = 'summarization'", "Model.dropout = 0.2"]).config
-    )
-
-
-def test_a_file_with_all_settings_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """Earlier versions wrote the fields of all sections under their own names."""
-    for task, field in (("language_modeling", "data"), ("summarization", "pairs")):
-        config = Config(training=Training(task=task))
-        section = dataclasses.replace(getattr(config, field), train=("mine",), test=("held",))
-        config = dataclasses.replace(config, **{field: section})
-        sections = [(name, section_of(config, name)) for name in SECTIONS]
-        earlier = [
-            f"{name}.{own} = {getattr(section, own)!r}"
-            for name, section in sections
-            for own in settings(type(section))
-            if own != "end_ids"  # Earlier versions did not have this field.
-        ]
-        file = tmp_path / f"{task}.gin"
-        file.write_text("\n".join(earlier))
-        assert command_line.read((str(file),), ()).config == config
-
-
 @pytest.mark.parametrize(
     ("bindings", "sentence"),
     [
-        (
-            ["Training.task = 'summarization'", "Pairs.train = 'a'", "Data.train = 'b'"],
-            "Data.train is bound twice, to ('a',) by --gin_bindings (as Pairs.train) and to ('b',)",
-        ),
-        (
-            ["Pairs.train = 'a'"],
-            "Pairs.train has no effect if Training.task = 'language_modeling'; set Training.task = "
-            "'summarization', or remove Pairs.train",
-        ),
+        (["Pairs.train = 'a'"], "no field 'Pairs.train'; did you mean 'Data.train'?"),
         (
             ["Data.buckets = (8,)"],
             "Data.buckets has no effect if Training.task = 'language_modeling'; set Training.task "

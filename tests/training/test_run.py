@@ -173,5 +173,4 @@ def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
         check_resumable(CONFIG, dataclasses.replace(CONFIG, training=other))
     model = with_settings(CONFIG.model, {"Window.cache": False})
     changed = dataclasses.replace(CONFIG, model=model)
-    for name in ("Window.cache", "Model.cache"):  # The second is an earlier name of the setting.
-        assert check_resumable(CONFIG, changed, (name,)) == ["Window.cache: True -> False"]
+    assert check_resumable(CONFIG, changed, ("Window.cache",)) == ["Window.cache: True -> False"]

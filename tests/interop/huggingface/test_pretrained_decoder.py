@@ -119,7 +119,7 @@ def test_adapters_are_merged_when_the_model_is_given_back(
 ) -> None:
     settings = {
         "Training.init_from": str(directory), "Data.train": str(book), "Data.validation": (),
-        "Data.test": (), "Model.window": 16, "Model.block": 16, "Training.segment_length": 32,
+        "Data.test": (), "Model.window": 16, "Window.block": 16, "Training.segment_length": 32,
         "Training.batch_size": 2, "Training.steps": 3, "Training.sample_every": 0,
         "Optimizer.name": "adamw", "Optimizer.learning_rate": 0.01, "Optimizer.warmup_steps": 0,
         "Adapter.rank": 2, "Adapter.kernels": ("*/queries", "*/output", "*/mlp_in"),
@@ -136,15 +136,15 @@ def test_adapters_are_merged_when_the_model_is_given_back(
     assert {"q_proj", "o_proj"} <= kinds and not kinds & {"k_proj", "v_proj", "embed_tokens"}
     unchanged = [name for name in before if "post_attention_layernorm" in name]
     assert all(np.array_equal(before[name], after[name]) for name in unchanged)
-    exported = brt.load(back, bindings={"Model.window": 16, "Model.sinks": 4})
+    exported = brt.load(back, bindings={"Model.window": 16, "Window.sinks": 4})
     loaded = brt.load(tmp_path / "run").bits_per_byte(TEXT[:400])
     assert exported.bits_per_byte(TEXT[:400]) == pytest.approx(loaded, rel=1e-5)
     assert model.bits_per_byte(TEXT[:400]) == pytest.approx(loaded, rel=1e-5)
     adapter = tmp_path / "adapter"
     run(convert, "--from=brt", str(tmp_path / "run"), "--to=hf", str(adapter), "--adapter")
-    added = brt.load(adapter, bindings={"Model.window": 16, "Model.sinks": 4})
+    added = brt.load(adapter, bindings={"Model.window": 16, "Window.sinks": 4})
     assert added.bits_per_byte(TEXT[:400]) == pytest.approx(loaded, rel=1e-5)
-    original = brt.load(directory, bindings={"Model.window": 16, "Model.sinks": 4})
+    original = brt.load(directory, bindings={"Model.window": 16, "Window.sinks": 4})
     assert abs(original.bits_per_byte(TEXT[:400]) - loaded) > 1e-4
 
 
