@@ -21,8 +21,7 @@ def notes(
       directory: the directory.
       left: the keys of config.json that nothing has read. They are kept.
       applied: the keys of generation_config.json that brt applies. The others are kept.
-      used: the names of the files that are kept or read, except for the weights and the two files
-        of settings.
+      used: the files that are kept or read, except for the weights and the two files of settings.
     """
     described, generation = (_read(directory / name) for name in originals.MODEL)
     unknown = unread.unknown(described, left)
@@ -41,11 +40,8 @@ def notes(
 
 
 def of_files(directory: Path, used: Collection[str]) -> list[str]:
-    """Returns notes about the files of a directory that are neither used nor kept.
-
-    Args:
-      directory: the directory.
-      used: the names of the files that are kept or read, except for the weights.
+    """Returns notes about the files of a directory that are neither weights nor among those `used`,
+    that is, kept or read.
     """
     known = {*used, *files.weight_files(directory), *(name.split("/")[0] for name in used)}
     found = (path.name + "/" * path.is_dir() for path in directory.iterdir())
@@ -64,7 +60,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _list(names: list[str]) -> str:
-    """Returns names in quotes as far as they have unusual characters, at most `_SHOWN` of them."""
+    # Names with unusual characters are put in quotes.
     shown = [name if name.isprintable() and len(name) < 120 else f"{name!r:.120}" for name in names]
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(shown[:_SHOWN]) + more

@@ -44,13 +44,8 @@ def with_settings(
 
 
 def write(file: tuple[str, bytes], beside: Mapping[str, bytes], target: Path) -> list[str]:
-    """Writes the file of a tokenizer and the original files beside it, except for those of the
-    model, and returns their names.
-
-    Args:
-      file: the name and the content of the file of the tokenizer.
-      beside: the original files by name.
-      target: the directory to write into.
+    """Writes the file of a tokenizer (name and content) and the original files `beside` it, except
+    for those of the model, and returns their names.
     """
     found = {name: data for name, data in beside.items() if name not in originals.MODEL}
     found = dict([file]) | found

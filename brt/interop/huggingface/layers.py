@@ -14,12 +14,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 
 def by_layer(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Splits stacked parameters, and returns the arrays of each layer by names such as
-    "encoder/layers_0/mlp/wi/kernel".
-
-    Args:
-      params: a nested dictionary of stacked parameters. If it has shapes (`jax.ShapeDtypeStruct`)
-        in place of arrays, the result has shapes, too.
+    """Splits stacked parameters, or their shapes (`jax.ShapeDtypeStruct`), and returns those of
+    each layer by names such as "encoder/layers_0/mlp/wi/kernel".
     """
     arrays = {}
     for name, leaf in flatten_dict(dict(params), sep="/").items():
@@ -38,12 +34,7 @@ def _row(leaf: Any, i: int) -> Any:
 
 
 def stack_layers(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Stacks the arrays of all layers, and returns a nested dictionary of stacked parameters; the
-    inverse of `by_layer`.
-
-    Args:
-      arrays: the arrays of each layer, by names such as "encoder/layers_0/mlp/wi/kernel".
-    """
+    """Stacks the arrays of all layers to a nested dictionary; the inverse of `by_layer`."""
     flat, rows = {}, {}
     for name, array in arrays.items():
         if layer := re.search(r"/layers_(\d+)/", name):

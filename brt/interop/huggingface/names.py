@@ -100,12 +100,8 @@ def _bart(model: Seq2Seq) -> dict[str, str]:
 
 
 def their_name(names: Mapping[str, str], ours: str) -> str | None:
-    """Returns Hugging Face's name of a parameter of brt; None if there is no counterpart.
-
-    Args:
-      names: Hugging Face's names by brt's names, with {i} for the index of a layer (see
-        `parameter_names`).
-      ours: brt's name, such as "encoder/layers_0/mlp/wi/kernel".
+    """Returns Hugging Face's name of a parameter of brt, such as "encoder/layers_0/mlp/wi/kernel",
+    by the result `names` of `parameter_names`; None if there is no counterpart.
     """
     layer = re.search(r"layers_(\d+)", ours)
     pattern = names.get(re.sub(r"layers_\d+", "layers_{i}", ours))
@@ -117,9 +113,6 @@ def is_optional(ours: str) -> bool:
 
     A checkpoint may lack the parameters of a kind of cross-attention that transformers does not
     have, and the bias of logits, which transformers' class BartModel does not have.
-
-    Args:
-      ours: brt's name of the parameter.
     """
     if ours == "logits_bias":
         return True
@@ -128,12 +121,7 @@ def is_optional(ours: str) -> bool:
 
 
 def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that a parameter has in Hugging Face's files.
-
-    Args:
-      ours: brt's name of the parameter, for one layer.
-      shape: the shape of the parameter in brt.
-    """
+    """Returns the shape in Hugging Face's files of one layer's parameter, from its shape in brt."""
     if ours.endswith("kernel"):
         inputs = 2 if ours.endswith("/o/kernel") else 1
         return math.prod(shape[inputs:]), math.prod(shape[:inputs])
@@ -145,12 +133,7 @@ def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
-    """Converts the array of a parameter from brt's layout to Hugging Face's layout.
-
-    Args:
-      ours: brt's name of the parameter.
-      array: the array in brt's layout.
-    """
+    """Converts an array from brt's layout to Hugging Face's layout; `ours` is brt's name."""
     shape = their_shape(ours, array.shape)
     if ours.endswith("kernel"):
         return np.ascontiguousarray(array.reshape(shape[::-1]).T)
@@ -158,11 +141,7 @@ def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
 
 
 def to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Converts the array of a parameter from Hugging Face's layout to brt's layout.
-
-    Args:
-      ours: brt's name of the parameter.
-      array: the array in Hugging Face's layout.
-      shape: the shape of the parameter in brt.
+    """Converts an array from Hugging Face's layout to brt's layout, with the shape that it has
+    there; `ours` is brt's name.
     """
     return (array.T if ours.endswith("kernel") else array).reshape(shape)

@@ -54,11 +54,8 @@ _PARTS = (
 
 
 def check(config: Mapping[str, Any], left: Collection[str]) -> None:
-    """Raises CheckpointError if a key asks for a part of a network that brt does not have.
-
-    Args:
-      config: the content of config.json.
-      left: the keys that nothing has read.
+    """Raises CheckpointError if one of the keys `left`, which nothing has read, asks for a part of
+    a network that brt does not have.
     """
     for name in left:
         if part := _part(name, config[name]):
@@ -70,9 +67,8 @@ def check(config: Mapping[str, Any], left: Collection[str]) -> None:
 
 
 def unknown(config: Mapping[str, Any], left: Collection[str]) -> list[str]:
-    """Returns those of the keys `left` of a config.json that are no remarks known to brt.
-
-    brt ignores them, and the user should know.
+    """Returns those of the keys `left` of a config.json that are no known remarks. brt ignores
+    them, and the user should know.
     """
     return [
         name
@@ -82,7 +78,7 @@ def unknown(config: Mapping[str, Any], left: Collection[str]) -> list[str]:
 
 
 def _part(name: str, value: Any) -> str:
-    """Returns the name of the part that a key asks for; "" for none."""
+    # Returns the name of the part that a key asks for; "" for none.
     if name in _COMMON or _REMARK.search(name):
         return ""
     place = next((i for i, (words, _) in enumerate(_PARTS) if re.search(words, name.lower())), -1)

@@ -41,14 +41,7 @@ def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
     """Returns arrays by the names that current versions of transformers use.
 
     Some files contain copies of the embedding, or names without the usual prefix. The copies are
-    removed, and the prefix is added.
-
-    Args:
-      arrays: the arrays by the names in the files.
-      family: "t5" (also for LongT5) or "bart".
-
-    Raises:
-      CheckpointError: encoder and decoder have different embeddings.
+    removed, and the prefix is added. `family` is "t5" (also for LongT5) or "bart".
     """
     arrays = {name: array for name, array in arrays.items() if name != names.UNUSED}
     prefix = "model." if family == "bart" else ""
@@ -75,26 +68,13 @@ def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
 
 
 def template(model: Seq2Seq, cross: CrossAttention) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a model's parameters, by names like "encoder/layers_0/mlp/wi/kernel".
-
-    Args:
-      model: the settings of the model.
-      cross: the settings of the model's cross-attention.
-    """
+    """Returns the parameters' shapes, by names like "encoder/layers_0/mlp/wi/kernel"."""
     return by_layer(jax.eval_shape(partial(_initial, model, cross)))
 
 
 def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Imported:
-    """Converts arrays of a Hugging Face checkpoint to brt's parameters.
-
-    Args:
-      arrays: the arrays by the names that `normalize_names` returns.
-      model: the settings of the model.
-      cross: the settings of cross-attention, whose parameters are initialised if the checkpoint
-        lacks them.
-
-    Raises:
-      CheckpointError: an array is missing or has another shape.
+    """Converts arrays of a Hugging Face checkpoint, with the names that `normalize_names` returns,
+    to brt's parameters. Parameters of cross-attention that the checkpoint lacks are initialised.
     """
     initial = partial(_initial, model, cross)
     return match_arrays(arrays, names.parameter_names(model), initial, names.is_optional)
@@ -106,19 +86,16 @@ def match_arrays(
     initial: Callable[[], dict[str, Any]],
     is_optional: Callable[[str], bool],
 ) -> Imported:
-    """Converts arrays of a Hugging Face checkpoint to brt's parameters by a table of names.
+    """Converts arrays of a Hugging Face checkpoint to brt's parameters by a table of names. Raises
+    CheckpointError if a required array is missing, or an array has another shape.
 
     Args:
       arrays: the arrays by Hugging Face's names.
       parameter_names: Hugging Face's name of each of brt's parameters, by brt's name; in both, {i}
         stands for the index of a layer.
-      initial: a function that returns newly initialised parameters of the model. They show the
-        shapes, and replace the optional parameters that the checkpoint lacks.
-      is_optional: a function that takes brt's name of a parameter and returns True if a checkpoint
-        may lack the parameter.
-
-    Raises:
-      CheckpointError: a required array is missing, or an array has another shape.
+      initial: returns newly initialised parameters of the model. They show the shapes, and replace
+        the optional parameters that the checkpoint lacks.
+      is_optional: takes brt's name of a parameter and returns True if a checkpoint may lack it.
     """
     left, params, missing, initialised = dict(arrays), {}, [], []
     for ours, leaf in by_layer(jax.eval_shape(initial)).items():
@@ -142,7 +119,6 @@ def _initial(model: Seq2Seq, cross: CrossAttention) -> dict[str, Any]:
 
 
 def _initialise(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dict[str, jax.Array]:
-    """Returns the initial values of the parameters called `wanted`."""
     if not wanted:
         return {}
     return jax.jit(lambda: {k: v for k, v in by_layer(initial()).items() if k in wanted})()
@@ -151,13 +127,8 @@ def _initialise(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dic
 def with_cross_attention(
     params: dict[str, Any], model: Seq2Seq, cross: CrossAttention
 ) -> dict[str, Any]:
-    """Returns the parameters of a model after a change of the settings of its cross-attention.
-
-    Args:
-      params: the parameters of the model before the change.
-      model: the settings of the model.
-      cross: the new settings of cross-attention. Parameters that `params` lacks are initialised,
-        and parameters that the new settings do not need are left out.
+    """Returns the parameters of a model for the new settings `cross` of its cross-attention.
+    Parameters that `params` lacks are initialised, and those that are not needed are left out.
     """
     have, want = by_layer(params), template(model, cross)
     missing = [name for name in want if name not in have]
@@ -166,15 +137,7 @@ def with_cross_attention(
 
 
 def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.ndarray]:
-    """Returns the parameters of a model as arrays with Hugging Face's names and layouts.
-
-    Args:
-      params: the parameters of the model, with brt's names.
-      model: the settings of the model.
-
-    Raises:
-      CheckpointError: Hugging Face has no name for a parameter.
-    """
+    """Returns the parameters of a model as arrays with Hugging Face's names and layouts."""
     known, result, nameless = names.parameter_names(model), {}, []
     for ours, array in by_layer(params).items():
         theirs = names.their_name(known, ours)
@@ -204,8 +167,8 @@ def mismatches(imported: Imported) -> Iterator[str]:
 
 
 def listed(all_names: list[str]) -> str:
-    """Returns a list of names for an error message: the first few names, followed by the number of
-    the other names.
+    """Returns a list of names for an error message: the first few names, and the number of the
+    others.
     """
     more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
     return ", ".join(all_names[:_SHOWN]) + more

@@ -28,12 +28,7 @@ CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokeni
 
 def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> ExportFormat:
     """Returns the content of an export in which config.json and generation_config.json have all
-    entries of the original files that neither training nor brt changed.
-
-    Args:
-      content: the content of the export.
-      model: the settings of the model.
-      tokenizer: the tokenizer of the model, with the original files.
+    entries of the original files (`Tokenizer.beside`) that neither training nor brt changed.
     """
     ours, notes = dict(content.settings[CONFIG]), []
     theirs, generation = (kept.read_json(tokenizer.beside, n) for n in (CONFIG, GENERATION))
@@ -76,11 +71,8 @@ def settings(content: ExportFormat, model: Model, tokenizer: Tokenizer) -> Expor
 def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> list[str]:
     """Writes the original files of a tokenizer, and returns their names.
 
-    Args:
-      tokenizer: the tokenizer, which has files beside its own.
-      target: the directory to write into.
-      own_code: True if the export has the code of its model. transformers cannot conclude from
-        such a model what the class of the tokenizer is, so tokenizer_config.json says it.
+    With `own_code`, the export has the code of its model. transformers cannot conclude from such a
+    model what the class of the tokenizer is, so tokenizer_config.json says it.
     """
     names = kept.write(tokenizer.file, tokenizer.beside, target)
     described = kept.read_json(tokenizer.beside, TOKENIZER)

@@ -57,12 +57,9 @@ _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"
 
 
 class TrainedDecoder(NamedTuple):
-    """A trained language model that is to be exported.
-
-    Attributes:
-      params: the parameters of `brt.models.decoder.Decoder`.
-      model: the settings of the model, with the size of the vocabulary set.
-      bos_id: the id of the token that every text begins with.
+    """A trained language model that is to be exported: parameters of `brt.models.decoder.Decoder`,
+    settings with the size of the vocabulary, and the id of the token that every text begins
+    with.
     """
 
     params: PyTree[Array]
@@ -72,14 +69,7 @@ class TrainedDecoder(NamedTuple):
 
 def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
     """Returns the content of an exported directory: settings, arrays, and the PyTorch code that
-    runs the model.
-
-    Args:
-      trained: the model.
-      dtype: the name of the dtype of the written weights.
-
-    Raises:
-      CheckpointError: the model has kinds of layers that modeling_brt.py does not implement.
+    runs the model. Raises CheckpointError for kinds of layers that the code does not implement.
     """
     model = trained.model
     for section in model.kinds:
@@ -109,10 +99,6 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
 def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
     """Returns the content of config.json. Settings that other models of transformers also have get
     the names that are usual there.
-
-    Args:
-      trained: the model.
-      dtype: the name of the dtype of the written weights.
     """
     m, recurrence = trained.model, trained.model.of(Recurrence)
     bounded = (
@@ -175,8 +161,7 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
 
 
 def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields pairs of the name and the float32 array of every exported parameter of the model
-    `trained`.
+    """Yields pairs of the name and the float32 array of every exported parameter.
 
     The position biases of a layer are exported as one array [heads, window], which has the bias of
     every distance between a query and a key in the window, the nearest key first.
@@ -194,7 +179,6 @@ def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns the exported arrays of one layer by name; `params` has the layer's parameters."""
     others = {name: x for name, x in params.items() if name not in ("tokens", "cell", "memory")}
     arrays = others | _tokens(run, params["tokens"]) if "tokens" in params else others
     arrays = _linear(arrays, _LINEAR)
@@ -204,7 +188,7 @@ def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
 
 
 def _linear(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
-    """Returns arrays in which linear maps have the names `names`, and the form [out, in]."""
+    # Linear maps get the names `names`, and the form [out, in].
     renamed = {}
     for name, array in arrays.items():
         kernel = name.removesuffix("_bias")
@@ -219,7 +203,6 @@ def _linear(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, 
 
 
 def _tokens(run: Run, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns the exported arrays of a layer's attention and MLP."""
     arrays = {name: array for name, array in params.items() if name not in _FOLDED}
     block = TransformerBlock(run.model, cross_attends=run.kind == "recurrent" or run.model.feedback)
     call = partial(block.apply, {"params": params})

@@ -35,15 +35,8 @@ def compare(
     params: PyTree[Array], model: Model, before: Mapping[str, np.ndarray], directory: Path
 ) -> Iterator[str]:
     """Compares the model in an exported directory with the original, and yields lines of a report.
-
-    Args:
-      params: the parameters of the original model.
-      model: the settings of the original model.
-      before: the float32 arrays that were exported, by name.
-      directory: the exported directory.
-
-    Raises:
-      CheckpointError: arrays, logits or tokens differ by more than rounding can explain.
+    Raises CheckpointError if arrays, logits or tokens differ by more than rounding can explain.
+    `before` has the float32 arrays that were exported, by name.
     """
     checks = reports.tensor_checks(before, files.read_tensors(directory))
     yield reports.comparison_report(checks)
@@ -59,9 +52,7 @@ def compare(
 
 
 def import_code(directory: Path) -> ModuleType:
-    """Imports modeling_brt.py from a directory, without writing a bytecode cache into the
-    directory, and returns the module.
-    """
+    """Imports modeling_brt.py from a directory, without writing a bytecode cache there."""
     name = "modeling_brt"
     spec: Any = importlib.util.spec_from_file_location(name, directory / f"{name}.py")
     module, writes = importlib.util.module_from_spec(spec), sys.dont_write_bytecode
@@ -77,26 +68,12 @@ def segment_logits(
     params: PyTree[Array], model: Model, segments: list[Int[np.ndarray, "B T"]]
 ) -> Float[np.ndarray, "B _ V"]:
     """Returns the float32 logits of several segments of a text, which brt's model reads one after
-    another.
-
-    The state is carried from segment to segment, and the logits of all segments are concatenated
-    along the axis of tokens.
-
-    Args:
-      params: the parameters of the model.
-      model: the settings of the model.
-      segments: the ids of the tokens of each segment.
+    another, with the state carried; they are concatenated along the axis of tokens.
     """
     model = dataclasses.replace(model, dtype="float32", remat=False)
 
     @jax.jit
     def read(state: Any, tokens: Array) -> tuple[Array, Any]:
-        """Returns the logits [B, T, V] of a segment, and the state after the segment.
-
-        Args:
-          state: the states of the layers before the segment.
-          tokens: the ids [B, T] of the segment.
-        """
         start = jnp.zeros((len(tokens), tokens.shape[1] // model.block_length), bool)
         out: Any = Decoder(model).apply({"params": params}, tokens, state, start)
         return logits(model, output_weights(model, params), out.hidden), out.state
@@ -126,9 +103,7 @@ def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: flo
 
 
 def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
-    """Checks that each token that the PyTorch model generates greedily has the largest logit in
-    brt, and returns a line for the user.
-    """
+    # Each token that the PyTorch model generates greedily must have the largest logit in brt.
     torch, window = importlib.import_module("torch"), model.block_length
     # With a prompt of this number of tokens, the generated text crosses the end of a block.
     size = max(window - WRITTEN // 2, 1)
