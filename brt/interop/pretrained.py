@@ -25,8 +25,12 @@ from brt.data import originals
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.config import Described
-from brt.interop.huggingface.layers import by_layer, stack_layers
-from brt.interop.huggingface.weights import template, with_cross_attention
+from brt.interop.huggingface.weights import (
+    by_layer,
+    stack_layers,
+    template,
+    with_cross_attention,
+)
 from brt.models.targets import SpecialTokens
 
 PARAMS = "params.safetensors"

@@ -16,7 +16,7 @@ import numpy as np
 from brt.data import originals
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportableModel, ExportFormat
-from brt.interop.huggingface import config, files, inventory, kept, verify, weights
+from brt.interop.huggingface import config, files, kept, unread, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
@@ -67,7 +67,7 @@ def from_hf(
         yield from weights.mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         left = config.unread_keys(files.read_json(source / "config.json"))
-        notes = inventory.notes(source, left=left, applied=config.STATED, used=copied)
+        notes = unread.notes(source, left=left, applied=config.STATED, used=copied)
         yield from (f"note: {note}" for note in notes)
         if verified:
             reloaded = pretrained.load(directory)

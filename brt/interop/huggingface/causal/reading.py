@@ -10,7 +10,7 @@ from brt.config import Model, Sampling
 from brt.data import tokenizer_files, tokenizers
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
-from brt.interop.huggingface import files, inventory
+from brt.interop.huggingface import files, unread
 from brt.interop.huggingface.causal import adapters, config, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.weights import Arrays
@@ -85,7 +85,7 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     notes = [
         *notes, *_adapter_notes(adapter, directory, file, kept), *tokenizer.notes, *unknown,
         *_beginning_notes(tokenizer),
-        *inventory.notes(directory, left=left, applied=_APPLIED, used=used),
+        *unread.notes(directory, left=left, applied=_APPLIED, used=used),
     ]  # fmt: skip
     model = dataclasses.replace(model, end_ids=ends)
     return PretrainedDecoder(
@@ -133,7 +133,7 @@ def _adapter_notes(
     own = file.parent == adapter
     if own:
         notes.append(f"the tokenizer and its settings are those of the adapter, {file}")
-    rest = inventory.of_files(adapter, (*kept, *_ADAPTER) if own else _ADAPTER)
+    rest = unread.notes_of_files(adapter, (*kept, *_ADAPTER) if own else _ADAPTER)
     return notes + [f"{adapter}: {note}" for note in rest]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportFormat
-from brt.interop.huggingface import files, inventory, kept
+from brt.interop.huggingface import files, kept, unread
 from brt.interop.huggingface import verify as reports
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.weights import Imported, mismatches
@@ -45,7 +45,7 @@ def from_hf(
         yield from mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         left = config.unread_keys(files.read_json(source / "config.json"))
-        notes = inventory.notes(source, left=left, applied=config.KEPT, used=copied)
+        notes = unread.notes(source, left=left, applied=config.KEPT, used=copied)
         yield from (f"note: {note}" for note in notes)
         if verified:
             reloaded = pretrained_encoder.load(directory)

@@ -12,10 +12,15 @@ import jax
 import numpy as np
 
 from brt.errors import CheckpointError
-from brt.interop.huggingface import names
-from brt.interop.huggingface.layers import by_layer
 from brt.interop.huggingface.roberta.config import Described
-from brt.interop.huggingface.weights import Arrays, Imported, match_arrays
+from brt.interop.huggingface.weights import (
+    Arrays,
+    Imported,
+    by_layer,
+    match_arrays,
+    their_name,
+    to_theirs,
+)
 from brt.models import encoder
 
 _PREFIX = "roberta."
@@ -113,7 +118,7 @@ def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, 
     """
     known, model = parameter_names(described), described.model
     exported = {
-        str(names.their_name(known, ours)): names.to_theirs(ours, np.asarray(array))
+        str(their_name(known, ours)): to_theirs(ours, np.asarray(array))
         for ours, array in by_layer(params).items()
     }
     if not model.token_types:  # RoBERTa has at least one token type.
