@@ -26,13 +26,11 @@ class ExportFormat(NamedTuple):
       summary: one line for the user that describes the model.
       settings: JSON objects by file name, including config.json.
       arrays: the float32 weights by the other library's names.
-      verify: a function that compares the model in the written directory, which is the function's
-        argument, with the original model. The function yields lines of a report for the user, and
-        raises CheckpointError if the models differ.
-      code: paths of Python files to copy into the directory, if no library contains the code that
-        loads the model.
-      notes: lines for the user about differences between what the exported model computes and what
-        the original model computes.
+      verify: compares the model in the written directory, its argument, with the original model;
+        yields lines of a report for the user, and raises CheckpointError if the models differ.
+      code: Python files to copy into the directory, if no library has the code that loads the
+        model.
+      notes: lines for the user about what the exported model computes otherwise than the original.
       file: the name of the file of weights, if it is not that of a model.
     """
 
@@ -50,8 +48,6 @@ class ExportSource(NamedTuple):
 
     Attributes:
       path: the directory of the run, for messages.
-      config: the config of the run.
-      params: the trained parameters.
       tokenizer: a function that opens the tokenizer of the run, for formats that include one.
       plain: True exports a language model as a class of the library transformers, even if this
         class attends to the whole context where the model has a window. False exports such a model
@@ -75,12 +71,10 @@ class ExportableModel(NamedTuple):
 
     Attributes:
       source: the directory that the model comes from, for messages.
-      model: the parameters and settings of the model, in the form that `to_format` takes.
-      to_format: a function that returns the content of the exported directory. The arguments are
-        `model` and the name of the dtype of the written weights. The function raises
-        CheckpointError if the format cannot express the model.
-      copy_tokenizer: a function that writes the tokenizer's files into a directory and returns the
-        names of the files.
+      to_format: returns the content of the exported directory, given `model` and the name of the
+        dtype of the written weights. It raises CheckpointError if the format cannot express the
+        model.
+      copy_tokenizer: writes the tokenizer's files into a directory, and returns their names.
       notes: further lines for users of the exported model, in addition to `ExportFormat.notes`.
     """
 
@@ -92,9 +86,7 @@ class ExportableModel(NamedTuple):
 
 
 def no_export_format(source: Path) -> CheckpointError:
-    """Returns the error to raise for a run that cannot be exported, because no other library has
-    its model. `source` is the directory of the run, for the message.
-    """
+    """Returns the error for the run in the directory `source`, whose model no other library has."""
     return CheckpointError(
         f"{source} is the run of another model; only language models, summarisers and encoders "
         "can be exported to Hugging Face's format"

@@ -25,8 +25,12 @@ from brt.data import originals
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.config import Described
-from brt.interop.huggingface.layers import by_layer, stack_layers
-from brt.interop.huggingface.weights import template, with_cross_attention
+from brt.interop.huggingface.weights import (
+    by_layer,
+    stack_layers,
+    template,
+    with_cross_attention,
+)
 from brt.models.targets import SpecialTokens
 
 PARAMS = "params.safetensors"
@@ -36,11 +40,8 @@ FORMAT = 1
 
 
 class Pretrained(NamedTuple):
-    """An encoder-decoder in the form in which it is converted from and to Hugging Face's format.
-
-    Attributes:
-      params: the float32 parameters of `brt.models.seq2seq.Seq2Seq`.
-      described: the model's settings, special tokens and generation settings.
+    """An encoder-decoder between Hugging Face's format and brt's. `params` are the float32
+    parameters of `brt.models.seq2seq.Seq2Seq`.
     """
 
     params: dict[str, Any]
@@ -48,9 +49,7 @@ class Pretrained(NamedTuple):
 
 
 def save(directory: Path, pretrained: Pretrained) -> None:
-    """Writes all files of a converted encoder-decoder into an existing directory, except the files
-    of the tokenizer.
-    """
+    """Writes a converted encoder-decoder into an existing directory, without its tokenizer."""
     described = pretrained.described
     write_params(directory, pretrained.params)
     sections = config_json(Config(seq2seq=described.model, cross_attention=described.cross))
@@ -69,14 +68,8 @@ def save(directory: Path, pretrained: Pretrained) -> None:
 def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
     """Reads a directory that `save` wrote.
 
-    Args:
-      directory: the directory.
-      cross: settings of cross-attention that replace the saved settings; None keeps the saved
-        settings. Parameters that the new settings need and the directory lacks are initialised.
-
-    Raises:
-      CheckpointError: a file is missing, damaged, of a newer format, or contradicts another file.
-      ConfigError: this version does not know a setting.
+    Settings of cross-attention in `cross` replace the saved settings. Parameters that they need and
+    the directory lacks are then initialised.
     """
     described = describe(directory)
     params = read_params(directory, template(described.model, described.cross))
@@ -87,12 +80,7 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
 
 
 def write_params(directory: Path, params: dict[str, Any]) -> None:
-    """Writes the float32 parameters of a model to an existing directory, one array per layer.
-
-    Args:
-      directory: the directory.
-      params: the nested dictionary of parameters, in which the arrays of all layers are stacked.
-    """
+    """Writes float32 parameters, whose layers are stacked, with an array for each layer."""
     flat = by_layer(params)
     files.write_file(directory / PARAMS, {name: np.asarray(x) for name, x in flat.items()})
 
@@ -101,16 +89,10 @@ def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -
     """Returns the float32 parameters in a directory as the nested dictionary that `Seq2Seq` or
     `EncoderWithHead` takes.
 
-    The file has one array per layer, such as "encoder/layers_0/mlp/wi/kernel". In the nested
-    dictionary, the arrays of all layers are stacked along a new first axis, as in {"encoder":
-    {"layers": {"mlp": {"wi": {"kernel": [layers, ...]}}}}}.
-
-    Args:
-      directory: the directory.
-      expected: the shape that each array of the file must have, by the array's name.
-
-    Raises:
-      CheckpointError: parameters are missing, damaged, or have other names or shapes.
+    The file has one array per layer, such as "encoder/layers_0/mlp/wi/kernel", and must have
+    exactly the names and shapes of `expected`. In the nested dictionary, the arrays of all layers
+    are stacked along a new first axis, as in {"encoder": {"layers": {"mlp": {"wi": {"kernel":
+    [layers, ...]}}}}}.
     """
     arrays = files.read_file(directory / PARAMS)
     shapes = {name: array.shape for name, array in arrays.items()}
@@ -126,10 +108,7 @@ def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -
 
 def describe(directory: Path) -> Described:
     """Returns the settings of the encoder-decoder in a directory, without reading the parameters.
-
-    Raises:
-      CheckpointError: the files are missing, damaged or of a newer format, or describe an encoder
-        without a decoder.
+    Raises CheckpointError for an encoder without a decoder, too.
     """
     if not (directory / MODEL).is_file():
         raise CheckpointError(
@@ -155,11 +134,7 @@ def describe(directory: Path) -> Described:
 
 
 def read_model(directory: Path) -> dict[str, Any]:
-    """Returns the entries of a directory's model.json, after a check of the version of the format.
-
-    Raises:
-      CheckpointError: the file is damaged or of a newer format.
-    """
+    """Returns the entries of model.json, after a check of the version of the format."""
     content = files.read_json(directory / MODEL)
     if (version := content.pop("format", None)) != FORMAT:
         raise CheckpointError(
@@ -169,7 +144,7 @@ def read_model(directory: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies the files of a tokenizer from one directory to another, and returns their names."""
+    """Copies the files of a tokenizer between directories, and returns their names."""
     names = [name for name in originals.names(source) if name not in originals.MODEL]
     for name in names:
         (target / name).parent.mkdir(exist_ok=True)
@@ -178,8 +153,8 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def keep_settings(source: Path, target: Path) -> None:
-    """Copies the files of settings of a directory in Hugging Face's format into the directory of
-    the converted model, where `brt.data.originals.read` finds them for an export.
+    """Copies config.json and generation_config.json of a checkpoint into the directory of the
+    converted model, where `brt.data.originals.read` finds them for an export.
     """
     (target / originals.DIRECTORY).mkdir()
     for name in originals.MODEL:
@@ -188,5 +163,4 @@ def keep_settings(source: Path, target: Path) -> None:
 
 
 def parameter_count(params: Any) -> int:
-    """Returns the number of elements of all arrays in a tree of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

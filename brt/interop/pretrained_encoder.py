@@ -24,11 +24,8 @@ from brt.models.seq2seq import extended_position_table
 
 
 class PretrainedEncoder(NamedTuple):
-    """An encoder in the form in which it is converted from and to Hugging Face's format.
-
-    Attributes:
-      params: the float32 parameters of `brt.models.encoder.EncoderWithHead`.
-      described: the settings of the encoder, and the task of its head.
+    """An encoder between Hugging Face's format and brt's. `params` are the float32 parameters of
+    `brt.models.encoder.EncoderWithHead`.
     """
 
     params: dict[str, Any]
@@ -36,17 +33,13 @@ class PretrainedEncoder(NamedTuple):
 
 
 def is_encoder_directory(directory: Path) -> bool:
-    """Returns True if the directory contains an encoder that `save` wrote; False for a directory of
-    another model.
-    """
+    """Returns True for a directory that `save` wrote, and False for one of another model."""
     path = directory / MODEL
     return path.is_file() and "Encoder" in files.read_json(path)
 
 
 def save(directory: Path, pretrained: PretrainedEncoder) -> None:
-    """Writes all files of a converted encoder into an existing directory, except the files of the
-    tokenizer.
-    """
+    """Writes a converted encoder into an existing directory, without its tokenizer."""
     described = pretrained.described
     write_params(directory, pretrained.params)
     section = config_json(Config(encoder=described.model))["Encoder"]
@@ -55,23 +48,13 @@ def save(directory: Path, pretrained: PretrainedEncoder) -> None:
 
 
 def load(directory: Path) -> PretrainedEncoder:
-    """Reads a directory that `save` wrote.
-
-    Raises:
-      CheckpointError: a file is missing, damaged, of a newer format, or contradicts another file.
-      ConfigError: this version does not know a setting.
-    """
+    """Reads a directory that `save` wrote."""
     described = describe(directory)
     return PretrainedEncoder(read_params(directory, template(described)), described)
 
 
 def describe(directory: Path) -> Described:
-    """Returns the settings of the encoder in a directory, without reading the parameters.
-
-    Raises:
-      CheckpointError: a file is missing, damaged or of a newer format.
-      ConfigError: this version does not know a setting.
-    """
+    """Returns the settings of the encoder in a directory, without reading the parameters."""
     content = read_model(directory)
     task, kept = content.get("task"), content.get("kept")
     if "Encoder" not in content or task not in HEADS or not isinstance(kept, dict):
@@ -82,16 +65,8 @@ def describe(directory: Path) -> Described:
 def extend_positions(
     pretrained: PretrainedEncoder, length: int, method: str = "copy"
 ) -> PretrainedEncoder:
-    """Returns the encoder with a longer table of learned positions.
-
-    Args:
-      pretrained: the encoder.
-      length: the new number of positions.
-      method: how the new positions are computed: "copy" repeats the table from its start, and
-        "interpolate" stretches it.
-
-    Raises:
-      ConfigError: the method is unknown, or there would be fewer positions.
+    """Returns the encoder with a longer table of learned positions. The method "copy" repeats the
+    table from its start, and "interpolate" stretches it.
     """
     params, described = pretrained
     inputs = params["encoder"]["inputs"]

@@ -84,9 +84,6 @@ class Described(NamedTuple):
     """Everything that describes an encoder-decoder except its parameters.
 
     Attributes:
-      model: sizes and kinds of the layers.
-      cross: settings of cross-attention.
-      special: the ids of special tokens.
       generation: generation settings under Hugging Face's names.
       tasks: generation settings for single tasks, such as "summarization", by the name of the task.
         They override `generation` if the user requests the task. Their entry `prefix` is a text
@@ -110,9 +107,6 @@ def from_theirs(
       generation: the content of generation_config.json, which overrides `config`; may be empty.
       tied: True if logits are computed with the embedding. The caller determines the value from the
         weights, because config.json does not contain it.
-
-    Raises:
-      CheckpointError: the architecture or a setting is not supported.
     """
     kind = check_type(config)
     unread.check(config, unread_keys(config))
@@ -155,9 +149,6 @@ def convert_fields(
       table: Hugging Face's name of each field, by brt's name.
       config: the content of Hugging Face's file.
       file: the name of Hugging Face's file, for error messages.
-
-    Raises:
-      CheckpointError: a field is missing or has an invalid value.
     """
     fields = {}
     for ours, theirs in table.items():
@@ -171,10 +162,8 @@ def convert_fields(
 
 
 def check_type(config: Mapping[str, Any]) -> str:
-    """Returns the architecture that a Hugging Face config names: "t5", "longt5" or "bart".
-
-    Raises:
-      CheckpointError: the architecture is not supported.
+    """Returns the architecture that a config.json names: "t5", "longt5" or "bart". Raises
+    CheckpointError for others.
     """
     kind = config.get("model_type")
     if kind not in ("t5", "longt5", "bart"):
@@ -240,14 +229,8 @@ def _special(config: Mapping[str, Any]) -> SpecialTokens:
 
 
 def to_theirs(described: Described, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the contents of config.json and generation_config.json for a model.
-
-    Args:
-      described: the settings of the model.
-      dtype: the name of the dtype of the weights.
-
-    Raises:
-      CheckpointError: a setting has no counterpart in Hugging Face's format.
+    """Returns the contents of config.json and generation_config.json for a model whose weights have
+    the dtype. Raises CheckpointError if a setting has no counterpart in Hugging Face's format.
     """
     model = described.model
     if model.family == "bart" and model.encoder_attention != "full":
@@ -303,15 +286,9 @@ def _to_bart(model: Seq2Seq) -> dict[str, Any]:
 
 
 def decoding(described: Described, task: str = "") -> Decoding:
-    """Returns the generation settings of a checkpoint as the section Decoding of brt's config.
-
-    Args:
-      described: the settings of the checkpoint.
-      task: a key of `described.tasks`, whose settings override the checkpoint's default settings;
-        "" for the default settings.
-
-    Raises:
-      CheckpointError: the task is unknown, or a setting is not supported.
+    """Returns the generation settings of a checkpoint as the section Decoding of brt's config. The
+    settings of `task`, a key of `described.tasks`, override the checkpoint's defaults; "" is for
+    the defaults alone.
     """
     if task and task not in described.tasks:
         raise CheckpointError(f"no task {task!r}; the checkpoint knows {list(described.tasks)}")

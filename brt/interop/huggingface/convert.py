@@ -16,24 +16,16 @@ import numpy as np
 from brt.data import originals
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportableModel, ExportFormat
-from brt.interop.huggingface import config, files, inventory, kept, verify, weights
+from brt.interop.huggingface import config, files, kept, unread, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 
 
 def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Imported]:
-    """Reads a Hugging Face checkpoint of T5, LongT5 or BART.
-
-    Args:
-      directory: the directory of the checkpoint.
-
-    Returns:
-      The converted model; the arrays of the checkpoint by Hugging Face's names; and the result of
-      the import, which lists the parameters and arrays that have no counterpart.
-
-    Raises:
-      CheckpointError: the checkpoint is damaged, incomplete, or of an unsupported architecture.
+    """Reads a Hugging Face checkpoint of T5, LongT5 or BART. Returns the converted model, the
+    arrays of the checkpoint by Hugging Face's names, and the parameters and arrays without a
+    counterpart.
     """
     settings = files.read_json(directory / "config.json")
     path = directory / "generation_config.json"
@@ -54,15 +46,12 @@ def from_hf(
     Args:
       source: the directory of the checkpoint.
       target: the directory to write, which must be empty or missing.
-      verified: True compares the converted model with the original.
+      verified: True compares the converted model with the original; a difference raises
+        CheckpointError.
       positions: the number of positions to which the table of learned positions (BART, RoBERTa) is
         extended; 0 keeps the table.
       method: how the new positions are computed: "copy" repeats the table from its start, and
         "interpolate" stretches it.
-
-    Raises:
-      ConfigError: `target` is not empty, or the positions cannot be extended.
-      CheckpointError: `source` cannot be converted, or with `verified` the result differs.
     """
     if roberta.is_roberta(source):
         yield from roberta.from_hf(
@@ -78,7 +67,7 @@ def from_hf(
         yield from weights.mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         left = config.unread_keys(files.read_json(source / "config.json"))
-        notes = inventory.notes(source, left=left, applied=config.STATED, used=copied)
+        notes = unread.notes(source, left=left, applied=config.STATED, used=copied)
         yield from (f"note: {note}" for note in notes)
         if verified:
             reloaded = pretrained.load(directory)
@@ -98,17 +87,11 @@ def to_format(
       model: the model.
       dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
       beside: the files of the checkpoint that the model was read from, whose settings are kept.
-
-    Raises:
-      CheckpointError: the model has settings or parameters without a counterpart in the format.
     """
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
 
     def verify_directory(directory: Path) -> Iterator[str]:
-        """Yields the lines of a report that compares the model in `directory` with the model that
-        was exported.
-        """
         reloaded, arrays, _ = read(directory)
         compared = {name: exported[name] for name in arrays}
         return _compare(model, reloaded, compared, directory, arrays)
@@ -129,17 +112,11 @@ def to_format(
 def to_hf(
     exported: ExportableModel, target: Path, *, verified: bool, dtype: str = "float32"
 ) -> Iterator[str]:
-    """Writes a model in Hugging Face's format, and yields lines of a report for the user.
+    """Writes a model in Hugging Face's format to `target`, which must be empty or missing, and
+    yields lines of a report for the user.
 
-    Args:
-      exported: the model, with the functions that convert it.
-      target: the directory to write, which must be empty or missing.
-      verified: True compares the written model with the original.
-      dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
-
-    Raises:
-      ConfigError: `target` is not empty.
-      CheckpointError: the model cannot be converted, or with `verified` the result differs.
+    With `verified`, the written model is compared with the original, and a difference raises
+    CheckpointError. `dtype` is that of the written weights, a key of `files.DTYPES`.
     """
     content = exported.to_format(exported.model, dtype)
     with files.new_directory(target) as directory:
@@ -162,12 +139,6 @@ def to_hf(
 def load_converted(source: Path) -> ExportableModel:
     """Loads a model from a directory that `brt.convert --to=brt` wrote, so that the model can be
     exported to Hugging Face's format again.
-
-    Args:
-      source: the directory.
-
-    Raises:
-      CheckpointError: the directory contains no converted model, or its files are damaged.
     """
     encoder = pretrained_encoder.is_encoder_directory(source)
     model = (pretrained_encoder if encoder else pretrained).load(source)
@@ -189,15 +160,8 @@ def _compare(
     theirs: Path,
     after: dict[str, np.ndarray] | None = None,
 ) -> Iterator[str]:
-    """Yields the lines of a comparison of a converted model with the original.
-
-    Args:
-      model: the original.
-      reloaded: the converted model, read from its directory.
-      before: arrays of the original, with Hugging Face's names.
-      theirs: the directory in Hugging Face's format.
-      after: arrays of the converted model; None exports them from `reloaded`.
-    """
+    # `theirs` is the directory in Hugging Face's format, and `before` and `after` are the arrays of
+    # the two models by Hugging Face's names; without `after`, they are exported from `reloaded`.
     if after is None:
         after = weights.export_arrays(reloaded.params, reloaded.described.model)
     # Only arrays that both models have are compared. `weights.mismatches` has reported the others.

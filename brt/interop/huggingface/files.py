@@ -35,12 +35,7 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """Returns all arrays of the checkpoint in `directory`, by name and in the dtypes of the files.
-
-    Raises:
-      CheckpointError: there are no safetensors (perhaps only `pytorch_model.bin`), or they are
-        damaged.
-    """
+    """Returns all arrays of a checkpoint by name, in the dtypes of the files."""
     if files := weight_files(directory):
         read = (read_file(directory / file) for file in files if file != INDEX)
         return {name: array for arrays in read for name, array in arrays.items()}
@@ -58,9 +53,6 @@ def weight_files(directory: Path) -> list[str]:
 
     If a directory has both a single file and an index, the single file is read, as transformers
     does.
-
-    Raises:
-      CheckpointError: the index is damaged, or names a file outside its own directory.
     """
     if (directory / FILE).is_file():
         return [FILE]
@@ -84,13 +76,8 @@ def check_is_model(directory: Path) -> None:
 
 
 def shards(index: Path) -> list[str]:
-    """Returns the names of the safetensors files that an index lists.
-
-    Args:
-      index: the path of model.safetensors.index.json.
-
-    Raises:
-      CheckpointError: the index is damaged, or names a file outside its own directory.
+    """Returns the names of the safetensors files that an index lists. Raises CheckpointError if one
+    of them is outside the directory of the index.
     """
     try:
         locations: Any = read_json(index).get("weight_map")
@@ -104,11 +91,7 @@ def shards(index: Path) -> list[str]:
 
 
 def read_file(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of one safetensors file by name.
-
-    Raises:
-      CheckpointError: the file is missing or damaged, or has arrays of an unsupported dtype.
-    """
+    """Returns the arrays of one safetensors file by name."""
     try:
         with untrusted.open_file(path) as opened:
             if (header := int.from_bytes(opened.read(8), "little")) > _HEADER:
@@ -132,14 +115,8 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     single: str = FILE,
 ) -> None:
-    """Writes arrays as safetensors: one file if the arrays fit, otherwise several files with an
-    index.
-
-    Args:
-      directory: the directory to write into.
-      tensors: the arrays by name.
-      shard_bytes: the maximum size of a file in bytes; a larger array gets a file of its own.
-      single: the name of the file if the arrays fit into one.
+    """Writes arrays as safetensors: one file, called `single`, if the arrays fit into `shard_bytes`
+    bytes, otherwise several files with an index. A larger array gets a file of its own.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, array in tensors.items():
@@ -162,9 +139,6 @@ def write_tensors(
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes arrays, by name, to one safetensors file. The metadata of the file contains `format`,
     which transformers requires.
-
-    Raises:
-      CheckpointError: the file cannot be written.
     """
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     try:
@@ -174,11 +148,7 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Reads a JSON object from a file.
-
-    Raises:
-      CheckpointError: the file is missing or contains no JSON object.
-    """
+    """Reads a JSON object, or raises CheckpointError if the file is missing or damaged."""
     try:
         return untrusted.read_json(path, {})
     except (OSError, ValueError) as error:
@@ -186,7 +156,7 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, content: Mapping) -> None:
-    """Writes a JSON object to a file with an indentation of two spaces, as transformers does."""
+    """Writes a JSON object with an indentation of two spaces, as transformers does."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -195,9 +165,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     """Returns a context manager that yields a temporary directory and renames it to `target` at the
     end. Therefore `target` exists only when all files have been written.
 
-    Raises:
-      ConfigError: `target` exists and is not empty.
-      CheckpointError: the directory cannot be written.
+    Raises ConfigError if `target` exists and is not empty.
     """
     manifests.remove_abandoned(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

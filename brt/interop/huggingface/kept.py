@@ -1,6 +1,7 @@
 """Gives the files of the directory back that a model was read from, when it is exported.
 
-The files are those that `brt.data.originals` keeps beside a tokenizer.
+The files are those that `brt.data.originals` keeps beside a tokenizer. They are written as they
+were, except for what training or brt changed in config.json and generation_config.json.
 """
 
 from collections.abc import Collection, Mapping
@@ -8,15 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from brt import untrusted
+from brt.config import Model
 from brt.data import originals
+from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError
 from brt.interop.exporting import ExportFormat
+from brt.interop.huggingface import files
+from brt.interop.huggingface.causal import config
+from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.config import WRITTEN
 
-CONFIG = "config.json"
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 # The export of the same model, perhaps trained further, has the same values of these.
 _SAME = (
     "model_type", "d_model", "num_layers", "encoder_layers", "hidden_size", "num_hidden_layers",
+)  # fmt: skip
+# If these keys of a decoder's original config.json are equal to those of the export, the export is
+# the same model, perhaps trained further, and not a new model with the same tokenizer.
+_SAME_DECODER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# BrtForCausalLM stops with an error if generation_config.json has these keys, or ignores them.
+_UNKNOWN_TO_BRT = (
+    "guidance_scale", "output_attentions", "prefill_chunk_size", "prompt_lookup_num_tokens",
+    "speculation_type", "use_mtp",
 )  # fmt: skip
 
 
@@ -44,13 +58,8 @@ def with_settings(
 
 
 def write(file: tuple[str, bytes], beside: Mapping[str, bytes], target: Path) -> list[str]:
-    """Writes the file of a tokenizer and the original files beside it, except for those of the
-    model, and returns their names.
-
-    Args:
-      file: the name and the content of the file of the tokenizer.
-      beside: the original files by name.
-      target: the directory to write into.
+    """Writes the file of a tokenizer (name and content) and the original files `beside` it, except
+    for those of the model, and returns their names.
     """
     found = {name: data for name, data in beside.items() if name not in originals.MODEL}
     found = dict([file]) | found
@@ -66,3 +75,63 @@ def read_json(beside: Mapping[str, bytes], name: str) -> dict[str, Any]:
         return untrusted.checked_json(beside.get(name, b"{}"), {})
     except ValueError as error:
         raise CheckpointError(f"{name} beside the tokenizer is damaged: {error}") from error
+
+
+def with_decoder_settings(
+    content: ExportFormat, model: Model, tokenizer: Tokenizer
+) -> ExportFormat:
+    """Returns the content of an export in which config.json and generation_config.json have all
+    entries of the original files (`Tokenizer.beside`) that neither training nor brt changed.
+    """
+    ours, notes = dict(content.settings[CONFIG]), []
+    theirs, generation = (read_json(tokenizer.beside, n) for n in (CONFIG, GENERATION))
+    if any(theirs.get(name) != ours[name] for name in _SAME_DECODER):
+        return content
+    try:
+        left = config.read(theirs, WindowChoice())[1]
+    except CheckpointError:  # The run directory has a config.json that belongs to no decoder.
+        return content
+    ids = config.end_ids(generation, model.vocab_size) or config.end_ids(theirs, model.vocab_size)
+    names = ("bos_token_id", "eos_token_id")
+    stated: dict[str, Any] = {name: theirs[name] for name in names if name in theirs}
+    changes: dict[str, Any] = {}
+    if tuple(i for i in ids if i < tokenizer.vocab_size) != model.end_ids:
+        changes = {"eos_token_id": ours["eos_token_id"]}
+        notes.append(f"the texts of the export end with the ids {list(model.end_ids)}")
+    # Without a BOS, the code of BrtForCausalLM still has to know with which id texts begin.
+    begins = stated.get("bos_token_id") != ours["bos_token_id"]
+    if begins and (ours["model_type"] == "brt" or stated.get("bos_token_id") is not None):
+        changes["bos_token_id"] = ours["bos_token_id"]
+        notes.append(f"config.json: bos_token_id = {ours['bos_token_id']}, with which texts begin")
+    elif begins:
+        stated["bos_token_id"] = None
+    described: dict[str, Any] = {**left, **ours, **stated, **changes}
+    written = {**content.settings, CONFIG: described}
+    if ours["model_type"] == "brt":
+        lost = {name: generation[name] for name in _UNKNOWN_TO_BRT if generation.get(name)}
+        generation = {name: value for name, value in generation.items() if name not in lost}
+        shown = ", ".join(f"{name} = {value!r:.40}" for name, value in lost.items())
+        if lost:
+            notes.append(f"{GENERATION}: left out, BrtForCausalLM does not apply it: {shown}")
+    if generation:
+        again = {name: value for name, value in changes.items() if name in generation}
+        written[GENERATION] = {**generation, **again}
+    elif GENERATION in written:
+        written[GENERATION] = {name: described[name] for name in written[GENERATION]}
+    return content._replace(settings=written, notes=(*content.notes, *notes))
+
+
+def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> list[str]:
+    """Writes the original files of a tokenizer, and returns their names.
+
+    With `own_code`, the export has the code of its model. transformers cannot conclude from such a
+    model what the class of the tokenizer is, so tokenizer_config.json says it.
+    """
+    names = write(tokenizer.file, tokenizer.beside, target)
+    described = read_json(tokenizer.beside, TOKENIZER)
+    if own_code and "tokenizer_class" not in described:
+        of_pieces = tokenizer.file[0].endswith(".model")
+        name = "LlamaTokenizer" if of_pieces else "PreTrainedTokenizerFast"
+        files.write_json(target / TOKENIZER, {"tokenizer_class": name, **described})
+        names = list(dict.fromkeys([*names, TOKENIZER]))
+    return names

@@ -1,4 +1,5 @@
-"""Keys of config.json that brt does not read: which of them may be ignored, and which may not.
+"""What of a directory in Hugging Face's format brt does not read: keys that must be refused, and
+notes about what is neither used nor kept.
 
 The function that a model computes is defined by the class of transformers for its model_type. brt
 converts all keys of the class that matter. Any other key is either a remark (a name, a version, a
@@ -10,9 +11,12 @@ refused with the name of the part.
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+from brt.data import originals
 from brt.errors import CheckpointError
+from brt.interop.huggingface import files
 
 # Words of names that say how something is computed, trained or written, but not what.
 _REMARK = re.compile(
@@ -52,13 +56,14 @@ _PARTS = (
     (r"embed|hidden|logit", "embeddings or logits of this kind"),
 )
 
+_SHOWN = 12  # A note names at most this number of files or keys.
+# These keys of generation_config.json have no influence on the text.
+_NEUTRAL = {"transformers_version", "use_cache", "cache_implementation"}
+
 
 def check(config: Mapping[str, Any], left: Collection[str]) -> None:
-    """Raises CheckpointError if a key asks for a part of a network that brt does not have.
-
-    Args:
-      config: the content of config.json.
-      left: the keys that nothing has read.
+    """Raises CheckpointError if one of the keys `left`, which nothing has read, asks for a part of
+    a network that brt does not have.
     """
     for name in left:
         if part := _part(name, config[name]):
@@ -70,9 +75,8 @@ def check(config: Mapping[str, Any], left: Collection[str]) -> None:
 
 
 def unknown(config: Mapping[str, Any], left: Collection[str]) -> list[str]:
-    """Returns those of the keys `left` of a config.json that are no remarks known to brt.
-
-    brt ignores them, and the user should know.
+    """Returns those of the keys `left` of a config.json that are no known remarks. brt ignores
+    them, and the user should know.
     """
     return [
         name
@@ -82,10 +86,64 @@ def unknown(config: Mapping[str, Any], left: Collection[str]) -> list[str]:
 
 
 def _part(name: str, value: Any) -> str:
-    """Returns the name of the part that a key asks for; "" for none."""
+    # Returns the name of the part that a key asks for; "" for none.
     if name in _COMMON or _REMARK.search(name):
         return ""
     place = next((i for i, (words, _) in enumerate(_PARTS) if re.search(words, name.lower())), -1)
     # A factor of 1 changes nothing, and a part that is off, empty or of size 0 is not there.
     off = value == 1 if place == 0 else value in (None, False, [], {}, "")
     return "" if place < 0 or value is None or off else _PARTS[place][1]
+
+
+def notes(
+    directory: Path, *, left: Collection[str], applied: Collection[str], used: Collection[str]
+) -> list[str]:
+    """Returns notes about what brt does not use of a directory, or does not keep for exports.
+
+    Args:
+      directory: the directory.
+      left: the keys of config.json that nothing has read. They are kept.
+      applied: the keys of generation_config.json that brt applies. The others are kept.
+      used: the files that are kept or read, except for the weights and the two files of settings.
+    """
+    described, generation = (_read(directory / name) for name in originals.MODEL)
+    ignored = unknown(described, left)
+    rest = [
+        f"{name} = {value!r:.40}"
+        for name, value in generation.items()
+        if name not in applied
+        and name not in _NEUTRAL
+        and not name.startswith("_")
+        and value not in (None, False, [], {})
+    ]
+    found = [f"config.json: ignored, but kept: {_listed(ignored)}"] if ignored else []
+    if rest:
+        found.append(f"generation_config.json: kept for exports, but not applied: {_listed(rest)}")
+    return found + notes_of_files(directory, {*used, *originals.MODEL})
+
+
+def notes_of_files(directory: Path, used: Collection[str]) -> list[str]:
+    """Returns notes about the files of a directory that are neither weights nor among those `used`,
+    that is, kept or read.
+    """
+    known = {*used, *files.weight_files(directory), *(name.split("/")[0] for name in used)}
+    found = (path.name + "/" * path.is_dir() for path in directory.iterdir())
+    rest = sorted(name for name in found if name.removesuffix("/") not in known)
+    notes = [f"not used and not kept: {_listed(rest)}"] if rest else []
+    if files.INDEX in rest:
+        notes.append(
+            f"there are two sets of weights; {files.FILE} is read, as in transformers, and not "
+            f"{files.INDEX}"
+        )
+    return notes
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return files.read_json(path) if path.is_file() else {}
+
+
+def _listed(names: list[str]) -> str:
+    # Names with unusual characters are put in quotes.
+    shown = [name if name.isprintable() and len(name) < 120 else f"{name!r:.120}" for name in names]
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more

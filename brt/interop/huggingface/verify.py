@@ -28,8 +28,6 @@ class TensorCheck(NamedTuple):
     """The result of comparing an array before and after a conversion.
 
     Attributes:
-      name: the name of the array.
-      shape: the shape of the array.
       dtype: the dtype after the conversion.
       difference: the largest absolute difference of an element.
       allowed: the largest difference that rounding to `dtype` can explain.
@@ -46,8 +44,7 @@ class Inputs(NamedTuple):
     """Two random pairs of source and target, on which brt and transformers are compared.
 
     Attributes:
-      source: int32 [2, X], ids of the sources' tokens; the second source is half as long as the
-        first.
+      source: int32 [2, X], ids of the sources' tokens; the second source is half as long.
       mask: bool [2, X], False for padding of the sources.
       targets_in: int32 [2, T], the input ids of the decoder.
     """
@@ -58,11 +55,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(described: Described) -> Inputs:
-    """Returns two random pairs of a source (at most 64 tokens) and a target (at most 16 tokens).
-
-    Args:
-      described: the settings and special tokens of the model that will read the pairs.
-    """
+    """Returns two random pairs of a source (at most 64 tokens) and a target (at most 16 tokens)."""
     model, special = described.model, described.special
     rng = np.random.default_rng(0)
     known = model.max_positions if model.family == "bart" else 64
@@ -75,14 +68,7 @@ def inputs(described: Described) -> Inputs:
 
 
 def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.ndarray:
-    """Returns the float32 logits [2, T, V] that brt computes for random inputs, where V is the size
-    of the vocabulary.
-
-    Args:
-      params: the parameters of the model.
-      described: the settings of the model.
-      x: the pairs of sources and targets to read.
-    """
+    """Returns brt's float32 logits [2, T, V], where V is the size of the vocabulary."""
     network = seq2seq.Seq2Seq(described.model, described.cross)
     mask = jnp.asarray(x.mask)
     encoded = seq2seq.encode(network, params, jnp.asarray(x.source), mask)
@@ -91,14 +77,10 @@ def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.nda
 
 
 def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
-    """Returns the float32 logits [2, T, V] that transformers computes; None if torch or
-    transformers is not installed.
+    """Returns the float32 logits [2, T, V] that transformers computes for the checkpoint in a
+    directory; None if torch or transformers is not installed.
 
     No code in the directory is run, and nothing is unpickled.
-
-    Args:
-      directory: the directory of the Hugging Face checkpoint.
-      x: the pairs of sources and targets to read.
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None
@@ -118,14 +100,8 @@ def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
 def tensor_checks(
     before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
 ) -> list[TensorCheck]:
-    """Returns a comparison of every array of `before` with the array of the same name in `after`.
-
-    Args:
-      before: the arrays by name, before a conversion.
-      after: the arrays by name, after the conversion; they may be rounded to another dtype.
-
-    Raises:
-      CheckpointError: an array is missing.
+    """Returns a comparison of every array of `before` with the array of the same name in `after`,
+    which may be rounded to another dtype. Raises CheckpointError if an array is missing.
     """
     checks = []
     for name, array in before.items():
@@ -157,7 +133,7 @@ def comparison_report(checks: list[TensorCheck]) -> str:
 
 def refuse_changes(checks: list[TensorCheck]) -> None:
     """Raises CheckpointError if one of the compared arrays changed by more than rounding can
-    explain. `checks` is the result of `tensor_checks`.
+    explain.
     """
     wrong = [c for c in checks if not c.difference <= c.allowed]
     if wrong:
@@ -169,16 +145,14 @@ def refuse_changes(checks: list[TensorCheck]) -> None:
 
 
 def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: float = 0.0) -> str:
-    """Compares logits, and returns a line for the user with their largest difference.
+    """Returns a line for the user with the largest difference of logits, or raises CheckpointError
+    if it is larger than rounding can explain.
 
     Args:
       actual: the logits of the converted model.
       expected: the logits of the original model.
       name: the name of the original model, for messages.
       rounding: the relative rounding error of the weights, a value of `ROUNDING`.
-
-    Raises:
-      CheckpointError: the logits differ by more than rounding can explain.
     """
     largest = float(np.abs(expected).max())
     difference = float(np.abs(actual - expected).max())
@@ -191,10 +165,7 @@ def check_logits(actual: np.ndarray, expected: np.ndarray, name: str, rounding: 
 
 
 def allowed(expected: np.ndarray, rounding: float) -> float:
-    """Returns the largest absolute difference between logits that rounding can explain.
-
-    Args:
-      expected: the logits of the original model.
-      rounding: the relative rounding error of the weights, a value of `ROUNDING`.
+    """Returns the largest absolute difference from the logits `expected` that rounding can explain;
+    `rounding` is that of the weights, a value of `ROUNDING`.
     """
     return (LOGIT_TOLERANCE + 32 * rounding) * max(float(np.abs(expected).max()), 1.0)

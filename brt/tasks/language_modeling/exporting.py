@@ -6,8 +6,9 @@ from pathlib import Path
 
 from brt.errors import CheckpointError
 from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
+from brt.interop.huggingface import kept
 from brt.interop.huggingface.causal import export as causal
-from brt.interop.huggingface.causal import giving_back, reading
+from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.causal.config import FAMILIES
 from brt.interop.huggingface.decoder import tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
@@ -44,9 +45,9 @@ def export(source: ExportSource) -> ExportableModel:
 
     def write(decoder: TrainedDecoder, dtype: str) -> ExportFormat:
         """Returns the content of the export, with the original settings as far as they hold."""
-        return giving_back.settings(form(decoder, dtype), model, opened)
+        return kept.with_decoder_settings(form(decoder, dtype), model, opened)
 
-    copy = partial(giving_back.write_tokenizer, opened, own_code=form is to_format)
+    copy = partial(kept.write_tokenizer, opened, own_code=form is to_format)
     return ExportableModel(source.path, decoder, write, copy, notes)
 
 

@@ -19,7 +19,7 @@ from brt.errors import CheckpointError
 from brt.generation.session import Session
 from brt.interop.exporting import ExportSource
 from brt.interop.huggingface import convert, files
-from brt.interop.huggingface.decoder import export_format, tokenizer, verify
+from brt.interop.huggingface.decoder import export_format, tokenizer
 from brt.layers.sections import Recurrence
 from brt.tasks.language_modeling.task import LanguageModeling
 from brt.types import Variables
@@ -163,7 +163,7 @@ def test_an_export_in_bfloat16_rounds_its_arrays(export: Callable) -> None:
 def test_verification_without_torch_says_what_was_not_compared(
     export: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(export_format.importlib.util, "find_spec", lambda name: None)
     done = export(RECURRENT, verified=True)
     assert any("arrays are bit-equal" in line for line in done.lines)
     assert "logits and text: not compared; pip install torch" in "\n".join(done.lines)
@@ -255,8 +255,8 @@ def torch() -> Any:
 def test_logits_are_ours_over_segments_cut_anywhere(kind: str, export: Callable) -> None:
     done = export(MODELS[kind])
     ids = np.random.default_rng(0).integers(256, size=(2, 6 * WINDOW))
-    expected = verify.segment_logits(done.params, done.model, np.split(ids, 2, axis=1))
-    theirs = verify.import_code(done.directory).load(done.directory)
+    expected = export_format.segment_logits(done.params, done.model, np.split(ids, 2, axis=1))
+    theirs = export_format.import_code(done.directory).load(done.directory)
     for cuts in ([8, 16], [1, 2, 7, 8, 20]):
         found, state = [], None
         for piece in np.split(ids, cuts, axis=1):
@@ -278,7 +278,7 @@ def test_the_exported_model_writes_the_greedy_text_of_brt(kind: str, export: Cal
     session.read([5, 6, 7, 8, 9])
     sampling = Sampling(temperature=0.0)
     ours = [*session.write(20, sampling, jax.random.key(0))]
-    theirs = verify.import_code(done.directory).load(done.directory)
+    theirs = export_format.import_code(done.directory).load(done.directory)
     prompt = torch().tensor([[0, 5, 6, 7, 8, 9]])
     text = theirs.generate(prompt, max_new_tokens=20).numpy()
     np.testing.assert_array_equal(text[:, 6:], np.concatenate(ours, axis=1))
@@ -287,7 +287,7 @@ def test_the_exported_model_writes_the_greedy_text_of_brt(kind: str, export: Cal
 @of_torch
 def test_what_is_carried_stays_as_large_as_it_was(export: Callable) -> None:
     done = export(MODELS["gru, single"])
-    theirs = verify.import_code(done.directory).load(done.directory)
+    theirs = export_format.import_code(done.directory).load(done.directory)
     ids, state, sizes = torch().ones(1, 10 * WINDOW, dtype=torch().long), None, []
     for piece in ids.split(WINDOW, dim=1):
         _, state = theirs(piece, state)
@@ -298,7 +298,7 @@ def test_what_is_carried_stays_as_large_as_it_was(export: Callable) -> None:
 @of_torch
 def test_samples_are_of_the_likeliest(export: Callable) -> None:
     done = export(MODELS["t5"])
-    module = verify.import_code(done.directory)
+    module = export_format.import_code(done.directory)
     theirs, prompt = module.load(done.directory), torch().zeros(3, 1, dtype=int)
     options = {"do_sample": True, "max_new_tokens": 9, "temperature": 0.5}
     greedy = theirs.generate(prompt, max_new_tokens=9)
@@ -313,8 +313,8 @@ def test_samples_are_of_the_likeliest(export: Callable) -> None:
 
 @of_torch
 def test_verification_finds_wrong_logits(export: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = verify.segment_logits
-    monkeypatch.setattr(verify, "segment_logits", lambda *args: -kept(*args))
+    kept = export_format.segment_logits
+    monkeypatch.setattr(export_format, "segment_logits", lambda *args: -kept(*args))
     with pytest.raises(CheckpointError, match="logits against 3 segments read by brt"):
         export(MODELS["t5"], verified=True)
 
@@ -338,7 +338,7 @@ def opened_by_transformers(export: Callable, transformers: Any) -> Callable[[str
         auto = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
         options = {"trust_remote_code": True, "local_files_only": True}
         model, tokenizer = (a.from_pretrained(done.directory, **options) for a in auto)
-        alone = verify.import_code(done.directory).load(done.directory)
+        alone = export_format.import_code(done.directory).load(done.directory)
         return SimpleNamespace(
             directory=done.directory, model=model, tokenizer=tokenizer, alone=alone
         )

@@ -9,8 +9,8 @@ import pytest
 
 from brt.config import CrossAttention
 from brt.errors import CheckpointError
-from brt.interop.huggingface import files, names, weights
-from brt.interop.huggingface.layers import by_layer
+from brt.interop.huggingface import files, weights
+from brt.interop.huggingface.weights import by_layer
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4, raf_bias=True, mix="sigma")
 
@@ -76,7 +76,7 @@ def test_copies_prefixes_and_relics_are_understood(
     for copy in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
         arrays[prefix + copy] = embedding
     arrays["lm_head.weight"] = embedding
-    arrays[names.UNUSED] = np.zeros((8, 2), np.float32)
+    arrays[weights.UNUSED] = np.zeros((8, 2), np.float32)
     assert_equal(weights.normalize_names(arrays, source), expected)
     bare = {name.removeprefix("model."): array for name, array in arrays.items()}
     assert_equal(weights.normalize_names(bare, source), expected)

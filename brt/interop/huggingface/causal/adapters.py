@@ -41,10 +41,8 @@ _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def base_of(directory: Path) -> Path:
-    """Returns the directory of the model that an adapter is added to, as `originals.base_of` does.
-
-    Raises:
-      CheckpointError: there is no such directory, or adapter_config.json is damaged.
+    """Returns the directory of an adapter's base, the model that the adapter is added to. Raises
+    CheckpointError if `originals.base_of` finds none.
     """
     name = str(_describe(directory).get("base_model_name_or_path") or "")
     if base := originals.base_of(directory):
@@ -57,17 +55,9 @@ def base_of(directory: Path) -> Path:
 
 
 def added(arrays: Arrays, directory: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a model, to whose matrices an adapter was added.
+    """Returns the arrays of a base by Hugging Face's names, with the adapter in `directory` added.
 
-    Arrays that the adapter has as a whole (modules_to_save) replace those of the model.
-
-    Args:
-      arrays: the arrays of the base by Hugging Face's names.
-      directory: the directory of the adapter.
-
-    Raises:
-      CheckpointError: the adapter is damaged, does not fit to the model, or is of a kind that brt
-        does not read.
+    Arrays that the adapter has as a whole (modules_to_save) replace those of the base.
     """
     described = _describe(directory)
     result, factors = dict(arrays), dict[str, dict[str, np.ndarray]]()
@@ -100,7 +90,6 @@ def added(arrays: Arrays, directory: Path) -> dict[str, np.ndarray]:
 
 
 def _product(name: str, pair: Mapping[str, np.ndarray], described: Mapping[str, Any]) -> np.ndarray:
-    """Returns the product of the matrices of an adapter, times its scale."""
     a, b = (pair.get(factor, np.zeros(0)) for factor in "AB")
     if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
         raise CheckpointError(f"{FILE}: the matrices of {name} are {a.shape} and {b.shape}")
@@ -109,11 +98,7 @@ def _product(name: str, pair: Mapping[str, np.ndarray], described: Mapping[str, 
 
 
 def _describe(directory: Path) -> dict[str, Any]:
-    """Returns the content of adapter_config.json.
-
-    Raises:
-      CheckpointError: the file is damaged, or the adapter is of a kind that brt does not read.
-    """
+    # Checks adapter_config.json: no key may ask for what brt does not compute.
     path = directory / CONFIG
     content = files.read_json(path)
     kind = content.get("peft_type")
@@ -150,7 +135,6 @@ def exported(
       trained: the factors of brt's adapters by the names of their kernels, and the parameters that
         were trained as a whole.
       params: the parameters of the model, with the adapters added.
-      model: the settings of the model.
     """
     arrays, all_arrays = {}, dict(weights.export_arrays(params, model))
     for path, array in flatten_dict(dict(trained), sep="/").items():
@@ -166,12 +150,8 @@ def exported(
 
 
 def config(adapter: Adapter, arrays: Arrays, base: str) -> dict[str, Any]:
-    """Returns the content of adapter_config.json for brt's adapters.
-
-    Args:
-      adapter: the settings of the adapters.
-      arrays: the result of `exported`.
-      base: the directory of the model that was trained, in Hugging Face's format; or "".
+    """Returns the content of adapter_config.json for the arrays that `exported` returns. `base` is
+    the directory of the trained model in Hugging Face's format, or "".
     """
     names = [name.removeprefix(_PREFIX) for name in arrays]
     factors = [match[1] for name in names if (match := _FACTOR.fullmatch(name))]

@@ -83,14 +83,8 @@ class _Keys:
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """Returns the value of a key, and marks the key as read.
 
-        Args:
-          name: the key.
-          kind: the type that the value must have, or several types.
-          default: the value if the key is missing or null, and transformers has no default for the
-            key. If `default` is None, too, a missing key is an error.
-
-        Raises:
-          CheckpointError: the key is missing, or its value has another type.
+        A key that is missing or null has transformers' default, or else the value `default`. Raises
+        CheckpointError if both are None, or if the value has another type than `kind`.
         """
         value = self._left.pop(name, None)
         if value is None:
@@ -104,8 +98,8 @@ class _Keys:
         return value
 
     def take_optional(self, name: str) -> Any:
-        """Returns the value of the key `name` without a check of its type, and marks the key as
-        read. The value is None if the key is null, or if it is missing and has no default.
+        """Returns the value of a key without a check of its type, and marks the key as read. The
+        value is None if the key is null, or if it is missing and has no default.
         """
         return self._left.pop(name, self._defaults.get(name))
 
@@ -135,20 +129,13 @@ class WindowChoice(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], choice: WindowChoice) -> Model:
-    """Returns brt's settings for a Hugging Face decoder; `read` has the arguments and errors."""
+    """Returns brt's settings for a Hugging Face decoder, the first result of `read`."""
     return read(config, choice)[0]
 
 
 def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[str, Any]]:
-    """Returns brt's settings for a Hugging Face decoder, and the entries that brt does not use.
-
-    Args:
-      config: the content of config.json.
-      choice: the window and the sinks that the user requests.
-
-    Raises:
-      CheckpointError: the architecture or a setting is not supported.
-      ConfigError: the window or the sinks do not suit the model.
+    """Returns brt's settings for a Hugging Face decoder, and the entries of config.json that brt
+    does not use. Raises CheckpointError if the architecture or a setting is not supported.
     """
     _check_structure(config)
     family = config["model_type"]
@@ -208,14 +195,8 @@ def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[s
 
 
 def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids that end a generated text.
-
-    Args:
-      config: the content of config.json or generation_config.json.
-      vocab_size: the number of ids of the model.
-
-    Raises:
-      CheckpointError: an id is not in the vocabulary.
+    """Returns the ids that end a generated text, from the content of config.json or
+    generation_config.json. Raises CheckpointError if an id is not in the vocabulary.
     """
     ids = config.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -228,7 +209,6 @@ def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def _check_structure(config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a value has a type that no valid config.json has at its place."""
     try:
         untrusted.check(config, _STRUCTURE)
         for name in ("rope_parameters", "rope_scaling", "quantization_config"):
@@ -246,7 +226,6 @@ def _check_structure(config: Mapping[str, Any]) -> None:
 
 
 def _attention(keys: _Keys, family: str, heads: int) -> SelfAttention:
-    """Returns the settings of attention of a model with this number of heads of queries."""
     query_scale = 0.0
     if family == "gemma3_text":
         scalar = keys.take("query_pre_attn_scalar", (int, float))
@@ -268,9 +247,8 @@ def _biases(keys: _Keys, family: str) -> Literal["none", "qkv", "all"]:
 
 
 def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
-    """Returns the settings of rotary embeddings. transformers 5 describes them in
-    `rope_parameters`, older versions in `rope_theta`, `rope_local_base_freq` and `rope_scaling`.
-    """
+    # transformers 5 describes rotary embeddings in `rope_parameters`, older versions in
+    # `rope_theta`, `rope_local_base_freq` and `rope_scaling`.
     parameters = _without_nulls(keys.take_optional("rope_parameters"))
     base, local_base = keys.take_optional("rope_theta"), 0.0
     scaling = _without_nulls(keys.take_optional("rope_scaling"))
@@ -311,14 +289,11 @@ def _rotary(keys: _Keys, context: int, gemma: bool) -> Rotary:
 
 
 def _without_nulls(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the entries of an object that are not null."""
     return {name: value for name, value in (values or {}).items() if value is not None}
 
 
 def _trained_windows(keys: _Keys, family: str, layers: int) -> tuple[int | None, list[bool]]:
-    """Returns the window that layers were trained with, or None, and for each layer True if it has
-    this window.
-    """
+    # Returns the window of training, or None, and for each layer True if it has this window.
     own = keys.take_optional("sliding_window")
     if keys.take_optional("use_sliding_window") is False:
         own = None
@@ -342,7 +317,6 @@ def _trained_windows(keys: _Keys, family: str, layers: int) -> tuple[int | None,
 def _windows(
     keys: _Keys, family: str, layers: int, choice: WindowChoice, context: int
 ) -> dict[str, Any]:
-    """Returns the settings `window` and `sliding` of brt's `Model`."""
     own, local = _trained_windows(keys, family, layers)
     if own and all(local):  # All layers were trained with this window.
         window = choice.window or own
@@ -356,5 +330,5 @@ def _windows(
 
 
 def _block(window: int) -> int:
-    """Returns the length of a block, at most 256: documents are padded to whole blocks."""
+    # Blocks are short, because documents are padded to whole blocks.
     return min(window, 256)

@@ -54,47 +54,39 @@ def family_of(model: Model) -> str | None:
 
 
 def is_same_function(model: Model, family: str) -> bool:
-    """Returns True if transformers' class of the family computes the same as brt's model for all
-    texts up to the context that the model was trained with, and False if brt's model has a window
-    or sinks that the class lacks.
-
-    Args:
-      model: the settings of brt's model.
-      family: the result of `family_of` for the model.
+    """Returns True if transformers' class of the family (`family_of`) computes the same as brt's
+    model for all texts up to the context of training, and False if brt's model has a window or
+    sinks that the class lacks.
     """
     windowed = family == "mistral" or (family in QWEN and _is_cut(model) and not _own(model))
     return windowed or 0 < model.rotary.context <= model.window
 
 
 def _is_cut(model: Model) -> bool:
-    """Returns True if all layers have a window below the context, and there are no sinks."""
+    # All layers have a window below the context, and there are no sinks.
     return 0 < model.window < model.rotary.context and not model.sliding.sinks
 
 
 def _own(model: Model) -> set[int]:
-    """Returns the windows that layers were trained with if the other layers have none."""
+    # The windows that layers were trained with if the other layers have none.
     layers = range(model.layers)
     return {model.for_layer(i).window for i in layers if model.has_own_window(i)}
 
 
 def _has_windows_of_qwen(model: Model) -> bool:
-    """Returns True if layers with a window of their own have the same window and positions."""
+    # Layers with a window of their own have the same window and positions.
     return len(_own(model)) <= 1 and not (_own(model) and model.rotary.local_base)
 
 
 def _query_scalar(model: Model) -> float:
-    """Returns Gemma's query_pre_attn_scalar, which is a whole number in configs of transformers."""
+    # Gemma's query_pre_attn_scalar is a whole number in configs of transformers.
     scale = model.attention.query_scale or model.head_dim**-0.5
     return round(scale**-2, 6)
 
 
 def to_theirs(model: Model, *, bos_id: int, dtype: str) -> dict[str, Any]:
-    """Returns the content of transformers' config.json for a model of brt.
-
-    Args:
-      model: the settings of the model, for which `family_of` does not return None.
-      bos_id: the id of the token that every document begins with.
-      dtype: the name of the dtype of the written weights.
+    """Returns the content of transformers' config.json for a model for which `family_of` does not
+    return None. Every document begins with `bos_id`, and `dtype` is that of the written weights.
     """
     family, m = family_of(model), model
     assert family is not None
@@ -155,19 +147,13 @@ def _rope(rotary: Rotary, family: str) -> dict[str, Any]:
 
 def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
     """Returns the content of a directory that transformers reads with one of its own classes.
-
-    Args:
-      trained: the model; `family_of` does not return None for its settings.
-      dtype: the name of the dtype of the written weights.
+    `family_of` must not return None for the model.
     """
     model, params = trained.model, trained.params
     exported = dict(weights.export_arrays(params, model))
     settings = to_theirs(model, bos_id=trained.bos_id, dtype=dtype)
 
     def compare(directory: Path) -> Iterator[str]:
-        """Yields the lines of a report that compares the model in `directory` with the model that
-        was exported.
-        """
         written: Mapping[str, np.ndarray] = files.read_tensors(directory)
         return verify.compare(params, model, directory, exported, written)
 
@@ -197,20 +183,16 @@ def to_adapter(
     """Returns the content of a directory from which PEFT reads the adapters of a model.
 
     Args:
-      settings: the settings of the adapters.
       changed: the factors of the adapters, and other trained parameters.
       base: the directory of the model that was trained, in Hugging Face's format; or "".
-      trained: the model, to which the adapters are added; `family_of` is not None for its settings.
-      dtype: the name of the dtype of the written weights, which adapter_config.json does not say.
+      trained: the model with the adapters added; `family_of` is not None for its settings.
+      dtype: not used, because adapter_config.json has no dtype.
     """
     del dtype
     arrays = adapters.exported(changed, trained.params, trained.model)
     config = adapters.config(settings, arrays, base)
 
     def compare(directory: Path) -> Iterator[str]:
-        """Yields the lines of a report that compares the written adapters with those of the run,
-        and the logits of transformers and PEFT with those of brt.
-        """
         written = files.read_file(directory / adapters.FILE)
         if base:
             yield from verify.compare(trained.params, trained.model, directory, arrays, written)

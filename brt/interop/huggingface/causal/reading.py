@@ -10,7 +10,7 @@ from brt.config import Model, Sampling
 from brt.data import tokenizer_files, tokenizers
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
-from brt.interop.huggingface import files, inventory
+from brt.interop.huggingface import files, unread
 from brt.interop.huggingface.causal import adapters, config, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.weights import Arrays
@@ -31,9 +31,7 @@ class PretrainedDecoder(NamedTuple):
       directory: the directory, from which the methods read the weights.
       adapter: the directory of an adapter (PEFT) that is added to the weights, or None.
       described: the content of config.json.
-      model: brt's settings of the model.
       sampling: brt's settings for sampling texts, from generation_config.json.
-      tokenizer: the tokenizer.
       tokenizer_file: the path of the file that the tokenizer was read from.
       notes: what brt does not use or keep of the directory, and what the directory contradicts
         itself in.
@@ -49,29 +47,17 @@ class PretrainedDecoder(NamedTuple):
     notes: tuple[str, ...]
 
     def arrays(self) -> Arrays:
-        """Reads the arrays of the checkpoint, to which the adapter is added, and returns them by
-        Hugging Face's names.
-
-        Raises:
-          CheckpointError: the files of the arrays or of the adapter are missing or damaged.
-        """
+        """Reads the arrays by Hugging Face's names, with the adapter added."""
         arrays = weights.plain_names(files.read_tensors(self.directory))
         return adapters.added(arrays, self.adapter) if self.adapter else arrays
 
     def params(self) -> dict[str, Any]:
-        """Reads the arrays of the checkpoint, and returns them as parameters of
-        `brt.models.decoder.Decoder`.
-
-        Raises:
-          CheckpointError: an array is missing, damaged, or has no place in the model.
-        """
+        """Reads the weights as parameters of `brt.models.decoder.Decoder`."""
         return weights.import_arrays(self.arrays(), self.model)
 
 
 def is_decoder(directory: Path) -> bool:
-    """Returns True if a directory in Hugging Face's format has a decoder of a type that brt can
-    read, or an adapter (PEFT).
-    """
+    """Returns True if a directory has a decoder of a type that brt reads, or an adapter (PEFT)."""
     path = directory / "config.json"
     if not path.is_file() and (directory / adapters.CONFIG).is_file():
         return True
@@ -79,17 +65,8 @@ def is_decoder(directory: Path) -> bool:
 
 
 def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> PretrainedDecoder:  # noqa: B008
-    """Reads the settings and the tokenizer of a decoder, but not its weights.
-
-    Args:
-      directory: the directory in Hugging Face's format, or of an adapter (PEFT), whose base
-        `adapters.base_of` finds.
-      choice: the window and the sinks (first tokens that stay visible) with which the model is to
-        read text.
-
-    Raises:
-      CheckpointError: config.json is damaged, or asks for something that brt does not compute.
-      DataError: the tokenizer cannot be used.
+    """Reads the settings and the tokenizer of a decoder, but not its weights. The directory may be
+    that of an adapter (PEFT), whose base `adapters.base_of` finds.
     """
     adapter = directory if (directory / adapters.CONFIG).is_file() else None
     directory = adapters.base_of(adapter) if adapter else directory
@@ -108,7 +85,7 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     notes = [
         *notes, *_adapter_notes(adapter, directory, file, kept), *tokenizer.notes, *unknown,
         *_beginning_notes(tokenizer),
-        *inventory.notes(directory, left=left, applied=_APPLIED, used=used),
+        *unread.notes(directory, left=left, applied=_APPLIED, used=used),
     ]  # fmt: skip
     model = dataclasses.replace(model, end_ids=ends)
     return PretrainedDecoder(
@@ -119,13 +96,7 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
 def _known_ends(
     ids: tuple[int, ...], known: int, directory: Path
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Returns the end ids that the tokenizer has, and a note about the others.
-
-    Only ids of the tokenizer are generated, so a text could not end with another id.
-
-    Raises:
-      CheckpointError: the tokenizer has none of the end ids.
-    """
+    # Only ids of the tokenizer are generated, so a text could not end with another id.
     ends = tuple(i for i in ids if i < known)
     others = ", ".join(str(i) for i in ids if i >= known)
     if others and not ends:
@@ -139,7 +110,7 @@ def _known_ends(
 
 
 def _beginning_notes(tokenizer: Tokenizer) -> list[str]:
-    """Returns a note if transformers' tokenizer puts a space before a text, which brt does not."""
+    # transformers' tokenizer may put a space before a text, which brt does not.
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]
     if path.suffix == ".model":
         opened = tokenizer_files.sentencepiece_model(path, content)
@@ -152,14 +123,8 @@ def _beginning_notes(tokenizer: Tokenizer) -> list[str]:
 def _adapter_notes(
     adapter: Path | None, directory: Path, file: Path, kept: Collection[str]
 ) -> list[str]:
-    """Returns notes about an adapter, and about the files of its directory that are not used.
-
-    Args:
-      adapter: the directory of the adapter; None if there is none.
-      directory: the directory of its base.
-      file: the file of the tokenizer.
-      kept: the names of this file and of those beside it, which are kept.
-    """
+    # `directory` is that of the base, and `kept` has the names of the tokenizer's file and of the
+    # files beside it.
     if adapter is None:
         return []
     notes = [f"the adapter in {adapter} is added to {directory}"]
@@ -168,24 +133,15 @@ def _adapter_notes(
     own = file.parent == adapter
     if own:
         notes.append(f"the tokenizer and its settings are those of the adapter, {file}")
-    rest = inventory.of_files(adapter, (*kept, *_ADAPTER) if own else _ADAPTER)
+    rest = unread.notes_of_files(adapter, (*kept, *_ADAPTER) if own else _ADAPTER)
     return notes + [f"{adapter}: {note}" for note in rest]
 
 
 def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], Sampling]:
-    """Returns two things from generation_config.json: the ids that end a text, and the settings of
-    sampling.
+    """Returns the ids that end a text and the settings of sampling, from generation_config.json.
 
     There are no ids if the file is missing or names none. The settings are brt's defaults if the
     file is missing, lacks them, or does not set `do_sample`.
-
-    Args:
-      directory: the directory in Hugging Face's format.
-      vocab_size: the number of ids of the model, for checking the ids.
-
-    Raises:
-      CheckpointError: a value has a wrong type, or an id is not in the vocabulary.
-      ConfigError: a setting of sampling is out of its range.
     """
     path, content = directory / "generation_config.json", _generation(directory)
     try:
@@ -205,17 +161,12 @@ def _generation(directory: Path) -> dict[str, Any]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Returns the files of a directory that a tokenizer can be read from."""
     paths = (directory / name for name in ("tokenizer.json", "tokenizer.model"))
     return [path for path in paths if path.is_file()]
 
 
 def _tokenizer(directory: Path) -> tuple[Tokenizer, Path, list[str]]:
-    """Returns the tokenizer of a directory, the path of its file, and notes about other files.
-
-    Raises:
-      DataError: the directory has none that keeps every byte of a text.
-    """
+    # A file is passed over, with a note, if a tokenizer from it would lose bytes of a text.
     reasons: list[str] = []
     for path in _files(directory):
         try:

@@ -34,14 +34,7 @@ def document(model: Model) -> np.ndarray:
 
 
 def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> np.ndarray:
-    """Returns the float32 logits [T, V] that brt computes for a document, where V is the size of
-    the vocabulary.
-
-    Args:
-      params: the parameters of the model.
-      model: the settings of the model.
-      tokens: int32 [T], the tokens of the document.
-    """
+    """Returns the float32 logits [T, V] for a document [T] and a vocabulary of V tokens."""
     length = model.block_length
     padded = np.zeros((1, -(-len(tokens) // length) * length), np.int32)
     padded[0, : len(tokens)] = tokens
@@ -50,9 +43,6 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
 
     @jax.jit
     def read(params: Mapping[str, Any]) -> jax.Array:
-        """Returns the logits [1, T', V] that a decoder with the parameters `params` computes for
-        the document, which is padded to T' tokens (whole blocks).
-        """
         output: Any = Decoder(model).apply(
             {"params": params}, jnp.asarray(padded), new_state(model, 1), jnp.asarray(start)
         )
@@ -62,13 +52,8 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
 
 
 def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray | None:
-    """Returns the float32 logits [T, V] that transformers computes for a document; None if torch or
-    transformers is not installed, or PEFT for a directory with an adapter, or if the base of the
-    adapter is not known.
-
-    Args:
-      directory: the directory of the Hugging Face checkpoint, or of an adapter.
-      tokens: int32 [T], the tokens of the document.
+    """Returns the float32 logits [T, V] that transformers computes for a document [T]; None if
+    torch, transformers or, for the directory of an adapter, PEFT is not installed.
     """
     adapter = (directory / adapters.CONFIG).is_file()
     needed = ("torch", "transformers", *(["peft"] if adapter else []))
@@ -90,21 +75,15 @@ def compare(
     params: Mapping[str, Any], model: Model, directory: Path, arrays: Mapping[str, np.ndarray],
     exported: Mapping[str, np.ndarray],
 ) -> Iterator[str]:  # fmt: skip
-    """Checks a conversion of a decoder from or to Hugging Face's format, and yields the lines of a
-    report.
+    """Yields the lines of a report on a conversion of a decoder from or to Hugging Face's format.
 
     The arrays before and after the conversion must be equal up to rounding, and brt and
-    transformers must compute the same logits up to rounding.
+    transformers must compute the same logits up to rounding. Otherwise CheckpointError is raised.
 
     Args:
-      params: the parameters of brt's decoder.
-      model: brt's settings of the model.
-      directory: the directory in Hugging Face's format, from which transformers reads the model.
+      directory: the directory from which transformers reads the model.
       arrays: the arrays before the conversion, by Hugging Face's names.
       exported: the arrays after the conversion, by Hugging Face's names.
-
-    Raises:
-      CheckpointError: arrays or logits differ by more than rounding can explain.
     """
     checks = verify.tensor_checks({k: v for k, v in arrays.items() if k in exported}, exported)
     yield verify.comparison_report(checks)

@@ -63,8 +63,8 @@ def _layer_names(model: Model) -> Mapping[str, str]:
 
 
 def template(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the parameters of brt's decoder with the settings `model`, by names
-    such as "stack/window_0/tokens/keys".
+    """Returns the shapes of the decoder's parameters, by names such as
+    "stack/window_0/tokens/keys".
     """
     return flatten_dict(dict(nn.meta.unbox(jax.eval_shape(partial(_initial, model)))), sep="/")
 
@@ -77,14 +77,9 @@ def _initial(model: Model) -> Mapping[str, Any]:
 
 
 def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
-    """Returns the arrays of a checkpoint as float32 parameters of brt's decoder.
-
-    Args:
-      arrays: the arrays by Hugging Face's names, as `plain_names` returns them.
-      model: brt's settings of the model.
-
-    Raises:
-      CheckpointError: an array is missing, has another shape, or has no place in the model.
+    """Returns the arrays of a checkpoint, named as by `plain_names`, as float32 parameters of brt's
+    decoder. Raises CheckpointError if an array is missing, has another shape, or has no place in
+    the model.
     """
     left = {name: x for name, x in arrays.items() if not name.endswith("rotary_emb.inv_freq")}
     _drop_copy(left, model)
@@ -93,14 +88,7 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
     missing: list[str] = []
 
     def take(theirs: str, ours: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns an array of the checkpoint in brt's layout, and removes it from `left`, the
-        arrays that have not been used. If there is no such array, its name is added to `missing`.
-
-        Args:
-          theirs: Hugging Face's name of the array.
-          ours: the last component of brt's name of the parameter, such as "keys".
-          shape: brt's shape of the parameter of one layer.
-        """
+        # `shape` is that of one layer's parameter in brt, whose name ends with `ours`.
         array = left.pop(theirs, None)
         if array is None:
             missing.append(theirs)
@@ -134,10 +122,6 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
 def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the parameters of brt's decoder as arrays of a checkpoint: pairs of Hugging Face's
     name and the array in Hugging Face's layout.
-
-    Args:
-      params: the parameters of brt's decoder.
-      model: brt's settings of the model.
     """
     names, starts = _layer_names(model), _first_layers(model)
     for name, array in flatten_dict(dict(params), sep="/").items():
@@ -151,7 +135,7 @@ def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str
 
 
 def _first_layers(model: Model) -> dict[str, int]:
-    """Returns the index of the first layer of each run by the name of the run."""
+    # Returns the index of the first layer of each run by the name of the run.
     starts, first = {}, 0
     for run in runs(model):
         starts[run.name] = first
@@ -161,10 +145,7 @@ def _first_layers(model: Model) -> dict[str, int]:
 
 def their_names(kernel: str, model: Model) -> list[str]:
     """Returns Hugging Face's names of the arrays that are one parameter in brt, one for each layer.
-
-    Args:
-      kernel: brt's name of the parameter, such as "stack/window_0/tokens/keys".
-      model: brt's settings of the model.
+    `kernel` is brt's name, such as "stack/window_0/tokens/keys".
     """
     if kernel in _TOP:
         return [_TOP[kernel]]
@@ -177,10 +158,8 @@ def plain_names(arrays: Arrays) -> dict[str, np.ndarray]:
     """Returns the arrays of a checkpoint by the names that transformers gives them.
 
     Names of models without a head lack the prefix "model.". Names of models that were saved inside
-    of a wrapper have a longer one, such as "_orig_mod.model." after torch.compile.
-
-    Raises:
-      CheckpointError: the checkpoint has adapters that were not added to their matrices.
+    of a wrapper have a longer one, such as "_orig_mod.model." after torch.compile. Raises
+    CheckpointError if the checkpoint has adapters that were not added to their matrices.
     """
     if adapted := [name for name in arrays if ".base_layer." in name or ".lora_" in name]:
         raise CheckpointError(
@@ -201,9 +180,7 @@ def plain_names(arrays: Arrays) -> dict[str, np.ndarray]:
 
 
 def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
-    """Removes the matrix of the logits from `arrays` if it is a copy of the embedding in a model
-    that has no matrix of its own for the logits.
-    """
+    # Files of tied models may have a copy of the embedding under the name of this matrix.
     head, embedding = arrays.get(_TOP["output"]), arrays.get(_TOP["embedding"])
     if not model.embedding.tied or head is None:
         return
@@ -216,7 +193,7 @@ def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
 
 
 def _their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that the parameter `ours` of one layer has in Hugging Face's files."""
+    # `shape` is that of one layer's parameter in brt.
     if ours in _INTO_HEADS:
         return shape[1] * shape[2], shape[0]
     if ours == "output" and len(shape) == 4:
@@ -227,14 +204,12 @@ def _their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns an array of Hugging Face in brt's layout with the given shape."""
     transposed = array.ndim == 2 and ours not in ("embedding",) and len(shape) != array.ndim
     transposed |= ours in _MATRICES
     return np.ascontiguousarray(array.T if transposed else array).reshape(shape)
 
 
 def _to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
-    """Returns an array of brt in Hugging Face's layout."""
     shape = _their_shape(ours, array.shape)
     if array.ndim > 2 and len(shape) == 2 or ours in _MATRICES:
         return np.ascontiguousarray(array.reshape(shape[::-1]).T)

@@ -1,21 +1,30 @@
-"""Settings and arrays of an exported language model, as modeling_brt.py reads them.
+"""Settings and arrays of an exported language model, as modeling_brt.py reads them, and a
+comparison of that model with the original: arrays, logits of several segments, a generated text.
 
-modeling_brt.py is the PyTorch code that is exported together with the model.
+modeling_brt.py is the PyTorch code that is exported together with the model. In shapes of logits, B
+is the number of texts, T the number of tokens of a segment, and V that of the vocabulary.
 """
 
+import dataclasses
+import importlib
+import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Model
 from brt.errors import CheckpointError
 from brt.interop.exporting import ExportFormat
-from brt.interop.huggingface.decoder import verify
+from brt.interop.huggingface import files
+from brt.interop.huggingface import verify as reports
 from brt.interop.pretrained import parameter_count
 from brt.layers.attention import TransformerBlock
 from brt.layers.reading import speeds_of
@@ -25,7 +34,7 @@ from brt.layers.sections import Recurrence
 from brt.layers.state import has_null_keys
 from brt.memories.dense_memory import DenseMemory
 from brt.memories.gated_delta_net import GatedDeltaNet
-from brt.models.decoder import logit_scale
+from brt.models.decoder import Decoder, logit_scale, logits, new_state, output_weights
 from brt.ops.gates import GateWeights
 
 CODE = tuple(
@@ -54,15 +63,16 @@ _LONGEST = 2**20
 # These parameters of brt are not exported. The arrays `bias`, `scale` and `cross_scale`, which are
 # computed from these parameters, are exported in their place.
 _FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
+# The comparison reads SEGMENTS segments and generates WRITTEN tokens. In a model with sinks, tokens
+# attend to the sinks separately only after the sinks have left the window, so the comparison reads
+# more segments than fit into the window, but at most MOST_SEGMENTS.
+SEGMENTS, MOST_SEGMENTS, WRITTEN = 3, 18, 32
 
 
 class TrainedDecoder(NamedTuple):
-    """A trained language model that is to be exported.
-
-    Attributes:
-      params: the parameters of `brt.models.decoder.Decoder`.
-      model: the settings of the model, with the size of the vocabulary set.
-      bos_id: the id of the token that every text begins with.
+    """A trained language model that is to be exported: parameters of `brt.models.decoder.Decoder`,
+    settings with the size of the vocabulary, and the id of the token that every text begins
+    with.
     """
 
     params: PyTree[Array]
@@ -72,14 +82,7 @@ class TrainedDecoder(NamedTuple):
 
 def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
     """Returns the content of an exported directory: settings, arrays, and the PyTorch code that
-    runs the model.
-
-    Args:
-      trained: the model.
-      dtype: the name of the dtype of the written weights.
-
-    Raises:
-      CheckpointError: the model has kinds of layers that modeling_brt.py does not implement.
+    runs the model. Raises CheckpointError for kinds of layers that the code does not implement.
     """
     model = trained.model
     for section in model.kinds:
@@ -101,18 +104,14 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
         f"{', '.join([f'decoder of {model.layers} layers', *kinds])}, width {model.model_dim}, "
         f"window {model.window}{sinks}, {parameter_count(trained.params):,} parameters"
     )
-    compare = partial(verify.compare, trained.params, model, exported)
     config = {"config.json": settings(trained, dtype)}
-    return ExportFormat(summary, config, exported, compare, code=CODE)
+    verify = partial(compare, trained.params, model, exported)
+    return ExportFormat(summary, config, exported, verify, code=CODE)
 
 
 def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
     """Returns the content of config.json. Settings that other models of transformers also have get
     the names that are usual there.
-
-    Args:
-      trained: the model.
-      dtype: the name of the dtype of the written weights.
     """
     m, recurrence = trained.model, trained.model.of(Recurrence)
     bounded = (
@@ -175,8 +174,7 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
 
 
 def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields pairs of the name and the float32 array of every exported parameter of the model
-    `trained`.
+    """Yields pairs of the name and the float32 array of every exported parameter.
 
     The position biases of a layer are exported as one array [heads, window], which has the bias of
     every distance between a query and a key in the window, the nearest key first.
@@ -194,7 +192,6 @@ def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns the exported arrays of one layer by name; `params` has the layer's parameters."""
     others = {name: x for name, x in params.items() if name not in ("tokens", "cell", "memory")}
     arrays = others | _tokens(run, params["tokens"]) if "tokens" in params else others
     arrays = _linear(arrays, _LINEAR)
@@ -204,7 +201,7 @@ def _layer(run: Run, params: PyTree[Array]) -> dict[str, Array]:
 
 
 def _linear(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
-    """Returns arrays in which linear maps have the names `names`, and the form [out, in]."""
+    # Linear maps get the names `names`, and the form [out, in].
     renamed = {}
     for name, array in arrays.items():
         kernel = name.removesuffix("_bias")
@@ -219,7 +216,6 @@ def _linear(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, 
 
 
 def _tokens(run: Run, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns the exported arrays of a layer's attention and MLP."""
     arrays = {name: array for name, array in params.items() if name not in _FOLDED}
     block = TransformerBlock(run.model, cross_attends=run.kind == "recurrent" or run.model.feedback)
     call = partial(block.apply, {"params": params})
@@ -240,3 +236,93 @@ def _cell(model: Model, params: PyTree[Array]) -> dict[str, Array]:
             if array is not None:
                 arrays[f"cell.{name}.{part}".removesuffix(".")] = array
     return arrays
+
+
+def compare(
+    params: PyTree[Array], model: Model, before: Mapping[str, np.ndarray], directory: Path
+) -> Iterator[str]:
+    """Compares the model in an exported directory with the original, and yields lines of a report.
+    Raises CheckpointError if arrays, logits or tokens differ by more than rounding can explain.
+    `before` has the float32 arrays that were exported, by name.
+    """
+    checks = reports.tensor_checks(before, files.read_tensors(directory))
+    yield reports.comparison_report(checks)
+    reports.refuse_changes(checks)
+    missing = [n for n in ("torch", "safetensors") if importlib.util.find_spec(n) is None]
+    if missing:
+        yield "logits and text: not compared; pip install torch, and --verify compares them"
+        return
+    rounding = max(reports.ROUNDING.get(check.dtype, 0.0) for check in checks)
+    theirs = import_code(directory).load(directory)
+    yield _logits_line(params, model, theirs, rounding)
+    yield _text_line(params, model, theirs, rounding)
+
+
+def import_code(directory: Path) -> ModuleType:
+    """Imports modeling_brt.py from a directory, without writing a bytecode cache there."""
+    name = "modeling_brt"
+    spec: Any = importlib.util.spec_from_file_location(name, directory / f"{name}.py")
+    module, writes = importlib.util.module_from_spec(spec), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = writes
+    return module
+
+
+def segment_logits(
+    params: PyTree[Array], model: Model, segments: list[Int[np.ndarray, "B T"]]
+) -> Float[np.ndarray, "B _ V"]:
+    """Returns the float32 logits of several segments of a text, which brt's model reads one after
+    another, with the state carried; they are concatenated along the axis of tokens.
+    """
+    model = dataclasses.replace(model, dtype="float32", remat=False)
+
+    @jax.jit
+    def read(state: Any, tokens: Array) -> tuple[Array, Any]:
+        start = jnp.zeros((len(tokens), tokens.shape[1] // model.block_length), bool)
+        out: Any = Decoder(model).apply({"params": params}, tokens, state, start)
+        return logits(model, output_weights(model, params), out.hidden), out.state
+
+    state, pieces = new_state(model, len(segments[0])), []
+    for tokens in segments:
+        y, state = read(state, jnp.asarray(tokens, jnp.int32))
+        pieces.append(np.asarray(y))
+    return np.concatenate(pieces, axis=1)
+
+
+def _logits_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
+    torch, rng = importlib.import_module("torch"), np.random.default_rng(0)
+    # A model attends to its sinks separately only when they have left the window, so all segments
+    # together must be longer than the window.
+    beyond = max(model.windows) // model.block_length + 1
+    count = min(max(SEGMENTS, beyond + 1), MOST_SEGMENTS) if model.sliding.sinks else SEGMENTS
+    segments = list(rng.integers(model.vocab_size, size=(count, 2, model.block_length)))
+    pieces, state = [], None
+    with torch.no_grad():
+        for tokens in segments:
+            y, state = theirs(torch.from_numpy(tokens), state)
+            pieces.append(y.numpy())
+    expected = segment_logits(params, model, segments)
+    name = f"{count} segments read by brt"
+    return reports.check_logits(np.concatenate(pieces, axis=1), expected, name, rounding)
+
+
+def _text_line(params: PyTree[Array], model: Model, theirs: Any, rounding: float) -> str:
+    # Each token that the PyTorch model generates greedily must have the largest logit in brt.
+    torch, window = importlib.import_module("torch"), model.block_length
+    # With a prompt of this number of tokens, the generated text crosses the end of a block.
+    size = max(window - WRITTEN // 2, 1)
+    prompt = np.random.default_rng(1).integers(model.vocab_size, size=(1, size))
+    text = theirs.generate(torch.from_numpy(prompt), max_new_tokens=WRITTEN, eos_token_id=[])
+    text = text.numpy()
+    padded = np.pad(text, ((0, 0), (0, -text.shape[1] % window)))
+    expected = segment_logits(params, model, [padded])[0, size - 1 : text.shape[1] - 1]
+    chosen = np.take_along_axis(expected, text[0, size:, None], axis=1)[:, 0]
+    gap = float(np.max(expected.max(axis=1) - chosen))
+    # Rounding may decide which of two nearly equal logits is larger, so small differences are
+    # accepted.
+    if not gap <= reports.allowed(expected, rounding):
+        raise CheckpointError(f"the greedy text has a token whose logit is {gap:.1e} too low")
+    return f"greedy text against brt: the same {WRITTEN} tokens"

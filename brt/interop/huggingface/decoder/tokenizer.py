@@ -20,9 +20,7 @@ BYTES_BOS = "<|bos|>"
 
 
 def write(tokenizer: Tokenizer, target: Path) -> list[str]:
-    """Writes the files of `tokenizer`, in Hugging Face's format, into the directory `target`, and
-    returns the names of the files.
-    """
+    """Writes the files of `tokenizer`, in Hugging Face's format, and returns their names."""
     if tokenizer.name == ByteTokenizer.name:
         return _write_json(target, byte_tokenizer(), BYTES_BOS)
     path, content = Path(tokenizer.file[0]), tokenizer.file[1]
@@ -61,10 +59,7 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def _write_json(target: Path, settings: dict[str, Any], bos: str) -> list[str]:
-    """Writes tokenizer.json and tokenizer_config.json, and returns the names of both files.
-
-    Prompts of a batch are padded on the left, with the token `bos`.
-    """
+    # Prompts of a batch are padded on the left, with the token `bos`.
     settings |= {"truncation": None, "padding": None, "post_processor": None}
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",

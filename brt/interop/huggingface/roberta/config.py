@@ -42,7 +42,6 @@ class Described(NamedTuple):
     """Everything that describes an encoder with a head except its parameters.
 
     Attributes:
-      model: the sizes and kinds of the layers.
       task: the task of the head.
       kept: the ids of special tokens and the names of classes, as entries of Hugging Face's
         config.json. brt uses only the id of padding, and an export writes them again.
@@ -54,15 +53,9 @@ class Described(NamedTuple):
 
 
 def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
-    """Returns brt's settings for a RoBERTa checkpoint.
-
-    Args:
-      config: the content of config.json.
-      names: the names of the checkpoint's arrays, which show the task of the head. Without a head,
-        the task is masked language modeling.
-
-    Raises:
-      CheckpointError: a setting is not supported.
+    """Returns brt's settings for a RoBERTa checkpoint, from the content of config.json and the
+    names of the checkpoint's arrays, which show the task of the head. Without a head, the task
+    is masked language modeling.
     """
     unread.check(config, unread_keys(config))
     config = {**_DEFAULTS, **config}
@@ -107,14 +100,8 @@ def unread_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
-    """Returns the content of config.json for an encoder.
-
-    Args:
-      described: the settings of the encoder.
-      dtype: the name of the dtype of the weights.
-
-    Raises:
-      CheckpointError: a setting has no counterpart in RoBERTa.
+    """Returns the content of config.json for an encoder whose weights have the dtype. Raises
+    CheckpointError if a setting has no counterpart in RoBERTa.
     """
     model = described.model
     for name, wanted in (
@@ -143,7 +130,7 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
 
 
 def _labels(described: Described) -> dict[str, Any]:
-    """Returns default names of classes, from which transformers infers the number of classes."""
+    # From the names of classes, transformers infers the number of classes.
     if described.task not in ("classification", "regression") or "id2label" in described.kept:
         return {}
     names = [f"LABEL_{i}" for i in range(described.model.classes)]

@@ -8,7 +8,7 @@ import numpy as np
 
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import ExportFormat
-from brt.interop.huggingface import files, inventory, kept
+from brt.interop.huggingface import files, kept, unread
 from brt.interop.huggingface import verify as reports
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.weights import Imported, mismatches
@@ -22,17 +22,8 @@ def is_roberta(directory: Path) -> bool:
 
 
 def read(directory: Path) -> tuple[PretrainedEncoder, dict[str, np.ndarray], Imported]:
-    """Reads a RoBERTa checkpoint.
-
-    Args:
-      directory: the directory of the checkpoint.
-
-    Returns:
-      The converted encoder; the arrays of the checkpoint by Hugging Face's names; and the result of
-      the import, which lists the parameters and arrays that have no counterpart.
-
-    Raises:
-      CheckpointError: the checkpoint is damaged, incomplete, or has unsupported settings.
+    """Reads a RoBERTa checkpoint. Returns the converted encoder, the arrays of the checkpoint by
+    Hugging Face's names, and the parameters and arrays without a counterpart.
     """
     settings = files.read_json(directory / "config.json")
     arrays = weights.normalize_names(files.read_tensors(directory))
@@ -44,21 +35,7 @@ def read(directory: Path) -> tuple[PretrainedEncoder, dict[str, np.ndarray], Imp
 def from_hf(
     source: Path, target: Path, *, verified: bool, positions: int = 0, method: str = "copy"
 ) -> Iterator[str]:
-    """Converts a RoBERTa checkpoint to brt's format, and yields lines of a report for the user.
-
-    Args:
-      source: the directory of the checkpoint.
-      target: the directory to write, which must be empty or missing.
-      verified: True compares the converted model with the original.
-      positions: the number of positions to which the table of learned positions is extended; 0
-        keeps the table.
-      method: how the new positions are computed: "copy" repeats the table from its start, and
-        "interpolate" stretches it.
-
-    Raises:
-      ConfigError: `target` is not empty, or the positions cannot be extended.
-      CheckpointError: `source` cannot be converted, or with `verified` the result differs.
-    """
+    """Converts a RoBERTa checkpoint as `brt.interop.huggingface.convert.from_hf` does."""
     model, arrays, imported = read(source)
     with files.new_directory(target) as directory:
         pretrained_encoder.save(directory, model)
@@ -68,7 +45,7 @@ def from_hf(
         yield from mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         left = config.unread_keys(files.read_json(source / "config.json"))
-        notes = inventory.notes(source, left=left, applied=config.KEPT, used=copied)
+        notes = unread.notes(source, left=left, applied=config.KEPT, used=copied)
         yield from (f"note: {note}" for note in notes)
         if verified:
             reloaded = pretrained_encoder.load(directory)
@@ -87,23 +64,13 @@ def from_hf(
 def to_format(
     model: PretrainedEncoder, dtype: str, beside: Mapping[str, bytes] = MappingProxyType({})
 ) -> ExportFormat:
-    """Returns the content of a Hugging Face checkpoint of RoBERTa for an encoder.
-
-    Args:
-      model: the encoder.
-      dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
-      beside: the files of the checkpoint that the encoder was read from, whose settings are kept.
-
-    Raises:
-      CheckpointError: a setting of the encoder has no counterpart in RoBERTa.
+    """Returns the content of a Hugging Face checkpoint of RoBERTa for an encoder. `beside` has the
+    files of the checkpoint that the encoder was read from, whose settings are kept.
     """
     settings = {"config.json": config.to_theirs(model.described, dtype)}
     exported = weights.export_arrays(model.params, model.described)
 
     def verify_directory(directory: Path) -> Iterator[str]:
-        """Yields the lines of a report that compares the model in `directory` with the model that
-        was exported.
-        """
         reloaded, arrays, _ = read(directory)
         return _compare(model, reloaded, exported, arrays, directory)
 
@@ -118,15 +85,8 @@ def _compare(
     after: Mapping[str, np.ndarray],
     theirs: Path | None,
 ) -> Iterator[str]:
-    """Yields the lines of a comparison of a converted encoder with the original.
-
-    Args:
-      model: the original.
-      reloaded: the converted encoder, read from its directory.
-      before: arrays of the original, with Hugging Face's names.
-      after: arrays of the converted encoder.
-      theirs: the directory in Hugging Face's format; None for no comparison with transformers.
-    """
+    # `theirs` is the directory in Hugging Face's format, or None for no comparison with
+    # transformers; `before` and `after` are the arrays of the two models by Hugging Face's names.
     # Only arrays that both models have are compared. `mismatches` has reported the others.
     checks = reports.tensor_checks({k: v for k, v in before.items() if k in after}, after)
     yield reports.comparison_report(checks)

@@ -28,11 +28,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(described: Described) -> Inputs:
-    """Returns two rows of at most 64 random tokens that the encoder can read.
-
-    Args:
-      described: the settings of the encoder.
-    """
+    """Returns two rows of at most 64 random tokens that the encoder can read."""
     model, pad = described.model, described.kept.get("pad_token_id", 1)
     rng = np.random.default_rng(0)
     longest = min(model.max_positions, 64)
@@ -48,17 +44,10 @@ def inputs(described: Described) -> Inputs:
 def logits(
     params: Mapping[str, Any], described: Described, x: Inputs, attention: Attention | None = None
 ) -> np.ndarray:
-    """Returns the float32 logits that brt computes for two rows of tokens.
+    """Returns the float32 logits that brt computes, by exact attention without `attention`.
 
-    Args:
-      params: the parameters of the encoder with its head.
-      described: the settings of the encoder, and the task of its head.
-      x: the rows to read.
-      attention: the settings of attention; None selects exact attention.
-
-    Returns:
-      Logits [2, T, V] of a masked language model with V tokens in the vocabulary, [2, classes] of a
-      classifier, or [2, T, 2] of a head for the starts and ends of spans; 0 for padding.
+    The logits are [2, T, V] for a masked language model with V tokens in the vocabulary, [2,
+    classes] for a classifier, and [2, T, 2] for starts and ends of spans; 0 for padding.
     """
     network = encoder.EncoderWithHead(described.model, attention or Attention(), described.task)
     outputs = network.apply(
@@ -70,17 +59,8 @@ def logits(
 
 
 def transformers_logits(directory: Path, described: Described, x: Inputs) -> np.ndarray | None:
-    """Returns the float32 logits that transformers computes for two rows of tokens; None if torch
+    """Returns the float32 logits that transformers computes, in the form of `logits`; None if torch
     or transformers is not installed.
-
-    Args:
-      directory: the directory of the Hugging Face checkpoint.
-      described: the settings of the encoder, and the task of its head.
-      x: the rows to read.
-
-    Returns:
-      Logits [2, T, V] of a masked language model with V tokens in the vocabulary, [2, classes] of a
-      classifier, or [2, T, 2] of a head for the starts and ends of spans; 0 for padding.
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None

@@ -12,10 +12,15 @@ import jax
 import numpy as np
 
 from brt.errors import CheckpointError
-from brt.interop.huggingface import names
-from brt.interop.huggingface.layers import by_layer
 from brt.interop.huggingface.roberta.config import Described
-from brt.interop.huggingface.weights import Arrays, Imported, match_arrays
+from brt.interop.huggingface.weights import (
+    Arrays,
+    Imported,
+    by_layer,
+    match_arrays,
+    their_name,
+    to_theirs,
+)
 from brt.models import encoder
 
 _PREFIX = "roberta."
@@ -69,13 +74,6 @@ def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
 
     Some files contain copies of arrays, or names without the prefix "roberta.". The copies are
     removed, and the prefix is added.
-
-    Args:
-      arrays: the arrays by the names in the files.
-
-    Raises:
-      CheckpointError: the weights of the logits differ from the embedding, or the two copies of
-        their bias differ.
     """
     arrays = {
         name if name.startswith((_PREFIX, *_OUTSIDE)) else _PREFIX + name: array
@@ -94,12 +92,7 @@ def normalize_names(arrays: Arrays) -> dict[str, np.ndarray]:
 
 
 def template(described: Described) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the parameters of an encoder and its head, by names like
-    "encoder/layers_0/mlp/wi/kernel".
-
-    Args:
-      described: the settings of the encoder, and the task of its head.
-    """
+    """Returns the parameters' shapes, by names like "encoder/layers_0/mlp/wi/kernel"."""
     return by_layer(jax.eval_shape(partial(_initial, described)))
 
 
@@ -109,20 +102,9 @@ def _initial(described: Described) -> dict[str, Any]:
 
 
 def import_arrays(arrays: Arrays, described: Described) -> Imported:
-    """Converts the arrays of a RoBERTa checkpoint to brt's parameters.
-
-    If the checkpoint lacks the head, the parameters of the head are initialised.
-
-    Args:
-      arrays: the arrays by the names that `normalize_names` returns.
-      described: the settings of the encoder, and the task of its head.
-
-    Returns:
-      The parameters in float32, the names of the parameters that were initialised because the
-      checkpoint lacks them, and the names of the arrays that have no counterpart in brt.
-
-    Raises:
-      CheckpointError: an array is missing or has another shape.
+    """Converts the arrays of a RoBERTa checkpoint, with the names that `normalize_names` returns,
+    to brt's parameters. If the checkpoint lacks the head, the parameters of the head are
+    initialised.
     """
     initial = partial(_initial, described)
     return match_arrays(
@@ -133,14 +115,10 @@ def import_arrays(arrays: Arrays, described: Described) -> Imported:
 def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
     """Returns the parameters of an encoder and its head as arrays with the names and layouts of
     RoBERTa checkpoints.
-
-    Args:
-      params: the parameters, with brt's names.
-      described: the settings of the encoder, and the task of its head.
     """
     known, model = parameter_names(described), described.model
     exported = {
-        str(names.their_name(known, ours)): names.to_theirs(ours, np.asarray(array))
+        str(their_name(known, ours)): to_theirs(ours, np.asarray(array))
         for ours, array in by_layer(params).items()
     }
     if not model.token_types:  # RoBERTa has at least one token type.
