@@ -101,7 +101,7 @@ def test_who_cleans_up_while_a_file_is_made_takes_nothing_away(
             durable.remove_abandoned(tmp_path)
         return acquire(descriptor)
 
-    monkeypatch.setattr(durable.locks, "acquire", late)
+    monkeypatch.setattr(durable, "acquire_lock", late)
     durable.write(tmp_path / "a", b"whole")
     assert (tmp_path / "a").read_bytes() == b"whole" and os.listdir(tmp_path) == ["a"]
 

@@ -141,7 +141,7 @@ def test_two_that_begin_at_once_take_nothing_from_each_other(
     """While the first directory exists but is not locked yet, the second one looks for leftovers of
     killed processes.
     """
-    held, made = manifests.locks.acquire, []
+    held, made = manifests.durable.acquire_lock, []
 
     def acquire(file: Any) -> bool:
         made.append(file.name)
@@ -150,7 +150,7 @@ def test_two_that_begin_at_once_take_nothing_from_each_other(
                 pass
         return held(file)
 
-    monkeypatch.setattr(manifests.locks, "acquire", acquire)
+    monkeypatch.setattr(manifests.durable, "acquire_lock", acquire)
     with manifests.atomic_directory(tmp_path / "done") as place:
         (place / "whole").touch()
     assert names(tmp_path) == ["done", "other"] and names(tmp_path / "done") == ["whole"]
