@@ -1,7 +1,7 @@
 """The gated delta rule, and the inverse of unit lower triangular matrices that it needs.
 
-The inverse is computed here because XLA's own triangular solver is slow for many small matrices: it takes a
-hundred times as long on CPUs, and computes one row after the other on accelerators.
+The inverse is computed here because XLA's own triangular solver is slow for many small matrices:
+it takes a hundred times as long on CPUs, and computes one row after the other on accelerators.
 """
 
 from typing import NamedTuple
