@@ -1,7 +1,7 @@
-"""The inverse of unit lower triangular matrices (with ones on the diagonal).
+"""The gated delta rule, and the inverse of unit lower triangular matrices that it needs.
 
-This module exists because XLA's own triangular solver is slow for many small matrices: it takes a
-hundred times as long on CPUs, and computes one row after the other on accelerators.
+The inverse is computed here because XLA's own triangular solver is slow for many small matrices:
+it takes a hundred times as long on CPUs, and computes one row after the other on accelerators.
 """
 
 from typing import NamedTuple
@@ -203,7 +203,7 @@ def _by_token(x: Float[Array, "N B H C V"], length: int) -> Float[Array, "B T H 
     return x.transpose(1, 0, 3, 2, 4).reshape(lanes, chunks * chunk, heads, size)[:, :length]
 
 
-# The gated delta rule (see `delta_rule.py`), computed token by token.
+# The gated delta rule, computed token by token.
 #
 # Tests compare the faster algorithm, which computes chunks of tokens, with this implementation.
 
