@@ -41,12 +41,12 @@ from fuzzing.damage import damaged
 
 from brt import command_line, config
 from brt.checkpointing import reader as checkpoints
-from brt.data import documents, preparation, tokenizers
+from brt.data import documents, originals, preparation, tokenizers
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import BrtError
 from brt.generation.memory import Memory, save
 from brt.generation.session import Session
-from brt.interop.huggingface import files
+from brt.interop.huggingface import files, kept
 from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
 from brt.sweeping import points
 from brt.tasks.speech_recognition import filter_bank, kaldi, sources
@@ -134,6 +134,14 @@ def targets(place: Path) -> dict[str, Target]:
     add("kaldi/text", "id-1 yes\nid-2 no\n", kaldi.table)
     row = b"\0BFM " + b"".join(b"\4" + n.to_bytes(4, "little") for n in (2, 3)) + bytes(24)
     add("a.ark", row, lambda path: kaldi.read_matrix(f"{path}:0"))
+    kept_config = place / "brt/original/config.json"
+    kept_config.parent.mkdir(parents=True)
+    kept_config.write_text('{"model_type": "t5", "d_model": 8}')
+    found["original/config.json"] = Target(
+        kept_config,
+        lambda path: kept.read_json(originals.read(path.parent.parent / "model.json"), path.name),
+        "brt/original/*",
+    )
     save_file({"a": np.ones((2, 3), np.float32)}, place / "m.safetensors")
     found["m.safetensors"] = Target(place / "m.safetensors", files.read_file)
     return found
