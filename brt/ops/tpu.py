@@ -16,9 +16,6 @@ from brt.ops.normalization import EPSILON
 LANES = 128
 VMEM_BYTES = 64 * 2**20  # A kernel may use this much on-chip vector memory (VMEM).
 _V4_VMEM_BYTES = 16 * 2**20  # A core of a TPU v4 has only this much VMEM.
-# These chips have two cores that share the grid of a kernel. JAX names the TPU v5p "TPU v5" or
-# "TPU v5p".
-_TWO_CORE_CHIPS = "TPU v4", "TPU v5", "TPU v5p"
 _MAX_UNROLL = 16  # The function `unrolled_loop` unrolls up to this many iterations.
 
 # These are dimension numbers of `jax.lax.dot_general`: NT for a b^T, TN for a^T b, NN for a b.
@@ -30,11 +27,6 @@ NN = (((1,), (0,)), ((), ()))
 def vmem_limit() -> int:
     """Returns the bytes of VMEM that a kernel may use on the chip that is compiled for."""
     return _V4_VMEM_BYTES if "v4" in dispatch.device_kind() else VMEM_BYTES
-
-
-def cores_per_chip() -> int:
-    """Returns the number of cores, 1 or 2, among which a chip divides the grid of a kernel."""
-    return 2 if dispatch.device_kind() in _TWO_CORE_CHIPS else 1
 
 
 def vmem_budget() -> int:
