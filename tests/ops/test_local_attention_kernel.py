@@ -17,8 +17,8 @@ from brt.ops.dropout import Dropout
 from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
-from brt.ops.window_attention import pallas_tpu
-from brt.ops.window_attention.subwindows import attend_to_subwindows
+from brt.ops.attention import tpu
+from brt.ops.attention.subwindows import attend_to_subwindows
 
 # Relative to the largest magnitude of an array. The kernels take sums in another order.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
@@ -114,7 +114,7 @@ def test_a_window_that_is_split_equals_the_reference(
 ) -> None:
     given = inputs(16, block, 64 if block == 16 else 48) | changes
     expected = run(given, implementation="reference", **options)
-    attend = partial(attend_to_subwindows, pallas_tpu.interpreted, size)
+    attend = partial(attend_to_subwindows, partial(tpu.attend_to_window, interpret=True), size)
     found = run(given, attend, **{"attend_to_self": True} | options)
     for results in (found, expected):  # Tokens that see no key have about FLOOR.
         results["lse"] = np.where(results["lse"] < FLOOR + 1, FLOOR, results["lse"])
@@ -175,7 +175,8 @@ def test_a_token_sees_nothing_of_other_documents() -> None:
         ("tpu", 2048, 64, 4096, "bfloat16", "xla"),  # blocks smaller than tiles
         ("tpu", 4096, 256, 4096, "bfloat16", "pallas_tpu"),
         ("tpu", 8192, 8192, 8192, "bfloat16", "pallas_tpu"),
-        ("tpu", 640, 256, 5120, "bfloat16", "xla"),
+        ("tpu", 640, 256, 5120, "bfloat16", "pallas_tpu"),
+        ("tpu", 600, 256, 5120, "bfloat16", "xla"),
         ("gpu", 2048, 256, 3072, "bfloat16", "pallas_gpu"),
         ("gpu", 2048, 256, 4096, "float32", "xla"),
         ("gpu", 2048, 64, 4096, "bfloat16", "xla"),

@@ -13,13 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
+from brt.ops.attention import tpu
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import (
     attend,
     pallas_gpu,
     pallas_tpu,
     reference,
-    tpu_sizes,
     xla,
 )
 from brt.ops.softmax import FLOOR
@@ -127,10 +127,10 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
 def test_a_batch_without_room_is_split(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for the sums of two of the three rows of the batch."""
     given = inputs((3,), 256, 128, 2, 8, biased=biased)
-    monkeypatch.setattr(tpu_sizes, "_TILES", (128,))
-    sizes = tpu_sizes.MaskedSizes(*given[0][:2], given[0][3], given[1])
-    monkeypatch.setattr(tpu_sizes, "vmem_budget", lambda: sizes.taken(128, 2))
-    assert sizes.settings(True).lanes == 2
+    monkeypatch.setattr(tpu, "_TILES", (128,))
+    sizes = tpu.slab_sizes(*given[0][:2], biased=biased)
+    monkeypatch.setattr(tpu, "vmem_budget", lambda: sizes.taken(128, 2))
+    assert sizes.kept_rows(sizes.tile(3), 3) == 2
     assert_close(run(pallas_tpu.interpreted, given), run(reference.attend_part, given))
 
 
@@ -141,9 +141,8 @@ def test_many_keys_are_split(own_masks: bool, monkeypatch: pytest.MonkeyPatch) -
     given = inputs((2,), 24, 320, 2, 8, own_masks=own_masks)
     dropped = partial(pallas_tpu.interpreted, dropout=Dropout(jax.random.key(0), 0.3))
     expected = run(reference.attend_part, given), run(dropped, given)
-    monkeypatch.setattr(tpu_sizes, "_MOST_KEYS", (128,))
-    sizes = tpu_sizes.largest_sizes(*given[0][:2], given[0][3], given[1])
-    assert sizes.keys == 128
+    monkeypatch.setattr(tpu, "_MOST_KEYS", (128,))
+    assert tpu.slab_sizes(*given[0][:2]).keys == 128
     assert_close(run(pallas_tpu.interpreted, given), expected[0])
     assert_close(run(dropped, given), expected[1])
 
@@ -151,7 +150,7 @@ def test_many_keys_are_split(own_masks: bool, monkeypatch: pytest.MonkeyPatch) -
 def test_few_keys_of_a_call_fit_into_the_memory_of_a_v4() -> None:
     x, mask = jnp.zeros((1, 4096, 2, 64), "bfloat16"), jnp.ones((1, 1, 4096), bool)
     with dispatch.use_backend("tpu", V4):
-        assert tpu_sizes.largest_sizes(x, x, None, mask).keys == 2048
+        assert tpu.slab_sizes(x, x).keys == 2048
         assert pallas_tpu.refusal(x, x, x, None, mask) is None
 
 
@@ -185,7 +184,6 @@ def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
     ("shape", "dtype", "reason"),
     [
         ((1, 100, 2, 64), "bfloat16", "multiple of 128 queries and .* keys, not 100 and 100"),
-        ((1, 256, 3, 64), "bfloat16", "takes heads of 64 in pairs; a device has 3"),
         ((1, 256, 2, 48), "bfloat16", "heads of 64, 128 or 256, not of 48"),
         ((1, 256, 2, 64), "float16", "float32 and bfloat16, not in float16"),
     ],

@@ -18,7 +18,6 @@ from brt.ops.softmax_attention import (
     attend,
     attend_by_head,
     attend_to_blocks,
-    pallas_tpu,
     reference,
 )
 from brt.ops.softmax_attention.api import OP

@@ -19,11 +19,12 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
 from brt.ops import dispatch, gpu, window_attention
+from brt.ops.attention import tpu
 from brt.ops.dropout import DropoutMask
 from brt.ops.window_attention import (
     documents,
     pallas_mosaic_gpu,
-    pallas_tpu,
+
     segment_part,
     window_part,
 )
@@ -97,7 +98,7 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
 @pytest.mark.slow_cases("pallas_gpu*")
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(
-    "implementation", ["xla", "xla_cpu", "reference", "pallas_interpret", "pallas_gpu_interpret"]
+    "implementation", ["xla", "reference", "pallas_interpret", "pallas_gpu_interpret"]
 )
 def test_grouped_queries_read_keys_as_if_these_were_repeated(
     implementation: str, normalized: bool
@@ -221,12 +222,12 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The interpreter fills uninitialized memory with NaN and reports data races."""
-    given, options = inputs(2, 256), {"attend_to_self": True, "null_keys": True}
+    given, options = inputs(2, 256), {"attend_to_self": True}
     given["scale"] = jnp.array([3.0, 7.0])
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
     def kernel(**arguments: Any) -> tuple[jax.Array, jax.Array]:
-        attend = functools.partial(pallas_tpu.window_attention, interpret=watched)
+        attend = functools.partial(tpu.attend_to_window, interpret=watched)
         return documents.with_cache_mask(attend)(**arguments)
 
     assert_close(run(kernel, given, **options), run(window_part, given, **options))
@@ -254,7 +255,7 @@ def test_devices_that_share_a_segment_equal_one(mesh: Mesh, implementation: str)
 @pytest.mark.parametrize(
     ("backend", "changed", "reason"),
     [
-        ("tpu", {"window": 100}, "has windows of 128, 256, 512, 1024 or 2048 tokens, not of 100"),
+        ("tpu", {"window": 100}, "windows of a multiple of 128 tokens, at most 2048 at once, not of 100"),
         ("tpu", {"width": 48}, "has heads of 64, 128 or 256, not of 48"),
         ("tpu", {"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
         (
@@ -380,12 +381,12 @@ def test_what_the_kernel_gave_is_kept_as_it_is() -> None:
 def test_what_a_chip_has_no_room_for_is_said() -> None:
     given = inputs(1, window=2048, width=64, dtype="bfloat16")
     v4 = SimpleNamespace(device_kind="TPU v4")
-    reason = "16 MiB of it at most, not 32 for a window of 2048 with heads of 64 in bfloat16"
+    reason = "16 MiB of it at most, not 31 for a window of 2048 with heads of 64 in bfloat16"
     with dispatch.use_backend("tpu", v4), pytest.raises(NotImplementedError, match=reason):
         window_part(**given, implementation="pallas_tpu")
 
 
-def test_a_window_without_room_on_a_chip_is_split_unless_it_has_dropout_or_null_keys() -> None:
+def test_a_window_without_room_on_a_chip_is_split_unless_it_has_dropout() -> None:
     given = inputs(1, window=2048, width=64, dtype="bfloat16") | {"dropout": None, "bias": None}
     v4 = SimpleNamespace(device_kind="TPU v4")
 
@@ -395,6 +396,6 @@ def test_a_window_without_room_on_a_chip_is_split_unless_it_has_dropout_or_null_
             traced = jax.make_jaxpr(lambda: window_part(**given, **options))()
         return str(traced).count("pallas_call[")
 
-    assert kernels() == 2 and kernels(null_keys=True) == 0
+    assert kernels() == 2
     given |= {"dropout": DropoutMask(jnp.ones((2, 2048, 2048), bool), scale=1.0)}
     assert kernels() == 0

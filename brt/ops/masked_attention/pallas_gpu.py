@@ -25,7 +25,8 @@ from brt.ops.dispatch import output_residual
 from brt.ops.dropout import Dropout
 from brt.ops.gpu import LaunchShape, triton_refusal
 from brt.ops.head_limits import heads_refusal
-from brt.ops.masked_attention import dropout_hash, gpu_kernels
+from brt.ops import dropout_hash
+from brt.ops.masked_attention import gpu_kernels
 from brt.ops.masked_attention.gpu_kernels import MaskedTileInputs
 from brt.ops.masked_attention.sharding import attend_on_devices, dropout_refusal
 from brt.ops.partial_attention import AttentionPart

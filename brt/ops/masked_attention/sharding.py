@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import dropout_hash
+from brt.ops import dropout_hash
 from brt.ops.partial_attention import AttentionPart
 
 

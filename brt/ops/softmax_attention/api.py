@@ -3,6 +3,7 @@
 In shapes, T and Q are numbers of queries of a row, N of blocks, S and X of keys.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from brt.distributed import rules
 from brt.ops import dispatch, layout
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import scaled_unit
-from brt.ops.softmax_attention import pallas_gpu, pallas_tpu, reference, xla, xla_cpu
+from brt.ops.attention import tpu
+from brt.ops.softmax_attention import pallas_gpu, reference, xla, xla_cpu
 
 
 def _by_head_and_block(
@@ -38,16 +40,36 @@ def _by_head_and_block(
     return attend_by_token
 
 
+def _by_slab(
+    queries: Array, k: Array, v: Array, cache_mask: Array | None, *, scale: Array | None,
+    interpret: tpu.Interpret = False,
+) -> Array:  # fmt: skip
+    keys, values = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (k, v))
+    mask = None if cache_mask is None else _key_mask(cache_mask, k.shape[-2])[:, None]
+    return tpu.attend_to_slab(
+        queries, keys, values, None, mask, scale=scale, interpret=interpret
+    ).output
+
+
+def _key_mask(cache_mask: Bool[Array, " B"], size: int) -> Bool[Array, "B X"]:
+    return cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
+
+
+def _tpu_refusal(queries: Array, k: Array, *_: Any, **__: Any) -> str | None:
+    blocks = 1 if k.ndim == queries.ndim else k.shape[1]
+    return tpu.slab_refusal(queries, k.swapaxes(-3, -2), blocks)
+
+
 OP = Op(
     "softmax_attention",
     (
-        Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refusal),
+        Implementation("pallas_tpu", _by_slab, ("tpu",), ("tpu",), _tpu_refusal),
         Implementation("pallas_gpu", pallas_gpu.attention, ("gpu",), ("gpu",), pallas_gpu.refusal),
         Implementation(
             "xla_cpu", _by_head_and_block(xla_cpu.attention, layout.swapaxes_copy), auto=("cpu",)
         ),
         Implementation("xla", _by_head_and_block(xla.attention)),
-        Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
+        Implementation("pallas_interpret", functools.partial(_by_slab, interpret=True), auto=()),
         Implementation("pallas_gpu_interpret", pallas_gpu.interpreted, auto=()),
         Implementation("reference", _by_head_and_block(reference.attention), auto=()),
     ),
@@ -69,7 +91,7 @@ def attend(
     are first scaled; without it, the caller has multiplied them by any scale.
     """
     k, v = (x.swapaxes(-3, -2) for x in (keys, values))
-    return _attend(queries, k, v, None, scale, False, implementation)
+    return _attend(queries, k, v, None, scale, implementation)
 
 
 def attend_to_blocks(
@@ -87,17 +109,19 @@ def attend_to_blocks(
     previous block; hidden keys count as zero keys with zero values if `null_keys`, and else not at
     all.
     """
-    return _attend(queries, keys, values, cache_mask, None, null_keys, implementation)
+    if null_keys:
+        seen = _key_mask(cache_mask, keys.shape[2])[:, None, :, None]
+        keys, values = (jnp.where(seen, x, 0) for x in (keys, values))
+        return _attend(queries, keys, values, None, None, implementation)
+    return _attend(queries, keys, values, cache_mask, None, implementation)
 
 
 def _attend(
     queries: Array, k: Array, v: Array, cache_mask: Array | None, scale: Array | None,
-    null_keys: bool, implementation: str | None,
+    implementation: str | None,
 ) -> Array:  # fmt: skip
     def attend_on_device(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
-        return dispatch.run(
-            OP, implementation, queries, k, v, cache_mask, null_keys=null_keys, scale=scale
-        )
+        return dispatch.run(OP, implementation, queries, k, v, cache_mask, scale=scale)
 
     if not rules.partitioned():
         return attend_on_device(queries, k, v, cache_mask, scale)

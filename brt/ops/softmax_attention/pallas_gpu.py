@@ -72,7 +72,7 @@ def attention(
     v: Float[Array, "B *N H S K"],
     cache_mask: Bool[Array, " B"] | None,
     *,
-    null_keys: bool,
+    null_keys: bool = False,
     scale: Float[Array, " H"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H K"]:

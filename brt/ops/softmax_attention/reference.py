@@ -13,8 +13,6 @@ def attention(
     k: Float[Array, "*B H S K"],
     v: Float[Array, "*B H S K"],
     cache_mask: Bool[Array, " B"] | None,
-    *,
-    null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
     """Implements `api.attend`, or `api.attend_to_blocks` if there is a `cache_mask`."""
     logits = jnp.einsum("...qk,...sk->...qs", q, k, preferred_element_type=jnp.float32)
@@ -22,5 +20,4 @@ def attention(
         return jax.nn.softmax(logits).astype(v.dtype) @ v
     size = k.shape[-2]
     mask = cache_mask[:, None, None, None] | (jnp.arange(size) >= size // 2)[None, None, None]
-    weights = jax.nn.softmax(jnp.where(mask, logits, 0.0 if null_keys else -jnp.inf))
-    return jnp.where(mask, weights, 0).astype(v.dtype) @ v
+    return jax.nn.softmax(jnp.where(mask, logits, -jnp.inf)).astype(v.dtype) @ v

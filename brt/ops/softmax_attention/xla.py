@@ -5,8 +5,6 @@ needed here. The softmax's gradient subtracts, for each query, a sum over S keys
 dot product of the query's output and the output's gradient, a sum over K numbers only.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -19,15 +17,13 @@ def attention(
     k: Float[Array, "*B H S K"],
     v: Float[Array, "*B H S K"],
     cache_mask: Bool[Array, " B"] | None,
-    *,
-    null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
     """Implements `reference.attention`."""
     mask = None
     if cache_mask is not None:
         size = k.shape[-2]
         mask = cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
-    return attend_by_head(q, k, v, mask, null_keys=null_keys)
+    return attend_by_head(q, k, v, mask)
 
 
 def attend_by_head(
@@ -36,22 +32,17 @@ def attend_by_head(
     values: Float[Array, "*B H S K"],
     mask: Bool[Array, "*B S"] | Bool[Array, "*B Q S"] | None,
     dropout: Float[Array, "*B H Q S"] | None = None,
-    *,
-    null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
     """Returns the attention of every query to the keys, at least one, where the mask is True.
 
-    `dropout` has factors of the weights. Masked keys count as zero keys with zero values if
-    `null_keys`.
+    `dropout` has factors of the weights.
     """
-    return _attend(queries, keys, values, mask, dropout, null_keys)
+    return _attend(queries, keys, values, mask, dropout)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(
-    q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | None, null_keys: bool
-) -> Array:
-    return _forward(q, k, v, mask, dropout, null_keys)[0]
+@jax.custom_vjp
+def _attend(q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | None) -> Array:
+    return _forward(q, k, v, mask, dropout)[0]
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:
@@ -59,23 +50,20 @@ def _product(spec: str, a: Array, b: Array) -> Array:
 
 
 def _forward(
-    q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | None, null_keys: bool
+    q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | None
 ) -> tuple[Array, tuple]:
     logits = _product("...qk,...sk->...qs", q, k)
     if mask is not None:
         # The mask gets the axes of the logits: its shape becomes [*B, 1, 1, S] or [*B, 1, Q, S].
         mask = mask[..., None, :, :] if mask.ndim == q.ndim - 1 else mask[..., None, None, :]
-        logits = jnp.where(mask, logits, 0.0 if null_keys else MASKED)
-    weights = jax.nn.softmax(logits, axis=-1)
-    if mask is not None and null_keys:
-        weights = jnp.where(mask, weights, 0)
-    weights = weights.astype(v.dtype)
+        logits = jnp.where(mask, logits, MASKED)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     kept = weights if dropout is None else weights * dropout.astype(v.dtype)
     y = _product("...qs,...sk->...qk", kept, v).astype(v.dtype)
     return y, (q, k, v, weights, dropout, y)
 
 
-def _backward(null_keys: bool, residuals: tuple, gradient: Array) -> tuple:
+def _backward(residuals: tuple, gradient: Array) -> tuple:
     q, k, v, weights, dropout, y = residuals
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     d_weights, kept = _product("...qk,...sk->...qs", gradient, v), weights

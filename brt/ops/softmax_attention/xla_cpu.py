@@ -21,16 +21,12 @@ def attention(
     k: Float[Array, "*B H S K"],
     v: Float[Array, "*B H S K"],
     cache_mask: Bool[Array, " B"] | None,
-    *,
-    null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
     """Implements `reference.attention`."""
     if cache_mask is None:
         return _attend(q, k, v, None)
     size = k.shape[-2]
     mask = (cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None])[:, None, :, None]
-    if null_keys:
-        return _attend(q, jnp.where(mask, k, 0), jnp.where(mask, v, 0), None)
     return _attend(q, k, v, mask)
 
 

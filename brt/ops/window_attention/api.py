@@ -8,9 +8,11 @@ In shapes, H is the number of heads of queries, and G of heads of keys, each of 
 consecutive heads of queries.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -19,15 +21,8 @@ from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
 from brt.ops.grouped_heads import by_head_of_group
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.window_attention import (
-    pallas_gpu,
-    pallas_mosaic_gpu,
-    pallas_tpu,
-    reference,
-    tpu_windows,
-    xla,
-    xla_cpu,
-)
+from brt.ops.attention import tpu
+from brt.ops.window_attention import pallas_gpu, pallas_mosaic_gpu, reference, xla
 from brt.ops.window_attention.documents import with_cache_mask
 from brt.ops.window_attention.joined_keys import with_joined_keys
 
@@ -43,16 +38,21 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
     return by_head_of_group(with_joined_keys(attend_with_factors))
 
 
+def _tpu_refusal(
+    queries: Array, cached: tuple[Array, Array], *others: Any, **_: Any
+) -> str | None:
+    return tpu.window_refusal(queries, cached[0].shape[1], drops=others[4] is not None)
+
+
 OP = Op(
     "window_attention",
     (
-        Implementation("xla_cpu", _with_dropout_factors(xla_cpu.window_attention), auto=("cpu",)),
         Implementation(
             "pallas_tpu",
-            with_cache_mask(pallas_tpu.window_attention),
+            with_cache_mask(tpu.attend_to_window),
             ("tpu",),
             ("tpu",),
-            tpu_windows.refusal,
+            _tpu_refusal,
         ),
         Implementation(
             "pallas_mosaic_gpu",
@@ -69,7 +69,11 @@ OP = Op(
             pallas_gpu.refusal,
         ),
         Implementation("xla", _with_dropout_factors(xla.window_attention)),
-        Implementation("pallas_interpret", with_cache_mask(pallas_tpu.interpreted), auto=()),
+        Implementation(
+            "pallas_interpret",
+            with_cache_mask(functools.partial(tpu.attend_to_window, interpret=True)),
+            auto=(),
+        ),
         Implementation(
             "pallas_gpu_interpret",
             with_cache_mask(with_joined_keys(pallas_gpu.interpreted)),
@@ -115,6 +119,29 @@ def window_part(
     """
     part = dispatch.run(
         OP, implementation, queries, cached, keys, values, bias, cache_mask, dropout,
-        attend_to_self=attend_to_self, null_keys=null_keys, scale=scale,
+        attend_to_self=attend_to_self, scale=scale,
     )  # fmt: skip
-    return AttentionPart(*part)
+    part = AttentionPart(*part)
+    return with_null_keys(part, bias, cache_mask, attend_to_self) if null_keys else part
+
+
+def with_null_keys(
+    part: AttentionPart,
+    bias: Float[Array, "H W"] | None,
+    cache_mask: Bool[Array, "B N"],
+    attend_to_self: bool,
+) -> AttentionPart:
+    """Adds the keys that `cache_mask` hides to the softmax, as zero keys with zero values."""
+    (batch, tokens, heads), blocks = part.lse.shape, cache_mask.shape[1]
+    window = tokens // blocks
+    if bias is None:
+        bias = jnp.zeros((heads, window), jnp.float32)
+    # Query r of a block has the keys of the block before in the columns of the bias from r + 1 on,
+    # or from r on if it does not see itself.
+    hidden = jax.lax.cumlogsumexp(bias, axis=1, reverse=True)
+    if attend_to_self:
+        hidden = jnp.pad(hidden[:, 1:], ((0, 0), (0, 1)), constant_values=-jnp.inf)
+    hidden = jnp.where(cache_mask[:, :, None, None], -jnp.inf, hidden.T)
+    lse = jnp.logaddexp(part.lse, hidden.reshape(batch, tokens, heads))
+    share = jnp.exp(part.lse - lse)[..., None]
+    return AttentionPart((part.output * share).astype(part.output.dtype), lse)

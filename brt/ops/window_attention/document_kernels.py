@@ -3,13 +3,15 @@
 They process blocks of as many tokens as the window has, so a document may start inside of one.
 """
 
+import functools
 from typing import Any
 
 from jaxtyping import Array, Int
 
 from brt.distributed import rules
+from brt.ops.attention import tpu
 from brt.ops.dispatch import Implementation, dropout_refusal
-from brt.ops.window_attention import pallas_gpu, pallas_tpu, tpu_windows
+from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.joined_keys import with_joined_keys
 
 # Documents start only at starts of blocks. The number of tokens of a block must be a multiple of
@@ -47,7 +49,7 @@ def _gpu_interpreter_refusal(
 
 def _tpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any) -> Any:
     return (
-        tpu_windows.refusal(queries, cached, *others)
+        tpu.window_refusal(queries, cached[0].shape[1])
         or _block_refusal(queries, others[3])
         or _segment_refusal(**options)
     )
@@ -66,13 +68,13 @@ def _block_refusal(queries: Array, first: Int[Array, "B D"]) -> str | None:
 
 # The arguments of these implementations are those of `local_attention.local_attention`.
 DOCUMENT_KERNELS = (
-    Implementation("pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), _tpu_refusal),
+    Implementation("pallas_tpu", tpu.attend_to_window, ("tpu",), ("tpu",), _tpu_refusal),
     Implementation(
         "pallas_gpu", with_joined_keys(pallas_gpu.window_attention), ("gpu",), ("gpu",),
         _gpu_refusal,
     ),
     Implementation(
-        "pallas_interpret", pallas_tpu.interpreted, auto=(),
+        "pallas_interpret", functools.partial(tpu.attend_to_window, interpret=True), auto=(),
         refusal=_tpu_interpreter_refusal,
     ),
     Implementation(

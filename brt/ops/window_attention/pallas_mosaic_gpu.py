@@ -82,7 +82,7 @@ def window_attention(
     dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
-    null_keys: bool,
+    null_keys: bool = False,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """Implements `api.window_part`; cached keys come first, and dropout has factors of weights.

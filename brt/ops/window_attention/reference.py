@@ -16,7 +16,6 @@ def window_attention(
     dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
-    null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
     window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
@@ -37,12 +36,7 @@ def window_attention(
         # The axes of `usable` are [B, 2W].
         usable = cache_mask[:, n, None] | ~previous[None]
         logits = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32)
-        if null_keys:
-            logits = jnp.where(usable[:, None, None], logits, 0.0)
-            v = jnp.where(usable[:, :, None, None], v, 0)
-            mask = seen[None, None]
-        else:
-            mask = seen[None, None] & usable[:, None, None]
+        mask = seen[None, None] & usable[:, None, None]
         weights, lse = softmax_and_lse(jnp.where(mask, logits + tile, MASKED))
         lses.append(lse.swapaxes(1, 2))
         if dropout is not None:

@@ -1,30 +1,39 @@
-"""Window attention in plain XLA, which folds the window of each query into W slots.
+"""Window attention in plain XLA: tiles of rows with the range of keys that each may see.
 
-A query, also called a row, sees exactly W keys, in its own block of W tokens and in the block
-before. Slot c of a row is key c of its own block if the row sees it, and otherwise key c of the
-block before. The logits of a block are therefore one W x W matrix, which a triangular mask selects
-from the products with both blocks. No entry lies outside the window, and the bias of every block is
-the same circulant matrix. Of all W x W matrices, only the softmax is saved for the backward pass.
+A tile has R consecutive queries (rows), and reads S = W + R keys, a range of complete tiles. For
+the R keys that a row does not see, the bias of the tile is MASKED. In return, every array is
+written by one matrix product and read by the next. Logits have the layout [keys,
+rows], and the sums divide the output, for the reasons that `softmax_attention.xla_cpu` gives.
 
-In shapes, Z is the number of tokens, or of blocks, of the cache and the segment together.
+XLA recomputes an array in each loop that reads it, if the computation seems cheap. It is in fact
+expensive for the bias tile and for transposed keys and values, which `layout` therefore stores.
+
+In shapes, M is the number of tiles of a segment, and Z of tokens or tiles with those of the cache.
 """
 
-from functools import partial
-from typing import NamedTuple
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.reductions import sum_leading
-from brt.ops.softmax import MASKED, softmax_and_lse
+from brt.ops.layout import row_major, transposed
+from brt.ops.reductions import sequential_sum
+from brt.ops.softmax import FLOOR, MASKED
+
+# A tile has half as many rows as a window has tokens. A number above _MAX_ROWS is halved further,
+# because larger tiles compute more masked logits. No number is halved below _MIN_ROWS, because
+# smaller tiles are slower.
+_MIN_ROWS, _MAX_ROWS = 32, 128
 
 
-class _Settings(NamedTuple):
-    attend_to_self: bool
-    null_keys: bool
-    biased: bool
+def tile_rows(window: int) -> int:
+    """Returns R, the number of rows (queries) of a tile, which is a divisor of the window."""
+    rows = window
+    while rows % 2 == 0 and rows // 2 >= _MIN_ROWS and (rows == window or rows > _MAX_ROWS):
+        rows //= 2
+    return rows
 
 
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
@@ -46,142 +55,168 @@ def window_attention(
     dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
-    null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
-    heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
+    window = keys.shape[1] - queries.shape[1]
+    rows = tile_rows(window)
 
-    def split_blocks(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
-        batch, tokens, _, size = x.shape
-        return x.reshape(batch, tokens // window, window, heads, size).transpose(0, 1, 3, 2, 4)
+    def split_tiles(x: Float[Array, "B T H K"], *axes: int) -> Float[Array, "B M H _ _"]:
+        batch, tokens, heads, size = x.shape
+        return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, *axes)
 
-    tile = None
-    if bias is not None:
-        tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), window)
-    y, lse = _attend(
-        split_blocks(queries), split_blocks(keys), split_blocks(values), tile, cache_mask, dropout,
-        _Settings(attend_to_self, null_keys, bias is not None),
-    )  # fmt: skip
-    y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
+    if bias is None:
+        bias = jnp.zeros((queries.shape[2], window), jnp.float32)
+    q, k, v = (
+        split_tiles(queries, 4, 2),
+        row_major(split_tiles(keys, 2, 4)),
+        row_major(split_tiles(values, 2, 4)),
+    )
+    tile, mask = _bias_tile(bias, rows, attend_to_self), _key_mask(cache_mask, window, rows)
+    dropped = _dropout_tiles(dropout, cache_mask.shape[1], rows)
+    y, lse = _attend(q, k, v, tile, mask, dropped)
+    y = y.transpose(0, 1, 4, 2, 3).reshape(queries.shape)
     return y, lse.swapaxes(2, 3).reshape(queries.shape[:-1])
 
 
-def _own_block_mask(window: int, settings: _Settings) -> np.ndarray:
-    """Returns bool [1, 1, 1, W, W], True where a row sees a key of its own block."""
-    return np.tri(window, k=0 if settings.attend_to_self else -1, dtype=bool)[None, None, None]
+def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Float[Array, "H S R"]:
+    """Returns the bias of key s and row r at distance r + W - s, or MASKED outside the window."""
+    window = bias.shape[1]
+    nearest = 0 if attend_to_self else 1
+    # The padded bias has an entry for every distance between a row and a key of the tile.
+    padding = (nearest, 2 * rows - nearest)
+    by_distance = jnp.pad(bias, ((0, 0), padding), constant_values=MASKED)
+    tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
+    return transposed(tile)
 
 
-def _mask_blocks(mask: Bool[Array, "B N"], x: Array, otherwise: float) -> Array:
-    return jnp.where(mask[:, :, None, None, None], x, otherwise)
+def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
+    """Returns True where a tile may read key s; keys of its own block are always readable."""
+    place = np.arange(window // rows)
+    # The first axis of `own_block` has the tiles of a block, and the second axis has the S keys
+    # that a tile may see.
+    own_block = place[:, None] * rows + np.arange(window + rows) >= window
+    mask = cache_mask[:, :, None, None] | own_block[None, None]
+    return mask.reshape(cache_mask.shape[0], -1, window + rows)
 
 
-def _fold(
-    before: Float[Array, "B N H W W"], own: Float[Array, "B N H W W"], settings: _Settings
-) -> Float[Array, "B N H W W"]:
-    return jnp.where(_own_block_mask(own.shape[-1], settings), own, before)
+def _dropout_tiles(
+    dropout: Float[Array, "H W W"] | None, blocks: int, rows: int
+) -> Float[Array, "M H S R"] | None:
+    """Returns the dropout factors in the order of the keys of each tile; `dropout` is by slot."""
+    if dropout is None:
+        return None
+    starts = range(0, dropout.shape[1], rows)
+    rolled = [jnp.roll(dropout[:, i : i + rows], -i, axis=2) for i in starts]
+    tiles = [jnp.concatenate([x, x[:, :, :rows]], axis=2) for x in rolled]
+    return jnp.tile(jnp.stack(tiles).swapaxes(2, 3), (blocks, 1, 1, 1))
 
 
-def _unfold(
-    x: Float[Array, "B N H W W"], cache_mask: Bool[Array, "B N"], settings: _Settings
-) -> list[Float[Array, "B N H W W"]]:
-    """Splits x into the parts of the block before and of the own block; unseen keys get zeros."""
-    own = _own_block_mask(x.shape[-1], settings)
-    before = jnp.where(own, 0, x)
-    # Without null keys, the softmax is already zero for hidden keys, so x needs no mask.
-    if settings.null_keys:
-        before = _mask_blocks(cache_mask, before, 0.0)
-    return [before, jnp.where(own, x, 0)]
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.einsum("...mk,...kn->...mn", a, b, preferred_element_type=jnp.float32)
 
 
-def _einsum(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+def _transposed(x: Array) -> Array:
+    return row_major(x.swapaxes(-1, -2))
 
 
-def _block_products(
-    x: Float[Array, "B N H W K"], keys: Float[Array, "B Z H W K"]
-) -> list[Float[Array, "B N H W W"]]:
-    """Returns the products of each block with the block before and with itself."""
-    return [_einsum("bnhqk,bnhsk->bnhqs", x, keys[:, j : j + x.shape[1]]) for j in range(2)]
+def _visible_keys(x: Float[Array, "B Z H R K"], tiles: int) -> Float[Array, "B M H S K"]:
+    """Returns the keys or values that each tile may see."""
+    return jnp.concatenate(_key_stretches(x, tiles), axis=3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _visible_keys_transposed(x: Float[Array, "B Z H R K"], tiles: int) -> Float[Array, "B M H K S"]:
+    # The ranges are stacked, because a concatenation along the last axis would write each of them
+    # twice.
+    seen = jnp.stack(_key_stretches(_transposed(x), tiles), axis=4)
+    return seen.reshape(*seen.shape[:4], -1)
+
+
+def _key_stretches(x: Float[Array, "B Z H _ _"], tiles: int) -> list[Float[Array, "B M H _ _"]]:
+    return [x[:, j : j + tiles] for j in range(x.shape[1] - tiles + 1)]
+
+
+def _visible_keys_backward(
+    gradient: Float[Array, "B M H S K"], rows: int
+) -> Float[Array, "B Z H R K"]:
+    """Computes the gradient of `_visible_keys`."""
+    stretches = jnp.split(gradient, gradient.shape[3] // rows, axis=3)
+    last = len(stretches) - 1
+    # Range j of a tile belongs to the tile j places on.
+    padded = (
+        jnp.pad(part, ((0, 0), (j, last - j), (0, 0), (0, 0), (0, 0)))
+        for j, part in enumerate(stretches)
+    )
+    return reduce(jnp.add, padded)
+
+
+@jax.custom_vjp
 def _attend(
-    q: Float[Array, "B N H W K"],
-    k: Float[Array, "B Z H W K"],
-    v: Float[Array, "B Z H W K"],
-    tile: Float[Array, "H W W"] | None,
-    cache_mask: Bool[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None,
-    settings: _Settings,
-) -> tuple[Float[Array, "B N H W K"], Float[Array, "B N H W"]]:
-    """Returns output and log-sum-exp of N blocks that attend to themselves and the block before."""
-    return _forward(q, k, v, tile, cache_mask, dropout, settings)[0]
+    q: Float[Array, "B M H K R"],
+    k: Float[Array, "B Z H R K"],
+    v: Float[Array, "B Z H R K"],
+    tile: Float[Array, "H S R"],
+    mask: Bool[Array, "B M S"],
+    dropout: Float[Array, "M H S R"] | None,
+) -> tuple[Float[Array, "B M H K R"], Float[Array, "B M H R"]]:
+    """Returns output and log-sum-exp of M tiles of R rows, each with the S keys that it may see."""
+    return _forward(q, k, v, tile, mask, dropout)[0]
 
 
 def _forward(
     q: Array,
     k: Array,
     v: Array,
-    tile: Array | None,
-    cache_mask: Array,
+    tile: Array,
+    mask: Array,
     dropout: Array | None,
-    settings: _Settings,
 ) -> tuple[tuple[Array, Array], tuple]:
-    before, own = _block_products(q, k)
-    logits = _fold(
-        _mask_blocks(cache_mask, before, 0.0 if settings.null_keys else MASKED), own, settings
+    logits = (
+        _matmul(_visible_keys(k, q.shape[1]), jax.lax.optimization_barrier(q)) + tile[None, None]
     )
-    weights, lse = softmax_and_lse(logits if tile is None else logits + tile[None, None])
-    kept = weights if dropout is None else weights * dropout[None, None]
-    y = _weighted_sum(_unfold(kept.astype(v.dtype), cache_mask, settings), v).astype(v.dtype)
-    return (y, lse), (q, k, v, cache_mask, dropout, weights, y)
+    logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
+    # To take a single maximum over all keys, XLA would write the logits to memory and read them
+    # again. The keys are therefore split into ranges of R keys. The elementwise maximum of all
+    # ranges is taken first, and then the maximum within the resulting range.
+    stretches = jnp.split(logits, logits.shape[-2] // q.shape[-1], axis=-2)
+    highest = jnp.max(reduce(jnp.maximum, stretches), axis=-2, keepdims=True)
+    top = jnp.maximum(highest, FLOOR)
+    weights = jnp.exp(logits - top)
+    kept = weights if dropout is None else weights * dropout[None]
+    y = _matmul(_visible_keys_transposed(v, q.shape[1]), kept.astype(v.dtype))
+    total = jnp.sum(weights, axis=-2, keepdims=True)
+    total += jnp.exp(FLOOR - top)
+    y = (y / total).astype(v.dtype)
+    lse = (top + jnp.log(total))[..., 0, :]
+    return (y, lse), (q, k, v, mask, dropout, weights, total, y)
 
 
-def _backward(settings: _Settings, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
-    q, k, v, cache_mask, dropout, weights, y = residuals
+def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+    q, k, v, mask, dropout, weights, total, y = residuals
     gradient, d_lse = gradients
-    # The gradient of the softmax subtracts, for each query, the sum over W keys of the weight times
+    tiles, rows = q.shape[1], q.shape[4]
+    # The output's gradient is divided by the sums of the weights. Dividing the weights would take
+    # longer: a query has a weight for each key, but only K numbers of the output's gradient.
+    scaled = jax.lax.optimization_barrier((gradient.astype(jnp.float32) / total).astype(q.dtype))
+    # The gradient of the softmax subtracts, for each query, the sum over S keys of the weight times
     # the weight's gradient. This sum equals the dot product of the output and the output's
     # gradient, which is a sum over K numbers only. The output `lse` depends on the logits, too,
     # with the weights as derivatives. The gradient of `lse` is therefore subtracted from the sum.
-    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
-    along -= d_lse[..., None]
-    before, own = _block_products(gradient, v)
-    if settings.null_keys:
-        before = _mask_blocks(cache_mask, before, 0.0)
-    d_weights, kept = _fold(before, own, settings), weights
+    along = jnp.sum(scaled.astype(jnp.float32) * y.astype(jnp.float32), axis=-2, keepdims=True)
+    along -= d_lse[..., None, :] / total
+    d_weights = _matmul(_visible_keys(v, tiles), scaled)
+    kept = weights
     if dropout is not None:
-        d_weights, kept = d_weights * dropout[None, None], weights * dropout[None, None]
+        d_weights, kept = d_weights * dropout[None], weights * dropout[None]
     d_logits = weights * (d_weights - along)
-    d_parts = _unfold(d_logits.astype(q.dtype), cache_mask, settings)
-    kept_parts = _unfold(kept.astype(v.dtype), cache_mask, settings)
+    narrow = d_logits.astype(q.dtype)
+    d_q = _matmul(_visible_keys_transposed(k, tiles), narrow)
     d_k, d_v = (
-        _add_overlapping([_einsum("bnhqs,bnhqk->bnhsk", part, x) for part in weighted])
-        for weighted, x in ((d_parts, q), (kept_parts, gradient))
+        _visible_keys_backward(_matmul(by_key, _transposed(x)), rows)
+        for by_key, x in ((narrow, q), (kept.astype(v.dtype), scaled))
     )
     none = None if dropout is None else jnp.zeros_like(dropout)
-    d_tile = sum_leading(d_logits, 2) if settings.biased else None
-    d_q = _weighted_sum(d_parts, k).astype(q.dtype)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
-
-
-def _weighted_sum(
-    parts: list[Float[Array, "B N H W W"]], x: Float[Array, "B Z H W K"]
-) -> Float[Array, "B N H W K"]:
-    """Returns the sum of the rows of x in both blocks, weighted by `parts`."""
-    count = parts[0].shape[1]
-    before, own = (
-        _einsum("bnhqs,bnhsk->bnhqk", part, x[:, j : j + count]) for j, part in enumerate(parts)
-    )
-    return before + own
-
-
-def _add_overlapping(parts: list[Float[Array, "B N H W K"]]) -> Float[Array, "B Z H W K"]:
-    """Adds the gradients that each block receives as the block before and as the own block."""
-    before, own = (
-        jnp.pad(part, ((0, 0), (j, 1 - j), (0, 0), (0, 0), (0, 0))) for j, part in enumerate(parts)
-    )
-    return before + own
+    d_tile = sequential_sum(d_logits, 2)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
 
 
 _attend.defvjp(_forward, _backward)

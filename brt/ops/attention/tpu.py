@@ -1,0 +1,311 @@
+"""Attention on TPUs: how the arrays of a window, and of a whole slab of keys, become kernel calls.
+
+`tpu_call` describes the kernels. In shapes, G is the number of heads of keys, N of blocks of a row,
+and D of parts of a segment; documents start only at starts of parts.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from brt.ops.attention import tpu_call
+from brt.ops.attention.tpu_call import SlabArguments
+from brt.ops.attention.tpu_kernels import HIDDEN, SlabSettings
+from brt.ops.dropout import DropoutMask
+from brt.ops.partial_attention import AttentionPart, merge_parts
+from brt.ops.softmax import FLOOR
+from brt.ops.tpu import LANES, head_refusal, vmem_budget, vmem_limit, vmem_refusal
+from brt.ops.attention.subwindows import attend_to_subwindows
+
+Interpret = bool | pltpu.InterpretParams
+_WINDOW_ROWS = 128  # A sub-tile of a window has so many queries; with 64 or 256, schedules are longer.
+_LONGEST_WINDOW = 2048  # Longer windows are split into sub-windows.
+_LEAST_SUBWINDOW = 512  # No window is split into shorter sub-windows than this.
+
+# Without a window, a call has at most one of these numbers of keys: the largest with which the
+# logits of a sub-tile and all keys fit into VMEM.
+_MOST_KEYS = 8192, 4096, 2048, 1024
+_TILES = 1024, 512, 256, 128  # the numbers of queries of a step or of a forward sub-tile
+# A call of the backward kernel has at least so many rows of the batch, if there is room for them.
+_LEAST_ROWS = 8
+# A sub-tile of the backward kernel has at most so many queries, and at most so many logits unless
+# 128 queries have more. With these numbers, the compiler's schedules are shortest.
+_ROWS = 256
+_LOGITS = 1024 * _ROWS
+_FORWARD_LOGITS = 1024 * 1024  # A sub-tile of the forward kernel has at most so many logits.
+_ARRAYS = 5  # The kernels need VMEM for so many float32 arrays of a sub-tile's logits.
+
+
+def window_refusal(
+    queries: Float[Array, "B T H K"], window: int, *, drops: bool = False
+) -> str | None:
+    """Returns why the kernels do not support a window, or None if they do."""
+    if kernel_window(queries, window, drops=drops):
+        return None
+    return _whole_window_refusal(queries, window, drops)
+
+
+def kernel_window(queries: Float[Array, "B T H K"], window: int, *, drops: bool) -> int:
+    """Returns the number of keys that the kernels read at once, or 0 if they refuse the inputs.
+
+    These are the keys of the window or of a sub-window. A window with dropout is not split.
+    """
+    if _whole_window_refusal(queries, window, drops) is None:
+        return window
+    sizes = [] if drops else [window // n for n in range(2, window // _LEAST_SUBWINDOW + 1)]
+    fits = (n for n in sizes if window % n == 0 and _whole_window_refusal(queries, n, False) is None)
+    return next(fits, 0)
+
+
+def _whole_window_refusal(queries: Array, window: int, drops: bool) -> str | None:
+    tokens, width, itemsize = queries.shape[1], queries.shape[-1], queries.dtype.itemsize
+    if window % LANES or window > _LONGEST_WINDOW:
+        return (
+            f"reads windows of a multiple of {LANES} tokens, at most {_LONGEST_WINDOW} at once, "
+            f"not of {window}"
+        )
+    if reason := head_refusal(width, queries.dtype):
+        return reason
+    if tokens % window:
+        return f"reads segments of a multiple of the window of {window} tokens, not of {tokens}"
+    # There are two buffers for each block, the sums, and arrays of the size of the logits.
+    wide = max(width, LANES)
+    taken = 2 * 13 * window * wide * itemsize + 4 * window * wide * 4
+    taken += 12 * (window + _WINDOW_ROWS) * _WINDOW_ROWS * 4
+    taken += 2 * window * window // 8 if drops else 0
+    if reason := vmem_refusal(taken, most=vmem_limit()):
+        return f"{reason} for a window of {window} with heads of {width} in {queries.dtype}"
+    return None
+
+
+def attend_to_window(
+    queries: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
+    keys: Float[Array, "B T G K"],
+    values: Float[Array, "B T G K"],
+    bias: Float[Array, "H W"] | None,
+    first: Int[Array, "B D"],
+    dropout: DropoutMask | None = None,
+    *,
+    attend_to_self: bool,
+    scale: Float[Array, " H"] | None = None,
+    interpret: Interpret = False,
+) -> AttentionPart:
+    """Implements `local_attention`, and `window_part` with its dropout.
+
+    Args:
+      cached: T is a multiple of its W tokens, or of the sub-window into which the window is split.
+      interpret: True runs the kernels on any device, slowly, and with windows of any size.
+    """
+    window = cached[0].shape[1]
+    size = window if interpret else kernel_window(queries, window, drops=dropout is not None)
+    if size < window:
+        attend = functools.partial(attend_to_window, attend_to_self=attend_to_self, scale=scale)
+        return AttentionPart(
+            *attend_to_subwindows(attend, size, queries, cached, keys, values, bias, first)
+        )
+    part = queries.shape[1] // first.shape[1]
+    rows = math.gcd(window, _WINDOW_ROWS) if window % _WINDOW_ROWS == 0 else window
+    if part % window:
+        rows = math.gcd(rows, part)
+    settings = SlabSettings(
+        queries.shape[3], 1, window, rows, rows, window=window, part=part, interpret=interpret,
+        normalizes_keys=scale is not None, kept_rows=len(queries),
+    )  # fmt: skip
+    words = None
+    if dropout is not None:
+        settings = settings._replace(rate=1 - 1 / dropout.scale)
+        words = dropout.packed_words()
+    q, k, v, *before = (x.swapaxes(1, 2) for x in (queries, keys, values, *cached))
+    tile = _window_tile(bias, queries.shape[2], window, rows, 0 if attend_to_self else 1)
+    y, lse = tpu_call.attend(
+        SlabArguments(q, (before[0], k), (before[1], v), tile, None, words, scale, first), settings
+    )
+    return AttentionPart(y, lse.swapaxes(1, 2))
+
+
+def _window_tile(
+    bias: Float[Array, "H W"] | None, heads: int, window: int, rows: int, nearest: int
+) -> Float[Array, "H C R"]:
+    """Returns the bias of C = W + R keys and R queries, HIDDEN outside of the windows.
+
+    Query j sees the keys c with `nearest` <= d = j + W - c < W + `nearest`, with the bias of d.
+    """
+    if bias is None:
+        bias = jnp.zeros((heads, window), jnp.float32)
+    length = window + 2 * rows
+    around = (0, 0), (1 - nearest, length - window - 1 + nearest)
+    band = jnp.pad(jnp.flip(bias, axis=1), around, constant_values=HIDDEN)
+    # The band has L = `length` numbers and is repeated once for every query. If the repeated
+    # numbers are read as rows of L - 1 numbers, the band begins in each row one place later than in
+    # the row before.
+    shifted = jnp.tile(band, (1, rows))[:, : rows * (length - 1)]
+    return shifted.reshape(-1, rows, length - 1)[..., : window + rows].swapaxes(1, 2)
+
+
+def heads_together(heads: int, width: int) -> int:
+    """Returns the number of heads of a step: as many as fill the 128 lanes of a register."""
+    count = max(LANES // width, 1)
+    return count if heads % count == 0 else 1
+
+
+class SlabSizes:
+    """The sizes of attention to whole slabs on one device, and what it needs in VMEM.
+
+    A slab has S keys, of which a call has at most `most`, a multiple of 128; the attribute `keys`
+    is the number of keys of a call.
+    """
+
+    def __init__(
+        self, queries: int, keys: int, width: int, itemsize: int, *, together: int, biased: bool,
+        own_masks: bool, most: int = _MOST_KEYS[0],
+    ) -> None:  # fmt: skip
+        calls = -(-keys // most)
+        self.keys = min(keys, -(-keys // (calls * LANES)) * LANES)
+        self.queries, self.itemsize, self.own_masks = queries, itemsize, own_masks
+        self.together, self.wide = together, max(width * together, LANES)
+        self.biases = biased * together * self.keys * 4  # the bytes of a query's bias
+
+    def rows(self, tile: int) -> int:
+        """Returns the number of queries of a sub-tile in the backward kernel."""
+        return math.gcd(tile, max(LANES, min(_ROWS, _LOGITS // self.keys)))
+
+    def forward_rows(self, tile: int) -> int:
+        """Returns the number of queries of a sub-tile in the forward kernel: as many as fit."""
+        blocks = 4 * self.wide * self.itemsize * (tile + self.keys)
+        free = vmem_budget() - blocks - 2 * self.biases * tile - self.own_masks * 2 * self.keys * tile
+        most = min(_FORWARD_LOGITS, free // (_ARRAYS * 4)) // self.keys
+        return next((n for n in _TILES if n <= most and tile % n == 0), math.gcd(tile, LANES))
+
+    def taken(self, tile: int, rows: int) -> int:
+        """Returns the bytes of VMEM that the backward kernel needs with tiles of `tile` queries.
+
+        These are two buffers for each block, the sums of the gradients of keys and values for
+        `rows` rows of the batch, and `_ARRAYS` arrays of the logits of a sub-tile.
+        """
+        blocks = 2 * self.wide * self.itemsize * (3 * tile + 4 * self.keys)
+        masks = self.own_masks * 2 * self.keys * tile
+        sums = 2 * rows * self.keys * self.wide * 4
+        logits = _ARRAYS * self.keys * self.rows(tile) * 4
+        return blocks + 4 * self.biases * tile + masks + sums + logits
+
+    def kept_rows(self, tile: int, batch: int) -> int:
+        """Returns the number of rows of the batch whose sums have room in VMEM.
+
+        It is less than 1 if a tile of this size does not fit.
+        """
+        if tile == self.queries:
+            return batch if self.taken(tile, 1) <= vmem_budget() else 0
+        row = self.taken(tile, 1) - self.taken(tile, 0)
+        return min((vmem_budget() - self.taken(tile, 0)) // row, batch)
+
+    def tile(self, batch: int) -> int:
+        """Returns the number of queries of a step: the largest that leaves enough room in VMEM.
+
+        The sums of the batch, or of `_LEAST_ROWS` of its rows, need room. If there is too little
+        for any tile, the smallest is taken.
+        """
+        tiles = [n for n in _TILES if self.queries % n == 0] or [self.queries]
+        enough = (n for n in tiles if self.kept_rows(n, batch) >= min(batch, _LEAST_ROWS))
+        return next(enough, tiles[-1])
+
+
+def slab_sizes(
+    queries: Float[Array, "*B T H K"], keys: Float[Array, "*B S G K"], blocks: int = 1, *,
+    biased: bool = False, own_masks: bool = False,
+) -> SlabSizes:  # fmt: skip
+    """Returns the sizes with as many keys in a call as fit into VMEM, or with the fewest."""
+    (tokens, heads, width), itemsize = queries.shape[-3:], queries.dtype.itemsize
+    together = heads_together(heads, width) if keys.shape[-2] == heads else 1
+    each = [
+        SlabSizes(
+            tokens // blocks, keys.shape[-3], width, itemsize, together=together, biased=biased,
+            own_masks=own_masks, most=most,
+        )
+        for most in _MOST_KEYS
+    ]  # fmt: skip
+    return next((sizes for sizes in each if sizes.taken(LANES, 1) <= vmem_budget()), each[-1])
+
+
+def slab_refusal(
+    queries: Float[Array, "*B T H K"], keys: Float[Array, "*B S G K"], blocks: int = 1, *,
+    biased: bool = False, own_masks: bool = False,
+) -> str | None:  # fmt: skip
+    """Returns why the kernels do not support attention to a slab, or None if they do."""
+    tokens, size = queries.shape[-3] // blocks, keys.shape[-3]
+    if tokens % LANES or size % LANES:
+        return f"takes a multiple of {LANES} queries and of {LANES} keys, not {tokens} and {size}"
+    if reason := head_refusal(queries.shape[-1], queries.dtype):
+        return reason
+    sizes = slab_sizes(queries, keys, blocks, biased=biased, own_masks=own_masks)
+    return vmem_refusal(sizes.taken(LANES, 1))
+
+
+def attend_to_slab(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "X S G K"],
+    values: Float[Array, "X S G K"],
+    bias: Float[Array, "H T S"] | None = None,
+    mask: Array | None = None,
+    words: Int[Array, "X 2 Q"] | None = None,
+    *,
+    rate: float = 0.0,
+    scale: Float[Array, " H"] | None = None,
+    interpret: Interpret = False,
+) -> AttentionPart:
+    """Returns the attention of every query of a block to the S keys of the block's slab.
+
+    Args:
+      queries: the T queries of a row are those of X / B blocks, of Q queries each.
+      bias: for one block only.
+      mask: bool [X, 1, S] or [X, Q, S], True for the keys that a query sees; or the spans of keys
+        that the queries see, int32 [X, 2, Q], from the first key to the one before the second.
+      words: what `dropout_hash.draw_words` returns, for dropout with `rate`.
+      scale: if given, the norm to which the queries of each head are scaled.
+    """
+    (batch, _, heads, width), size = queries.shape, keys.shape[1]
+    blocks = len(keys) // batch
+    own_masks = mask is not None and mask.dtype == bool and mask.shape[1] > 1
+    sizes = slab_sizes(queries, keys, blocks, biased=bias is not None, own_masks=own_masks)
+    if scale is not None:
+        sizes.together = 1
+    tile = sizes.tile(len(keys))
+    kept = batch if tile == sizes.queries or blocks > 1 else max(sizes.kept_rows(tile, batch), 1)
+    settings = SlabSettings(
+        width, sizes.together, tile, sizes.forward_rows(tile), sizes.rows(tile), rate=rate,
+        kept_rows=kept, all_keys=size, interpret=interpret,
+    )  # fmt: skip
+    if sizes.together > 1:
+        q, k, v = (x.reshape(*x.shape[:2], heads * width) for x in (queries, keys, values))
+    else:
+        q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
+    if mask is not None and mask.dtype == bool:
+        mask = mask.swapaxes(1, 2).astype(jnp.int8) if own_masks else mask.astype(jnp.float32)
+    bias = None if bias is None else bias.swapaxes(1, 2)
+    parts = []
+    for start in range(0, size, sizes.keys):
+        some = slice(start, start + sizes.keys)
+        seen = mask
+        if mask is not None:
+            seen = {"float32": lambda x: x[:, :, some], "int8": lambda x: x[:, some]}.get(
+                mask.dtype.name, lambda x: x - start
+            )(mask)  # fmt: skip
+        k_part, v_part = (x[:, some] if x.ndim == 3 else x[:, :, some] for x in (k, v))
+        arguments = SlabArguments(
+            q, (k_part,), (v_part,), None if bias is None else bias[:, some], seen, words, scale
+        )
+        y, lse = tpu_call.attend(arguments, settings._replace(first_key=start))
+        parts.append(AttentionPart(y.reshape(queries.shape), lse.swapaxes(1, 2)))
+    return parts[0] if len(parts) == 1 else _merged(parts, values.dtype)
+
+
+def _merged(parts: list[AttentionPart], dtype: Any) -> AttentionPart:
+    whole = merge_parts(parts)
+    # Each part of a query that sees no key has FLOOR, and the sum of several would be more.
+    seen = functools.reduce(jnp.logical_or, [part.lse > FLOOR for part in parts])
+    return AttentionPart(whole.output.astype(dtype), jnp.where(seen, whole.lse, FLOOR))
