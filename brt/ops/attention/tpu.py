@@ -216,7 +216,7 @@ class SlabSizes:
 
 
 def slab_sizes(
-    queries: Float[Array, "*B T H K"], keys: Float[Array, "*B S G K"], blocks: int = 1, *,
+    queries: Float[Array, "*B T H K"], keys: Float[Array, "*X S G K"], blocks: int = 1, *,
     biased: bool = False, own_masks: bool = False,
 ) -> SlabSizes:  # fmt: skip
     """Returns the sizes with as many keys in a call as fit into VMEM, or with the fewest."""
@@ -233,7 +233,7 @@ def slab_sizes(
 
 
 def slab_refusal(
-    queries: Float[Array, "*B T H K"], keys: Float[Array, "*B S G K"], blocks: int = 1, *,
+    queries: Float[Array, "*B T H K"], keys: Float[Array, "*X S G K"], blocks: int = 1, *,
     biased: bool = False, own_masks: bool = False,
 ) -> str | None:  # fmt: skip
     """Returns why the kernels do not support attention to a slab, or None if they do."""
@@ -302,6 +302,25 @@ def attend_to_slab(
         y, lse = tpu_call.attend(arguments, settings._replace(first_key=start))
         parts.append(AttentionPart(y.reshape(queries.shape), lse.swapaxes(1, 2)))
     return parts[0] if len(parts) == 1 else _merged(parts, values.dtype)
+
+
+def attend_to_spans(
+    queries: Float[Array, "*B Q K"],
+    keys: Float[Array, "*B S K"],
+    values: Float[Array, "*B S K"],
+    first: Int[Array, "*B Q"],
+    end: Int[Array, "*B Q"],
+    *,
+    interpret: Interpret = False,
+) -> AttentionPart:
+    """Returns the attention output of every query q to the keys from first[q] to end[q] - 1.
+
+    *B stands for all axes that queries, keys and values share, such as rows of the batch and heads.
+    """
+    q, k, v = (x.reshape(-1, x.shape[-2], 1, x.shape[-1]) for x in (queries, keys, values))
+    spans = jnp.stack([first, end], axis=-2).astype(jnp.int32)
+    part = attend_to_slab(q, k, v, None, spans.reshape(-1, *spans.shape[-2:]), interpret=interpret)
+    return AttentionPart(part.output.reshape(queries.shape), part.lse.reshape(queries.shape[:-1]))
 
 
 def _merged(parts: list[AttentionPart], dtype: Any) -> AttentionPart:

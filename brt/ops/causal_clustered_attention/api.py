@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
-from brt.ops.causal_clustered_attention import pallas_gpu, pallas_tpu, reference, xla
+from brt.ops.causal_clustered_attention import pallas, reference, xla
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
@@ -36,23 +36,8 @@ from brt.ops.partial_attention import AttentionPart
 OP = Op(
     "causal_clustered_attention",
     (
-        Implementation(
-            "pallas_tpu",
-            pallas_tpu.causal_clustered_attention,
-            ("tpu",),
-            ("tpu",),
-            pallas_tpu.refusal,
-        ),
-        Implementation(
-            "pallas_gpu",
-            pallas_gpu.causal_clustered_attention,
-            ("gpu",),
-            ("gpu",),
-            pallas_gpu.refusal,
-        ),
+        *pallas.implementations(),
         Implementation("xla", xla.causal_clustered_attention),
-        Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("pallas_gpu_interpret", pallas_gpu.interpreted, auto=()),
         Implementation("reference", reference.causal_clustered_attention, auto=()),
     ),
 )

@@ -78,7 +78,7 @@ def attend_to_window(
         shape = list((*queries.shape[:-1], keys.shape[-2]))
         shape.insert(0, shape.pop(lanes))
         factors = jnp.moveaxis(dropout.factors(tuple(shape), values.dtype), 0, lanes)
-    y = attend_by_head(queries, keys, values, mask, factors, null_keys=False)
+    y = attend_by_head(queries, keys, values, mask, factors)
     some = jnp.any(mask, axis=-1, keepdims=True)
     some = some[..., None, :, :] if mask.ndim == queries.ndim - 1 else some[..., None, None, :]
     return jnp.where(some, y, 0)

@@ -1,12 +1,11 @@
-"""Causal clustered attention on GPUs, without sorting queries by centroid.
+"""Causal clustered attention with a Pallas kernel, without sorting queries by centroid.
 
-The attention of a token to the keys before its window has three parts. Two are computed by the
-Triton kernels of masked attention (`brt.ops.masked_attention.spans_gpu`), in which each query sees
-a span of consecutive keys: the keys of the previous block that have left the window, and the keys
-that the query's centroid keeps. The kernels multiply a query with the keys that all centroids keep,
-and hide those of other centroids than its own. Nothing is sorted or gathered, no logits are written
-to memory, and no gradient of a key is scattered. Plain XLA computes the third part, which is one
-vector for each query: the sum of the query's centroid.
+The attention of a token to the keys before its window has three parts. The kernel computes two, in
+which each query sees a span of consecutive keys: the keys of the previous block that have left the
+window, and the keys that the query's centroid keeps. A query is multiplied with the keys that all
+centroids keep, and those of other centroids than its own are hidden. Nothing is sorted or gathered,
+no logits are written to memory, and no gradient of a key is scattered. Plain XLA computes the third
+part, which is one vector for each query: the sum of the query's centroid.
 
 The module `api` says what letters in shapes mean.
 """
@@ -17,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops.attention import tpu
 from brt.ops.causal_clustered_attention import sharding
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
@@ -25,16 +25,34 @@ from brt.ops.causal_clustered_attention.centroid_memory import (
 )
 from brt.ops.causal_clustered_attention.xla import join_blocks, previous_blocks, split_blocks
 from brt.ops.clustered_attention.members import gather_by_label
+from brt.ops.dispatch import Implementation
 from brt.ops.gpu import triton_refusal
 from brt.ops.head_limits import heads_refusal
 from brt.ops.masked_attention import pallas_gpu as masked
 from brt.ops.masked_attention.spans_gpu import attend_to_spans
 from brt.ops.partial_attention import AttentionPart, merge_parts
+from brt.ops.tpu import head_refusal
+
+
+_ATTEND = {"tpu": tpu.attend_to_spans, "gpu": attend_to_spans}
+
+
+def implementations() -> list[Implementation]:
+    """Returns the kernels of both backends, and their interpreted forms."""
+    found = []
+    for backend, interpreter in (("tpu", "pallas_interpret"), ("gpu", "pallas_gpu_interpret")):
+        attend = functools.partial(causal_clustered_attention, backend=backend)
+        refuses = functools.partial(refusal, backend)
+        found.append(
+            Implementation(f"pallas_{backend}", attend, (backend,), (backend,), refuses)
+        )
+        found.append(Implementation(interpreter, functools.partial(attend, interpret=True), ()))
+    return found
 
 
 def refusal(
-    queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
-    pasts: CentroidMemory, *_: Any, **__: Any,
+    backend: str, queries: Array, window: AttentionPart, keys: Array, values: Array,
+    cache_mask: Array, pasts: CentroidMemory, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
     """Returns why the kernels do not support these inputs, or None if they do."""
     if reason := sharding.refusal():
@@ -46,6 +64,8 @@ def refusal(
             f"takes windows of a multiple of 128 tokens, and centroids that keep a multiple of 128 "
             f"keys together, not {width} and {clusters} x {slots}"
         )
+    if backend == "tpu":
+        return head_refusal(queries.shape[-1], values.dtype)
     return heads_refusal(queries, masked.HEAD_DIMS, masked.DTYPES) or triton_refusal()
 
 
@@ -61,13 +81,14 @@ def causal_clustered_attention(
     bias: Float[Array, " H"],
     *,
     attend_to_self: bool,
-    interpret: bool = False,
+    backend: str,
+    interpret: tpu.Interpret = False,
 ) -> Float[Array, "B T H K"]:
     """Implements `api.causal_clustered_attention`."""
     blocks, slots = cache_mask.shape[1], pasts.keys.shape[4]
     q = split_blocks(queries, blocks)
     width, by_query = q.shape[3], q.shape[:-1]
-    attend = functools.partial(attend_to_spans, interpret=interpret)
+    attend = functools.partial(_ATTEND[backend], interpret=interpret)
 
     left = jnp.arange(width) + (1 if attend_to_self else 0)
     end = jnp.where(cache_mask.T[:, :, None, None], left, 0)
@@ -83,9 +104,6 @@ def causal_clustered_attention(
     far = [AttentionPart(part.output, part.lse + bias[None, None, :, None]) for part in far]
     own = AttentionPart(*(split_blocks(x, blocks) for x in window))
     return join_blocks(merge_parts([own, *far]).output.astype(values.dtype))
-
-
-interpreted = functools.partial(causal_clustered_attention, interpret=True)
 
 
 def _own_sums(pasts: CentroidMemory, labels: Int[Array, "N B H W"]) -> AttentionPart:
