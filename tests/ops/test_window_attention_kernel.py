@@ -24,7 +24,6 @@ from brt.ops.dropout import DropoutMask
 from brt.ops.window_attention import (
     documents,
     pallas_mosaic_gpu,
-
     segment_part,
     window_part,
 )
@@ -255,7 +254,11 @@ def test_devices_that_share_a_segment_equal_one(mesh: Mesh, implementation: str)
 @pytest.mark.parametrize(
     ("backend", "changed", "reason"),
     [
-        ("tpu", {"window": 100}, "windows of a multiple of 128 tokens, at most 2048 at once, not of 100"),
+        (
+            "tpu",
+            {"window": 100},
+            "windows of a multiple of 128 tokens, at most 2048 at once, not of 100",
+        ),
         ("tpu", {"width": 48}, "has heads of 64, 128 or 256, not of 48"),
         ("tpu", {"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
         (

@@ -8,22 +8,23 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from brt.ops.attention import tpu_call
+from brt.ops.attention.subwindows import attend_to_subwindows
 from brt.ops.attention.tpu_call import SlabArguments
 from brt.ops.attention.tpu_kernels import HIDDEN, SlabSettings
 from brt.ops.dropout import DropoutMask
 from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.softmax import FLOOR
 from brt.ops.tpu import LANES, head_refusal, vmem_budget, vmem_limit, vmem_refusal
-from brt.ops.attention.subwindows import attend_to_subwindows
 
 Interpret = bool | pltpu.InterpretParams
-_WINDOW_ROWS = 128  # A sub-tile of a window has so many queries; with 64 or 256, schedules are longer.
+_WINDOW_ROWS = (
+    128  # A sub-tile of a window has so many queries; with 64 or 256, schedules are longer.
+)
 _LONGEST_WINDOW = 2048  # Longer windows are split into sub-windows.
 _LEAST_SUBWINDOW = 512  # No window is split into shorter sub-windows than this.
 
@@ -58,7 +59,9 @@ def kernel_window(queries: Float[Array, "B T H K"], window: int, *, drops: bool)
     if _whole_window_refusal(queries, window, drops) is None:
         return window
     sizes = [] if drops else [window // n for n in range(2, window // _LEAST_SUBWINDOW + 1)]
-    fits = (n for n in sizes if window % n == 0 and _whole_window_refusal(queries, n, False) is None)
+    fits = (
+        n for n in sizes if window % n == 0 and _whole_window_refusal(queries, n, False) is None
+    )
     return next(fits, 0)
 
 
@@ -178,7 +181,9 @@ class SlabSizes:
     def forward_rows(self, tile: int) -> int:
         """Returns the number of queries of a sub-tile in the forward kernel: as many as fit."""
         blocks = 4 * self.wide * self.itemsize * (tile + self.keys)
-        free = vmem_budget() - blocks - 2 * self.biases * tile - self.own_masks * 2 * self.keys * tile
+        free = (
+            vmem_budget() - blocks - 2 * self.biases * tile - self.own_masks * 2 * self.keys * tile
+        )
         most = min(_FORWARD_LOGITS, free // (_ARRAYS * 4)) // self.keys
         return next((n for n in _TILES if n <= most and tile % n == 0), math.gcd(tile, LANES))
 
@@ -216,15 +221,15 @@ class SlabSizes:
 
 
 def slab_sizes(
-    queries: Float[Array, "*B T H K"], keys: Float[Array, "*X S G K"], blocks: int = 1, *,
-    biased: bool = False, own_masks: bool = False,
+    queries: Float[Array, "*B Q H K"], keys: Float[Array, "*B S G K"], *, biased: bool = False,
+    own_masks: bool = False,
 ) -> SlabSizes:  # fmt: skip
     """Returns the sizes with as many keys in a call as fit into VMEM, or with the fewest."""
     (tokens, heads, width), itemsize = queries.shape[-3:], queries.dtype.itemsize
     together = heads_together(heads, width) if keys.shape[-2] == heads else 1
     each = [
         SlabSizes(
-            tokens // blocks, keys.shape[-3], width, itemsize, together=together, biased=biased,
+            tokens, keys.shape[-3], width, itemsize, together=together, biased=biased,
             own_masks=own_masks, most=most,
         )
         for most in _MOST_KEYS
@@ -233,16 +238,16 @@ def slab_sizes(
 
 
 def slab_refusal(
-    queries: Float[Array, "*B T H K"], keys: Float[Array, "*X S G K"], blocks: int = 1, *,
-    biased: bool = False, own_masks: bool = False,
+    queries: Float[Array, "*B Q H K"], keys: Float[Array, "*B S G K"], *, biased: bool = False,
+    own_masks: bool = False,
 ) -> str | None:  # fmt: skip
     """Returns why the kernels do not support attention to a slab, or None if they do."""
-    tokens, size = queries.shape[-3] // blocks, keys.shape[-3]
+    tokens, size = queries.shape[-3], keys.shape[-3]
     if tokens % LANES or size % LANES:
         return f"takes a multiple of {LANES} queries and of {LANES} keys, not {tokens} and {size}"
     if reason := head_refusal(queries.shape[-1], queries.dtype):
         return reason
-    sizes = slab_sizes(queries, keys, blocks, biased=biased, own_masks=own_masks)
+    sizes = slab_sizes(queries, keys, biased=biased, own_masks=own_masks)
     return vmem_refusal(sizes.taken(LANES, 1))
 
 
@@ -268,40 +273,44 @@ def attend_to_slab(
       words: what `dropout_hash.draw_words` returns, for dropout with `rate`.
       scale: if given, the norm to which the queries of each head are scaled.
     """
-    (batch, _, heads, width), size = queries.shape, keys.shape[1]
-    blocks = len(keys) // batch
+    (rows, size), (heads, width) = keys.shape[:2], queries.shape[2:]
+    q = queries.reshape(rows, -1, heads, width)
     own_masks = mask is not None and mask.dtype == bool and mask.shape[1] > 1
-    sizes = slab_sizes(queries, keys, blocks, biased=bias is not None, own_masks=own_masks)
+    sizes = slab_sizes(q, keys, biased=bias is not None, own_masks=own_masks)
     if scale is not None:
         sizes.together = 1
-    tile = sizes.tile(len(keys))
-    kept = batch if tile == sizes.queries or blocks > 1 else max(sizes.kept_rows(tile, batch), 1)
+    tile = sizes.tile(rows)
     settings = SlabSettings(
         width, sizes.together, tile, sizes.forward_rows(tile), sizes.rows(tile), rate=rate,
-        kept_rows=kept, all_keys=size, interpret=interpret,
+        kept_rows=max(sizes.kept_rows(tile, rows), 1), all_keys=size, interpret=interpret,
     )  # fmt: skip
     if sizes.together > 1:
-        q, k, v = (x.reshape(*x.shape[:2], heads * width) for x in (queries, keys, values))
+        q, k, v = (x.reshape(*x.shape[:2], heads * width) for x in (q, keys, values))
     else:
-        q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
+        q, k, v = (x.swapaxes(1, 2) for x in (q, keys, values))
     if mask is not None and mask.dtype == bool:
         mask = mask.swapaxes(1, 2).astype(jnp.int8) if own_masks else mask.astype(jnp.float32)
     bias = None if bias is None else bias.swapaxes(1, 2)
     parts = []
     for start in range(0, size, sizes.keys):
         some = slice(start, start + sizes.keys)
-        seen = mask
-        if mask is not None:
-            seen = {"float32": lambda x: x[:, :, some], "int8": lambda x: x[:, some]}.get(
-                mask.dtype.name, lambda x: x - start
-            )(mask)  # fmt: skip
         k_part, v_part = (x[:, some] if x.ndim == 3 else x[:, :, some] for x in (k, v))
         arguments = SlabArguments(
-            q, (k_part,), (v_part,), None if bias is None else bias[:, some], seen, words, scale
-        )
+            q, (k_part,), (v_part,), None if bias is None else bias[:, some],
+            _of_some_keys(mask, some), words, scale,
+        )  # fmt: skip
         y, lse = tpu_call.attend(arguments, settings._replace(first_key=start))
-        parts.append(AttentionPart(y.reshape(queries.shape), lse.swapaxes(1, 2)))
+        lse = lse.swapaxes(1, 2).reshape(queries.shape[:-1])
+        parts.append(AttentionPart(y.reshape(queries.shape), lse))
     return parts[0] if len(parts) == 1 else _merged(parts, values.dtype)
+
+
+def _of_some_keys(mask: Array | None, keys: slice) -> Array | None:
+    if mask is None:
+        return None
+    if mask.dtype == jnp.int32:
+        return mask - keys.start
+    return mask[:, :, keys] if mask.dtype == jnp.float32 else mask[:, keys]
 
 
 def attend_to_spans(

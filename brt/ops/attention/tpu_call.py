@@ -12,8 +12,7 @@ segment from the last to the first, because the keys of a block receive gradient
 of the next one. If heads of queries share keys, the kernel writes gradients for each head of
 queries, which XLA adds up.
 
-In shapes, G is the number of heads of keys, N of blocks of a row, L of keys of a slab, X of slabs
-of all rows, and P = HK / steps of lanes of the heads of a step.
+In shapes, G is the number of heads of keys, and L of keys of a slab.
 """
 
 import functools
@@ -45,24 +44,23 @@ class SlabArguments(NamedTuple):
     """
 
     q: Float[Array, "B H T K"] | Float[Array, "B T HK"]
-    # One array of slabs, [X, G, L, K] or [X, L, HK]; or the cached block and the segment of a
+    # One array of slabs, [B, G, L, K] or [B, L, HK]; or the cached block and the segment of a
     # window, [B, G, W, K] and [B, G, T, K].
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     bias: Float[Array, "H L R"] | None = None
-    mask: Array | None = None  # `SlabInputs.mask` of each slab, on a first axis X
+    mask: Array | None = None  # `SlabInputs.mask` of each row
     dropout: Array | None = None
     scale: Float[Array, " H"] | None = None
     first: Int[Array, "B D"] | None = None  # `Slab.first`; for windows only
 
     def grid(self, s: SlabSettings) -> tuple[int, int, int, int]:
-        """The numbers of groups of heads, tiles of queries, rows of the batch and blocks."""
+        """The numbers of groups of heads, tiles of queries, rows and blocks (1 without a window)."""
         # The cores of a chip divide the first axis of the grid among themselves. This axis is the
         # heads, so that all steps that add to the gradients of a head's bias run on one core.
         heads = self.q.shape[1] if self.q.ndim == 4 else self.q.shape[2] // s.wide
         steps = self.q.shape[-2 if self.q.ndim == 4 else 1] // s.queries
-        blocks = steps if s.window else len(self.keys[0]) // len(self.q)
-        return heads, steps // blocks, len(self.q), blocks
+        return heads, 1 if s.window else steps, len(self.q), steps if s.window else 1
 
     def numbers(self, s: SlabSettings) -> tuple[int, ...]:
         """The shape of one number for each query and head: [B, groups of heads, G, T]."""
@@ -76,9 +74,7 @@ def attend(arguments: SlabArguments, settings: SlabSettings) -> tuple[Array, Arr
     return _forward(arguments, settings)[0]
 
 
-def _forward(
-    arguments: SlabArguments, settings: SlabSettings
-) -> tuple[tuple[Array, Array], tuple]:
+def _forward(arguments: SlabArguments, settings: SlabSettings) -> tuple[tuple[Array, Array], tuple]:
     specs, q = _specs(arguments, settings), arguments.q
     shapes = (
         jax.ShapeDtypeStruct(q.shape, bits_dtype(q.dtype)),
@@ -117,7 +113,9 @@ def _backward(
     parts = [_call_backward(*_some_rows(arguments, inputs, each), s) for each in rows]
     results = parts[0]
     if len(parts) > 1:
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *(p._replace(bias=None) for p in parts))
+        joined = jax.tree.map(
+            lambda *x: jnp.concatenate(x), *(p._replace(bias=None) for p in parts)
+        )
         bias = None if results.bias is None else sum(p.bias for p in parts[1:]) + results.bias
         results = joined._replace(bias=bias)
     keys, values = [results.keys], [results.values]
@@ -125,7 +123,9 @@ def _backward(
         keys, values = [results.cached_keys, *keys], [results.cached_values, *values]
     if y.ndim == 4:
         groups = arguments.keys[0].shape[1]
-        keys, values = ([summed_over_groups(x, groups, axis=1) for x in pair] for pair in (keys, values))
+        keys, values = (
+            [summed_over_groups(x, groups, axis=1) for x in pair] for pair in (keys, values)
+        )
     if s.normalizes_keys:
         raw = arguments.keys[0]
         keys[0] = l2_normalize_rows_backward(raw, keys[0])[0].astype(raw.dtype)
@@ -141,7 +141,7 @@ attend.defvjp(_forward, _backward)
 def _some_rows(
     arguments: SlabArguments, inputs: SlabInputs, rows: slice
 ) -> tuple[SlabArguments, SlabInputs]:
-    """Returns the arguments of some rows of the batch; only calls with one slab a row have parts."""
+    """Returns the arguments of some rows of the batch, each of which has one slab."""
     if rows.start == 0 and rows.stop >= len(arguments.q):
         return arguments, inputs
     shared = {"bias": None, "scale": None}
@@ -151,10 +151,8 @@ def _some_rows(
     return cut[0]._replace(**kept), cut[1]._replace(bias=inputs.bias, scale=inputs.scale)
 
 
-def _call_backward(
-    arguments: SlabArguments, inputs: SlabInputs, s: SlabSettings
-) -> SlabGradients:
-    heads, tiles, batch, blocks = arguments.grid(s)
+def _call_backward(arguments: SlabArguments, inputs: SlabInputs, s: SlabSettings) -> SlabGradients:
+    heads, tiles, batch, _ = arguments.grid(s)
     specs, q = _specs(arguments, s, reverse=True), arguments.q
     # The kernel writes gradients of keys and values for each head of queries.
     by_head = heads if q.ndim == 4 else None
@@ -162,20 +160,24 @@ def _call_backward(
     def like(x: Array | None, heads: int | None = None) -> jax.ShapeDtypeStruct | None:
         if x is None:
             return None
-        return jax.ShapeDtypeStruct(x.shape if heads is None else (len(x), heads, *x.shape[2:]), x.dtype)
+        return jax.ShapeDtypeStruct(
+            x.shape if heads is None else (len(x), heads, *x.shape[2:]), x.dtype
+        )
 
     of_keys = _whole(arguments.keys[-1], arguments, s, last_tile=True)
     cached = None
     if s.window:
         of_keys = specs.q
         cached = pl.BlockSpec((None, None, s.window, s.width), lambda h, t, b, n, _: (b, h, 0, 0))
-    ends = [like(x, by_head) if s.window else None for x in (arguments.keys[0], arguments.values[0])]
+    ends = [
+        like(x, by_head) if s.window else None for x in (arguments.keys[0], arguments.values[0])
+    ]
     shapes = SlabGradients(
         like(q), like(arguments.keys[-1], by_head), like(arguments.values[-1], by_head), *ends,
         like(inputs.bias), like(inputs.scale),
     )  # fmt: skip
     slab = 2 * s.window if s.window else arguments.keys[0].shape[-2 if q.ndim == 4 else 1]
-    kept = batch * blocks if tiles > 1 else 1
+    kept = batch if tiles > 1 else 1
     return _call(
         backward_kernel, arguments, s, inputs, specs,
         SlabGradients(specs.q, of_keys, of_keys, cached, cached, specs.bias, specs.scale), shapes,
@@ -197,23 +199,26 @@ def _whole(
     x: Array, arguments: SlabArguments, s: SlabSettings, *, last_tile: bool = False
 ) -> pl.BlockSpec:
     """Returns the spec of a slab; if `last_tile`, of its gradient, which the last tile writes."""
-    heads, tiles, _, blocks = arguments.grid(s)
+    heads, tiles, *_ = arguments.grid(s)
     members = 1 if x.ndim == 3 or last_tile else heads // x.shape[1]
 
-    def place(h: Any, t: Any, b: Any, n: Any, _: Any) -> tuple[Any, ...]:
-        slab = b * blocks + (blocks - 1 - n if last_tile else n)
-        if last_tile and tiles > 1:
-            slab = jnp.where(t == tiles - 1, slab, 0)
-        head = h if members == 1 else jax.lax.div(h, jnp.int32(members))
-        return (slab, 0, h) if x.ndim == 3 else (slab, head, 0, 0)
+    def place(h: Any, t: Any, b: Any, *_: Any) -> tuple[Any, ...]:
+        row = jnp.where(t == tiles - 1, b, 0) if last_tile and tiles > 1 else b
+        return (row, 0, h) if x.ndim == 3 else (row, _key_head(h, members), 0, 0)
 
     shape = (None, x.shape[1], s.wide) if x.ndim == 3 else (None, None, *x.shape[2:])
     return pl.BlockSpec(shape, place)
 
 
+def _key_head(head: Any, members: int) -> Any:
+    # The operator // is not used, because it has code for negative numbers that kernels do not
+    # support.
+    return head if members == 1 else jax.lax.div(head, jnp.int32(members))
+
+
 def _specs(arguments: SlabArguments, s: SlabSettings, *, reverse: bool = False) -> SlabInputs:
     """Returns the block specs of all inputs; if `reverse`, blocks go from the last to the first."""
-    heads, tiles, _, blocks = arguments.grid(s)
+    heads, _, _, blocks = arguments.grid(s)
 
     def spec(shape: tuple[int | None, ...], place: Callable[..., tuple]) -> pl.BlockSpec:
         def index(h: Any, t: Any, b: Any, n: Any, _: Any) -> tuple:
@@ -223,18 +228,12 @@ def _specs(arguments: SlabArguments, s: SlabSettings, *, reverse: bool = False) 
 
     def key_block(x: Array, place: Callable[[Any], Any]) -> pl.BlockSpec:
         members = heads // x.shape[1]
-
-        # The operator // is not used, because it has code for negative numbers that kernels do not
-        # support.
-        def head(h: Any) -> Any:
-            return h if members == 1 else jax.lax.div(h, jnp.int32(members))
-
-        return spec((None, None, s.window, s.width), lambda h, t, b, n: (b, head(h), place(n), 0))
+        shape = None, None, s.window, s.width
+        return spec(shape, lambda h, t, b, n: (b, _key_head(h, members), place(n), 0))
 
     def keys(x: tuple[Array, ...]) -> tuple[pl.BlockSpec, ...]:
         if not s.window:
-            whole = _whole(x[0], arguments, s)
-            return (spec(whole.block_shape, lambda h, t, b, n: whole.index_map(h, t, b, n, 0)),)
+            return (_whole(x[0], arguments, s),)
         return (
             key_block(x[0], lambda n: 0), key_block(x[1], lambda n: jnp.maximum(n - 1, 0)),
             key_block(x[1], lambda n: n),
@@ -242,10 +241,10 @@ def _specs(arguments: SlabArguments, s: SlabSettings, *, reverse: bool = False) 
 
     a, queries = arguments, s.queries
     if a.q.ndim == 3:
-        q = spec((None, queries, s.wide), lambda h, t, b, n: (b, n * tiles + t, h))
+        q = spec((None, queries, s.wide), lambda h, t, b, n: (b, t + n, h))
     else:
-        q = spec((None, None, queries, s.width), lambda h, t, b, n: (b, h, n * tiles + t, 0))
-    numbers = spec((None, None, s.together, queries), lambda h, t, b, n: (b, h, 0, n * tiles + t))
+        q = spec((None, None, queries, s.width), lambda h, t, b, n: (b, h, t + n, 0))
+    numbers = spec((None, None, s.together, queries), lambda h, t, b, n: (b, h, 0, t + n))
     bias = mask = dropout = scale = None
     if a.bias is not None:
         rows = a.bias.shape[2] if s.window else queries
@@ -253,12 +252,12 @@ def _specs(arguments: SlabArguments, s: SlabSettings, *, reverse: bool = False) 
     if a.mask is not None:
         shared = a.mask.dtype == jnp.float32
         shape = (None, a.mask.shape[1], a.mask.shape[2] if shared else queries)
-        mask = spec(shape, lambda h, t, b, n: (b * blocks + n, 0, 0 if shared else t))
+        mask = spec(shape, lambda h, t, b, n: (b, 0, 0 if shared else t))
     if a.dropout is not None:
         if s.window:
             dropout = spec((None, *a.dropout.shape[1:]), lambda h, t, b, n: (h, 0, 0))
         else:
-            dropout = spec((None, 2, queries), lambda h, t, b, n: (b * blocks + n, 0, t))
+            dropout = spec((None, 2, queries), lambda h, t, b, n: (b, 0, t))
     if a.scale is not None:
         scale = spec((None, 1, LANES), lambda h, t, b, n: (h, 0, 0))
     return SlabInputs(q, keys(a.keys), keys(a.values), bias, mask, dropout, scale,
@@ -277,6 +276,10 @@ def _call(
     kind = "slab_attention"
     if s.window:
         kind = "document_attention" if s.part % s.window else "window_attention"
+    elif arguments.mask is not None:
+        kind += {"float32": "_of_keys", "int8": "_of_masks"}.get(
+            arguments.mask.dtype.name, "_of_spans"
+        )
     drops = "" if arguments.dropout is None else "_dropout"
     size = f"{s.together}x{s.queries}x{keys}x{s.wide}_{q.dtype}"
     passes = f"_in_{steps // grid[3]}_passes" if backward and s.window else ""

@@ -17,9 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from brt.ops import dropout_bits
+from brt.ops import dropout_bits, dropout_hash
 from brt.ops.dispatch import from_bits, to_bits
-from brt.ops import dropout_hash
 from brt.ops.softmax import FLOOR
 from brt.ops.tpu import (
     LANES,
@@ -285,8 +284,7 @@ def backward_kernel(
     """
     s = settings
     t, row, n = pl.program_id(1), pl.program_id(2), pl.num_programs(3) - 1 - pl.program_id(3)
-    blocks = pl.num_programs(3)
-    slot = 0 if keys_sum.shape[0] == 1 else row * blocks + n
+    slot = 0 if keys_sum.shape[0] == 1 else row
     keys_sum, values_sum = keys_sum.at[slot], values_sum.at[slot]
     is_first_step = (pl.program_id(3) == 0) & (row == 0)
 
@@ -320,9 +318,7 @@ def backward_kernel(
     w = s.window
     d_keys = keys_sum[w:]
     if s.normalizes_keys:
-        d_keys, _ = l2_normalize_rows_backward(
-            inputs.keys[-1][...], d_keys, slab.inverse[w:]
-        )
+        d_keys, _ = l2_normalize_rows_backward(inputs.keys[-1][...], d_keys, slab.inverse[w:])
     results.keys[...] = d_keys.astype(results.keys.dtype)
     results.values[...] = values_sum[w:].astype(results.values.dtype)
     for total in (keys_sum, values_sum):

@@ -33,7 +33,6 @@ from brt.ops.masked_attention.spans_gpu import attend_to_spans
 from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.tpu import head_refusal
 
-
 _ATTEND = {"tpu": tpu.attend_to_spans, "gpu": attend_to_spans}
 
 
@@ -43,9 +42,7 @@ def implementations() -> list[Implementation]:
     for backend, interpreter in (("tpu", "pallas_interpret"), ("gpu", "pallas_gpu_interpret")):
         attend = functools.partial(causal_clustered_attention, backend=backend)
         refuses = functools.partial(refusal, backend)
-        found.append(
-            Implementation(f"pallas_{backend}", attend, (backend,), (backend,), refuses)
-        )
+        found.append(Implementation(f"pallas_{backend}", attend, (backend,), (backend,), refuses))
         found.append(Implementation(interpreter, functools.partial(attend, interpret=True), ()))
     return found
 

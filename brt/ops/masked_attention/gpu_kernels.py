@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from brt.ops.gpu import LOG2E, LaunchShape, dot_float32, update_softmax
 from brt.ops import dropout_hash
+from brt.ops.gpu import LOG2E, LaunchShape, dot_float32, update_softmax
 from brt.ops.softmax import FLOOR
 
 # The logit of a hidden key, times log2(e). It is finite, because the difference of two infinite

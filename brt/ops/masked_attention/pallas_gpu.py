@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int, Int8
 
+from brt.ops import dropout_hash
 from brt.ops.dispatch import output_residual
 from brt.ops.dropout import Dropout
 from brt.ops.gpu import LaunchShape, triton_refusal
 from brt.ops.head_limits import heads_refusal
-from brt.ops import dropout_hash
 from brt.ops.masked_attention import gpu_kernels
 from brt.ops.masked_attention.gpu_kernels import MaskedTileInputs
 from brt.ops.masked_attention.sharding import attend_on_devices, dropout_refusal

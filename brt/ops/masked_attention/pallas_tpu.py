@@ -7,9 +7,9 @@ from typing import Any
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
+from brt.ops import dropout_hash
 from brt.ops.attention import tpu
 from brt.ops.dropout import Dropout
-from brt.ops import dropout_hash
 from brt.ops.masked_attention.sharding import attend_on_devices, dropout_refusal
 from brt.ops.partial_attention import AttentionPart
 

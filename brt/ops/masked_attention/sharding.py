@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
-from brt.ops.dropout import Dropout
 from brt.ops import dropout_hash
+from brt.ops.dropout import Dropout
 from brt.ops.partial_attention import AttentionPart
 
 

@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
 from brt.ops import dispatch, layout
+from brt.ops.attention import tpu
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import scaled_unit
-from brt.ops.attention import tpu
 from brt.ops.softmax_attention import pallas_gpu, reference, xla, xla_cpu
 
 
@@ -56,8 +56,9 @@ def _key_mask(cache_mask: Bool[Array, " B"], size: int) -> Bool[Array, "B X"]:
 
 
 def _tpu_refusal(queries: Array, k: Array, *_: Any, **__: Any) -> str | None:
-    blocks = 1 if k.ndim == queries.ndim else k.shape[1]
-    return tpu.slab_refusal(queries, k.swapaxes(-3, -2), blocks)
+    keys = k.swapaxes(-3, -2)
+    by_block = queries.reshape(*keys.shape[:-3], -1, *queries.shape[2:])
+    return tpu.slab_refusal(by_block, keys)
 
 
 OP = Op(

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import dispatch
+from brt.ops.attention import tpu
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
 from brt.ops.grouped_heads import by_head_of_group
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.attention import tpu
 from brt.ops.window_attention import pallas_gpu, pallas_mosaic_gpu, reference, xla
 from brt.ops.window_attention.documents import with_cache_mask
 from brt.ops.window_attention.joined_keys import with_joined_keys
@@ -38,9 +38,7 @@ def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
     return by_head_of_group(with_joined_keys(attend_with_factors))
 
 
-def _tpu_refusal(
-    queries: Array, cached: tuple[Array, Array], *others: Any, **_: Any
-) -> str | None:
+def _tpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **_: Any) -> str | None:
     return tpu.window_refusal(queries, cached[0].shape[1], drops=others[4] is not None)
 
 
