@@ -121,27 +121,6 @@ def test_a_window_that_is_split_equals_the_reference(
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("window", "block", "changes", "options", "dtype"),
-    [
-        (256, 128, {"bias": None}, {}, "float32"),
-        pytest.param(256, 128, {}, {"attend_to_self": False}, "float32", marks=pytest.mark.slow),
-        pytest.param(
-            256, 128, {"scale": jnp.arange(1.0, 1 + HEADS), "bias": None}, {}, "float32",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(128, 256, {"bias": None}, {}, "bfloat16", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_gpu_s_kernel_equals_the_reference(
-    window: int, block: int, changes: dict, options: dict, dtype: str
-) -> None:
-    """A segment need not be a multiple of the window."""
-    given = inputs(window, block, 5 * block if block < window else 2 * block, dtype) | changes
-    expected = run(given, implementation="reference", **options)
-    assert_close(run(given, implementation="pallas_gpu_interpret", **options), expected, dtype)
-
-
 def test_a_token_sees_nothing_of_other_documents() -> None:
     """Keys and values of earlier documents are so large that any weight on them changes the
     output.
@@ -178,7 +157,7 @@ def test_a_token_sees_nothing_of_other_documents() -> None:
         ("tpu", 640, 256, 5120, "bfloat16", "xla"),
         ("gpu", 2048, 256, 3072, "bfloat16", "pallas_gpu"),
         ("gpu", 2048, 256, 4096, "float32", "xla"),
-        ("gpu", 2048, 64, 4096, "bfloat16", "xla"),
+        ("gpu", 2040, 64, 4096, "bfloat16", "pallas_gpu"),
         ("cpu", 2048, 256, 4096, "float32", "xla"),
     ],
 )

@@ -21,7 +21,6 @@ from brt.ops.softmax_attention import (
     pallas_tpu,
     reference,
 )
-from brt.ops.softmax_attention.api import OP
 
 SHAPE = {"queries": (2, 3, 5, 4), "keys": (2, 3, 7, 4), "values": (2, 3, 7, 4)}  # [B, H, Q or S, K]
 
@@ -119,37 +118,6 @@ def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
         found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
         assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
     assert "RACE" not in capfd.readouterr().out
-
-
-@pytest.mark.slow_cases("*256", "*16-*", "None-float32-5e-06-64")
-@pytest.mark.parametrize("width", [64, 256])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2), ("float16", 2e-3)]
-)
-@pytest.mark.parametrize("null_keys", [None, False, True])
-def test_the_gpu_kernel_computes_the_same(
-    null_keys: bool | None, dtype: str, tolerance: float, width: int
-) -> None:
-    """`null_keys` None stands for two blocks of queries per row, which may read all their keys."""
-    rng = np.random.default_rng(4)
-    q, ct = (jnp.asarray(rng.normal(size=(2, 256, 2, width)), dtype) for _ in range(2))
-    blocks = (2,) if null_keys is None else ()
-    k, v = (jnp.asarray(rng.normal(size=(2, *blocks, 2, 256, width)), dtype) for _ in range(2))
-    mask = None if null_keys is None else jnp.asarray([False, True])
-
-    def run(name: str) -> tuple[jax.Array, ...]:
-        def attention(*x: jax.Array) -> jax.Array:
-            scale = jnp.asarray([1.0, 2.0])
-            options = {"null_keys": bool(null_keys), "scale": scale}
-            return dispatch.run(OP, name, *x, mask, **options)
-
-        y, backward = jax.vjp(attention, q, k, v)
-        return y, *backward(ct)
-
-    for found, wanted in zip(run("pallas_gpu_interpret"), run("reference"), strict=True):
-        assert found.dtype == wanted.dtype
-        found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-        assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
 @pytest.mark.slow_cases("*1*")

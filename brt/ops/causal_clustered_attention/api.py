@@ -52,7 +52,6 @@ OP = Op(
         ),
         Implementation("xla", xla.causal_clustered_attention),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("pallas_gpu_interpret", pallas_gpu.interpreted, auto=()),
         Implementation("reference", reference.causal_clustered_attention, auto=()),
     ),
 )
@@ -65,7 +64,6 @@ MEMORY_SCAN = Op(
         Implementation("pallas_tpu", xla.memory_scan, (), ("tpu",)),
         Implementation("pallas_gpu", xla.memory_scan, (), ("gpu",)),
         Implementation("pallas_interpret", xla.memory_scan, auto=()),
-        Implementation("pallas_gpu_interpret", xla.memory_scan, auto=()),
         Implementation("reference", reference.memory_scan, auto=()),
     ),
 )

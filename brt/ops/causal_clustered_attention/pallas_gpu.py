@@ -1,9 +1,9 @@
 """Causal clustered attention on GPUs, without sorting queries by centroid.
 
 The attention of a token to the keys before its window has three parts. Two are computed by the
-Triton kernels of masked attention (`brt.ops.masked_attention.spans_gpu`), in which each query sees
-a span of consecutive keys: the keys of the previous block that have left the window, and the keys
-that the query's centroid keeps. The kernels multiply a query with the keys that all centroids keep,
+kernels of `brt.ops.attention.gpu`, in which each query sees a span of consecutive keys: the keys of
+the previous block that have left the window, and the keys that the query's centroid keeps. The
+kernels multiply a query with the keys that all centroids keep,
 and hide those of other centroids than its own. Nothing is sorted or gathered, no logits are written
 to memory, and no gradient of a key is scattered. Plain XLA computes the third part, which is one
 vector for each query: the sum of the query's centroid.
@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops.attention import gpu
 from brt.ops.causal_clustered_attention import sharding
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
@@ -25,10 +26,6 @@ from brt.ops.causal_clustered_attention.centroid_memory import (
 )
 from brt.ops.causal_clustered_attention.xla import join_blocks, previous_blocks, split_blocks
 from brt.ops.clustered_attention.members import gather_by_label
-from brt.ops.gpu import triton_refusal
-from brt.ops.head_limits import heads_refusal
-from brt.ops.masked_attention import pallas_gpu as masked
-from brt.ops.masked_attention.spans_gpu import attend_to_spans
 from brt.ops.partial_attention import AttentionPart, merge_parts
 
 
@@ -41,12 +38,7 @@ def refusal(
         return reason
     width = queries.shape[1] // cache_mask.shape[1]
     clusters, slots = pasts.keys.shape[3:5]
-    if width % 128 or (clusters * slots) % 128:
-        return (
-            f"takes windows of a multiple of 128 tokens, and centroids that keep a multiple of 128 "
-            f"keys together, not {width} and {clusters} x {slots}"
-        )
-    return heads_refusal(queries, masked.HEAD_DIMS, masked.DTYPES) or triton_refusal()
+    return gpu.refusal(queries, width, clusters * slots)
 
 
 @sharding.on_devices
@@ -61,13 +53,13 @@ def causal_clustered_attention(
     bias: Float[Array, " H"],
     *,
     attend_to_self: bool,
-    interpret: bool = False,
+    interpret: Any = None,
 ) -> Float[Array, "B T H K"]:
     """Implements `api.causal_clustered_attention`."""
     blocks, slots = cache_mask.shape[1], pasts.keys.shape[4]
     q = split_blocks(queries, blocks)
     width, by_query = q.shape[3], q.shape[:-1]
-    attend = functools.partial(attend_to_spans, interpret=interpret)
+    attend = functools.partial(_attend_to_spans, interpret=interpret)
 
     left = jnp.arange(width) + (1 if attend_to_self else 0)
     end = jnp.where(cache_mask.T[:, :, None, None], left, 0)
@@ -85,7 +77,20 @@ def causal_clustered_attention(
     return join_blocks(merge_parts([own, *far]).output.astype(values.dtype))
 
 
-interpreted = functools.partial(causal_clustered_attention, interpret=True)
+def _attend_to_spans(
+    queries: Float[Array, "N B H W K"],
+    keys: Float[Array, "N B H S K"],
+    values: Float[Array, "N B H S K"],
+    first: Int[Array, "N B H W"],
+    end: Int[Array, "N B H W"],
+    *,
+    interpret: Any,
+) -> AttentionPart:
+    """Returns the attention output of every query over the keys from `first` to `end` - 1."""
+    q, k, v = (x.reshape(-1, x.shape[-2], 1, x.shape[-1]) for x in (queries, keys, values))
+    spans = jnp.stack([first, end], axis=-2).reshape(len(q), 2, -1)
+    part = gpu.attend(q, k, v, spans, interpret=interpret)
+    return AttentionPart(part.output.reshape(queries.shape), part.lse.reshape(queries.shape[:-1]))
 
 
 def _own_sums(pasts: CentroidMemory, labels: Int[Array, "N B H W"]) -> AttentionPart:

@@ -48,7 +48,6 @@ OP = Op(
         ),
         Implementation("xla", _by_head_and_block(xla.attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("pallas_gpu_interpret", pallas_gpu.interpreted, auto=()),
         Implementation("reference", _by_head_and_block(reference.attention), auto=()),
     ),
 )

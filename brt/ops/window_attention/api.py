@@ -21,7 +21,6 @@ from brt.ops.grouped_heads import by_head_of_group
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.window_attention import (
     pallas_gpu,
-    pallas_mosaic_gpu,
     pallas_tpu,
     reference,
     tpu_windows,
@@ -55,13 +54,6 @@ OP = Op(
             tpu_windows.refusal,
         ),
         Implementation(
-            "pallas_mosaic_gpu",
-            _with_dropout_factors(pallas_mosaic_gpu.window_attention),
-            ("gpu",),
-            ("gpu",),
-            pallas_mosaic_gpu.refusal,
-        ),
-        Implementation(
             "pallas_gpu",
             with_cache_mask(with_joined_keys(pallas_gpu.window_attention)),
             ("gpu",),
@@ -70,11 +62,6 @@ OP = Op(
         ),
         Implementation("xla", _with_dropout_factors(xla.window_attention)),
         Implementation("pallas_interpret", with_cache_mask(pallas_tpu.interpreted), auto=()),
-        Implementation(
-            "pallas_gpu_interpret",
-            with_cache_mask(with_joined_keys(pallas_gpu.interpreted)),
-            auto=(),
-        ),
         Implementation("reference", _with_dropout_factors(reference.window_attention), auto=()),
     ),
 )
