@@ -32,13 +32,8 @@ def quick_compilation() -> Sequence[str]:
     return ("--xla_cpu_use_fusion_emitters=false",) * version("jaxlib").startswith("0.10.")
 
 
-def dumps_of_kernels() -> Sequence[str]:
-    """Returns the XLA flags that, together with --xla_dump_to, write GPU kernels as PTX."""
-    return () if version("jaxlib").startswith("0.10.") else ("--xla_dump_emitter_re=.*",)
-
-
 def kernels_for(gpu: Any) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which Triton kernels are compiled for a GPU that is not present.
+    """Returns a context in which kernels are compiled for a GPU that is not present.
 
     `gpu` describes it, as the `devices` of a `brt.planning.topologies.Topology` do.
     """

@@ -28,8 +28,7 @@ OPERATIONS = {
     "adafactor": "updates of matrices by Adafactor",
 }
 IMPLEMENTATIONS = (
-    AUTO, "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_gpu",
-    "pallas_mosaic_gpu", "pallas_interpret", "pallas_gpu_interpret",
+    AUTO, "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_gpu", "pallas_interpret",
 )  # fmt: skip
 
 
@@ -42,15 +41,13 @@ class Kernels:
     `kernels.window_attention`. The value of the attribute is the implementation that `use` names
     for the operation, or "auto". The implementations are
 
-        auto                  the best that supports the inputs on this backend
-        reference             the definition, which is slow and needs much memory
-        xla                   plain XLA
-        xla_cpu               plain XLA in blocks that suit CPUs
-        pallas_tpu            a kernel for TPUs
-        pallas_gpu            a kernel for GPUs
-        pallas_mosaic_gpu     a kernel for Hopper GPUs, by the Mosaic backend of Pallas
-        pallas_interpret      a kernel for TPUs, interpreted, for tests
-        pallas_gpu_interpret  a kernel for GPUs, interpreted, for tests
+        auto              the best that supports the inputs on this backend
+        reference         the definition, which is slow and needs much memory
+        xla               plain XLA
+        xla_cpu           plain XLA in blocks that suit CPUs
+        pallas_tpu        a kernel for TPUs
+        pallas_gpu        a kernel for Hopper GPUs
+        pallas_interpret  a kernel for TPUs, interpreted, for tests
 
     If an operation does not have the selected implementation, an error lists the implementations
     that it has.

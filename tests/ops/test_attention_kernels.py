@@ -124,13 +124,13 @@ def slab(
     if mask == "spans":
         place = np.arange(keys)
         seen = (place >= first[..., None]) & (place < end[..., None])
-        given = jnp.asarray(np.stack([first, end], axis=1), jnp.int32)
+        given = {"spans": jnp.asarray(np.stack([first, end], axis=1), jnp.int32)}
     elif mask == "none":
-        seen, given = np.ones((2, 1, keys), bool), None
+        seen, given = np.ones((2, 1, keys), bool), {}
     else:
         seen[1] = False
         seen[:, 3:4] &= mask == "keys"
-        given = jnp.asarray(seen)
+        given = {"mask": jnp.asarray(seen)}
     arrays = {
         "q": normal(rng, 2, queries, heads, width, dtype=dtype),
         "k": normal(rng, 2, keys, groups or heads, width, dtype=dtype),
@@ -147,7 +147,9 @@ def slab(
                 dropout_hash.query_keys(dropout, queries), 2, heads * keys
             )
         rate = dropout.rate if drops else 0.0
-        return tpu.attend_to_slab(q, k, v, bias, given, words, rate=rate, scale=scale, **how)
+        return tpu.attend_to_slab(
+            q, k, v, bias, words=words, rate=rate, scale=scale, **given, **how
+        )
 
     def definition(q: Any, k: Any, v: Any, bias: Any, scale: Any) -> AttentionPart:
         if drops:

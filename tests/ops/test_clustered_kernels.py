@@ -1,4 +1,4 @@
-"""Compares clustered attention by the interpreted kernels of TPUs and GPUs with the reference."""
+"""Compares clustered attention by the interpreted kernel of TPUs with the reference."""
 
 from functools import partial
 from typing import Any
@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from by_label import V4, arrays, assert_close, by, run
+from by_label import KERNEL, V4, arrays, assert_close, by, run
 
 from brt.config import Attention, Mesh
 from brt.distributed.mesh import build
 from brt.layers.attention_kinds import clustered_config
 from brt.ops import dispatch
-from brt.ops.clustered_attention import ClusteredConfig, attend_by_label, kmeans_gpu, pallas
+from brt.ops.clustered_attention import ClusteredConfig, attend_by_label, pallas
 from brt.ops.dropout import Dropout
 
-KERNELS = pytest.mark.parametrize("kernel", ["pallas_interpret", "pallas_gpu_interpret"])
 IMPROVED = {"kind": "improved_clustered", "top_k": 6}
 
 
@@ -24,7 +23,6 @@ def config(clusters: int = 20, **changes: Any) -> ClusteredConfig:
     return clustered_config(Attention(**{"kind": "clustered", **changes}, clusters=clusters))
 
 
-@KERNELS
 @pytest.mark.parametrize(
     ("tokens", "keys", "clusters", "changes"),
     [
@@ -37,38 +35,34 @@ def config(clusters: int = 20, **changes: Any) -> ClusteredConfig:
     ],
 )
 def test_attention_and_gradients_are_those_of_the_reference(
-    kernel: str, tokens: int, keys: int, clusters: int, changes: dict[str, Any]
+    tokens: int, keys: int, clusters: int, changes: dict[str, Any]
 ) -> None:
     given, settings = arrays(tokens, keys, clusters), config(clusters, **changes)
-    expected, found = (run(given, settings, by(name)) for name in ("reference", kernel))
+    expected, found = (run(given, settings, by(name)) for name in ("reference", KERNEL))
     assert_close(found, expected)
     padding = np.moveaxis(np.asarray(given[2]) == clusters, 1, 2)
     assert not np.any(np.asarray(found[1])[padding]) and not np.any(found[1][-1])
 
 
 @pytest.mark.slow
-@KERNELS
 @pytest.mark.parametrize("changes", [{}, IMPROVED], ids=["clustered", "improved"])
-def test_the_kernel_in_bfloat16_is_close_to_xla(kernel: str, changes: dict[str, Any]) -> None:
+def test_the_kernel_in_bfloat16_is_close_to_xla(changes: dict[str, Any]) -> None:
     given, settings = arrays(140, 300, 20, "bfloat16"), config(**changes)
-    assert_close(*(run(given, settings, by(name)) for name in (kernel, "xla")), "bfloat16")
+    assert_close(*(run(given, settings, by(name)) for name in (KERNEL, "xla")), "bfloat16")
 
 
 @pytest.mark.slow
-@KERNELS
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(fsdp=4)], ids=str)
-def test_devices_that_share_lanes_and_heads_equal_one(kernel: str, mesh: Mesh) -> None:
+def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
     given, settings = arrays(24, 24, 5, lanes=4), config(5, **IMPROVED)
     expected = run(given, settings, by("xla"))
     with jax.set_mesh(build(mesh, {})):
-        assert_close(run(given, settings, by(kernel)), expected)
+        assert_close(run(given, settings, by(KERNEL)), expected)
 
 
 @pytest.mark.parametrize(
     ("backend", "changed", "reason"),
     [
-        ("gpu", {"width": 32}, "has heads of 64 or 128, not of 32"),
-        ("gpu", {"dtype": "float32"}, "computes in bfloat16 and float16, not in float32"),
         ("tpu", {"width": 32}, "has heads of 64, 128 or 256, not of 32"),
         ("tpu", {"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
         *((backend, *case) for backend in ("gpu", "tpu") for case in (
@@ -89,21 +83,6 @@ def test_what_attention_does_not_support_is_said(
     others = given.get("dropout"), given.get("bias")
     with dispatch.use_backend(backend, V4 if backend == "tpu" else None):
         assert pallas.refusal(backend, x, x, values, None, None, settings, *others) == reason
-
-
-@pytest.mark.parametrize(
-    ("bits", "clusters", "reason"),
-    [
-        (65, 100, "has codes of 64 bits at most, not of 65"),
-        (64, 129, "has 128 clusters at most, not 129"),
-    ],
-)
-def test_what_kmeans_does_not_support_is_said(bits: int, clusters: int, reason: str) -> None:
-    codes, centroids = jnp.zeros((1, 1, 128, bits)), jnp.zeros((1, 1, clusters, bits))
-    with dispatch.use_backend("gpu"):
-        assert kmeans_gpu.refusal(codes, None, centroids) == reason
-        fitting = jnp.zeros((1, 1, 128, 64)), None, jnp.zeros((1, 1, 100, 64))
-        assert kmeans_gpu.refusal(*fitting) is None
 
 
 @pytest.mark.parametrize("kind", ["clustered", "improved_clustered"])

@@ -401,10 +401,7 @@ def all_ops() -> dict[str, Op]:
 
 OPS = all_ops()
 WITHOUT_REFERENCE = {"dropout"}  # The implementations of dropout draw different random numbers.
-REFUSED = [
-    (("clustered_attention", "jensen"), name)
-    for name in ("pallas_interpret", "pallas_gpu_interpret")
-]
+REFUSED = [(("clustered_attention", "jensen"), "pallas_interpret")]
 
 
 @cache

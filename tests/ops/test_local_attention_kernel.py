@@ -1,7 +1,6 @@
 """Compares the kernels for windows that differ from the block, interpreted, with the reference."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,12 +12,9 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.errors import UnsupportedError
 from brt.ops import dispatch
-from brt.ops.attention import tpu
-from brt.ops.attention.subwindows import attend_to_subwindows
 from brt.ops.dropout import Dropout
 from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.softmax import FLOOR
 
 # Relative to the largest magnitude of an array. The kernels take sums in another order.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
@@ -78,70 +74,6 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize(
-    ("window", "block", "changes", "options", "dtype"),
-    [
-        (16, 4, {}, {}, "float32"),
-        (16, 4, {"bias": None}, {"attend_to_self": False}, "float32"),
-        (16, 4, {"scale": jnp.arange(1.0, 1 + HEADS), "bias": None}, {}, "float32"),
-        (16, 12, {"bias": None}, {}, "float32"),
-        (8, 16, {"bias": None}, {"attend_to_self": False}, "float32"),
-        (16, 4, {"bias": None}, {}, "bfloat16"),
-        pytest.param(512, 128, {"bias": None}, {}, "float32", marks=pytest.mark.slow),
-    ],
-)
-def test_a_tpu_s_kernel_equals_the_reference(
-    window: int, block: int, changes: dict, options: dict, dtype: str
-) -> None:
-    """Tests blocks of a quarter of a window, of three quarters, and of two windows."""
-    given = inputs(window, block, 3 * window if block != 16 else 64, dtype) | changes
-    expected = run(given, implementation="reference", **options)
-    assert_close(run(given, implementation="pallas_interpret", **options), expected, dtype)
-
-
-@pytest.mark.slow_cases("4-4-*", "8-12-*", "8-16-*")
-@pytest.mark.parametrize(
-    ("size", "block", "changes", "options"),
-    [
-        (4, 4, {}, {}),
-        (8, 4, {"bias": None}, {"attend_to_self": False}),
-        (8, 12, {"scale": jnp.arange(1.0, 1 + HEADS), "bias": None}, {}),
-        (8, 16, {}, {}),
-    ],
-)
-def test_a_window_that_is_split_equals_the_reference(
-    size: int, block: int, changes: dict, options: dict
-) -> None:
-    given = inputs(16, block, 64 if block == 16 else 48) | changes
-    expected = run(given, implementation="reference", **options)
-    attend = partial(attend_to_subwindows, partial(tpu.attend_to_window, interpret=True), size)
-    found = run(given, attend, **{"attend_to_self": True} | options)
-    for results in (found, expected):  # Tokens that see no key have about FLOOR.
-        results["lse"] = np.where(results["lse"] < FLOOR + 1, FLOOR, results["lse"])
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("window", "block", "changes", "options", "dtype"),
-    [
-        (256, 128, {"bias": None}, {}, "float32"),
-        pytest.param(256, 128, {}, {"attend_to_self": False}, "float32", marks=pytest.mark.slow),
-        pytest.param(
-            256, 128, {"scale": jnp.arange(1.0, 1 + HEADS), "bias": None}, {}, "float32",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(128, 256, {"bias": None}, {}, "bfloat16", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_gpu_s_kernel_equals_the_reference(
-    window: int, block: int, changes: dict, options: dict, dtype: str
-) -> None:
-    """A segment need not be a multiple of the window."""
-    given = inputs(window, block, 5 * block if block < window else 2 * block, dtype) | changes
-    expected = run(given, implementation="reference", **options)
-    assert_close(run(given, implementation="pallas_gpu_interpret", **options), expected, dtype)
-
-
 def test_a_token_sees_nothing_of_other_documents() -> None:
     """Keys and values of earlier documents are so large that any weight on them changes the
     output.
@@ -179,7 +111,7 @@ def test_a_token_sees_nothing_of_other_documents() -> None:
         ("tpu", 600, 256, 5120, "bfloat16", "xla"),
         ("gpu", 2048, 256, 3072, "bfloat16", "pallas_gpu"),
         ("gpu", 2048, 256, 4096, "float32", "xla"),
-        ("gpu", 2048, 64, 4096, "bfloat16", "xla"),
+        ("gpu", 2040, 64, 4096, "bfloat16", "pallas_gpu"),
         ("cpu", 2048, 256, 4096, "float32", "xla"),
     ],
 )

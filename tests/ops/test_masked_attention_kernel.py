@@ -1,25 +1,21 @@
 """Compares the kernels of masked attention, run by Pallas's interpreter, with the reference."""
 
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
-from brt.ops.attention import tpu
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import (
     attend,
-    pallas_gpu,
     pallas_tpu,
-    reference,
     xla,
 )
 from brt.ops.softmax import FLOOR
@@ -71,99 +67,6 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
-@pytest.mark.slow_cases("lead2*", "lead4*")
-@pytest.mark.parametrize(
-    ("lead", "sizes", "options"),
-    [
-        ((3,), (24, 40, 4, 8), {}),
-        ((2,), (24, 40, 2, 64), {"own_masks": True}),
-        ((2, 2), (256, 128, 2, 64), {"biased": False}),
-        ((2,), (384, 128, 2, 64), {"dtype": "bfloat16"}),
-        ((2,), (384, 128, 3, 128), {"dtype": "bfloat16", "own_masks": True}),
-    ],
-)
-def test_the_kernel_equals_the_reference(lead: tuple, sizes: tuple, options: dict) -> None:
-    """Three tiles of 128 queries are added up in the last two cases."""
-    given = inputs(lead, *sizes, **options)
-    found, expected = run(pallas_tpu.interpreted, given), run(reference.attend_part, given)
-    assert_close(found, expected, options.get("dtype", "float32"))
-    assert not np.any(found["output"][-1]) and np.all(found["lse"][-1] == FLOOR)
-
-
-@pytest.mark.slow_cases("lead2*", "lead3*")
-@pytest.mark.parametrize(
-    ("lead", "sizes", "options"),
-    [
-        ((3,), (24, 40, 4, 8), {}),
-        ((2,), (256, 384, 2, 64), {"own_masks": True}),
-        ((2, 2), (256, 128, 2, 64), {"biased": False}),
-        ((2,), (256, 256, 3, 128), {"dtype": "bfloat16", "own_masks": True}),
-    ],
-)
-def test_the_kernel_for_gpus_equals_the_reference(lead: tuple, sizes: tuple, options: dict) -> None:
-    """All cases except the first have several tiles of queries and of keys."""
-    given = inputs(lead, *sizes, **options)
-    found, expected = run(pallas_gpu.interpreted, given), run(reference.attend_part, given)
-    assert_close(found, expected, options.get("dtype", "float32"))
-    assert not np.any(found["output"][-1]) and np.all(found["lse"][-1] == FLOOR)
-
-
-@pytest.mark.slow
-def test_nothing_is_read_that_was_not_written_and_nothing_races(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """The interpreter fills uninitialized memory with NaN and reports data races."""
-    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    given = inputs((2,), 384, 128, 4, 64)
-
-    def kernel(*x: jax.Array) -> Any:
-        return pallas_tpu.attend_part(*x, interpret=watched)
-
-    assert_close(run(kernel, given), run(reference.attend_part, given))
-    assert "RACE" not in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("biased", [True, False])
-def test_a_batch_without_room_is_split(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room for the sums of two of the three rows of the batch."""
-    given = inputs((3,), 256, 128, 2, 8, biased=biased)
-    monkeypatch.setattr(tpu, "_TILES", (128,))
-    sizes = tpu.slab_sizes(*given[0][:2], biased=biased)
-    monkeypatch.setattr(tpu, "vmem_budget", lambda: sizes.taken(128, 2))
-    assert sizes.kept_rows(sizes.tile(3), 3) == 2
-    assert_close(run(pallas_tpu.interpreted, given), run(reference.attend_part, given))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("own_masks", [False, True])
-def test_many_keys_are_split(own_masks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three calls of the kernels attend to 128, 128 and 64 keys, with the same dropout as one."""
-    given = inputs((2,), 24, 320, 2, 8, own_masks=own_masks)
-    dropped = partial(pallas_tpu.interpreted, dropout=Dropout(jax.random.key(0), 0.3))
-    expected = run(reference.attend_part, given), run(dropped, given)
-    monkeypatch.setattr(tpu, "_MOST_KEYS", (128,))
-    assert tpu.slab_sizes(*given[0][:2]).keys == 128
-    assert_close(run(pallas_tpu.interpreted, given), expected[0])
-    assert_close(run(dropped, given), expected[1])
-
-
-def test_few_keys_of_a_call_fit_into_the_memory_of_a_v4() -> None:
-    x, mask = jnp.zeros((1, 4096, 2, 64), "bfloat16"), jnp.ones((1, 1, 4096), bool)
-    with dispatch.use_backend("tpu", V4):
-        assert tpu.slab_sizes(x, x).keys == 2048
-        assert pallas_tpu.refusal(x, x, x, None, mask) is None
-
-
-def test_huge_logits_leave_finite_gradients() -> None:
-    (*arrays, bias), mask = inputs((2,), 24, 40, 2, 8)
-    found, expected = (
-        run(function, ([*(x * 1e3 for x in arrays), bias], mask))
-        for function in (pallas_tpu.interpreted, reference.attend_part)
-    )
-    assert all(np.isfinite(x).all() for x in found.values())
-    np.testing.assert_allclose(found["lse"], expected["lse"], rtol=1e-5)
-
-
 @pytest.mark.slow_cases("mesh1*")
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(fsdp=4)])
 def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
@@ -195,34 +98,17 @@ def test_what_the_kernel_does_not_support_is_said(shape: tuple, dtype: str, reas
         attend(x, x, x, None, mask, implementation="pallas_tpu")
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "reason"),
-    [
-        ((1, 100, 2, 64), "bfloat16", "multiple of 128 queries and .* keys, not 100 and 100"),
-        ((1, 256, 2, 48), "bfloat16", "heads of 64 or 128, not of 48"),
-        ((1, 256, 2, 64), "float32", "bfloat16 and float16, not in float32"),
-    ],
-)
-def test_what_the_kernel_for_gpus_does_not_support_is_said(
-    shape: tuple, dtype: str, reason: str
-) -> None:
-    x, mask = jnp.zeros(shape, dtype), jnp.ones((1, 1, shape[1]), bool)
-    with dispatch.use_backend("gpu"), pytest.raises(NotImplementedError, match=reason):
-        attend(x, x, x, None, mask, implementation="pallas_gpu")
-
-
-@pytest.mark.slow_cases("tpu-*")
-@pytest.mark.parametrize(("backend", "kernels"), [("tpu", pallas_tpu), ("gpu", pallas_gpu)])
-def test_dropout_draws_the_same_as_plain_xla(backend: str, kernels: ModuleType) -> None:
+@pytest.mark.slow
+def test_dropout_draws_the_same_as_plain_xla() -> None:
     (*arrays, bias), mask = inputs((3,), 24, 40, 4, 8)
     dropout = Dropout(jax.random.key(0), 0.3)
-    with dispatch.use_backend(backend):
+    with dispatch.use_backend("tpu"):
         found, expected = (
             run(partial(function, dropout=dropout), ([*arrays, bias], mask))
-            for function in (kernels.interpreted, xla.attend_part)
+            for function in (pallas_tpu.interpreted, xla.attend_part)
         )
     assert_close(found, expected)
-    plain = run(kernels.interpreted, ([*arrays, bias], mask))
+    plain = run(pallas_tpu.interpreted, ([*arrays, bias], mask))
     assert np.abs(plain["output"] - found["output"]).max() > 0.1
 
 

@@ -9,19 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
-from brt.ops.attention import tpu
 from brt.ops.softmax_attention import (
     attend,
     attend_by_head,
     attend_to_blocks,
-    reference,
 )
-from brt.ops.softmax_attention.api import OP
 
 SHAPE = {"queries": (2, 3, 5, 4), "keys": (2, 3, 7, 4), "values": (2, 3, 7, 4)}  # [B, H, Q or S, K]
 
@@ -86,63 +82,6 @@ def blocks(dtype: str = "float32") -> tuple[list[jax.Array], jax.Array]:
     rng = np.random.default_rng(2)
     arrays = [jnp.asarray(rng.normal(size=(4, 2, 512, 8)) * 0.5, dtype) for _ in range(3)]
     return arrays, jnp.asarray([True, False, True, True])
-
-
-@pytest.mark.slow_cases("*16*")
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2)])
-def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
-    dtype: str, tolerance: float, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Uninitialized memory is NaN. The tolerance is relative to the largest magnitude of an
-    array.
-    """
-    arrays, cache_mask = blocks(dtype)
-    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-
-    def by_token(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-        rows = (x.swapaxes(1, 2) for x in (q, k, v))
-        seen = mask[:, None, None] | (jnp.arange(512) >= 256)[None, None]
-        return tpu.attend_to_slab(*rows, None, seen, interpret=watched).output.swapaxes(1, 2)
-
-    def run(attention: Callable) -> tuple[jax.Array, ...]:
-        y, backward = jax.vjp(lambda *x: attention(*x, cache_mask), *arrays)
-        return y, *backward(arrays[0][:, ::-1])
-
-    expected = run(reference.attention)
-    for found, wanted in zip(run(by_token), expected, strict=True):
-        found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-        assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
-    assert "RACE" not in capfd.readouterr().out
-
-
-@pytest.mark.slow_cases("*256", "*16-*", "None-float32-5e-06-64")
-@pytest.mark.parametrize("width", [64, 256])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2), ("float16", 2e-3)]
-)
-@pytest.mark.parametrize("null_keys", [None, False])
-def test_the_gpu_kernel_computes_the_same(
-    null_keys: bool | None, dtype: str, tolerance: float, width: int
-) -> None:
-    """`null_keys` None stands for two blocks of queries per row, which may read all their keys."""
-    rng = np.random.default_rng(4)
-    q, ct = (jnp.asarray(rng.normal(size=(2, 256, 2, width)), dtype) for _ in range(2))
-    blocks = (2,) if null_keys is None else ()
-    k, v = (jnp.asarray(rng.normal(size=(2, *blocks, 2, 256, width)), dtype) for _ in range(2))
-    mask = None if null_keys is None else jnp.asarray([False, True])
-
-    def run(name: str) -> tuple[jax.Array, ...]:
-        def attention(*x: jax.Array) -> jax.Array:
-            scale = jnp.asarray([1.0, 2.0])
-            return dispatch.run(OP, name, *x, mask, scale=scale)
-
-        y, backward = jax.vjp(attention, q, k, v)
-        return y, *backward(ct)
-
-    for found, wanted in zip(run("pallas_gpu_interpret"), run("reference"), strict=True):
-        assert found.dtype == wanted.dtype
-        found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-        assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
 @pytest.mark.slow_cases("*1*")

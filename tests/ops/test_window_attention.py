@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from brt.ops.dropout import DropoutMask
-from brt.ops.window_attention import ready_ring, ring_attention, window_part, xla_cpu
+from brt.ops.window_attention import ready_ring, ring_attention, window_part, xla
 
 # Relative to the largest magnitude of an array.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -110,7 +110,7 @@ def assert_close(actual: jax.Array, expected: np.ndarray, dtype: str, name: str 
 def test_tokens_attend_to_the_window_of_their_document(case: tuple) -> None:
     inputs = {**arrays(*case[:2]), "dropout": None}
     expected = attended(inputs, case)
-    for implementation in ("reference", "xla_cpu"):
+    for implementation in ("reference", "xla"):
         y, _ = attention_and_gradients(implementation, case)(inputs, expected)
         assert_close(y, expected, "float32", implementation)
 
@@ -125,7 +125,7 @@ def test_matches_reference_and_itself(case: tuple, dtype: str) -> None:
     inputs = arrays(*case[:2], dtype)
     weights = np.random.default_rng(0).normal(size=inputs["queries"].shape).astype(np.float32)
     y, gradients = attention_and_gradients("reference", case)(inputs, weights)
-    run = attention_and_gradients("xla_cpu", case)
+    run = attention_and_gradients("xla", case)
     y_xla, gradients_xla = run(inputs, weights)
     assert y_xla.dtype == inputs["values"].dtype
     assert_close(y_xla, y, dtype, "output")
@@ -176,7 +176,7 @@ def test_tokens_that_read_a_ring_buffer_are_rows_of_a_block(
 @pytest.mark.parametrize("case", [CASES["self"], CASES["past, null keys"]])
 def test_no_bias_is_a_bias_of_zeros(case: tuple) -> None:
     inputs = arrays(*case[:2])
-    for implementation in ("reference", "xla_cpu"):
+    for implementation in ("reference", "xla"):
         run = attention_and_gradients(implementation, case)
         weights = np.ones_like(inputs["queries"])
         y, gradients = run({**inputs, "bias": None}, weights)
@@ -190,14 +190,14 @@ def test_no_bias_is_a_bias_of_zeros(case: tuple) -> None:
 def test_a_token_that_sees_no_key_gives_zeros() -> None:
     case = CASES["past"]
     inputs = arrays(*case[:2])
-    y, gradients = attention_and_gradients("xla_cpu", case)(inputs, np.ones_like(inputs["queries"]))
+    y, gradients = attention_and_gradients("xla", case)(inputs, np.ones_like(inputs["queries"]))
     assert not np.any(y[0, 4]) and np.all(np.any(y[0, 5:8], axis=(1, 2)))
     assert not np.any(y[1, 0]) and np.all(np.any(y[1, 1:4], axis=(1, 2)))
     assert all(np.all(np.isfinite(g)) for g in gradients.values())
 
 
 def test_tiles_are_parts_of_a_window() -> None:
-    found = {window: xla_cpu.tile_rows(window) for window in (4, 32, 63, 64, 256, 384, 512, 2048)}
+    found = {window: xla.tile_rows(window) for window in (4, 32, 63, 64, 256, 384, 512, 2048)}
     assert found == {4: 4, 32: 32, 63: 63, 64: 32, 256: 128, 384: 96, 512: 128, 2048: 128}
 
 

@@ -4,7 +4,6 @@ Results must not depend on the tiles, or on the devices that share an array.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
-from brt.ops import dispatch, gpu, window_attention
-from brt.ops.attention import tpu
+from brt.ops import dispatch
 from brt.ops.dropout import DropoutMask
 from brt.ops.window_attention import (
-    documents,
-    pallas_mosaic_gpu,
     segment_part,
     window_part,
 )
@@ -94,11 +89,8 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
 
 
 @pytest.mark.slow_cases("*-False")
-@pytest.mark.slow_cases("pallas_gpu*")
 @pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize(
-    "implementation", ["xla", "reference", "pallas_interpret", "pallas_gpu_interpret"]
-)
+@pytest.mark.parametrize("implementation", ["xla", "reference", "pallas_interpret"])
 def test_grouped_queries_read_keys_as_if_these_were_repeated(
     implementation: str, normalized: bool
 ) -> None:
@@ -125,121 +117,12 @@ def test_grouped_queries_read_keys_as_if_these_were_repeated(
     assert_close(run(window_part, given, implementation=implementation), expected)
 
 
-@pytest.mark.slow_cases("*-False*", "512-*", "256-options3-*")
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize(
-    ("window", "options", "without", "dtype"),
-    [
-        (512, {"attend_to_self": False, "null_keys": True}, (), "float32"),
-        (512, {"attend_to_self": True, "null_keys": False}, ("dropout",), "bfloat16"),
-        (256, {"attend_to_self": True, "null_keys": True}, ("bias",), "float32"),
-        (256, {"attend_to_self": False, "null_keys": False}, ("bias", "dropout"), "float32"),
-    ],
-)
-def test_tiles_make_no_difference(
-    window: int, options: dict[str, bool], without: tuple[str, ...], dtype: str, normalized: bool
-) -> None:
-    given = inputs(2, window, dtype=dtype) | dict.fromkeys(without)
-    if normalized:
-        given["scale"] = jnp.array([3.0, 7.0])
-    expected = run(window_part, given, implementation="xla", **options)
-    assert_close(run(window_part, given, implementation="pallas_interpret", **options), expected,
-                 dtype)  # fmt: skip
-
-
-@pytest.mark.slow_cases("256-*", "128-options2-*")
-@pytest.mark.parametrize(
-    ("window", "options", "without", "dtype"),
-    [
-        (256, {"attend_to_self": False, "null_keys": True}, (), "float32"),
-        (128, {"attend_to_self": True, "null_keys": False}, (), "bfloat16"),
-        (128, {"attend_to_self": False, "null_keys": False}, ("dropout",), "float16"),
-        pytest.param(
-            512, {"attend_to_self": True, "null_keys": True}, ("bias", "dropout"), "float32",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
-def test_a_gpu_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
-    window: int, options: dict[str, bool], without: tuple[str, ...], dtype: str
-) -> None:
-    """If tokens read neither themselves nor null keys, the first token of a document sees
-    nothing.
-    """
-    given = inputs(2, window, dtype=dtype) | dict.fromkeys(without)
-    kernel = compiled(window_part, given, implementation="pallas_gpu_interpret", **options)
-    found, again = kernel(), kernel()
-    assert_close(found, run(window_part, given, implementation="reference", **options), dtype)
-    for name, value in found.items():
-        np.testing.assert_array_equal(again[name], value, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lanes", "window", "width", "options", "without", "dtype"),
-    [
-        (1, 64, 64, {"attend_to_self": False, "null_keys": False}, (), "float32"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (2, 128, 64, {"attend_to_self": True, "null_keys": True}, (), "float32"),
-                (1, 128, 128, {"attend_to_self": False, "null_keys": True}, ("bias",), "float16"),
-                (1, 64, 256, {"attend_to_self": True, "null_keys": False}, (), "bfloat16"),
-            )
-        ),
-    ],
-)  # fmt: skip
-def test_a_hopper_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
-    lanes: int, window: int, width: int, options: dict[str, bool], without: tuple[str, ...],
-    dtype: str, mosaic_gpu_interpreter: Any,
-) -> None:  # fmt: skip
-    """Uninitialized memory is NaN. The interpreter reports barriers that a kernel arrives at too
-    often or does not wait for.
-    """
-    given = inputs(lanes, window, width, dtype) | dict.fromkeys(without)
-
-    def kernel(
-        queries: jax.Array, cached: tuple, keys: jax.Array, values: jax.Array, scale: None,
-        dropout: DropoutMask, **others: Any,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        others["dropout"] = dropout.factors(jnp.dtype("float32"))
-        pairs = zip(cached, (keys, values), strict=True)
-        joined = (jnp.concatenate(pair, axis=1) for pair in pairs)
-        return pallas_mosaic_gpu.window_attention(
-            queries, *joined, **others, interpret=mosaic_gpu_interpreter
-        )
-
-    step = compiled(kernel, given, **options)
-    found, again = step(), step()
-    assert_close(found, run(window_part, given, implementation="reference", **options), dtype)
-    for name, value in found.items():
-        np.testing.assert_array_equal(again[name], value, name)
-
-
-@pytest.mark.slow
-def test_nothing_is_read_that_was_not_written_and_nothing_races(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """The interpreter fills uninitialized memory with NaN and reports data races."""
-    given, options = inputs(2, 256), {"attend_to_self": True}
-    given["scale"] = jnp.array([3.0, 7.0])
-    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-
-    def kernel(**arguments: Any) -> tuple[jax.Array, jax.Array]:
-        attend = functools.partial(tpu.attend_to_window, interpret=watched)
-        return documents.with_cache_mask(attend)(**arguments)
-
-    assert_close(run(kernel, given, **options), run(window_part, given, **options))
-    assert "RACE" not in capfd.readouterr().out
-
-
-@pytest.mark.slow_cases("*1-pallas_interpret*", "mesh2-*")
+@pytest.mark.slow_cases("*1-pallas_interpret*")
 @pytest.mark.parametrize(
     ("mesh", "implementation"),
     [
         (Mesh(data=2, tensor=2, sequence=2), "pallas_interpret"),
         (Mesh(fsdp=4, sequence=2), "pallas_interpret"),
-        (Mesh(tensor=2, sequence=2), "pallas_gpu_interpret"),
     ],
 )
 def test_devices_that_share_a_segment_equal_one(mesh: Mesh, implementation: str) -> None:
@@ -261,108 +144,27 @@ def test_devices_that_share_a_segment_equal_one(mesh: Mesh, implementation: str)
         ),
         ("tpu", {"width": 48}, "has heads of 64, 128 or 256, not of 48"),
         ("tpu", {"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
-        (
-            "gpu",
-            {"window": 100},
-            "has windows of 128, 256, 512, 1024, 2048, 4096, 8192 or 16384 tokens, not",
-        ),
-        ("gpu", {"width": 48}, "has heads of 64, 128 or 256, not of 48"),
-        ("gpu", {"dtype": "float32"}, "computes in bfloat16 and float16, not in float32"),
-        (
-            "mosaic_gpu",
-            {"window": 64},
-            "has windows of 128, 256, 512, 1024, 2048, 4096, 8192 or 16384 tokens",
-        ),
     ],
 )
 def test_what_a_kernel_does_not_support_is_said(
     backend: str, changed: dict[str, Any], reason: str
 ) -> None:
     given = inputs(1, **{"window": 128, "width": 64, "dtype": "bfloat16"} | changed)
-    here = dispatch.use_backend(backend.removeprefix("mosaic_"))
-    with here, pytest.raises(NotImplementedError, match=reason):
+    with dispatch.use_backend(backend), pytest.raises(NotImplementedError, match=reason):
         window_part(**given, implementation=f"pallas_{backend}")
 
 
-def test_the_form_of_mosaic_stands_before_that_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = inputs(1, 128, width=64, dtype="bfloat16")
-
-    def traced(name: str | None = None) -> str:
-        with dispatch.use_backend("gpu"):
-            return str(jax.make_jaxpr(lambda: window_part(**given, implementation=name))())
-
-    is_mosaic = "copy_gmem_to_smem"
-    assert is_mosaic in traced() and is_mosaic not in traced("pallas_gpu")
-
-    def missing() -> None:
-        raise ImportError("no Barrier")
-
-    monkeypatch.setattr(pallas_mosaic_gpu, "_modules", missing)
-    assert "pallas_call" in traced() and is_mosaic not in traced()
-    with pytest.raises(NotImplementedError, match="needs Pallas' Mosaic GPU backend .* no Barrier"):
-        traced("pallas_mosaic_gpu")
-    monkeypatch.setattr(gpu, "triton", None)
-    assert "pallas_call" not in traced()
-    with pytest.raises(NotImplementedError, match="Triton backend, which this jax does not have"):
-        traced("pallas_gpu")
-
-
-@pytest.mark.parametrize("name", ["Barrier", "CompilerParams.reduction_scratch_bytes"])
-def test_a_jax_without_a_name_that_kernels_import_has_no_kernels(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("backend", "unfit"), [("tpu", 96), ("gpu", 48)])
+def test_a_backend_takes_its_kernel_where_it_can_run_and_cpus_refuse_it(
+    backend: str, unfit: int
 ) -> None:
-    mosaic_gpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-    for module in ("mosaic_kernels", "mosaic_tiles"):
-        monkeypatch.delitem(sys.modules, f"{window_attention.__name__}.{module}", raising=False)
-        monkeypatch.delattr(window_attention, module, raising=False)
-    *inside, last = name.split(".")
-    monkeypatch.delattr(functools.reduce(getattr, inside, mosaic_gpu), last, raising=False)
-    monkeypatch.setattr(pallas_mosaic_gpu, "_modules", pallas_mosaic_gpu._modules.__wrapped__)
-    given = inputs(1, 128, width=64, dtype="bfloat16")
-    refused = pallas_mosaic_gpu.refusal(given["queries"], given["cached"])
-    assert refused.startswith("needs Pallas' Mosaic GPU backend of jax 0.10, and here: ")
-    assert last in refused
-
-
-@pytest.mark.parametrize(
-    "error",
-    [TypeError("of a tile"), AttributeError("of a tile"), ImportError("of a tile", name="brt.ops")],
-)
-def test_a_mistake_of_the_kernels_is_no_reason_to_do_without(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> None:
-        raise error
-
-    monkeypatch.setattr(pallas_mosaic_gpu, "_modules", broken)
-    given = inputs(1, 128, width=64, dtype="bfloat16")
-    with dispatch.use_backend("gpu"), pytest.raises(type(error), match="of a tile"):
-        window_part(**given)
-
-
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [("8.0", "NVIDIA A100-SXM4-80GB"), ("12.0", "NVIDIA GeForce RTX 5090")],
-)
-def test_gpus_that_the_kernel_is_not_cut_for_take_plain_xla(capability: str, name: str) -> None:
-    given = inputs(1, 128, width=64, dtype="bfloat16")
-    device = SimpleNamespace(compute_capability=capability, device_kind=name)
-    with dispatch.use_backend("gpu", device):
-        traced = str(jax.make_jaxpr(lambda: window_part(**given))())
-        with pytest.raises(NotImplementedError, match=rf"9.0 \(H100, H200\), not {capability}"):
-            window_part(**given, implementation="pallas_gpu")
-    assert "pallas_call" not in traced
-
-
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_a_backend_takes_its_kernel_where_it_can_run_and_cpus_refuse_it(backend: str) -> None:
     def traced(window: int, backend: str, **options: str) -> str:
         given = inputs(1, window, width=64, dtype="bfloat16")
         with dispatch.use_backend(backend):
             return str(jax.make_jaxpr(lambda: window_part(**given, **options))())
 
     is_kernel = {"tpu": "pallas_call", "gpu": "copy_gmem_to_smem"}[backend]
-    assert is_kernel in traced(128, backend) and is_kernel not in traced(96, backend)
+    assert is_kernel in traced(128, backend) and is_kernel not in traced(unfit, backend)
     with pytest.raises(NotImplementedError, match=f"runs on {backend}, not on cpu"):
         traced(128, "cpu", implementation=f"pallas_{backend}")
 

@@ -29,7 +29,7 @@ from brt.ops.causal_clustered_attention import (
     Centroids,
     causal_clustered_attention,
 )
-from brt.ops.clustered_attention import attend_by_label, kmeans
+from brt.ops.clustered_attention import attend_by_label
 from brt.ops.dropout import DropoutMask
 from brt.ops.masked_attention import attend as masked_attend
 from brt.ops.partial_attention import AttentionPart
@@ -37,8 +37,7 @@ from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.window_attention import window_part
 
 HEADS, LANES = 4, 2
-WINDOW = ("pallas_gpu", "pallas_mosaic_gpu", "xla")
-SOFTMAX = ("pallas_gpu", "xla")
+IMPLEMENTATIONS = "pallas_gpu", "xla"
 Inputs = dict[str, Any]
 
 
@@ -49,18 +48,16 @@ class Case(NamedTuple):
       name: the name in the table.
       function: computes the arrays of the result from the inputs and the name of an implementation.
       inputs: the arrays with gradients, by name.
-      implementations: the implementations to compare with the reference.
     """
 
     name: str
     function: Callable[[Inputs, str], tuple[jax.Array, ...]]
     inputs: Inputs
-    implementations: tuple[str, ...]
 
 
 def window(
     tokens: int, width: int, dtype: str = "bfloat16", *, key_heads: int = HEADS,
-    dropout: bool = False, null_keys: bool = False, scaled: bool = False,
+    dropout: bool = False, scaled: bool = False,
 ) -> Case:  # fmt: skip
     """Returns a case of window attention to two blocks; in one lane, a document starts in between.
 
@@ -70,7 +67,6 @@ def window(
       dtype: the dtype of queries, keys and values.
       key_heads: the number of heads of keys and values.
       dropout: True drops half of the weights.
-      null_keys: True if keys before the document count as zero keys.
       scaled: True if queries and keys are normalized.
     """
     rng = np.random.default_rng(tokens + width)
@@ -85,7 +81,7 @@ def window(
     }
     if scaled:
         inputs["scale"] = jnp.arange(1.0, 1 + HEADS)
-    others = {"cache_mask": jnp.asarray([[False, True], [True, False]]), "null_keys": null_keys}
+    others = {"cache_mask": jnp.asarray([[False, True], [True, False]])}
     if dropout:
         kept = jnp.asarray(rng.random((HEADS, tokens, tokens)) < 0.5)
         others["dropout"] = DropoutMask(kept, scale=2.0)
@@ -93,10 +89,10 @@ def window(
     def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
         return window_part(**given, **others, implementation=implementation)
 
-    marks = {"dropout": dropout, "null keys": null_keys, "normalized": scaled}
+    marks = {"dropout": dropout, "normalized": scaled}
     marks[f"{key_heads} heads of keys"] = key_heads < HEADS
     name = ", ".join([f"window of {tokens}", f"heads of {width}", dtype, *filter(marks.get, marks)])
-    return Case(name, function, inputs, WINDOW)
+    return Case(name, function, inputs)
 
 
 def states(queries: int, keys: int, width: int, blocks: int) -> Case:
@@ -119,17 +115,16 @@ def states(queries: int, keys: int, width: int, blocks: int) -> Case:
         return (attend(**given, implementation=implementation),)
 
     name = f"{queries} queries, {keys} keys, heads of {width}, {blocks} blocks"
-    return Case(name, function, inputs, SOFTMAX)
+    return Case(name, function, inputs)
 
 
-def states_to_blocks(queries: int, tokens: int, width: int, null_keys: bool) -> Case:
+def states_to_blocks(queries: int, tokens: int, width: int) -> Case:
     """Returns a case of attention of states to two blocks; one lane may not read the first block.
 
     Args:
       queries: the number of states.
       tokens: the number of tokens of a block.
       width: the numbers of a head.
-      null_keys: True if hidden keys count as zero keys.
     """
     rng = np.random.default_rng(queries + tokens + width)
     shape = LANES, HEADS, 2 * tokens, width
@@ -141,12 +136,11 @@ def states_to_blocks(queries: int, tokens: int, width: int, null_keys: bool) -> 
     readable = jnp.asarray([True, False])
 
     def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
-        options = {"null_keys": null_keys, "implementation": implementation}
+        options = {"null_keys": False, "implementation": implementation}
         return (attend_to_blocks(**given, cache_mask=readable, **options),)
 
-    null = ", null keys" if null_keys else ""
-    name = f"{queries} states to two blocks of {tokens}, heads of {width}{null}"
-    return Case(name, function, inputs, SOFTMAX)
+    name = f"{queries} states to two blocks of {tokens}, heads of {width}"
+    return Case(name, function, inputs)
 
 
 def masked(tokens: int, width: int, dtype: str = "bfloat16", *, biased: bool = True) -> Case:
@@ -173,7 +167,7 @@ def masked(tokens: int, width: int, dtype: str = "bfloat16", *, biased: bool = T
 
     bias = "T5's bias" if biased else "no bias"
     name = f"encoder, {tokens} tokens, heads of {width}, {dtype}, {bias}"
-    return Case(name, function, inputs, SOFTMAX)
+    return Case(name, function, inputs)
 
 
 def clustered(tokens: int, width: int, kind: str) -> Case:
@@ -204,7 +198,7 @@ def clustered(tokens: int, width: int, kind: str) -> Case:
         )  # fmt: skip
         return (output,)
 
-    return Case(f"{kind}, {tokens} tokens, heads of {width}", function, inputs, SOFTMAX)
+    return Case(f"{kind}, {tokens} tokens, heads of {width}", function, inputs)
 
 
 def causal_clustered(window: int, width: int) -> Case:
@@ -248,29 +242,7 @@ def causal_clustered(window: int, width: int) -> Case:
         )  # fmt: skip
         return (output,)
 
-    return Case(
-        f"causal clustered, windows of {window}, heads of {width}", function, inputs, SOFTMAX
-    )
-
-
-def clusters(tokens: int) -> Case:
-    """Returns a case of k-means, whose clusters and centroids must be those of the reference.
-
-    `tokens` is the number of codes of a head; the codes of the second row end with padding.
-    """
-    rng = np.random.default_rng(tokens)
-    codes = jnp.asarray(2.0 * rng.integers(2, size=(LANES, HEADS, tokens, 64)) - 1, jnp.float32)
-    valid = jnp.asarray(np.arange(tokens) < np.array([[tokens], [tokens // 3]]))
-    active = jnp.ones((LANES, 100), bool)
-
-    def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
-        codes = given["codes"]
-        labels, centroids = kmeans(
-            codes, valid, codes[:, :, :100], active, iterations=10, implementation=implementation
-        )
-        return labels.astype(jnp.float32), centroids
-
-    return Case(f"k-means of {tokens} codes", function, {"codes": codes}, SOFTMAX)
+    return Case(f"causal clustered, windows of {window}, heads of {width}", function, inputs)
 
 
 def recurrence(tokens: int, width: int) -> Case:
@@ -307,7 +279,7 @@ def recurrence(tokens: int, width: int) -> Case:
         )  # fmt: skip
         return (output,)
 
-    return Case(f"SRformer, {tokens} tokens, heads of {width}", function, inputs, SOFTMAX)
+    return Case(f"SRformer, {tokens} tokens, heads of {width}", function, inputs)
 
 
 def _normal(
@@ -320,21 +292,20 @@ CASES: Sequence[Callable[[], Case]] = (
     partial(window, 128, 64),
     partial(window, 512, 128, scaled=True),
     partial(states, 512, 512, 128, 3),
-    partial(states_to_blocks, 512, 512, 128, False),
+    partial(states_to_blocks, 512, 512, 128),
     partial(masked, 1024, 64),
-    partial(clusters, 4096),
     partial(clustered, 4096, 64, "clustered"),
     partial(clustered, 1024, 64, "improved_clustered"),
     partial(recurrence, 1024, 64),
     partial(causal_clustered, 512, 64),
     partial(window, 256, 64, dropout=True),
-    partial(window, 256, 128, "float16", null_keys=True),
+    partial(window, 256, 128, "float16"),
     partial(states, 128, 128, 64, 2),
-    partial(states_to_blocks, 128, 128, 64, True),
+    partial(states_to_blocks, 128, 128, 64),
     partial(masked, 384, 128, "float16", biased=False),
     partial(window, 512, 64, key_heads=2),
     partial(window, 512, 256),
-    partial(window, 512, 128, dropout=True, null_keys=True, scaled=True),
+    partial(window, 512, 128, dropout=True, scaled=True),
     partial(window, 2048, 64),
     partial(window, 4096, 128),
     partial(states, 512, 512, 256, 1),
@@ -365,7 +336,7 @@ def computed(case: Case, implementation: str) -> dict[str, np.ndarray]:
 def measured(case: Case) -> Iterator[dict[str, Any]]:
     """Yields the row of each implementation of a case."""
     expected = computed(case, "reference")
-    for implementation in case.implementations:
+    for implementation in IMPLEMENTATIONS:
         found, again = (computed(case, implementation) for _ in range(2))
         error = max(
             np.abs(found[name] - x).max() / (np.abs(x).max() or 1.0) for name, x in expected.items()

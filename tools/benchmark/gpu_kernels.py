@@ -1,14 +1,13 @@
 """Compiles attention's kernels for a GPU, and prints the resources that they occupy.
 
 python tools/benchmark/gpu_kernels.py                         # heads of 64, 128 and 256 on an H100
-python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout --null_keys
+python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout
 python tools/benchmark/gpu_kernels.py --window 2048 --block 256    # a window that is not a block
-python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
 python tools/benchmark/gpu_kernels.py --operation softmax_attention     # of recurrent states
-python tools/benchmark/gpu_kernels.py --operation masked_attention --head_dims 64,128  # of encoders
-python tools/benchmark/gpu_kernels.py --operation clustered_attention --head_dims 64,128
-python tools/benchmark/gpu_kernels.py --operation causal_clustered_attention --head_dims 64,128
-python tools/benchmark/gpu_kernels.py --operation segmented_recurrence --head_dims 64,128
+python tools/benchmark/gpu_kernels.py --operation masked_attention      # of encoders
+python tools/benchmark/gpu_kernels.py --operation clustered_attention
+python tools/benchmark/gpu_kernels.py --operation causal_clustered_attention
+python tools/benchmark/gpu_kernels.py --operation segmented_attention
 
 No GPU is needed. For each kernel, the table has the compiler's figures: registers of a thread,
 bytes of registers that are spilled to memory, warps and shared memory of a program, and the number
@@ -28,14 +27,9 @@ from typing import Any
 
 from conditions import report
 
-from brt import jax_versions
-
-_NAMES = r"((?:(?:window|softmax|masked)_attention|segmented_recurrence|kmeans)_\w+"
-KERNELS = re.compile(rf"\.entry {_NAMES}?)(?:_mosaic_gpu_kernel)?\(")
-LAUNCHES = re.compile(rf"{_NAMES}) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)")
-# For Mosaic GPU, XLA's dump has only a call, so these figures are in the files of the kernel.
+KERNELS = re.compile(r"\.entry (attention_\w+?)(?:_mosaic_gpu_kernel)?\(")
 THREADS = re.compile(r"\.maxntid (\d+)")
-DYNAMIC = re.compile(r"dynamic_shared_memory_size %c(\d+)_i32")
+SHARED_BYTES = re.compile(r"dynamic_shared_memory_size %c(\d+)_i32")
 # Registers and bytes of shared memory of a multiprocessor, and the bytes of shared memory that the
 # GPU reserves for each program.
 REGISTERS, SHARED, RESERVED = 65536, 233472, 1024
@@ -64,12 +58,10 @@ def main() -> None:
 def compiled(head_dim: int) -> dict[str, dict[str, int]]:
     """Compiles the kernels for a head size in a new process; returns their figures by kernel.
 
-    The process is new because XLA reads the directory for its dumps only when it starts.
+    The process is new because the directory for the dumps is read only when it starts.
     """
     with tempfile.TemporaryDirectory() as place:
-        dumps = f"--xla_dump_to={place}", *jax_versions.dumps_of_kernels()
-        flags = " ".join((os.environ.get("XLA_FLAGS", ""), *dumps))
-        asked = {"XLA_FLAGS": flags, "MOSAIC_GPU_DUMP_TO": place, "JAX_PLATFORMS": "cpu"}
+        asked = {"MOSAIC_GPU_DUMP_TO": place, "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], f"--one={head_dim}"], text=True,
             capture_output=True, env=os.environ | asked,
@@ -80,48 +72,29 @@ def compiled(head_dim: int) -> dict[str, dict[str, int]]:
 
 
 def read(place: Path) -> dict[str, dict[str, int]]:
-    """Reads the figures of each kernel from the files that the compiler wrote into a directory."""
-    (sequence,) = place.glob("*.thunk_sequence.txt")
-    launches = {m[1]: (int(m[2]), int(m[3])) for m in LAUNCHES.finditer(sequence.read_text())}
-    found = {}
+    """Reads the figures of each kernel from the files that the compiler wrote into a directory.
+
+    If a kernel is compiled several times for other sizes, a number is appended to its name.
+    """
+    found: dict[str, dict[str, int]] = {}
     for path in sorted(place.glob("*.ptx")):
         text = path.read_text()
-        if name := KERNELS.search(text):
-            registers, spilled = occupied(path, re.findall(r"\.target (\w+)", text)[0])
-            threads, shared = launches.get(name[1]) or launched(path, text)
-            programs = min(REGISTERS // (registers * threads), SHARED // (shared + RESERVED))
-            found[name[1]] = {
-                "registers": registers, "spilled": spilled, "warps": threads // 32,
-                "shared": shared, "programs": programs, "wgmma": text.count("wgmma.mma_async"),
-                "tma": text.count("cp.async.bulk.tensor"),
-                "atomics": len(re.findall(r"\b(?:red|atom)\.", text)),
-            }  # fmt: skip
+        if not (name := KERNELS.search(text)):
+            continue
+        # Mosaic GPU runs its own assembler, which writes a log, and dumps its passes.
+        said = path.with_suffix(".ptxas").read_text()
+        passes = path.with_suffix(".mlir-passes.log").read_text()
+        registers = int(re.findall(r"Used (\d+) reg", said)[0])
+        threads, shared = int(THREADS.findall(text)[0]), int(SHARED_BYTES.findall(passes)[0])
+        same = sum(known.split(":")[0] == name[1] for known in found)
+        found[f"{name[1]}:{same + 1}" if same else name[1]] = {
+            "registers": registers, "spilled": int(re.findall(r"(\d+) bytes spill", said)[0]),
+            "warps": threads // 32, "shared": shared,
+            "programs": min(REGISTERS // (registers * threads), SHARED // (shared + RESERVED)),
+            "wgmma": text.count("wgmma.mma_async"), "tma": text.count("cp.async.bulk.tensor"),
+            "atomics": len(re.findall(r"\b(?:red|atom)\.", text)),
+        }  # fmt: skip
     return found
-
-
-def launched(path: Path, text: str) -> tuple[int, int]:
-    """Returns the number of threads and the bytes of shared memory of a Mosaic GPU kernel."""
-    passes = path.with_suffix(".mlir-passes.log").read_text()
-    return int(THREADS.findall(text)[0]), int(DYNAMIC.findall(passes)[0])
-
-
-def occupied(path: Path, target: str) -> tuple[int, int]:
-    """Returns the registers of a thread, and the bytes of registers that are spilled to memory."""
-    log = path.with_suffix(".ptxas")  # Mosaic GPU runs its own assembler, which writes this log.
-    said = log.read_text() if log.exists() else assembled(path, target)
-    return int(re.findall(r"Used (\d+) reg", said)[0]), int(
-        re.findall(r"(\d+) bytes spill", said)[0]
-    )
-
-
-def assembled(path: Path, target: str) -> str:
-    """Assembles a PTX file for a target such as "sm_90a"; returns the messages of ptxas."""
-    import nvidia.cuda_nvcc
-
-    ptxas = Path(nvidia.cuda_nvcc.__path__[0]) / "bin/ptxas"
-    return subprocess.run(
-        [ptxas, "-v", f"-arch={target}", path, "-o", os.devnull], capture_output=True, text=True
-    ).stderr
 
 
 def compile_one(args: argparse.Namespace) -> None:
@@ -163,7 +136,7 @@ def window_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tup
         "attend_to_self": not args.strictly_past, "implementation": args.implementation,
     }  # fmt: skip
     places = array(1, blocks, dtype="bool")
-    attend = functools.partial(window_part, null_keys=args.null_keys, **options)
+    attend = functools.partial(window_part, **options)
     if args.block:
         places = array(1, blocks * window // args.block, dtype="int32")
         attend = functools.partial(local_attention, **options)
@@ -193,7 +166,7 @@ def softmax_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tu
         def loss(states: Any, tokens: Any, values: Any) -> jax.Array:
             output = attend_to_blocks(
                 states, tokens, values, readable,
-                null_keys=args.null_keys, implementation=args.implementation,
+                null_keys=False, implementation=args.implementation,
             )  # fmt: skip
             return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
 
@@ -245,8 +218,7 @@ def clustered_gradients(
         def loss(learned: Any) -> jax.Array:
             output = attend(
                 *learned, valid, config, jax.random.key(0), scale=1.0,
-                implementation=args.implementation, kmeans_implementation=args.implementation,
-            )  # fmt: skip
+                implementation=args.implementation,             )  # fmt: skip
             return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
 
         return jax.grad(loss)(learned)
@@ -303,7 +275,7 @@ def causal_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tup
 
 OPERATIONS = {
     "causal_clustered_attention": causal_gradients,
-    "segmented_recurrence": segmented_gradients,
+    "segmented_attention": segmented_gradients,
     "clustered_attention": clustered_gradients,
     "window_attention": window_gradients,
     "softmax_attention": softmax_gradients,
@@ -325,7 +297,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--head_dims", metavar="SIZES", help="default: 64,128,256", **sizes)
     flags.add_argument("--dtype", default="bfloat16")
     flags.add_argument("--dropout", action="store_true")
-    flags.add_argument("--null_keys", action="store_true")
     flags.add_argument("--strictly_past", action="store_true")
     flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
     flags.add_argument("--one", type=int, help=argparse.SUPPRESS)

@@ -3,7 +3,7 @@
     python tools/benchmark/gpu_times.py [--lanes=16] [--rounds=10] [--json=FILE]
 
 The cases are the attention of an encoder with T5's bias and padding, and that of tokens to
-recurrent states, in bfloat16. Each is computed by brt's Triton kernel, by plain XLA, and by cuDNN
+recurrent states, in bfloat16. Each is computed by brt's kernel, by plain XLA, and by cuDNN
 through `jax.nn.dot_product_attention`. A row gives the milliseconds of the forward pass, and of the
 forward and backward pass with the gradients of all inputs. The implementations take turns; times
 are medians over the rounds, and a ratio is the median of the ratios within a round. An

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.attention import tpu_call
 from brt.ops.attention.subwindows import attend_to_subwindows
@@ -256,40 +256,42 @@ def attend_to_slab(
     keys: Float[Array, "X S G K"],
     values: Float[Array, "X S G K"],
     bias: Float[Array, "H T S"] | None = None,
-    mask: Array | None = None,
+    mask: Bool[Array, "X #Q S"] | None = None,
     words: Int[Array, "X 2 Q"] | None = None,
     *,
+    spans: Int[Array, "X 2 Q"] | None = None,
     rate: float = 0.0,
     scale: Float[Array, " H"] | None = None,
-    interpret: Interpret = False,
+    interpret: Interpret | None = None,
 ) -> AttentionPart:
     """Returns the attention of every query of a block to the S keys of the block's slab.
 
     Args:
       queries: the T queries of a row are those of X / B blocks, of Q queries each.
       bias: for one block only.
-      mask: bool [X, 1, S] or [X, Q, S], True for the keys that a query sees; or the spans of keys
-        that the queries see, int32 [X, 2, Q], from the first key to the one before the second.
+      mask: True for the keys that a query sees.
+      spans: in the place of a mask, the first key that each query sees, and the one after the last.
       words: what `dropout_hash.draw_words` returns, for dropout with `rate`.
       scale: if given, the norm to which the queries of each head are scaled.
     """
     (rows, size), (heads, width) = keys.shape[:2], queries.shape[2:]
     q = queries.reshape(rows, -1, heads, width)
-    own_masks = mask is not None and mask.dtype == bool and mask.shape[1] > 1
+    own_masks = mask is not None and mask.shape[1] > 1
     sizes = slab_sizes(q, keys, biased=bias is not None, own_masks=own_masks)
     if scale is not None:
         sizes.together = 1
     tile = sizes.tile(rows)
     settings = SlabSettings(
         width, sizes.together, tile, sizes.forward_rows(tile), sizes.rows(tile), rate=rate,
-        kept_rows=max(sizes.kept_rows(tile, rows), 1), all_keys=size, interpret=interpret,
+        kept_rows=max(sizes.kept_rows(tile, rows), 1), all_keys=size, interpret=interpret or False,
     )  # fmt: skip
     if sizes.together > 1:
         q, k, v = (x.reshape(*x.shape[:2], heads * width) for x in (q, keys, values))
     else:
         q, k, v = (x.swapaxes(1, 2) for x in (q, keys, values))
-    if mask is not None and mask.dtype == bool:
-        mask = mask.swapaxes(1, 2).astype(jnp.int8) if own_masks else mask.astype(jnp.float32)
+    seen = spans
+    if mask is not None:
+        seen = mask.swapaxes(1, 2).astype(jnp.int8) if own_masks else mask.astype(jnp.float32)
     bias = None if bias is None else bias.swapaxes(1, 2)
     parts = []
     for start in range(0, size, sizes.keys):
@@ -297,7 +299,7 @@ def attend_to_slab(
         k_part, v_part = (x[:, some] if x.ndim == 3 else x[:, :, some] for x in (k, v))
         arguments = SlabArguments(
             q, (k_part,), (v_part,), None if bias is None else bias[:, some],
-            _of_some_keys(mask, some), words, scale,
+            _of_some_keys(seen, some), words, scale,
         )  # fmt: skip
         y, lse = tpu_call.attend(arguments, settings._replace(first_key=start))
         lse = lse.swapaxes(1, 2).reshape(queries.shape[:-1])
@@ -311,25 +313,6 @@ def _of_some_keys(mask: Array | None, keys: slice) -> Array | None:
     if mask.dtype == jnp.int32:
         return mask - keys.start
     return mask[:, :, keys] if mask.dtype == jnp.float32 else mask[:, keys]
-
-
-def attend_to_spans(
-    queries: Float[Array, "*B Q K"],
-    keys: Float[Array, "*B S K"],
-    values: Float[Array, "*B S K"],
-    first: Int[Array, "*B Q"],
-    end: Int[Array, "*B Q"],
-    *,
-    interpret: Interpret = False,
-) -> AttentionPart:
-    """Returns the attention output of every query q to the keys from first[q] to end[q] - 1.
-
-    *B stands for all axes that queries, keys and values share, such as rows of the batch and heads.
-    """
-    q, k, v = (x.reshape(-1, x.shape[-2], 1, x.shape[-1]) for x in (queries, keys, values))
-    spans = jnp.stack([first, end], axis=-2).astype(jnp.int32)
-    part = attend_to_slab(q, k, v, None, spans.reshape(-1, *spans.shape[-2:]), interpret=interpret)
-    return AttentionPart(part.output.reshape(queries.shape), part.lse.reshape(queries.shape[:-1]))
 
 
 def _merged(parts: list[AttentionPart], dtype: Any) -> AttentionPart:

@@ -55,7 +55,7 @@ class SlabArguments(NamedTuple):
     first: Int[Array, "B D"] | None = None  # `Slab.first`; for windows only
 
     def grid(self, s: SlabSettings) -> tuple[int, int, int, int]:
-        """The numbers of groups of heads, tiles of queries, rows and blocks (1 without a window)."""
+        """The numbers of groups of heads, tiles of queries, rows and blocks of a window."""
         # The cores of a chip divide the first axis of the grid among themselves. This axis is the
         # heads, so that all steps that add to the gradients of a head's bias run on one core.
         heads = self.q.shape[1] if self.q.ndim == 4 else self.q.shape[2] // s.wide

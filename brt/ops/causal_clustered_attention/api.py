@@ -50,7 +50,6 @@ MEMORY_SCAN = Op(
         Implementation("pallas_tpu", xla.memory_scan, (), ("tpu",)),
         Implementation("pallas_gpu", xla.memory_scan, (), ("gpu",)),
         Implementation("pallas_interpret", xla.memory_scan, auto=()),
-        Implementation("pallas_gpu_interpret", xla.memory_scan, auto=()),
         Implementation("reference", reference.memory_scan, auto=()),
     ),
 )

@@ -11,12 +11,13 @@ The module `api` says what letters in shapes mean.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.attention import tpu
+from brt.ops.attention import gpu, tpu
 from brt.ops.causal_clustered_attention import sharding
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
@@ -26,25 +27,27 @@ from brt.ops.causal_clustered_attention.centroid_memory import (
 from brt.ops.causal_clustered_attention.xla import join_blocks, previous_blocks, split_blocks
 from brt.ops.clustered_attention.members import gather_by_label
 from brt.ops.dispatch import Implementation
-from brt.ops.gpu import triton_refusal
-from brt.ops.head_limits import heads_refusal
-from brt.ops.masked_attention import pallas_gpu as masked
-from brt.ops.masked_attention.spans_gpu import attend_to_spans
 from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.tpu import head_refusal
 
-_ATTEND = {"tpu": tpu.attend_to_spans, "gpu": attend_to_spans}
+_ATTEND = {"tpu": tpu.attend_to_slab, "gpu": gpu.attend}
 
 
 def implementations() -> list[Implementation]:
-    """Returns the kernels of both backends, and their interpreted forms."""
-    found = []
-    for backend, interpreter in (("tpu", "pallas_interpret"), ("gpu", "pallas_gpu_interpret")):
-        attend = functools.partial(causal_clustered_attention, backend=backend)
-        refuses = functools.partial(refusal, backend)
-        found.append(Implementation(f"pallas_{backend}", attend, (backend,), (backend,), refuses))
-        found.append(Implementation(interpreter, functools.partial(attend, interpret=True), ()))
-    return found
+    """Returns the kernels of both backends, and the interpreted one of TPUs."""
+
+    def kernel(backend: str, **options: Any) -> Any:
+        return functools.partial(causal_clustered_attention, backend=backend, **options)
+
+    return [
+        *(
+            Implementation(
+                f"pallas_{name}", kernel(name), (name,), (name,), functools.partial(refusal, name)
+            )
+            for name in _ATTEND
+        ),
+        Implementation("pallas_interpret", kernel("tpu", interpret=True), auto=()),
+    ]
 
 
 def refusal(
@@ -56,14 +59,14 @@ def refusal(
         return reason
     width = queries.shape[1] // cache_mask.shape[1]
     clusters, slots = pasts.keys.shape[3:5]
+    if backend == "gpu":
+        return gpu.refusal(queries, width, clusters * slots)
     if width % 128 or (clusters * slots) % 128:
         return (
             f"takes windows of a multiple of 128 tokens, and centroids that keep a multiple of 128 "
             f"keys together, not {width} and {clusters} x {slots}"
         )
-    if backend == "tpu":
-        return head_refusal(queries.shape[-1], values.dtype)
-    return heads_refusal(queries, masked.HEAD_DIMS, masked.DTYPES) or triton_refusal()
+    return head_refusal(queries.shape[-1], values.dtype)
 
 
 @sharding.on_devices
@@ -79,13 +82,13 @@ def causal_clustered_attention(
     *,
     attend_to_self: bool,
     backend: str,
-    interpret: tpu.Interpret = False,
+    interpret: Any = None,
 ) -> Float[Array, "B T H K"]:
     """Implements `api.causal_clustered_attention`."""
     blocks, slots = cache_mask.shape[1], pasts.keys.shape[4]
     q = split_blocks(queries, blocks)
     width, by_query = q.shape[3], q.shape[:-1]
-    attend = functools.partial(_ATTEND[backend], interpret=interpret)
+    attend = functools.partial(_attend_to_spans, _ATTEND[backend], interpret)
 
     left = jnp.arange(width) + (1 if attend_to_self else 0)
     end = jnp.where(cache_mask.T[:, :, None, None], left, 0)
@@ -101,6 +104,22 @@ def causal_clustered_attention(
     far = [AttentionPart(part.output, part.lse + bias[None, None, :, None]) for part in far]
     own = AttentionPart(*(split_blocks(x, blocks) for x in window))
     return join_blocks(merge_parts([own, *far]).output.astype(values.dtype))
+
+
+def _attend_to_spans(
+    kernel: Callable[..., AttentionPart],
+    interpret: Any,
+    queries: Float[Array, "N B H W K"],
+    keys: Float[Array, "N B H S K"],
+    values: Float[Array, "N B H S K"],
+    first: Int[Array, "N B H W"],
+    end: Int[Array, "N B H W"],
+) -> AttentionPart:
+    """Returns the attention output of every query over the keys from `first` to `end` - 1."""
+    q, k, v = (x.reshape(-1, x.shape[-2], 1, x.shape[-1]) for x in (queries, keys, values))
+    spans = jnp.stack([first, end], axis=-2).astype(jnp.int32).reshape(len(q), 2, -1)
+    part = kernel(q, k, v, spans=spans, interpret=interpret)
+    return AttentionPart(part.output.reshape(queries.shape), part.lse.reshape(queries.shape[:-1]))
 
 
 def _own_sums(pasts: CentroidMemory, labels: Int[Array, "N B H W"]) -> AttentionPart:

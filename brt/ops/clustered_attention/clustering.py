@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.ops import dispatch
-from brt.ops.clustered_attention import kmeans_gpu, kmeans_tpu, reference
+from brt.ops.clustered_attention import kmeans_tpu, reference
 from brt.ops.clustered_attention.config import ClusteredConfig
 from brt.ops.clustered_attention.hashing import hash_codes, random_planes, unit_scale
 from brt.ops.clustered_attention.members import cluster_sums, member_counts
@@ -104,10 +104,8 @@ OP = Op(
     "kmeans",
     (
         Implementation("pallas_tpu", kmeans_tpu.kmeans, ("tpu",), ("tpu",), kmeans_tpu.refusal),
-        Implementation("pallas_gpu", kmeans_gpu.kmeans, ("gpu",), ("gpu",), kmeans_gpu.refusal),
         Implementation("xla", _kmeans),
         Implementation("pallas_interpret", kmeans_tpu.interpreted, auto=()),
-        Implementation("pallas_gpu_interpret", kmeans_gpu.interpreted, auto=()),
         Implementation("reference", reference.kmeans, auto=()),
     ),
 )

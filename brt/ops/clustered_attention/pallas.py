@@ -16,11 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
 from brt.ops import dispatch
+from brt.ops.attention import gpu
 from brt.ops.clustered_attention import xla
 from brt.ops.clustered_attention.config import ClusteredConfig
 from brt.ops.dispatch import Implementation
-from brt.ops.gpu import triton_refusal
-from brt.ops.head_limits import heads_refusal
 from brt.ops.masked_attention import pallas_gpu, pallas_tpu
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.tpu import LANES, head_refusal
@@ -33,20 +32,16 @@ _MASKED = {"tpu": pallas_tpu.attend_part, "gpu": pallas_gpu.attend_part}
 def implementations(kind: str) -> list[Implementation]:
     """Returns the kernels of a kind of clustered attention, a value of `Attention.kind`."""
 
-    def implementation(name: str, backend: str, interpret: bool) -> Implementation:
-        function = functools.partial(_by_head, kind, backend, interpret=interpret)
-        if interpret:
-            return Implementation(name, function, (), refusal=feature_refusal)
-        return Implementation(
-            name, function, (backend,), (backend,), functools.partial(refusal, backend)
-        )
+    def kernel(backend: str) -> Implementation:
+        function = functools.partial(attend_by_head, kind, backend)
+        check = functools.partial(refusal, backend)
+        return Implementation(f"pallas_{backend}", function, (backend,), (backend,), check)
 
+    interpreted = functools.partial(attend_by_head, kind, "tpu", interpret=True)
     return [
-        implementation("pallas_tpu", "tpu", False),
-        implementation("pallas_gpu", "gpu", False),
-        implementation("pallas_interpret", "tpu", True),
-        implementation("pallas_gpu_interpret", "gpu", True),
-    ]
+        kernel("tpu"), kernel("gpu"),
+        Implementation("pallas_interpret", interpreted, (), refusal=feature_refusal),
+    ]  # fmt: skip
 
 
 def feature_refusal(*inputs: Any, dropout: Any, bias: Any) -> str | None:
@@ -70,15 +65,16 @@ def refusal(
         return f"has keys and values of one size, not of {keys.shape[3]} and {values.shape[3]}"
     if backend == "tpu":
         return head_refusal(keys.shape[3], queries.dtype)
-    return heads_refusal(queries, pallas_gpu.HEAD_DIMS, pallas_gpu.DTYPES) or triton_refusal()
+    return gpu.refusal(queries, _TILE, _TILE)
 
 
-def _by_head(
+def attend_by_head(
     kind: str, backend: str, queries: Float[Array, "B H T K"], keys: Float[Array, "B H X K"],
     values: Float[Array, "B H X E"], valid: Bool[Array, "B X"], labels: Int[Array, "B H T"],
-    config: ClusteredConfig, dropout: None, bias: None, *, interpret: Any,
+    config: ClusteredConfig, dropout: None, bias: None,
+    **options: Any,
 ) -> Float[Array, "B H T E"]:  # fmt: skip
-    attend = functools.partial(_attend, backend=backend, interpret=interpret)
+    attend = functools.partial(_attend, backend=backend, **options)
     local: Callable[..., Array] = functools.partial(
         _KINDS[kind], config=config, dropout=None, bias=None, attend=attend
     )
@@ -101,9 +97,12 @@ def _attend(
     dropout: None,
     *,
     backend: str,
-    interpret: Any,
+    **options: Any,
 ) -> AttentionPart:
-    """Returns the attention of the centroids; see `xla.CentroidAttention`."""
+    """Returns the attention of the centroids; see `xla.CentroidAttention`.
+
+    `options` may have `interpret`, an argument of the kernels.
+    """
     batch, heads, clusters, width = centroids.shape
     # Centroids have a mask for each head, and the kernels one for each row of the batch, so heads
     # become rows.
@@ -117,7 +116,7 @@ def _attend(
         for x in (centroids, keys, values)
     )  # fmt: skip
     by_row = mask.reshape(batch * heads, *mask.shape[2:])
-    part = _MASKED[backend](q, k, v, None, by_row, interpret=interpret)
+    part = _MASKED[backend](q, k, v, None, by_row, **options)
     return AttentionPart(
         part.output.reshape(batch, heads, -1, width + spare)[:, :, :clusters, :width],
         part.lse.reshape(batch, heads, -1)[:, :, :clusters],

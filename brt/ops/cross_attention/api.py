@@ -42,7 +42,9 @@ def _gpu_refusal(
     queries: Array, keys: Array, values: Array, valid: Array, parameters: CrossParameters,
     config: CrossConfig, **__: Any,
 ) -> str | None:  # fmt: skip
-    return segmented.gpu_refusal(config, config.segment_size, keys.shape[3], keys.dtype)
+    size, length = config.segment_size, keys.shape[1]
+    padded = length if config.kind == "full" else -(-length // size) * size
+    return segmented.gpu_refusal(config, queries, padded)
 
 
 OP = Op(

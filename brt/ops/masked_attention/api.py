@@ -26,12 +26,6 @@ OP = Op(
         ),
         Implementation("xla", xla.attend_part),
         Implementation(
-            "pallas_gpu_interpret",
-            pallas_gpu.interpreted,
-            auto=(),
-            refusal=dispatch.dropout_refusal,
-        ),
-        Implementation(
             "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=dispatch.dropout_refusal
         ),
         Implementation(

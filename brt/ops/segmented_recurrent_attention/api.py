@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.ops import dispatch
+from brt.ops.attention import gpu
+from brt.ops.attention.gpu_inputs import TILE
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import (
     cache,
-    pallas_gpu,
     pallas_tpu,
     reference,
     states_tpu,
@@ -28,7 +29,7 @@ from brt.ops.segmented_recurrent_attention import (
 )
 from brt.ops.segmented_recurrent_attention.cache import DecodingCache as DecodingCache
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
-from brt.ops.segmented_recurrent_attention.dense import DenseKernels
+from brt.ops.segmented_recurrent_attention.dense import DenseKernels, read_states
 from brt.ops.segmented_recurrent_attention.recurrence import NeuronMetrics as NeuronMetrics
 from brt.ops.segmented_recurrent_attention.recurrence import (
     RecurrenceParameters as RecurrenceParameters,
@@ -37,7 +38,19 @@ from brt.ops.segmented_recurrent_attention.windows import SegmentWindows as Segm
 from brt.ops.segmented_recurrent_attention.windows import SharedKeys as SharedKeys
 from brt.ops.tpu import LANES
 
-gpu_refusal = pallas_gpu.refusal
+
+def gpu_refusal(config: CrossConfig, queries: Float[Array, "B T H K"], keys: int) -> str | None:
+    """Returns why the GPU's kernel for softmax does not support these settings or sizes, or None.
+
+    `keys` is the number of keys of all windows.
+    """
+    kinds = "full", "segmented", "srformer"
+    if config.kind not in kinds or not config.use_segment or config.training_form == "slots":
+        return (
+            "is the softmax attention (use_segment) of CrossAttention.kind = 'full', 'segmented' "
+            "or 'srformer', not in the form 'slots'"
+        )
+    return gpu.refusal(queries, queries.shape[1], keys)
 
 
 def _kernel_refusal(
@@ -58,8 +71,7 @@ def _gpu_refusal(
     config: CrossConfig,
     **__: Any,
 ) -> str | None:
-    size, width = windows.keys.shape[3:]
-    return pallas_gpu.refusal(config, size, width, windows.keys.dtype)
+    return gpu_refusal(config, queries, windows.keys.shape[0] * windows.keys.shape[3])
 
 
 OP = Op(
@@ -76,7 +88,7 @@ OP = Op(
         ),
         Implementation(
             "pallas_gpu",
-            partial(xla.attend, recur=pallas_gpu.recurrence),
+            partial(xla.attend, kernels=DenseKernels(read_states, TILE)),
             ("gpu",), ("gpu",), _gpu_refusal,
         ),
         Implementation("xla", xla.attend),
@@ -89,12 +101,6 @@ OP = Op(
             ),
             (),
             refusal=lambda _, windows, parameters, config, **__: pallas_tpu.feature_refusal(config),
-        ),
-        Implementation(
-            "pallas_gpu_interpret",
-            partial(xla.attend, recur=pallas_gpu.interpreted),
-            (),
-            refusal=lambda _, windows, parameters, config, **__: pallas_gpu.feature_refusal(config),
         ),
         Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),
     ),

@@ -53,6 +53,6 @@ class CrossConfig:
     cache: Literal["auto", "table", "carry"]
     # "dense" multiplies every query with all segments and masks the segments of other queries;
     # "slots" sorts the queries by segment and multiplies them with their own segment only; "auto"
-    # selects the cheaper form, which is "dense" where kernels of TPUs compute it. The results are
+    # selects the cheaper form, which is "dense" where kernels compute it. The results are
     # equal.
     training_form: Literal["auto", "dense", "slots"] = "auto"

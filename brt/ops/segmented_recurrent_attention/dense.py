@@ -1,8 +1,8 @@
 """The form "dense" of segmented recurrent attention: every query is multiplied with all windows.
 
 The windows of all segments other than the query's own are masked. This is as much work as full
-attention. Kernels of TPUs can compute it without copies of windows and states. In shapes, M is the
-number of segments, and S of keys of a window.
+attention. Kernels can compute it without copies of windows. In shapes, M is the number of segments,
+and S of keys of a window.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,13 @@ from brt.ops.segmented_recurrent_attention.windows import (
 class DenseKernels(NamedTuple):
     """Kernels for the form "dense"."""
 
-    read_states: Callable[..., Array]  # has the contract of `states_tpu.read_states`
+    read_states: Callable[..., Array]  # has the contract of `read_states`
     unit: int  # the kernels take a multiple of so many queries and of so many keys
-    most: int  # the kernels take at most so many queries of a source
+    most: int | None = None  # the kernels take at most so many queries of a source
 
     def support(self, queries: int, keys: int) -> bool:
-        return queries <= self.most and queries % self.unit == 0 and keys % self.unit == 0
+        fits = self.most is None or queries <= self.most
+        return fits and queries % self.unit == 0 and keys % self.unit == 0
 
 
 def attend_densely(
@@ -74,15 +75,28 @@ def attend_densely(
         attended = attend_to_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
-        # There is a copy of the queries for each segment, which is zero where the segment is not
-        # the query's own. One product with the states of all segments therefore reads only the
-        # state of the query's own segment. The axes are [B, H, T, M, K].
-        masked_queries = jnp.where(is_own[:, None, :, :, None], by_head[:, :, :, None], 0)
-        states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
-        recurrent = jnp.matmul(masked_queries.reshape(batch, heads, length, -1), states)
+        recurrent = read_states(queries, states, own).swapaxes(1, 2)
         if scale is not None:
             recurrent = recurrent * scale.astype(queries.dtype)
     return combine_outputs(attended, recurrent, sigma).swapaxes(1, 2)
+
+
+def read_states(
+    queries: Float[Array, "B T H K"],
+    states: Float[Array, "M B H K K"],
+    segment: Int[Array, "B T"],
+) -> Float[Array, "B T H K"]:
+    """Returns the product of each query and the state of its segment."""
+    count, batch, heads, width = states.shape[:4]
+    # There is a copy of the queries for each segment, which is zero where the segment is not the
+    # query's own. One product with the states of all segments therefore reads only the state of the
+    # query's own segment. The axes are [B, H, T, M, K].
+    is_own = segment[:, None, :, None] == jnp.arange(count)
+    by_head = queries.swapaxes(1, 2)
+    masked_queries = jnp.where(is_own[..., None], by_head[:, :, :, None], 0)
+    states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
+    flat = masked_queries.reshape(batch, heads, -1, count * width)
+    return jnp.matmul(flat, states).swapaxes(1, 2)
 
 
 def _attend_by_kernels(

@@ -3,7 +3,7 @@
 Attention is computed in one of two forms:
 
   dense: every query is multiplied with the windows of all segments (see the module `dense`). With
-    kernels on TPUs, this is faster than the other form, which copies windows and states.
+    kernels, this is faster than the other form, which copies windows and states.
   slots: every query is multiplied with the window of its own segment only. For this, the queries of
     a source are sorted into M rows, and all queries of a row read the same segment. A row has G
     places for queries, its slots. A source of m <= M segments has M // m rows for each of its

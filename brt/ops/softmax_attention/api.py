@@ -71,7 +71,6 @@ OP = Op(
         ),
         Implementation("xla", _by_head_and_block(xla.attention)),
         Implementation("pallas_interpret", functools.partial(_by_slab, interpret=True), auto=()),
-        Implementation("pallas_gpu_interpret", pallas_gpu.interpreted, auto=()),
         Implementation("reference", _by_head_and_block(reference.attention), auto=()),
     ),
 )

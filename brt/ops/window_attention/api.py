@@ -22,7 +22,7 @@ from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import DropoutMask
 from brt.ops.grouped_heads import by_head_of_group
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.window_attention import pallas_gpu, pallas_mosaic_gpu, reference, xla
+from brt.ops.window_attention import pallas_gpu, reference, xla
 from brt.ops.window_attention.documents import with_cache_mask
 from brt.ops.window_attention.joined_keys import with_joined_keys
 
@@ -53,13 +53,6 @@ OP = Op(
             _tpu_refusal,
         ),
         Implementation(
-            "pallas_mosaic_gpu",
-            _with_dropout_factors(pallas_mosaic_gpu.window_attention),
-            ("gpu",),
-            ("gpu",),
-            pallas_mosaic_gpu.refusal,
-        ),
-        Implementation(
             "pallas_gpu",
             with_cache_mask(with_joined_keys(pallas_gpu.window_attention)),
             ("gpu",),
@@ -70,11 +63,6 @@ OP = Op(
         Implementation(
             "pallas_interpret",
             with_cache_mask(functools.partial(tpu.attend_to_window, interpret=True)),
-            auto=(),
-        ),
-        Implementation(
-            "pallas_gpu_interpret",
-            with_cache_mask(with_joined_keys(pallas_gpu.interpreted)),
             auto=(),
         ),
         Implementation("reference", _with_dropout_factors(reference.window_attention), auto=()),

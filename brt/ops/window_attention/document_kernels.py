@@ -14,11 +14,8 @@ from brt.ops.dispatch import Implementation, dropout_refusal
 from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.joined_keys import with_joined_keys
 
-# Documents start only at starts of blocks. The number of tokens of a block must be a multiple of
-# this number, so that no document starts inside of a tile of queries. On GPUs, tiles of keys are
-# counted from the first key of the cache, which has as many keys as the window. On GPUs, the window
-# must therefore be a multiple of this number, too, so that no document starts inside of a tile of
-# keys.
+# Documents start only at starts of blocks. On TPUs, the number of tokens of a block must be a
+# multiple of this number, so that no document starts inside of a tile of queries.
 _TILE = 128
 
 
@@ -38,15 +35,6 @@ def _tpu_interpreter_refusal(
     return _segment_refusal(**options)
 
 
-def _gpu_interpreter_refusal(
-    queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any
-) -> str | None:
-    window = cached[0].shape[1]
-    if window % _TILE:
-        return f"has windows of a multiple of {_TILE} tokens, not of {window}"
-    return _block_refusal(queries, others[3]) or _segment_refusal(**options)
-
-
 def _tpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any) -> Any:
     return (
         tpu.window_refusal(queries, cached[0].shape[1])
@@ -55,10 +43,8 @@ def _tpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **op
     )
 
 
-def _gpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **options: Any) -> Any:
-    return pallas_gpu.refusal(queries, cached) or _gpu_interpreter_refusal(
-        queries, cached, *others, **options
-    )
+def _gpu_refusal(*inputs: Any, **options: Any) -> Any:
+    return pallas_gpu.refusal(*inputs, **options) or _segment_refusal(**options)
 
 
 def _block_refusal(queries: Array, first: Int[Array, "B D"]) -> str | None:
@@ -76,9 +62,5 @@ DOCUMENT_KERNELS = (
     Implementation(
         "pallas_interpret", functools.partial(tpu.attend_to_window, interpret=True), auto=(),
         refusal=_tpu_interpreter_refusal,
-    ),
-    Implementation(
-        "pallas_gpu_interpret", with_joined_keys(pallas_gpu.interpreted), auto=(),
-        refusal=_gpu_interpreter_refusal,
     ),
 )  # fmt: skip

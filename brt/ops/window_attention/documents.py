@@ -32,15 +32,3 @@ def document_places(cache_mask: Bool[Array, "B N"], window: int) -> Int[Array, "
     """
     starts = window * jnp.arange(cache_mask.shape[1], dtype=jnp.int32)
     return jax.lax.cummax(jnp.where(cache_mask, -window, starts), axis=1)
-
-
-def next_document_starts(
-    first: Int[Array, "B D"], tokens: int, window: int, size: int
-) -> Int[Array, "B E"]:
-    """Returns the place where the next document starts, or T, for each of E groups of keys.
-
-    A group has `size` keys of the cache or the segment. Only tokens before the place may read them.
-    """
-    places = jnp.arange(0, window + tokens, size, dtype=jnp.int32) - window
-    later = first[:, None, :] > places[None, :, None]
-    return jnp.min(jnp.where(later, first[:, None, :], tokens), axis=2, initial=tokens)

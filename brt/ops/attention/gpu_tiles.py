@@ -1,4 +1,4 @@
-"""Building blocks of `mosaic_kernels`: tiles in the memories of a Hopper GPU, copies and products.
+"""Building blocks of `gpu_kernels`: tiles in the memories of a Hopper GPU, copies and products.
 
 A tile has 64 rows (`TILE`), and a warpgroup of 128 threads computes with it. The tensor memory
 accelerator (TMA) copies tiles to shared memory while the warpgroup computes with other tiles. A
@@ -12,7 +12,7 @@ A tile of vectors, such as keys, is split into parts of at most 128 columns (`ve
 shapes, R and C are the numbers of rows and columns of a tile, and P of columns of a part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from jax.experimental.pallas.mosaic_gpu import (
     SwizzleTransform,
     TilingTransform,
     barrier_wait,
+    broadcasted_iota,
     commit_smem,
     copy_gmem_to_smem,
     copy_smem_to_gmem,
@@ -37,14 +38,9 @@ from jax.experimental.pallas.mosaic_gpu import (
     wgmma,
     wgmma_wait,
 )
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from brt.ops.window_attention.mosaic_inputs import (
-    TILE,
-    WindowMosaicInputs,
-    opaque_zero,
-    vector_parts,
-)
+from brt.ops.attention.gpu_inputs import TILE, opaque_zero, vector_parts
 
 # The last axis of the grid varies fastest. Programs that run one after another are therefore for
 # neighbouring tiles of one head, whose windows share keys, so that caches serve many of the reads.
@@ -59,7 +55,7 @@ _PARAMS = CompilerParams(**_OPTIONS, lowering_semantics=LoweringSemantics.Lane)
 
 
 def program_place() -> tuple[Array, Array, Array]:
-    """Returns the indices of the row of the batch (or group of query tiles), head and tile."""
+    """Returns the indices of the row of the batch (or group), head and tile."""
     lane, head, tile = (jax.lax.axis_index(name) for name in _AXES)
     return lane, head, tile
 
@@ -83,14 +79,14 @@ def vector_tiles(x: Array, slots: int) -> Any:
     return SMEM(shape, x.dtype, transforms=_tiling(x.dtype.itemsize))
 
 
-def square_tiles(slots: int) -> Any:
-    """Returns shared memory for float32 tiles, such as biases, [slots, TILE, TILE]."""
-    return SMEM((slots, TILE, TILE), jnp.float32, transforms=_tiling(4))
+def square_tiles(x: Array, slots: int) -> Any:
+    """Returns shared memory for tiles of x [A, X, Y], [slots, TILE, TILE]."""
+    return SMEM((slots, TILE, TILE), x.dtype, transforms=_tiling(x.dtype.itemsize))
 
 
-def row_numbers(slots: int) -> Any:
-    """Returns shared memory for tiles of `WindowMosaicInputs.sums`, [slots, 2, TILE]."""
-    return SMEM((slots, 2, TILE), jnp.float32)
+def number_tiles(x: Array, slots: int) -> Any:
+    """Returns shared memory for tiles of the pairs of numbers x [..., 2, T], [slots, 2, TILE]."""
+    return SMEM((slots, 2, TILE), x.dtype)
 
 
 def barrier(copies: int, slots: int = 1) -> Any:
@@ -107,35 +103,15 @@ def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) ->
         copy_gmem_to_smem(source, to.at[part], arrived)
 
 
-def copy_square(array: Any, head: Array, row: Any, column: Array, to: Any, arrived: Any) -> None:
-    """Starts the copy of tile (row, column) of a head's matrix, from an array [H, X, Y]."""
-    source = array.at[head, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
+def copy_square(array: Any, index: Any, row: Any, column: Any, to: Any, arrived: Any) -> None:
+    """Starts the copy of tile [row, column] of a matrix array[index], from an array [A, X, Y]."""
+    source = array.at[index, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
     copy_gmem_to_smem(source, to, arrived)
 
 
-def copy_factors(
-    inputs: WindowMosaicInputs,
-    head: Array,
-    row: Array,
-    column: Array,
-    to: Any,
-    slot: Any,
-    arrived: Any,
-) -> None:
-    """Starts the copy of the dropout factors of query tile `row` and key tile `column`, if any.
-
-    If `inputs.dropout` is transposed, `row` is the index of the key tile, and `column` of the query
-    tile.
-    """
-    if to is not None:
-        row, column = (jax.lax.rem(tile, inputs.tiles_per_window) for tile in (row, column))
-        copy_square(inputs.dropout, head, row, column, to.at[slot], arrived)
-
-
-def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """Starts the copy of the numbers of a tile's queries in `WindowMosaicInputs.sums`."""
-    lane, tile, head = place
-    copy_gmem_to_smem(sums.at[lane, head, :, pl.ds(tile * TILE, TILE)], to, arrived)
+def copy_numbers(array: Any, place: tuple[Any, ...], tile: Any, to: Any, arrived: Any) -> None:
+    """Starts the copy of a tile of the pairs of numbers array[place], [2, T]."""
+    copy_gmem_to_smem(array.at[*place, :, pl.ds(tile * TILE, TILE)], to, arrived)
 
 
 def write_vectors(
@@ -158,15 +134,16 @@ def write_vectors(
     wait_smem_to_gmem(0)
 
 
-def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...]) -> None:
-    """Writes a tile to an array of strips of G groups of query tiles, [G, H, TILE, X].
+def write_square(square: Array, through: Any, to: Any, place: tuple[Any, ...]) -> None:
+    """Writes a tile to an array of matrices [N, A, X, Y].
 
-    `place` has the indices of the group, of the head, and of the tile along X.
+    `place` has the two indices of the matrix, and the row and column of the tile.
     """
-    group, head, column = place
+    group, index, row, column = place
     through[...] = square
     commit_smem()
-    copy_smem_to_gmem(through, to.at[group, head, :, pl.ds(column * TILE, TILE)])
+    matrix = to.at[group, index, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
+    copy_smem_to_gmem(through, matrix)
     wait_smem_to_gmem(0)
 
 
@@ -259,33 +236,26 @@ def read_by_column(ref: Any) -> Float[Array, "R C"]:
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])
 
 
-def call(
-    function: Callable[..., None],
-    inputs: WindowMosaicInputs,
-    outputs: list[jax.ShapeDtypeStruct],
-    grid: tuple[int, int, int],
+def tile_places(axis: int) -> Int[Array, "R C"]:
+    """Returns a tile whose entries are their own indices on an axis."""
+    return broadcasted_iota(jnp.int32, (TILE, TILE), axis, layout=Layout.WGMMA)
+
+
+def run(
+    body: Callable[..., None], name: str, inputs: Sequence[Array],
+    outputs: list[jax.ShapeDtypeStruct], grid: tuple[int, int, int], scratch: list[Any],
     interpret: Any,
-    scratch: dict[str, Any],
-    **options: Any,
-) -> list[Array]:
+) -> list[Array]:  # fmt: skip
     """Runs a kernel and returns its outputs.
 
     Args:
-      function: the body, called with inputs, outputs, and by name the `scratch` and `options`.
+      body: is called with references to inputs, outputs and scratch.
+      grid: the numbers of rows of the batch (or groups), of heads, and of tiles.
       scratch: the shared memory and the barriers.
       interpret: None runs the kernel on the GPU; another value is passed to Pallas as its argument
         `interpret`, to run the kernel without a GPU.
     """
-    arguments = [x for x in inputs if x is not None]
-
-    def call_with_names(*refs: Any) -> None:
-        remaining = iter(refs)
-        references = WindowMosaicInputs(*(None if x is None else next(remaining) for x in inputs))
-        results = [next(remaining) for _ in outputs]
-        function(references, *results, **dict(zip(scratch, remaining, strict=True)), **options)
-
     return kernel(
-        call_with_names, out_type=outputs, grid=grid, grid_names=_AXES,
-        scratch_types=list(scratch.values()), kernel_name=function.__name__, interpret=interpret,
-        compiler_params=_PARAMS,
-    )(*arguments)  # fmt: skip
+        body, out_type=outputs, grid=grid, grid_names=_AXES, scratch_types=scratch,
+        kernel_name=name, interpret=interpret, compiler_params=_PARAMS,
+    )(*inputs)  # fmt: skip

@@ -1,0 +1,307 @@
+"""Attention on Hopper GPUs as Pallas kernels for the Mosaic GPU backend.
+
+Each query sees a span of consecutive keys, from a first key up to an end. A mask can hide further
+keys. XLA computes from the spans which tiles of keys a tile of queries visits, and the reverse.
+
+The forward kernel has one program for each row of the batch, head and tile of queries. The program
+loops over the tiles of keys that it visits with a running softmax. The tensor memory accelerator
+(TMA) copies tiles of keys, values and bias to shared memory. If the bias depends on the distance
+only, the biases of all distances between tiles are stored side by side as one strip per head.
+
+The backward pass recomputes the weights from the log-sum-exp, in three kernels. A program computes
+the gradient of a tile of queries; the gradients of a tile of keys and values; or the gradient of a
+tile of the bias, summed over the pairs of tiles that read it. No sum needs atomic additions, so
+results are bitwise reproducible. `gpu_inputs` says what letters in shapes mean.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops import dispatch
+from brt.ops.attention.gpu_inputs import TILE, KernelInputs, KernelSettings, vector_parts
+from brt.ops.dispatch import output_residual
+from brt.ops.grouped_heads import summed_over_groups
+from brt.ops.head_limits import heads_refusal
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.softmax import MASKED
+
+_HEAD_DIMS = (64, 128, 256)
+_DTYPES = ("bfloat16", "float16")
+# The kernels are cut for this compute capability (H100, H200). Other GPUs have less shared memory
+# or other matrix units, so the kernels refuse them.
+_CAPABILITY = "9.0"
+# The bytes of shared memory of a multiprocessor, and those of a program besides large tiles
+# (what the GPU reserves, numbers and barriers).
+_SHARED, _BESIDES = 233472, 3072
+# If the bias depends on the distance, a program of the kernel for its gradient sums over at most
+# this many query tiles, so that several programs share the work of a long segment.
+_MOST_TILES_PER_PROGRAM = 32
+
+
+@functools.cache
+def _modules() -> tuple[ModuleType, ModuleType]:
+    """Imports the kernels and their building blocks, which need a jax that has Mosaic GPU."""
+    from brt.ops.attention import gpu_kernels, gpu_tiles
+
+    return gpu_kernels, gpu_tiles
+
+
+def refusal(x: Array, queries: int, keys: int) -> str | None:
+    """Returns why the kernels do not support the heads of x or these numbers, or cannot run."""
+    if queries % TILE or keys % TILE:
+        return f"takes a multiple of {TILE} queries and of {TILE} keys, not {queries} and {keys}"
+    if reason := heads_refusal(x, _HEAD_DIMS, _DTYPES):
+        return reason
+    try:
+        _modules()
+    except ImportError as error:
+        # If a module of brt is missing, this is a bug, not a version of jax without Mosaic GPU, so
+        # the error must not be hidden.
+        if (error.name or "").startswith("brt"):
+            raise
+        return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
+    capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
+    if capability != _CAPABILITY:
+        return f"is cut for GPUs of compute capability {_CAPABILITY} (H100, H200), not {capability}"
+    return None
+
+
+def attend(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B S G K"],
+    values: Float[Array, "B S G K"],
+    spans: Int[Array, "#B 2 T"],
+    *,
+    whole_tiles: bool = False,
+    bias: Float[Array, "H T S"] | Float[Array, "H TILE X"] | None = None,
+    by_distance: bool = False,
+    learned: bool = True,
+    mask: Bool[Array, "#B #T S"] | None = None,
+    factors: Float[Array, "H W W"] | None = None,
+    draws: Int[Array, "B 2 T"] | None = None,
+    rate: float = 0.0,
+    interpret: Any = None,
+) -> AttentionPart:
+    """Returns the attention of every query to the keys that it sees, with logits q.k + bias.
+
+    T and S are multiples of TILE. The output is 0 where a query sees no key, and the log-sum-exp
+    then is `softmax.FLOOR`.
+
+    Args:
+      spans: the first key that each query sees, and the key after the last one.
+      whole_tiles: True if the spans need not be applied to logits, because they begin and end at
+        tiles or the bias hides the other keys.
+      bias: see `KernelInputs`, like `factors` and `draws`.
+      by_distance: True if the bias is a strip of tiles by distance.
+      learned: True if the bias has a gradient.
+      mask: True where a query sees a key of its span.
+      rate: the rate of dropout for `draws`.
+      interpret: if it is not None, it is passed to Pallas, to run the kernels without a GPU.
+    """
+    lanes, tokens = queries.shape[:2]
+    spans = jnp.broadcast_to(spans, (lanes, 2, tokens)).astype(jnp.int32)
+    added = None
+    if mask is not None:
+        rows = TILE if mask.shape[1] == 1 else mask.shape[1]
+        added = jnp.where(jnp.broadcast_to(mask, (lanes, rows, mask.shape[2])), 0, MASKED)
+        added = added.astype(jnp.bfloat16)
+    arguments = KernelInputs(
+        queries, keys, values, *_tile_ranges(spans, keys.shape[1] // TILE),
+        None if bias is None else bias.astype(jnp.float32), added, factors,
+        None if whole_tiles else spans, draws,
+    )  # fmt: skip
+    settings = KernelSettings(by_distance, learned, rate, interpret)
+    y, lse = _attend(arguments, settings)
+    return AttentionPart(y, lse.swapaxes(1, 2))
+
+
+def mask_spans(mask: Bool[Array, "B #T S"]) -> Int[Array, "B 2 #T"]:
+    """Returns, for each query, the shortest span with all keys where the mask is True."""
+    first, last = jnp.argmax(mask, axis=2), jnp.argmax(jnp.flip(mask, axis=2), axis=2)
+    end = jnp.where(jnp.any(mask, axis=2), mask.shape[2] - last, 0)
+    return jnp.stack([first, end], axis=1)
+
+
+def distance_strip(bias: Float[Array, "H W"], nearest: int) -> Float[Array, "H TILE X"]:
+    """Returns bias and mask of a window for the tiles of each distance, side by side.
+
+    Column 0 of the bias is for the key `nearest` tokens before the query, the nearest that a token
+    sees. The keys begin W tokens before the queries, so the window of query tile i begins at key
+    tile i. Column c of row r is for key c, counted from the start of tile i, and query r of tile i.
+    """
+    window = bias.shape[1]
+    width = -(-window // TILE) * TILE + TILE
+    # In row 0, 1 - nearest MASKED entries precede the bias, and MASKED entries follow it in all
+    # rows. The band has L numbers and is repeated once for every row. If the repeated numbers are
+    # read as rows of L - 1 numbers, the band begins in each row one column later than in the row
+    # before.
+    length = width + TILE
+    around = (0, 0), (1 - nearest, length - window - 1 + nearest)
+    band = jnp.pad(jnp.flip(bias, axis=1), around, constant_values=MASKED)
+    shifted = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
+    return shifted.reshape(-1, TILE, length - 1)[..., :width]
+
+
+def _tile_ranges(
+    spans: Int[Array, "B 2 T"], count: int
+) -> tuple[Int[Array, "B I 2"], Int[Array, "B J 2"]]:
+    """Returns, for J = `count` tiles of keys, the two ranges of tiles of `KernelInputs`."""
+    begin = TILE * jnp.arange(count, dtype=jnp.int32)[:, None]
+    first, end = (spans[:, n].reshape(len(spans), -1, 1, TILE) for n in (0, 1))
+    visits = jnp.any((first < begin + TILE) & (end > jnp.maximum(first, begin)), axis=3)
+    ranges = mask_spans(visits), mask_spans(visits.swapaxes(1, 2))
+    key_tiles, query_tiles = (x.swapaxes(1, 2).astype(jnp.int32) for x in ranges)
+    return key_tiles, query_tiles
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(
+    inputs: KernelInputs, settings: KernelSettings
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+    return _forward(inputs, settings)[0]
+
+
+def _forward(inputs: KernelInputs, settings: KernelSettings) -> tuple[tuple[Array, Array], tuple]:
+    kernels, _ = _modules()
+    lanes, tokens, heads, _ = inputs.q.shape
+    grid = lanes, heads, tokens // TILE
+    y, lse = _call(
+        kernels.attention_forward, inputs, settings, grid,
+        [_like(inputs.q), jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)], kernels.QUERY_SIDE,
+    )  # fmt: skip
+    y, lse = (output_residual(x) for x in (y, lse.reshape(lanes, heads, tokens)))
+    return (y, lse), (inputs, y, lse)
+
+
+def _backward(
+    settings: KernelSettings, residuals: tuple, gradients: tuple[Array, Array]
+) -> tuple[KernelInputs]:
+    kernels, _ = _modules()
+    inputs, y, lse = residuals
+    gradient, d_lse = gradients
+    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+    sums = jnp.stack([lse, along.swapaxes(1, 2) - d_lse], axis=2)
+    inputs = inputs._replace(gradient=gradient, sums=sums)
+    lanes, tokens, heads, width = inputs.q.shape
+    size, groups = inputs.keys.shape[1:3]
+    (d_q,) = _call(
+        kernels.attention_queries, inputs, settings, (lanes, heads, tokens // TILE),
+        [_like(inputs.q)], kernels.QUERY_SIDE,
+    )  # fmt: skip
+    turned = (
+        None if x is None else _transposed_tiles(x)
+        for x in (inputs.bias, inputs.mask, inputs.factors)
+    )  # fmt: skip
+    of_keys = jax.ShapeDtypeStruct((lanes, size, heads, width), inputs.keys.dtype)
+    d_k, d_v = _call(
+        kernels.attention_keys,
+        inputs._replace(**dict(zip(("bias", "mask", "factors"), turned, strict=True))), settings,
+        # A program computes one part of the columns.
+        (lanes, heads, size // TILE * vector_parts(inputs.keys)), [of_keys, of_keys],
+        kernels.KEY_SIDE, transposed=True,
+    )  # fmt: skip
+    none = KernelInputs(*(None for _ in inputs))
+    d_k, d_v = (summed_over_groups(x, groups, axis=2) for x in (d_k, d_v))
+    d_bias = _bias_gradient(inputs, settings) if settings.learned else None
+    return (none._replace(q=d_q, keys=d_k, values=d_v, bias=d_bias),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _bias_gradient(inputs: KernelInputs, settings: KernelSettings) -> Array | None:
+    if inputs.bias is None:
+        return None
+    kernels, _ = _modules()
+    lanes, tiles = len(inputs.q), inputs.q.shape[1] // TILE
+    groups, steps = 1, lanes
+    if settings.by_distance:
+        steps = math.gcd(tiles, _MOST_TILES_PER_PROGRAM)
+        groups = lanes * (tiles // steps)
+    heads, rows, columns = inputs.bias.shape
+    (results,) = _call(
+        functools.partial(kernels.attention_bias, steps=steps), inputs, settings,
+        (groups, heads, rows // TILE * (columns // TILE)),
+        [jax.ShapeDtypeStruct((groups, heads, rows, columns), jnp.float32)], ("bias",),
+    )  # fmt: skip
+    return jnp.sum(results, axis=0)
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _transposed_tiles(x: Float[Array, "A X Y"]) -> Float[Array, "A X Y"]:
+    """Returns x with every tile transposed at its place."""
+    count, rows, columns = x.shape
+    tiles = x.reshape(count, rows // TILE, TILE, columns // TILE, TILE)
+    return tiles.swapaxes(2, 4).reshape(x.shape)
+
+
+def _call(
+    function: Callable[..., None],
+    inputs: KernelInputs,
+    settings: KernelSettings,
+    grid: tuple[int, int, int],
+    outputs: list[jax.ShapeDtypeStruct],
+    resident: Sequence[str],
+    *,
+    transposed: bool = False,
+) -> list[Array]:
+    """Allocates shared memory and runs a kernel.
+
+    The grid is (rows of the batch or groups, heads, tiles). Tiles of the inputs `resident` stay in
+    shared memory for the whole program, and those of other inputs are copied in each step.
+    """
+    kernels, tiles = _modules()
+    given = {name: x for name, x in inputs._asdict().items() if x is not None}
+    parts = vector_parts(inputs.q)
+    vectors = {"q", "gradient", "keys", "values"} & given.keys()
+    numbers = {"sums", "spans", "draws"} & given.keys()
+    tiled = [name for name in given if not name.endswith("_tiles")]
+    ring = [name for name in tiled if name not in resident]
+    resident = [name for name in tiled if name in resident]
+
+    def tile_bytes(name: str) -> int:
+        columns = 2 if name in numbers else given[name].shape[-1] if name in vectors else TILE
+        return TILE * columns * given[name].dtype.itemsize
+
+    def arrivals(names: Sequence[str]) -> int:
+        return sum(parts if name in vectors else 1 for name in names)
+
+    # The more slots, the more copies are under way during computations, but two programs that share
+    # a multiprocessor hide more.
+    def preference(slots: int) -> tuple[int, int]:
+        used = sum(map(tile_bytes, resident)) + slots * sum(map(tile_bytes, ring))
+        return min(_SHARED // (used + _BESIDES), 2), slots
+
+    slots = max((1, 2), key=preference)
+    # The smallest buffers come last, because every buffer begins at a multiple of 1 KiB and the
+    # space after a small buffer would be wasted.
+    order = sorted(tiled, key=tile_bytes, reverse=True)
+    scratch = []
+    for name in order:
+        allocate = tiles.vector_tiles if name in vectors else tiles.square_tiles
+        allocate = tiles.number_tiles if name in numbers else allocate
+        scratch.append(allocate(given[name], slots if name in ring else 1))
+    scratch += [tiles.barrier(arrivals(resident)), tiles.barrier(arrivals(ring), slots)]
+
+    def body(*refs: Any) -> None:
+        remaining = iter(refs)
+        references = KernelInputs(**{name: next(remaining) for name in given})
+        results = [next(remaining) for _ in outputs]
+        buffers = {name: next(remaining) for name in order}
+        program = kernels.Program(
+            references, settings, buffers, resident, ring, *remaining, transposed
+        )
+        function(program, *results)
+
+    name = getattr(function, "func", function).__name__
+    return tiles.run(body, name, list(given.values()), outputs, grid, scratch, settings.interpret)

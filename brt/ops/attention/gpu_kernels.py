@@ -1,0 +1,304 @@
+"""Bodies of the GPU kernels of attention; see `gpu` for the algorithm.
+
+One warpgroup runs a kernel for one tile of the outputs, in a loop over tiles of the inputs. Inputs
+and outputs are in global memory. In shared memory, each input that changes in the loop has one or
+several slots for the tiles of a step: while the warpgroup computes with one slot, the copies of the
+tiles of later steps to the other slots are under way. In shapes, R and C are the numbers of rows
+and columns of a tile of logits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.ops import dropout_hash
+from brt.ops.attention.gpu_inputs import (
+    LOG2E,
+    TILE,
+    KernelInputs,
+    KernelSettings,
+    opaque_zero,
+)
+from brt.ops.attention.gpu_tiles import (
+    CopyRing,
+    accumulate,
+    barrier_wait,
+    broadcast_rows,
+    constant,
+    copy_numbers,
+    copy_square,
+    copy_vectors,
+    program_place,
+    read_by_column,
+    read_by_row,
+    tile_places,
+    tile_product,
+    wgmma,
+    write_square,
+    write_vectors,
+)
+from brt.ops.softmax import FLOOR, MASKED
+
+QUERY_SIDE = "q", "gradient", "sums", "spans", "draws"
+KEY_SIDE = "keys", "values"
+
+
+class Program(NamedTuple):
+    """What one program of a kernel computes with."""
+
+    inputs: KernelInputs
+    settings: KernelSettings
+    buffers: dict[str, Any]  # the shared memory of each input, [slots, ...], by its name
+    resident: Sequence[str]  # the inputs of which a tile stays in shared memory, in slot 0
+    ring: Sequence[str]  # the inputs of which tiles are copied in each step of the loop
+    ready: Any  # the barrier of the copies before the loop
+    arrived: Any  # a barrier for each slot, at which the copies of a step arrive
+    transposed: bool  # True if tiles of logits have keys as rows and queries as columns
+
+    def load_resident(self, pair: "TilePair") -> None:
+        pair.start_copies(self.resident, self.ready)
+        barrier_wait(self.ready)
+
+    def run_steps(
+        self,
+        count: Any,
+        pair_of_step: Callable[[Any, Any], "TilePair"],
+        step: Callable[["TilePair", Any], Any],
+        carry: Any = (),
+    ) -> Any:
+        """Returns the final carry of `carry = step(pair, carry)` for the pairs of all steps.
+
+        `pair_of_step` returns the pair of step n from n and the slot of its tiles.
+        """
+
+        def copy(n: Any, slot: Any, barrier: Any) -> None:
+            pair_of_step(n, slot).start_copies(self.ring, barrier)
+
+        def run_step(n: Array, slot: Array, carry: Any) -> Any:
+            return step(pair_of_step(n, slot), carry)
+
+        return CopyRing(self.arrived, copy).run_steps(count, run_step, carry)
+
+
+class TilePair(NamedTuple):
+    """Query tile i and key tile j of a head and a row of the batch, in step n of a loop."""
+
+    program: Program
+    lane: Any  # the index of the row of the batch
+    head: Any  # the index of the head of queries
+    i: Any
+    j: Any
+    n: Any = 0
+    slot: Any = 0
+
+    def place(self, name: str) -> tuple[Any, ...]:
+        """Returns the index on the first axis of `bias`, `mask` or `factors`, and the tile."""
+        x = getattr(self.program.inputs, name)
+        if name == "factors":
+            period = x.shape[1] // TILE
+            return self.head, jax.lax.rem(self.i, period), jax.lax.rem(self.j, period)
+        if name == "bias":
+            by_distance = self.program.settings.by_distance
+            return (self.head, 0, self.j - self.i) if by_distance else (self.head, self.i, self.j)
+        return self.lane, 0 if x.shape[1] == TILE else self.i, self.j
+
+    def start_copies(self, names: Sequence[str], barrier: Any) -> None:
+        """Starts the copies of the tiles of some inputs to their slots."""
+        for name in names:
+            x, to = getattr(self.program.inputs, name), self.program.buffers[name].at[self.slot]
+            if name in KEY_SIDE:
+                members = self.program.inputs.q.shape[2] // x.shape[2]
+                head = self.head if members == 1 else jax.lax.div(self.head, members)
+                copy_vectors(x, (self.lane, self.j, head), to, barrier)
+            elif name in ("q", "gradient"):
+                copy_vectors(x, (self.lane, self.i, self.head), to, barrier)
+            elif name in QUERY_SIDE:
+                place = (self.lane, self.head) if name == "sums" else (self.lane,)
+                copy_numbers(x, place, self.i, to, barrier)
+            else:
+                copy_square(x, *self.place(name), to, barrier)
+
+    def tile(self, name: str) -> Any:
+        """Returns the shared memory of the pair's tile of an input."""
+        slot = self.slot if name in self.program.ring else opaque_zero(self.n)
+        return self.program.buffers[name].at[slot]
+
+    def has(self, name: str) -> bool:
+        return getattr(self.program.inputs, name) is not None
+
+    def product(self, of_queries: str, of_keys: str) -> Float[Array, "R C"]:
+        """Returns the dot products of the vectors of two inputs, in the order of the logits."""
+        pair = self.tile(of_queries), self.tile(of_keys)
+        return tile_product(*(reversed(pair) if self.program.transposed else pair))
+
+    def by_query(self, name: str, number: int) -> Array:
+        """Returns one of the two numbers of each query in the shape of the logits."""
+        read = read_by_column if self.program.transposed else read_by_row
+        return read(self.tile(name).at[number])
+
+    def key_places(self) -> Int[Array, "R C"]:
+        return self.j * TILE + tile_places(0 if self.program.transposed else 1)
+
+    def logits(self) -> Float[Array, "R C"]:
+        logits = self.product("q", "keys")
+        for name in ("bias", "mask"):
+            if self.has(name):
+                logits = logits + self.tile(name)[...].astype(jnp.float32)
+        if self.has("spans"):
+            places = self.key_places()
+            seen = (self.by_query("spans", 0) <= places) & (places < self.by_query("spans", 1))
+            logits = jnp.where(seen, logits, MASKED)
+        return logits
+
+    def drop(self, weights: Float[Array, "R C"]) -> Float[Array, "R C"]:
+        """Applies dropout to weights, or to gradients of weights."""
+        if self.has("factors"):
+            weights = weights * self.tile("factors")[...]
+        if self.has("draws"):
+            rate, keys = self.program.settings.rate, self.program.inputs.keys.shape[1]
+            words = self.by_query("draws", 0), self.by_query("draws", 1)
+            kept = dropout_hash.kept(self.head * keys + self.key_places(), *words, rate)
+            weights = jnp.where(kept, weights * (1 / (1 - rate)), 0.0)
+        return weights
+
+    def d_logits(self, use_weights: Callable[[Array], None] | None = None) -> Float[Array, "R C"]:
+        """Returns the gradient of the logits, after a call of `use_weights` with the weights."""
+        weights = jnp.exp2(LOG2E * (self.logits() - self.by_query("sums", 0)))
+        if use_weights is not None:
+            use_weights(self.drop(weights))
+        d_weights = self.drop(self.product("gradient", "values"))
+        return weights * (d_weights - self.by_query("sums", 1))
+
+
+def _range(ranges: Any, lane: Any, tile: Any) -> tuple[Array, Array]:
+    return ranges[lane, tile, 0], ranges[lane, tile, 1]
+
+
+def attention_forward(program: Program, y: Any, lse: Any) -> None:
+    """Writes a tile of y [B, T, H, K] and of the log-sum-exp [B, H, I, TILE]."""
+    lane, head, i = program_place()
+    begin, end = _range(program.inputs.key_tiles, lane, i)
+    queries, values = program.buffers["q"], program.buffers["values"]
+    width = queries.shape[3]
+    program.load_resident(TilePair(program, lane, head, i, 0))
+
+    # Each accumulator in `read` is for a part of the columns of the values.
+    def attend(*read: Any) -> tuple[Array, Array]:
+        def add_key_tile(pair: TilePair, carry: tuple) -> tuple:
+            top, total = carry
+            logits = pair.logits()
+            higher = jnp.maximum(top, LOG2E * jnp.max(logits, axis=1))
+            weights = jnp.exp2(LOG2E * logits - broadcast_rows(higher))
+            shrunk = jnp.exp2(top - higher)
+            total = total * shrunk + jnp.sum(weights, axis=1)
+            weights = pair.drop(weights).astype(values.dtype)
+            for part, sums in enumerate(read):
+                sums[...] = sums[...] * broadcast_rows(shrunk, width)
+                wgmma(sums, weights, values.at[pair.slot, part])
+            return higher, total
+
+        # The running softmax starts with an additional logit, `softmax.FLOOR`, which belongs to no
+        # key. In rows without visible keys, this logit has all the weight, so that the output is
+        # zero. In other rows its weight is zero, because FLOOR is far below the logits of visible
+        # keys.
+        # The carry is the maximum of each row's logits, times log2(e), and the sum of its weights.
+        start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
+
+        def pair_of_step(n: Any, slot: Any) -> TilePair:
+            return TilePair(program, lane, head, i, begin + n, n, slot)
+
+        return program.run_steps(end - begin, pair_of_step, add_key_tile, start)
+
+    read, (top, total) = accumulate(queries.shape[1], width, attend)
+    lse[lane, head, i] = top / LOG2E + jnp.log(total)
+    share = broadcast_rows(1.0 / total, width)
+    write_vectors([x * share for x in read], queries.at[0], y, (lane, i, head))
+
+
+def attention_queries(program: Program, d_q: Any) -> None:
+    """Writes a tile of d_q [B, T, H, K], the gradient of the queries."""
+    lane, head, i = program_place()
+    begin, end = _range(program.inputs.key_tiles, lane, i)
+    queries, keys = program.buffers["q"], program.buffers["keys"]
+    program.load_resident(TilePair(program, lane, head, i, 0))
+
+    def sum_gradients(*totals: Any) -> None:
+        def add_key_tile(pair: TilePair, carry: tuple) -> tuple:
+            d_logits = pair.d_logits().astype(queries.dtype)
+            for part, total in enumerate(totals):
+                wgmma(total, d_logits, keys.at[pair.slot, part])
+            return carry
+
+        def pair_of_step(n: Any, slot: Any) -> TilePair:
+            return TilePair(program, lane, head, i, begin + n, n, slot)
+
+        program.run_steps(end - begin, pair_of_step, add_key_tile)
+
+    results, _ = accumulate(queries.shape[1], queries.shape[3], sum_gradients)
+    write_vectors(results, queries.at[0], d_q, (lane, i, head))
+
+
+def attention_keys(program: Program, d_keys: Any, d_values: Any) -> None:
+    """Writes some columns of a tile of d_keys and d_values [B, S, H, K], for one head of queries.
+
+    If a head is wide, both gradients do not fit into the registers of one program. A program
+    therefore computes only one part of the columns; its index along the grid's last axis says which
+    tile and which part.
+    """
+    lane, head, index = program_place()
+    keys, values = program.buffers["keys"], program.buffers["values"]
+    queries, gradient = program.buffers["q"], program.buffers["gradient"]
+    j, part = jax.lax.div(index, keys.shape[1]), jax.lax.rem(index, keys.shape[1])
+    begin, end = _range(program.inputs.query_tiles, lane, j)
+    program.load_resident(TilePair(program, lane, head, 0, j))
+
+    def sum_gradients(keys_total: Any, values_total: Any) -> None:
+        def add_query_tile(pair: TilePair, carry: tuple) -> tuple:
+            def add_values(weights: Array) -> None:
+                wgmma(values_total, weights.astype(keys.dtype), gradient.at[pair.slot, part])
+
+            d_logits = pair.d_logits(add_values)
+            wgmma(keys_total, d_logits.astype(keys.dtype), queries.at[pair.slot, part])
+            return carry
+
+        def pair_of_step(n: Any, slot: Any) -> TilePair:
+            return TilePair(program, lane, head, begin + n, j, n, slot)
+
+        program.run_steps(end - begin, pair_of_step, add_query_tile)
+
+    (keys_total, values_total), _ = accumulate(2, keys.shape[3], sum_gradients)
+    write_vectors([keys_total], keys.at[0], d_keys, (lane, j, head), part)
+    write_vectors([values_total], values.at[0], d_values, (lane, j, head), part)
+
+
+def attention_bias(program: Program, d_bias: Any, *, steps: int) -> None:
+    """Writes a part of the gradient of one tile of the bias, to d_bias of N groups [N, H, ...].
+
+    The gradient is the sum of the gradients of the logits of all pairs of tiles that read the tile.
+    A program adds up `steps` of them, and the caller adds up the groups. If the bias depends on the
+    distance, the pairs of a group are those of consecutive query tiles of a row of the batch. Else
+    there is one group, and the pairs are those of the rows of the batch.
+    """
+    group, head, index = program_place()
+    rows, columns = (x.shape[1] // TILE for x in (program.inputs.q, program.inputs.keys))
+
+    def pair_of_step(n: Any, slot: Any) -> TilePair:
+        if program.settings.by_distance:
+            groups = rows // steps
+            i = jax.lax.rem(group, groups) * steps + n
+            return TilePair(program, jax.lax.div(group, groups), head, i, i + index, n, slot)
+        i, j = jax.lax.div(index, columns), jax.lax.rem(index, columns)
+        return TilePair(program, n, head, i, j, n, slot)
+
+    def add_pair(pair: TilePair, total: Array) -> Array:
+        begin, end = _range(program.inputs.key_tiles, pair.lane, pair.i)
+        is_visited = (begin <= pair.j) & (pair.j < end)
+        return total + jnp.where(is_visited, pair.d_logits(), 0.0)
+
+    first = pair_of_step(0, 0)
+    program.load_resident(first)
+    total = program.run_steps(steps, pair_of_step, add_pair, constant(0.0, TILE, TILE))
+    write_square(total, program.buffers["bias"].at[0], d_bias, (group, *first.place("bias")))
