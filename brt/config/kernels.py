@@ -9,8 +9,7 @@ AUTO = "auto"
 # The keys are the operations that have several implementations, and the values say what models use
 # each operation for.
 OPERATIONS = {
-    "window_attention": "attention of a decoder's tokens to a window of one block",
-    "local_attention": "attention of a decoder's tokens to a window of any other size",
+    "window_attention": "attention of a decoder's tokens to a window",
     "recurrent_attention": "the scan of recurrent layers over blocks",
     "softmax_attention": "attention between recurrent states and tokens, inside that scan",
     "memory_attention": "attention of memorizing layers to their memory",

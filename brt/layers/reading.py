@@ -14,7 +14,6 @@ from brt.layers.cache import KVCache, TokenProjections
 from brt.layers.state import Sinks, has_null_keys
 from brt.ops import sink_attention
 from brt.ops.dropout import Dropout
-from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import (
     RotarySpeeds,
@@ -24,7 +23,7 @@ from brt.ops.positions import (
     rotations,
     take_positions,
 )
-from brt.ops.window_attention import segment_part
+from brt.ops.window_attention import local_attention, segment_part
 
 
 def speeds_of(model: Model) -> RotarySpeeds:
@@ -67,7 +66,7 @@ def window_part(
         assert past.first is not None
         return local_attention(
             queries, *inputs, bias, past.first, dropout, attend_to_self=m.sliding.attend_to_self,
-            scale=scale, implementation=kernels.local_attention,
+            scale=scale, implementation=kernels.window_attention,
         )  # fmt: skip
 
     # As in the authors' code of Block-Recurrent Transformers, all rows and blocks share one dropout

@@ -16,7 +16,7 @@ from brt.config import Kernels, Model
 from brt.errors import ConfigError
 from brt.models.decoder import Decoder, new_state
 from brt.ops.dropout import Dropout
-from brt.ops.local_attention import local_attention
+from brt.ops.window_attention import local_attention
 
 TOLERANCE = 2e-5  # absolute, float32; hidden vectors and states have magnitude 1
 LANES, TOKENS, VOCABULARY = 2, 48, 16
@@ -51,7 +51,7 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
 ) -> None:
     """Blocks of half a window give the attention that blocks of a whole window give."""
     # 48 tokens are no multiple of 10.
-    monkeypatch.setattr("brt.ops.local_attention.xla.CHUNK", chunk)
+    monkeypatch.setattr("brt.ops.window_attention.chunks.CHUNK", chunk)
     whole = dataclasses.replace(PLAIN, layers=1, positions=positions)
     halves = with_settings(whole, {"Window.block": 4})
     params, ids = random_params(whole), jnp.asarray(tokens())
@@ -81,7 +81,7 @@ def test_a_kernel_reads_documents_that_begin_inside_of_a_window_and_their_sinks(
     params, ids = random_params(model), jnp.asarray(tokens())
 
     def both(name: str) -> tuple:
-        decoder = Decoder(model, kernels=Kernels(use=(f"local_attention={name}",)))
+        decoder = Decoder(model, kernels=Kernels(use=(f"window_attention={name}",)))
 
         def total(params: Any) -> tuple:
             state, parts = new_state(model, LANES), []
@@ -108,7 +108,7 @@ def test_dropout_of_attention_is_drawn_for_every_chunk_and_leaves_the_mean(
     """Queries of zeros give all visible keys the same weight. With values of ones, the output is
     the sum of the weights that were not dropped.
     """
-    monkeypatch.setattr("brt.ops.local_attention.xla.CHUNK", 16)
+    monkeypatch.setattr("brt.ops.window_attention.chunks.CHUNK", 16)
     zeros, ones = jnp.zeros((LANES, TOKENS, 2, 4)), jnp.ones((LANES, TOKENS, 2, 4))
     cached = jnp.ones((LANES, 8, 2, 4))
     part = local_attention(

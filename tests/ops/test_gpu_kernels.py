@@ -29,14 +29,13 @@ from brt.ops.causal_clustered_attention import (
 from brt.ops.causal_clustered_attention import pallas as causal_clustered_kernels
 from brt.ops.clustered_attention import pallas as clustered_kernels
 from brt.ops.dropout import Dropout, DropoutMask
-from brt.ops.local_attention import local_attention
 from brt.ops.masked_attention import pallas_gpu as masked_gpu
 from brt.ops.masked_attention import xla as masked_xla
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.segmented_recurrent_attention import xla as segmented_xla
 from brt.ops.segmented_recurrent_attention.dense import DenseKernels, read_states
 from brt.ops.softmax_attention import pallas_gpu as softmax_gpu
-from brt.ops.window_attention import documents, window_part, with_joined_keys
+from brt.ops.window_attention import local_attention, window_part, with_joined_keys
 from brt.ops.window_attention import pallas_gpu as window_gpu
 
 # Relative to the largest magnitude of an array. The kernels take sums in another order.
@@ -72,9 +71,14 @@ def blocks(
         "attend_to_self": attend_to_self,
         "scale": None,
     }
-    kernel = documents.with_cache_mask(with_joined_keys(window_gpu.window_attention))
+    kernel = with_joined_keys(window_gpu.window_attention)
+
+    def by_block(cache_mask: jax.Array, **given: Any) -> Any:
+        first = document_places(cache_mask, given["cached"][0].shape[1])
+        return kernel(first=first, **given)
+
     reference = functools.partial(window_part, implementation="reference")
-    return arrays, functools.partial(kernel, **given), functools.partial(reference, **given)
+    return arrays, functools.partial(by_block, **given), functools.partial(reference, **given)
 
 
 def windows() -> Case:
@@ -186,7 +190,7 @@ def causal_clustered() -> Case:
         names = "queries", "window", "keys", "values", "cache_mask", "pasts", "centroids", "bias"
         return attend(
             lambda **given: causal_clustered_kernels.causal_clustered_attention(
-                backend="gpu", *(given.pop(name) for name in names), **given
+                *(given.pop(name) for name in names), backend="gpu", **given
             ),
             **inputs,
         )

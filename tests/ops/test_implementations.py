@@ -36,13 +36,12 @@ from brt.ops.dispatch import Op
 from brt.ops.dropout import DropoutMask
 from brt.ops.encoder_attention import GlobalKeys
 from brt.ops.gates import GateWeights
-from brt.ops.local_attention import local_attention
 from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.segmented_recurrent_attention import SegmentWindows
 from brt.ops.softmax_attention import attend, attend_to_blocks
-from brt.ops.window_attention import window_part
+from brt.ops.window_attention import local_attention, window_part
 
 TOLERANCE = (
     2e-5  # float32, relative to the largest magnitude; the terms of a scale's gradient cancel
@@ -349,7 +348,7 @@ def optimizer() -> tuple[Run, list]:
 CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("window_attention", "null keys"): lambda: window(null_keys=True, attend_to_self=False),
     ("window_attention", "masked"): window,
-    ("local_attention", ""): local_window,
+    ("window_attention", "documents in a block"): local_window,
     ("recurrent_attention", "dual"): lambda: recurrent("lstm", "dual", False),
     ("recurrent_attention", "single"): lambda: recurrent("gru", "single", True),
     ("recurrent_attention", "skip"): lambda: recurrent("fixed", "skip", False),

@@ -13,8 +13,8 @@ from brt.distributed.mesh import build
 from brt.errors import UnsupportedError
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
-from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
+from brt.ops.window_attention import local_attention
 
 # Relative to the largest magnitude of an array. The kernels take sums in another order.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}

@@ -123,8 +123,7 @@ def window_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tup
     import jax.numpy as jnp
 
     from brt.ops.dropout import DropoutMask
-    from brt.ops.local_attention import local_attention
-    from brt.ops.window_attention import window_part
+    from brt.ops.window_attention import local_attention, window_part
 
     window, heads, blocks = args.window, 8, 2
     tokens, cached = (array(1, n * window, heads, args.one) for n in (blocks, 1))

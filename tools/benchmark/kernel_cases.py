@@ -22,11 +22,10 @@ from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.dropout import Dropout, DropoutMask
 from brt.ops.gates import GateWeights
-from brt.ops.local_attention import local_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.softmax_attention import attend
-from brt.ops.window_attention import window_part
+from brt.ops.window_attention import local_attention, window_part
 
 Case = tuple[Callable[..., Any], list[Any]]
 # Sizes of T5-small when it summarizes news.

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
-from brt.ops.dropout import DropoutMask
+from brt.ops.dropout import Dropout, DropoutMask
 from brt.ops.grouped_heads import local_groups
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.window_attention.api import window_part
+from brt.ops.window_attention.api import local_part, window_part
 
 _SEQUENCE_AXIS, _HEADS_AXIS = "sequence", "tensor"
 
@@ -50,6 +50,35 @@ def segment_part(
     return on_each_device(
         attend, *inputs, sharded=rules.shard_count("blocks", cache_mask.shape[1]) > 1
     )
+
+
+def local_attention(
+    queries: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
+    keys: Float[Array, "B T G K"],
+    values: Float[Array, "B T G K"],
+    bias: Float[Array, "H W"] | None,
+    first: Int[Array, "B N"],
+    dropout: Dropout | None = None,
+    *,
+    attend_to_self: bool = True,
+    scale: Float[Array, " H"] | None = None,
+    implementation: str | None = None,
+) -> AttentionPart:
+    """Computes `api.local_part` of tokens that may be sharded over devices."""
+
+    def attend(*inputs: Any) -> AttentionPart:
+        *others, scale = inputs
+        return local_part(
+            *others, attend_to_self=attend_to_self, scale=scale, implementation=implementation
+        )
+
+    inputs = queries, cached, keys, values, bias, first, dropout, scale
+    # XLA cannot partition a kernel, so a kernel runs on each device's own arrays in a `shard_map`.
+    # With dropout or with sharded blocks no kernel is used, and XLA partitions the whole program.
+    if dropout is not None or rules.is_sharded("blocks"):
+        return attend(*inputs)
+    return on_each_device(attend, *inputs, sharded=False)
 
 
 def on_each_device(

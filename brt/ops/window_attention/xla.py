@@ -56,7 +56,10 @@ def window_attention(
     *,
     attend_to_self: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights."""
+    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights.
+
+    `cache_mask` is True where a block may read the block before it.
+    """
     window = keys.shape[1] - queries.shape[1]
     rows = tile_rows(window)
 

@@ -1,4 +1,4 @@
-"""Local attention in plain XLA: chunks of queries, each with the keys that its tokens can see.
+"""Window attention in plain XLA by chunks of queries, for windows and documents of any length.
 
 The backward pass computes the weights of a chunk again. A chunk has Q queries and X = W + Q keys;
 RQ is the product of R = H / G and Q, and Z = W + T. See `api` for the other axes.
@@ -19,17 +19,17 @@ from brt.ops.softmax import MASKED, softmax_and_lse
 CHUNK = 256
 
 
-def local_attention(
+def window_attention(
     queries: Float[Array, "B T H K"],
     keys: Float[Array, "B Z G K"],
     values: Float[Array, "B Z G K"],
     bias: Float[Array, "H W"] | None,
     first: Int[Array, "B N"],
-    *,
     dropout: Dropout | None,
+    *,
     attend_to_self: bool,
 ) -> AttentionPart:
-    """Implements `api.local_attention`; the keys begin with the cached ones."""
+    """Implements `api.local_part`; the keys begin with the cached ones."""
     length = queries.shape[1]
     window, chunk = keys.shape[1] - length, min(length, CHUNK)
     count = -(-length // chunk)
