@@ -134,7 +134,7 @@ def states(cache_mask: list[bool] | None) -> Case:
 
     def reference(queries: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> Any:
         run = functools.partial(dispatch.run, softmax_attention.api.OP, "reference")
-        return run(queries, k, v, given.pop("cache_mask"), null_keys=False, **given)
+        return run(queries, k, v, given.pop("cache_mask"), **given)
 
     return (
         arrays, functools.partial(softmax_gpu.attention, **given),
@@ -186,7 +186,7 @@ def causal_clustered() -> Case:
         names = "queries", "window", "keys", "values", "cache_mask", "pasts", "centroids", "bias"
         return attend(
             lambda **given: causal_clustered_kernels.causal_clustered_attention(
-                backend="gpu", *(given.pop(name) for name in names), **given
+                *(given.pop(name) for name in names), backend="gpu", **given
             ),
             **inputs,
         )
