@@ -138,7 +138,7 @@ def states(cache_mask: list[bool] | None) -> Case:
 
     def reference(queries: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> Any:
         run = functools.partial(dispatch.run, softmax_attention.api.OP, "reference")
-        return run(queries, k, v, given.pop("cache_mask"), null_keys=False, **given)
+        return run(queries, k, v, given.pop("cache_mask"), **given)
 
     return (
         arrays, functools.partial(softmax_gpu.attention, **given),

@@ -4,7 +4,7 @@ python tools/benchmark/gpu_kernels.py                         # heads of 64, 128
 python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout
 python tools/benchmark/gpu_kernels.py --window 2048 --block 256    # a window that is not a block
 python tools/benchmark/gpu_kernels.py --operation softmax_attention     # of recurrent states
-python tools/benchmark/gpu_kernels.py --operation masked_attention      # of encoders
+python tools/benchmark/gpu_kernels.py --operation masked_attention --head_dims 64,128  # of encoders
 python tools/benchmark/gpu_kernels.py --operation clustered_attention
 python tools/benchmark/gpu_kernels.py --operation causal_clustered_attention
 python tools/benchmark/gpu_kernels.py --operation segmented_attention

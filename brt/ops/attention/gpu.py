@@ -37,9 +37,9 @@ _DTYPES = ("bfloat16", "float16")
 # The kernels are cut for this compute capability (H100, H200). Other GPUs have less shared memory
 # or other matrix units, so the kernels refuse them.
 _CAPABILITY = "9.0"
-# The bytes of shared memory of a multiprocessor, and those of a program besides large tiles
-# (what the GPU reserves, numbers and barriers).
-_SHARED, _BESIDES = 233472, 3072
+# The bytes of shared memory of a multiprocessor, and those of a program besides its buffers, for
+# barriers and what the GPU reserves. Every buffer begins at a multiple of _ALIGNMENT bytes.
+_SHARED, _BESIDES, _ALIGNMENT = 233472, 1280, 1024
 # If the bias depends on the distance, a program of the kernel for its gradient sums over at most
 # this many query tiles, so that several programs share the work of a long segment.
 _MOST_TILES_PER_PROGRAM = 32
@@ -153,7 +153,7 @@ def _tile_ranges(
     spans: Int[Array, "B 2 T"], count: int
 ) -> tuple[Int[Array, "B I 2"], Int[Array, "B J 2"]]:
     """Returns, for J = `count` tiles of keys, the two ranges of tiles of `KernelInputs`."""
-    begin = TILE * jnp.arange(count, dtype=jnp.int32)[:, None]
+    begin = TILE * jnp.arange(count, dtype=jnp.int32)[None, None, :, None]
     first, end = (spans[:, n].reshape(len(spans), -1, 1, TILE) for n in (0, 1))
     visits = jnp.any((first < begin + TILE) & (end > jnp.maximum(first, begin)), axis=3)
     ranges = mask_spans(visits), mask_spans(visits.swapaxes(1, 2))
@@ -279,12 +279,12 @@ def _call(
     # The more slots, the more copies are under way during computations, but two programs that share
     # a multiprocessor hide more.
     def preference(slots: int) -> tuple[int, int]:
-        used = sum(map(tile_bytes, resident)) + slots * sum(map(tile_bytes, ring))
-        return min(_SHARED // (used + _BESIDES), 2), slots
+        sizes = [tile_bytes(name) * (slots if name in ring else 1) for name in tiled]
+        used = _BESIDES + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+        return min(_SHARED // used, 2), slots
 
     slots = max((1, 2), key=preference)
-    # The smallest buffers come last, because every buffer begins at a multiple of 1 KiB and the
-    # space after a small buffer would be wasted.
+    # The smallest buffers come last, because the space after a small buffer is wasted.
     order = sorted(tiled, key=tile_bytes, reverse=True)
     scratch = []
     for name in order:

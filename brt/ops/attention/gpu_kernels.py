@@ -94,7 +94,7 @@ class TilePair(NamedTuple):
     n: Any = 0
     slot: Any = 0
 
-    def place(self, name: str) -> tuple[Any, ...]:
+    def place(self, name: str) -> tuple[Any, Any, Any]:
         """Returns the index on the first axis of `bias`, `mask` or `factors`, and the tile."""
         x = getattr(self.program.inputs, name)
         if name == "factors":
@@ -119,7 +119,8 @@ class TilePair(NamedTuple):
                 place = (self.lane, self.head) if name == "sums" else (self.lane,)
                 copy_numbers(x, place, self.i, to, barrier)
             else:
-                copy_square(x, *self.place(name), to, barrier)
+                index, row, column = self.place(name)
+                copy_square(x, index, row, column, to, barrier)
 
     def tile(self, name: str) -> Any:
         """Returns the shared memory of the pair's tile of an input."""

@@ -14,11 +14,15 @@ from brt.ops.dropout import Dropout
 from brt.ops.masked_attention.sharding import attend_on_devices, dropout_refusal
 from brt.ops.partial_attention import AttentionPart
 
+_WIDEST_WITH_BIAS = 128  # With wider heads, the kernel for the bias's gradient spills registers.
+
 
 def refusal(
     queries: Array, keys: Array, values: Array, bias: Array | None, mask: Array,
     dropout: Any = None,
 ) -> str | None:  # fmt: skip
+    if bias is not None and queries.shape[-1] > _WIDEST_WITH_BIAS:
+        return f"has a bias for heads of 64 or 128, not of {queries.shape[-1]}"
     return dropout_refusal(queries, dropout) or gpu.refusal(
         queries, queries.shape[-3], keys.shape[-3]
     )

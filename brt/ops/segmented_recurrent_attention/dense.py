@@ -91,7 +91,7 @@ def read_states(
     # There is a copy of the queries for each segment, which is zero where the segment is not the
     # query's own. One product with the states of all segments therefore reads only the state of the
     # query's own segment. The axes are [B, H, T, M, K].
-    is_own = segment[:, None, :, None] == jnp.arange(count)
+    is_own = segment[:, None, :, None] == jnp.arange(count)[None, None, None]
     by_head = queries.swapaxes(1, 2)
     masked_queries = jnp.where(is_own[..., None], by_head[:, :, :, None], 0)
     states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)

@@ -51,7 +51,7 @@ def window_attention(
     window, part = keys.shape[1] - tokens, tokens // first.shape[1]
     nearest = 0 if attend_to_self else 1
     # A token's window ends with the key `window - nearest` after its own place among the keys.
-    end = jnp.arange(tokens) + window - nearest + 1
+    end = jnp.arange(tokens)[None] + window - nearest + 1
     begin = jnp.maximum(end - window, jnp.repeat(first, part, axis=1) + window)
     spans = jnp.stack([begin, jnp.broadcast_to(end, begin.shape)], axis=1)
     strip = gpu.distance_strip(jnp.zeros((heads, window)) if bias is None else bias, nearest)
