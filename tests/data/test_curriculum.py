@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from brt.config import Data
-from brt.data import curriculum
+from brt.data import lanes
 from brt.data.lanes import LaneReader
 from brt.data.preparation import prepare
 from brt.errors import ConfigError
@@ -16,7 +16,7 @@ SIZES = {"batch_size": 4, "segment_length": 32, "window": 8}
 def reader(cache: Path, train: tuple[str, ...], *steps: int) -> LaneReader:
     """Returns a reader of prepared documents whose later stages begin at these steps."""
     data = Data(train=train, curriculum=steps, cache_dir=str(cache), validation_fraction=0.0)
-    return curriculum.reader(data, prepare(data, progress=False).split("train"), **SIZES)
+    return lanes.lane_reader(data, prepare(data, progress=False).split("train"), **SIZES)
 
 
 def equal(a: tuple, b: tuple) -> bool:

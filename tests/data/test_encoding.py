@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from brt.data import encoding, tokenizers
+from brt.data import token_store, tokenizers
 from brt.data.documents import Document
 from brt.errors import DataError
 
@@ -24,8 +24,8 @@ def test_words_are_those_of_split(seed: int) -> None:
 
 
 def check_counts(text: str) -> None:
-    assert encoding.count_words(text, text.encode()) == len(text.split())
-    counter = encoding.Counter()
+    assert token_store.count_words(text, text.encode()) == len(text.split())
+    counter = token_store.Counter()
     for character in text:
         counter.add(character, character.encode())
     sizes = counter.bytes, counter.characters, counter.words
@@ -34,10 +34,10 @@ def check_counts(text: str) -> None:
 
 @pytest.mark.parametrize("batch", [1, 5000, 1 << 19])
 def test_all_documents_are_encoded_in_order(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "BATCH", batch)
+    monkeypatch.setattr(token_store, "BATCH", batch)
     documents = (Document(str(i), iter([text])) for i, text in enumerate(TEXTS))
-    found: dict[str, list[encoding.Encoded]] = {}
-    for chunk in encoding.encode(documents, tokenizers.load("bytes")):
+    found: dict[str, list[token_store.Encoded]] = {}
+    for chunk in token_store.encode(documents, tokenizers.load("bytes")):
         if chunk.name is not None:
             chunks = found[chunk.name] = []
         chunks.append(chunk)
@@ -61,4 +61,4 @@ def test_errors_of_documents_and_tokenizers_are_raised() -> None:
         (Document("a", unreadable()), tokenizers.load("bytes"), "cannot read"),
     ):
         with pytest.raises(DataError, match=message):
-            list(encoding.encode([document], tokenizer))
+            list(token_store.encode([document], tokenizer))

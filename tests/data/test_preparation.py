@@ -65,7 +65,7 @@ def test_splits_share_the_documents(data, books):
 def test_a_split_without_documents_is_absent(data):
     dataset = prepare(data(validation_fraction=0.0, test_fraction=0.0))
     assert [*dataset.splits] == ["train"]
-    with pytest.raises(DataError, match="has no test documents, only train; name .* Data.test"):
+    with pytest.raises(DataError, match="no test documents, only train; name .* Data.test"):
         dataset.split("test")
 
 
@@ -177,7 +177,7 @@ def test_a_mixed_up_tokenizer_is_refused(data, tmp_path):
         (large.directory / "tokenizer.model").read_bytes()
     )
     with pytest.raises(DataError, match="train was written with another tokenizer than tokenizer"):
-        preparation.open_corpus(small.directory)
+        prepare(data(store=str(small.directory)))
 
 
 def test_a_failed_preparation_leaves_nothing(data, books, tmp_path):

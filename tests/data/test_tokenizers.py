@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from brt.data import chunks, sources, tokenizer_files, tokenizer_training, tokenizers
+from brt.data import sources, tokenizer_files, tokenizer_training, tokenizers
 from brt.errors import ConfigError, DataError
 
 NOVEL = sources.CORPORA / "novels/train/robert-louis-stevenson-treasure-island.txt"
@@ -66,14 +66,14 @@ def test_chunks_end_where_pieces_do(model):
 def test_cut_keeps_all_text_and_the_size(size):
     text = "one two   three\n\nfour-and-a-very-long-word \n  five"
     for seed in range(20):
-        found = [*chunks.cut(in_parts(text, seed), size)]
+        found = [*tokenizers.cut(in_parts(text, seed), size)]
         assert "".join(found) == text
         assert all(0 < len(chunk) <= size for chunk in found)
-        assert found == [*chunks.cut([text], size)]
+        assert found == [*tokenizers.cut([text], size)]
 
 
 def test_cut_prefers_newlines_then_spaces():
-    assert [*chunks.cut(["one two\nthree four five"], 10)] == [
+    assert [*tokenizers.cut(["one two\nthree four five"], 10)] == [
         "one two\n",
         "three",
         " four five",

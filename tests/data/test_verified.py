@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from brt.data import sources, verified
+from brt.data import sources, stores
 
 CONTENT = {"a.bin": b"some", "b.npz": b"more"}
 HASHES = {name: hashlib.sha256(content).hexdigest() for name, content in CONTENT.items()}
@@ -46,45 +46,45 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes files count as old enough for the cache, although they were just written."""
-    monkeypatch.setattr(verified, "SETTLED", -1.0)
+    monkeypatch.setattr(stores, "SETTLED", -1.0)
 
 
 def test_unchanged_files_are_verified_once(place: Path, read: list[str], later: None) -> None:
     for _ in range(3):
-        verified.check(place, HASHES)
+        stores.check_hashes(place, HASHES)
     assert read == ["a.bin", "b.npz"]
-    verified.check(place, HASHES, whole=True)
+    stores.check_hashes(place, HASHES, whole=True)
     assert read == ["a.bin", "b.npz"] * 2
 
 
 def test_a_change_is_found_whatever_its_time_and_size(place: Path, later: None) -> None:
-    verified.check(place, HASHES)
+    stores.check_hashes(place, HASHES)
     stat = (place / "a.bin").stat()
     (place / "a.bin").write_bytes(b"sOme")
     os.utime(place / "a.bin", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^a\.bin has the sha256 \w{12}, not a6b46dd0d1ae$"):
-            verified.check(place, HASHES)
+            stores.check_hashes(place, HASHES)
     (place / "a.bin").write_bytes(CONTENT["a.bin"])
-    verified.check(place, HASHES)
+    stores.check_hashes(place, HASHES)
 
 
 def test_what_was_just_written_is_not_trusted(place: Path, read: list[str]) -> None:
     """A second write may leave the same modification time as the first write."""
     for _ in range(2):
-        verified.check(place, HASHES)
+        stores.check_hashes(place, HASHES)
     assert len(read) == 4 and not sealed(place)
 
 
 def test_damage_that_leaves_no_trace_is_found_on_demand_and_not_forgotten(
     place: Path, later: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verified.check(place, HASHES)
+    stores.check_hashes(place, HASHES)
     monkeypatch.setattr(sources, "sha256", lambda path: "another")
-    verified.check(place, HASHES)
+    stores.check_hashes(place, HASHES)
     for whole in (True, False):
         with pytest.raises(ValueError, match=r"a\.bin has"):
-            verified.check(place, HASHES, whole=whole)
+            stores.check_hashes(place, HASHES, whole=whole)
 
 
 def test_without_a_cache_files_are_read_each_time(
@@ -92,18 +92,18 @@ def test_without_a_cache_files_are_read_each_time(
 ) -> None:
     (place.parent / "cache").touch()
     for _ in range(2):
-        verified.check(place, HASHES)
+        stores.check_hashes(place, HASHES)
     assert len(read) == 4
     (place / "b.npz").write_bytes(b"other")
     with pytest.raises(ValueError, match=r"b\.npz has"):
-        verified.check(place, HASHES)
+        stores.check_hashes(place, HASHES)
 
 
 def test_a_copy_is_read_again_and_what_was_moved_is_not(
     place: Path, read: list[str], later: None
 ) -> None:
-    verified.check(place, HASHES)
-    verified.check(place.rename(place.with_name("moved")), HASHES)
+    stores.check_hashes(place, HASHES)
+    stores.check_hashes(place.rename(place.with_name("moved")), HASHES)
     assert len(read) == 2
-    verified.check(shutil.copytree(place.with_name("moved"), place), HASHES)
+    stores.check_hashes(shutil.copytree(place.with_name("moved"), place), HASHES)
     assert len(read) == 4

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from brt.data import sources
-from brt.data.walk import CLOSED, DEAD, walk
+from brt.data.sources import CLOSED, DEAD, walk
 from brt.errors import DataError
 
 

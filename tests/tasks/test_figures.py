@@ -30,7 +30,7 @@ from brt.config import (
     Training,
 )  # fmt: skip
 from brt.data.lanes import evaluation_batches as document_batches
-from brt.data.texts.batches import TextReader
+from brt.data.readers import TextReader
 from brt.tasks.arguments import EvaluationRequest, LossInputs
 from brt.tasks.speech_recognition.preparation import SpeechReader
 from brt.tasks.summarization.evaluation import scored_bytes

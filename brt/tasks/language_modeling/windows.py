@@ -5,7 +5,6 @@ time. The differences between windows are therefore paired by document. The diff
 small and the largest window shows how much a memory could improve a model with the small window.
 """
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from brt.config import Config
 from brt.config.checks import check
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.language_modeling import ends
+from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.differences import basis, paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
@@ -50,7 +49,7 @@ class WindowEvaluator:
             DocumentEvaluator(request._replace(config=_with_window(self._config, w, self._block)))
             for w in self.windows
         ]
-        self._store = ends.documents(self._config, request.dataset, request.split)
+        self._store = evaluation.documents(self._config, request.dataset, request.split)
         self.total = sum(one.total for one in self._evaluators)
 
     def __call__(
@@ -58,12 +57,11 @@ class WindowEvaluator:
     ) -> EvaluationResult | None:
         scores, positions = [], []
         for evaluator in self._evaluators:
-            by_block = BlockNats(len(self._store))
-            result = evaluator.read(variables, control, on_blocks=by_block)
+            result = evaluator.read(variables, control, keep_tokens=True)
             if result is None:
                 return None
-            scores.append(result)
-            positions.append(by_block.sums(self._edges(), self._block))
+            scores.append(dataclasses.replace(result, tokens=()))
+            positions.append(nats_by_position(result.tokens, self._edges()))
         return self._result(scores, np.asarray(positions))
 
     def sample(
@@ -127,35 +125,17 @@ class WindowEvaluator:
         return (np.minimum(lengths, edges[1:]) - np.minimum(lengths, edges[:-1])).sum(axis=0)
 
 
-class BlockNats:
-    """Sums the nats of blocks by the index of the block in its document, over all documents."""
+def nats_by_position(tokens: Sequence[np.ndarray], edges: Sequence[int]) -> np.ndarray:
+    """Returns the nats in each range of positions, summed over all documents.
 
-    def __init__(self, documents: int):
-        self._next = np.zeros(documents, np.int64)
-        self._nats: dict[int, float] = {}
-
-    def __call__(self, document: np.ndarray, nats: np.ndarray) -> None:
-        """Adds the nats [B, N] of the blocks of each of B rows.
-
-        `document` [B, N] has the index of each block's document, -1 for padding. The blocks of a
-        document are added in their order, and all by the same row.
-        """
-        for index, value in zip(document.ravel().tolist(), nats.ravel().tolist(), strict=True):
-            if index >= 0:
-                place = int(self._next[index])
-                self._nats[place] = self._nats.get(place, 0.0) + value
-                self._next[index] += 1
-
-    def sums(self, edges: Sequence[int], block: int) -> np.ndarray:
-        """Returns the nats in each range of positions, summed over all documents.
-
-        `edges` has the first position of each range in tokens, ascending, beginning with 0. The
-        nats of a block of `block` tokens are added to the range in which the block begins.
-        """
-        sums = np.zeros(len(edges))
-        for place, value in self._nats.items():
-            sums[bisect.bisect_right(edges, place * block) - 1] += value
-        return sums
+    `tokens` has the nats of the tokens of each document. `edges` has the first position of each
+    range, ascending, beginning with 0.
+    """
+    sums = np.zeros(len(edges))
+    for nats in tokens:
+        ranges = np.searchsorted(edges, np.arange(len(nats)), side="right") - 1
+        sums += np.bincount(ranges, nats, len(edges))
+    return sums
 
 
 def _with_window(config: Config, window: int, block: int) -> Config:
@@ -174,7 +154,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes",
         f"every token scored with each window, {protocol['sinks']} sinks, first token scored from "
-        f"BOS, {ends.clause(protocol)}tokenizer {protocol['tokenizer']}",
+        f"BOS, {evaluation.clause(protocol)}tokenizer {protocol['tokenizer']}",
         basis(report["documents"]),
         "",
         f"{'window':>8}{'bits per byte' if per_byte else 'bits per token':>16}"

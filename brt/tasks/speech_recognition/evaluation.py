@@ -9,7 +9,7 @@ of CTC.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,8 @@ from rapidfuzz.distance import Levenshtein
 from brt.config import Config
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
-from brt.tasks.arguments import EvaluationRequest
-from brt.tasks.encoders import EncoderTask, TimedFunction
-from brt.tasks.heads import HeadEvaluator, HeadResult
-from brt.tasks.speech_recognition.preparation import SpeechReader
-from brt.tasks.speech_recognition.vocabulary import units
+from brt.tasks.encoders import HeadEvaluator, HeadResult, TimedFunction
+from brt.tasks.speech_recognition.preparation import units
 from brt.types import SpeechBatch
 
 
@@ -82,10 +79,6 @@ class TranscriptEvaluator(HeadEvaluator):
 
     compared_metric, sampled = ("token_error_rate", "{:.2f} %"), 1
 
-    def __init__(self, task: EncoderTask, request: EvaluationRequest):
-        super().__init__(task, request)
-        self._speech = request.config.speech
-
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """The function maps the parameters and a batch to the log probabilities of the tokens at
         each frame [B, X, C], and to -log p of each true transcript [B].
@@ -99,14 +92,6 @@ class TranscriptEvaluator(HeadEvaluator):
             return jax.nn.log_softmax(logits), nats
 
         return read
-
-    def batches(self, limit: int) -> Iterator[SpeechBatch]:
-        return SpeechReader.evaluation(
-            self.store,
-            batch_size=self.batch_size,
-            buckets=self._speech.buckets,
-            limit=limit,
-        )
 
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
@@ -127,7 +112,7 @@ class TranscriptEvaluator(HeadEvaluator):
 
     def _transcript(self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float) -> Transcript:
         log_probs = log_probs[: int(self.store.lengths[row])]
-        beams, vocabulary = self._speech.beams, self.dataset.tokenizer
+        beams, vocabulary = self.section.beams, self.dataset.tokenizer
         best = ctc.greedy(log_probs)
         if beams > 1:
             best = ctc.prefix_beam_search(log_probs, beams)[0]
@@ -165,7 +150,7 @@ class TranscriptEvaluator(HeadEvaluator):
             "bits_per_byte": bits / max(size, 1),
             "audio_seconds": audio,
             "seconds_per_audio_second": speed["seconds"] / max(audio, 1e-9),
-            "beams": self._speech.beams,
+            "beams": self.section.beams,
             **speed,
         }
 

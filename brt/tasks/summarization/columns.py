@@ -7,9 +7,9 @@ The names of the two columns are taken from the config, or are common names such
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from brt.data.rows import tables
-from brt.data.rows.tables import Row
-from brt.data.rows.tally import BadRow
+from brt.data import tables
+from brt.data.quarantine import BadRow
+from brt.data.tables import Row
 from brt.errors import DataError
 
 # These are the columns of document and summary in common datasets, in order of preference.

@@ -20,10 +20,9 @@ from brt.ops.cross_entropy import token_scores
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.report import EvaluationResult
 from brt.tasks.summarization import scores
-from brt.tasks.summarization.forward import predict
-from brt.tasks.summarization.preparation import PairStore, evaluation_batches
+from brt.tasks.summarization.preparation import PairReader, PairStore
 from brt.tasks.summarization.rouge import get_protocol
-from brt.tasks.summarization.summaries import Summarizer
+from brt.tasks.summarization.summaries import Summarizer, predict
 from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.types import PairBatch, Variables
 
@@ -82,7 +81,7 @@ class TeacherForcing:
         """Returns the bits of a store's summaries; None if `control` stopped the evaluation."""
         total, tokens = 0.0, 0
         config = self._config
-        for batch in evaluation_batches(
+        for batch in PairReader.evaluation(
             store,
             batch_size=rules.round_up("lanes", config.evaluation.batch_size),
             buckets=config.pairs.buckets,

@@ -24,14 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from brt import config
-from brt.data import manifests, sources, tokenizer_training
-from brt.data.rows import ragged, store, tables
-from brt.data.rows.batches import RowReader, padded
-from brt.data.rows.preparation import RowCorpus, TokenizedPreparation
-from brt.data.rows.ragged import Ragged
-from brt.data.rows.store import RowStore
-from brt.data.rows.tally import BadRow, Tally
-from brt.data.sources import FileHash
+from brt.data import manifests, stores, tables, tokenizer_training
+from brt.data.preparation import Corpus, RowPreparation, TokenizedPreparation
+from brt.data.quarantine import BadRow, Tally
+from brt.data.readers import RowReader, padded
+from brt.data.stores import Ragged, RowStore
 from brt.data.token_store import ids_dtype, stored_dtype
 from brt.errors import ConfigError, DataError
 from brt.tasks.summarization import columns, tokenization
@@ -118,7 +115,7 @@ class PairStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path | str) -> "PairStore":
-        with store.opened(directory, ["ids"], facts=_FACTS) as opened:
+        with stores.opened(directory, facts=_FACTS) as opened:
             dtypes = dict.fromkeys(TEXTS, stored_dtype(opened.manifest))
             dtypes["reference"] = np.dtype(np.uint8)
             texts = {
@@ -131,10 +128,6 @@ class PairStore(RowStore):
                     raise ValueError(f"{name}.bin has rows longer than {limit}")
             columns = {name: opened.columns[name] for name in ("ids", *UNCUT)}
         return cls(directory=opened.directory, manifest=opened.manifest, **columns, **texts)
-
-    @property
-    def written_with(self) -> str:
-        return self.manifest["tokenizer"]["fingerprint"]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -178,7 +171,7 @@ def write_pairs(
         _refuse(directory.name, report, encoder)
     offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
     described = {**_described(columns, encoder), "dtype": dtype.str, "cut": report, **facts()}
-    store.finish(
+    stores.finish(
         directory, columns, described, files=("source.bin", "target.bin"),
         identity=offsets + encoder.tokenizer.fingerprint.encode(),
     )  # fmt: skip
@@ -192,7 +185,7 @@ def _write_texts(
     columns: dict[str, Any] = {name: [] for name in ("ids", *UNCUT)}
     with contextlib.ExitStack() as stack:
         writers = {
-            name: stack.enter_context(ragged.Writer(directory / f"{name}.bin", kind))
+            name: stack.enter_context(stores.RaggedWriter(directory / f"{name}.bin", kind))
             for name, kind in zip(TEXTS, (dtype, dtype, np.dtype(np.uint8)), strict=True)
         }
         remaining = iter(pairs)
@@ -270,73 +263,61 @@ class PairReader(RowReader):
         return self.store.max_source_length
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
-        return gather(self.store, rows, length)
+        """Summaries are padded to the store's `max_target_length`."""
+        store = self.store
+        pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
+        source, mask = padded(rows, store.source.__getitem__, length, np.int32, fill=pad)
+        target, scored = padded(
+            rows, store.target.__getitem__, store.max_target_length, np.int32, fill=pad
+        )
+        starts = np.full((len(rows), 1), start, np.int32)
+        return PairBatch(
+            source=source,
+            source_mask=mask,
+            target_in=np.concatenate([starts, target[:, :-1]], axis=1),
+            target_out=target,
+            scored=scored,
+            row=np.asarray(rows, np.int32),
+        )
 
     @staticmethod
     def positions(batch: PairBatch) -> int:
         return batch.source.size + batch.target_in.size
 
 
-def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
-    """Returns a batch of pairs; summaries are padded to the store's `max_target_length`.
-
-    `rows` are indices of pairs in the store; -1 is an empty row.
-    """
-    pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
-    source, mask = padded(rows, store.source.__getitem__, source_length, np.int32, fill=pad)
-    target, scored = padded(
-        rows, store.target.__getitem__, store.max_target_length, np.int32, fill=pad
-    )
-    starts = np.full((len(rows), 1), start, np.int32)
-    return PairBatch(
-        source=source,
-        source_mask=mask,
-        target_in=np.concatenate([starts, target[:, :-1]], axis=1),
-        target_out=target,
-        scored=scored,
-        row=np.asarray(rows, np.int32),
-    )
-
-
-evaluation_batches = PairReader.evaluation
-
-
-class PairDataset(RowCorpus[PairTokenizer, PairStore]):
+class PairDataset(Corpus[PairTokenizer, PairStore]):
     """Prepared pairs of document and summary that are opened for reading."""
 
     rows = "pairs"
 
 
-def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
-    return Preparation(pairs, progress).open()
-
-
-class Preparation(TokenizedPreparation):
+class PairPreparation(TokenizedPreparation, RowPreparation):
     """Prepares and opens the pairs that a config section describes."""
 
-    dataset, kind, endings = PairDataset, "pairs", tables.FORMATS
+    dataset, store, kind, endings = PairDataset, PairStore, "pairs", tables.FORMATS
     special = tokenizer_training.T5
+    load = staticmethod(tokenization.load)
 
-    def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        return sources.hashes(names, self.endings)
-
-    def load(self, name: str) -> PairTokenizer:
-        return tokenization.load(name)
-
-    def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
-        return PairStore.open(directory)
-
-    def texts(self) -> Iterator[str]:
-        for pair in self.training_rows():
-            yield from (pair.source, pair.target)
+    def texts(self) -> Iterator[list[str]]:
+        for pair in self.usable("train"):
+            yield from ([pair.source], [pair.target])
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         encoder = Encoder.of(self.section, self.tokenizer)
-        opened = write_pairs(
-            directory, tally.refuse_or_skip(self.read(split), self.section.errors), encoder,
-            facts=lambda: {"rows": tally.report()},
-        )  # fmt: skip
-        return describe_store(opened)
+        pairs = self.usable(split, tally)
+        written = write_pairs(directory, pairs, encoder, facts=lambda: {"rows": tally.report()})
+        m = written.manifest
+        cuts = [
+            f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "
+            f"({cut['tokens'] / cut['of_tokens']:.1%} of all)"
+            for what, cut in (("documents", m["cut"]["source"]), ("summaries", m["cut"]["target"]))
+            if cut["rows"]
+        ]
+        counts = (
+            f"{m['pairs']:,} pairs, {m['tokens']['source']:,} tokens of documents, "
+            f"{m['tokens']['target']:,} of summaries"
+        )
+        return "; ".join([counts, *cuts])
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
         pairs = self.section
@@ -345,18 +326,3 @@ class Preparation(TokenizedPreparation):
     def content(self, row: Pair) -> str:
         """Returns the document, so that all pairs with the same document are in one split."""
         return row.source
-
-
-def describe_store(opened: PairStore) -> str:
-    m = opened.manifest
-    cuts = [
-        f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "
-        f"({cut['tokens'] / cut['of_tokens']:.1%} of all)"
-        for what, cut in (("documents", m["cut"]["source"]), ("summaries", m["cut"]["target"]))
-        if cut["rows"]
-    ]
-    counts = (
-        f"{m['pairs']:,} pairs, {m['tokens']['source']:,} tokens of documents, "
-        f"{m['tokens']['target']:,} of summaries"
-    )
-    return "; ".join([counts, *cuts])

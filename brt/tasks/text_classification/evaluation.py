@@ -8,7 +8,7 @@ model's outputs for a row: the number of labels, or 1 for a number.
 import abc
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,11 +19,8 @@ import scipy
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
-from brt.data.chunks import Ids
-from brt.data.texts.batches import TextReader
-from brt.tasks.arguments import EvaluationRequest
-from brt.tasks.encoders import EncoderTask, TimedFunction
-from brt.tasks.heads import HeadEvaluator, HeadResult, metric_table
+from brt.data.tokenizers import Ids
+from brt.tasks.encoders import HeadEvaluator, HeadResult, TimedFunction, metric_table
 from brt.types import TextBatch
 
 _SHOWN = 60  # An example shows at most this number of characters of a text.
@@ -49,10 +46,6 @@ class SentenceEvaluator(HeadEvaluator):
     bits: ClassVar[str]  # name of the metric with the bits per row
     score_name: ClassVar[str]  # name of the metric, in percent, that is the score
     forms: ClassVar[dict[str, str]]  # format of each metric in a table
-
-    def __init__(self, task: EncoderTask, request: EvaluationRequest):
-        super().__init__(task, request)
-        self._section = request.config.sentences
 
     @staticmethod
     @abc.abstractmethod
@@ -83,12 +76,6 @@ class SentenceEvaluator(HeadEvaluator):
             return self.predictions(logits), self.nats(logits, batch)
 
         return read
-
-    def batches(self, limit: int) -> Iterator[TextBatch]:
-        return TextReader.evaluation(
-            self.store, batch_size=self.batch_size, limit=limit,
-            buckets=self._section.buckets, max_length=self._section.max_length,
-        )  # fmt: skip
 
     def summarize(
         self, config: Config, outputs: dict[int, tuple], timed: TimedFunction

@@ -10,22 +10,19 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from brt import config
 from brt.config.checks import column
-from brt.data import generated
-from brt.data.rows import ragged, store, tables
-from brt.data.rows.preparation import RowCorpus
-from brt.data.rows.ragged import Ragged
-from brt.data.rows.store import RowStore
-from brt.data.rows.tables import Row
-from brt.data.rows.tally import BadRow, Tally
-from brt.data.texts.preparation import TextPreparation
-from brt.data.texts.tokenization import TextTokenizer
+from brt.data import generated, stores, tables
+from brt.data.preparation import Corpus, TextPreparation
+from brt.data.quarantine import BadRow, Tally
+from brt.data.stores import Ragged, RowStore
+from brt.data.tables import Row
+from brt.data.text_tokenizers import TextTokenizer
 from brt.errors import ConfigError, DataError
 
 ENDINGS = (*tables.FORMATS, ".tsv")
@@ -182,11 +179,11 @@ class SentenceStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path) -> "SentenceStore":
-        with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
+        with stores.opened(directory, facts={"rows": {"bad": int}}) as opened:
             columns = {name: opened.columns[name] for name in ("targets", "ids", "labels")}
             tokens = opened.ragged("tokens")
             if columns["labels"]:
-                store.check_indices("targets", columns["targets"], len(columns["labels"]))
+                stores.check_indices("targets", columns["targets"], len(columns["labels"]))
             if {*map(len, (columns["targets"], columns["ids"]))} != {len(tokens)}:
                 raise ValueError("its columns have different lengths")
         return cls(directory=directory, manifest=opened.manifest, tokens=tokens, **columns)
@@ -223,7 +220,7 @@ class SentenceStore(RowStore):
         )
 
 
-class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
+class SentenceDataset(Corpus[TextTokenizer, SentenceStore]):
     """Prepared sentences that are opened for reading.
 
     The index of a label is the same in all splits.
@@ -237,27 +234,14 @@ class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
         return self.split("train").labels
 
 
-def prepare(
-    section: config.Sentences, progress: bool = True, *, numbers: bool = False
-) -> SentenceDataset:
-    return Preparation(section, progress, numbers).open()
+class SentencePreparation(TextPreparation):
+    """Prepares and opens the sentences that a config section describes."""
 
-
-class Preparation(TextPreparation):
-    """Prepares and opens the sentences that a config section describes.
-
-    If `numbers` is True, labels are real numbers instead of classes.
-    """
-
-    dataset = SentenceDataset
+    dataset, store, kind = SentenceDataset, SentenceStore, "Sentences"
     endings, version = ENDINGS, VERSION
-
-    def __init__(self, section: config.Sentences, progress: bool = True, numbers: bool = False):
-        super().__init__(section, progress)
-        self._numbers = numbers
-        self.kind = "Sentences with numbers" if numbers else "Sentences"
-        # The training rows, which are written first, determine the labels of all splits.
-        self._labels: tuple[str, ...] = ()
+    numbers: ClassVar[bool] = False  # the labels are real numbers, not classes
+    # The training rows, which are written first, determine the labels of all splits.
+    _labels: tuple[str, ...] = ()
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceDataset:
         self._labels = sort_labels(set(self.section.labels))
@@ -268,26 +252,26 @@ class Preparation(TextPreparation):
         return {"labels": self.section.labels}
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
-        opened, labels = SentenceStore.open(directory), self.section.labels
+        opened, labels = super().open_store(directory, encoder), self.section.labels
         return opened.with_labels(labels) if labels else opened
 
-    def texts(self) -> Iterator[str]:
-        for row in self.training_rows():
-            yield from row.texts
+    def texts(self) -> Iterator[list[str]]:
+        for row in self.usable("train"):
+            yield from ([text] for text in row.texts)
 
     def content(self, row: Example) -> str:
         """Returns the sentences, so that rows with equal sentences are in one split."""
         return "\n".join(row.texts)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
-        if self._numbers and any(name.startswith(generated.PREFIX) for name in names):
+        if self.numbers and any(name.startswith(generated.PREFIX) for name in names):
             raise DataError(
                 f"Data.{split} = {names} is generated with classes for labels, but "
                 "Training.task = 'text_regression' reads numbers; name your own files"
             )
         return generated.read(
             names, examples,
-            lambda files: read_examples(files, self.section, self._numbers),
+            lambda files: read_examples(files, self.section, self.numbers),
         )  # fmt: skip
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
@@ -301,7 +285,7 @@ class Preparation(TextPreparation):
                 tokens.append(tokenizer.wrap(*shortened))
                 labels.append(row.label)
                 ids.append(row.id)
-        if self._numbers:
+        if self.numbers:
             targets, counts = _number_targets(labels)
         else:
             self._labels = self._labels or sort_labels(set(labels))
@@ -312,11 +296,17 @@ class Preparation(TextPreparation):
                 f"{self._labels[0]!r}; name sources with two at least"
             )
         texts = {"ids": ids, "labels": self._labels}
-        facts = {"texts": list(texts), "rows": tally.report(), "cut": cut}
-        content = ragged.from_rows(tokens, np.dtype(np.int32)).columns("tokens")
-        store.finish(directory, {**content, "targets": targets, **texts}, facts)
+        facts = {"rows": tally.report(), "cut": cut}
+        content = Ragged.from_rows(tokens, np.dtype(np.int32)).columns("tokens")
+        stores.finish(directory, {**content, "targets": targets, **texts}, facts)
         text = f"{len(ids):,} sentences ({counts}), {sum(map(len, tokens)):,} tokens"
         return text + (f"; cut {cut:,} to {limit} tokens" if cut else "")
+
+
+class NumberPreparation(SentencePreparation):
+    """Prepares and opens sentences with real numbers instead of classes."""
+
+    kind, numbers = "Sentences with numbers", True
 
 
 def _label_targets(

@@ -21,7 +21,7 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models import encoder, seq2seq
 from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
-from brt.tasks.masked_language_modeling.evaluation import mask_batch, token_entropy
+from brt.tasks.masked_language_modeling.task import mask_batch, token_entropy
 from brt.types import Batch, Variables
 
 LENGTH = 20

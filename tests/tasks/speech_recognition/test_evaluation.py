@@ -25,7 +25,7 @@ def dataset(tmp_path_factory):
         train=("generated:t/5",), validation=(), test=(), stride=4,
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
-    return preparation.prepare(speech, progress=False)
+    return preparation.SpeechPreparation(speech, False).open()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from brt.config import Questions
-from brt.data.texts.batches import TextReader
+from brt.data.readers import TextReader
 from brt.errors import ConfigError, DataError
 from brt.tasks.extractive_qa import preparation
 from brt.tasks.extractive_qa.preparation import token_range, windows
@@ -49,7 +49,7 @@ def make(tmp_path):
 
 
 def prepare(section):
-    return preparation.prepare(section, progress=False)
+    return preparation.QuestionPreparation(section, False).open()
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train:310"])
@@ -103,7 +103,7 @@ def test_answers_that_are_not_where_the_file_says_are_counted(make, capsys):
     assert "(n) has no answer; Questions.no_answer = True would allow that" in message
     assert "(a) has the id of a question before it and 2 more; repair them, or continue" in message
     skipping = make([*QAS, bad], errors="skip")
-    store = preparation.prepare(skipping).split("train")
+    store = preparation.QuestionPreparation(skipping).open().split("train")
     assert store.ids == ("a", "b", "c") and store.manifest["rows"]["bad"] == 1
     assert "(x) has the answer 'Venus' at 14" in capsys.readouterr().err
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from brt.data.rows.tally import BadRow
+from brt.data.quarantine import BadRow
 from brt.tasks.extractive_qa import squad
 
 ANSWER = {"text": "copper", "answer_start": 0}

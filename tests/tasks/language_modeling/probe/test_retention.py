@@ -10,7 +10,7 @@ from model_settings import with_settings
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
-from brt.tasks.language_modeling.probe.retention import BLOCKS, half_life_blocks, retention
+from brt.tasks.language_modeling.probe.states import BLOCKS, half_life_blocks, retention
 from brt.types import Variables
 
 

@@ -13,7 +13,7 @@ from brt.tasks.speech_recognition.preparation import SpeechReader
 def store(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("cache"))
     speech = Speech(train=("generated:b/11",), validation=(), test=(), cache_dir=directory)
-    return preparation.prepare(speech, progress=False).split("train")
+    return preparation.SpeechPreparation(speech, False).open().split("train")
 
 
 @pytest.fixture(params=[(), (180, 400)])
@@ -66,5 +66,5 @@ def test_the_largest_batch_has_the_longest_bucket_and_no_row(store, buckets):
 
 
 def test_evaluation_reads_every_utterance_once(store, buckets):
-    found = preparation.evaluation_batches(store, batch_size=4, buckets=buckets)
+    found = preparation.SpeechReader.evaluation(store, batch_size=4, buckets=buckets)
     assert sorted(r for batch in found for r in batch.row if r >= 0) == list(range(11))

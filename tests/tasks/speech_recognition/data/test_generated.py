@@ -5,14 +5,14 @@ import pytest
 
 from brt.data.generated import parse
 from brt.errors import DataError
-from brt.tasks.speech_recognition import generated
+from brt.tasks.speech_recognition import sources
 
 PINNED = "befg dfc bag befg gl dfc lf ic"
 SOUND = [0.09206, 0.04435, 0.30443]
 
 
 def utterances(source):
-    return [recording.read() for recording in generated.recordings(source)]
+    return [recording.read() for recording in sources.generated_recordings(source)]
 
 
 def test_a_name_always_gives_the_same():
@@ -29,7 +29,7 @@ def test_a_name_always_gives_the_same():
 
 
 def test_speech_is_what_the_module_says():
-    words = generated.lexicon()
+    words = sources.lexicon()
     assert len(set(words)) == len(words) == 40
     assert all(a != b for word in words for a, b in pairwise(word))
     for utterance in utterances("generated:z/30"):
@@ -37,15 +37,15 @@ def test_speech_is_what_the_module_says():
         assert 6 <= len(said) <= 8 and set(said) <= set(words)
         sounds = len(utterance.transcript) + 2
         assert 3 * sounds + 8 <= len(utterance.features) <= 9 * sounds + 8
-        assert utterance.features.shape[1] == generated.BANDS
+        assert utterance.features.shape[1] == sources.BANDS
         assert utterance.speaker.startswith("z-")
 
 
 def test_letters_of_a_speaker_differ_and_speakers_differ_by_more():
-    spectra = np.array([generated._spectrum(letter, 0.0) for letter in generated.LETTERS])
+    spectra = np.array([sources._spectrum(letter, 0.0) for letter in sources.LETTERS])
     between = np.abs(spectra[:, None] - spectra).sum(axis=-1)
     assert between[~np.eye(len(spectra), dtype=bool)].min() > 2
-    moved = np.array([generated._spectrum(letter, 2.0) for letter in generated.LETTERS])
+    moved = np.array([sources._spectrum(letter, 2.0) for letter in sources.LETTERS])
     confused = np.abs(moved[:, None] - spectra).sum(axis=-1).argmin(axis=1)
     assert (confused != np.arange(len(spectra))).mean() > 0.5
 

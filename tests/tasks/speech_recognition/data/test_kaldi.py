@@ -3,7 +3,7 @@ import pytest
 
 from brt.config import Speech
 from brt.errors import DataError
-from brt.tasks.speech_recognition import kaldi, sources
+from brt.tasks.speech_recognition import sources
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_what_cannot_be_read_is_refused(directory, name, content, message):
     (directory / "wav.scp").write_text("u1 a.wav\n")
     (directory / name).write_text(content)
     with pytest.raises(DataError, match=message):
-        list(kaldi.recordings(directory, Speech()))
+        list(sources.kaldi_recordings(directory, Speech()))
 
 
 def test_missing_tables_are_refused(directory):
@@ -89,11 +89,11 @@ def test_missing_tables_are_refused(directory):
 def test_other_archives_are_refused(tmp_path, matrices, write_ark):
     (line,) = write_ark(tmp_path / "c.ark", {"u1": matrices["u1"]}, kind=b"CM ")
     with pytest.raises(DataError, match="of kind 'CM', not plain floats .* --compress=false"):
-        kaldi.read_matrix(line.split()[1])
+        sources.read_matrix(line.split()[1])
     with pytest.raises(DataError, match="holds no matrix .*it is not in Kaldi's binary format"):
-        kaldi.read_matrix(f"{tmp_path / 'c.ark'}:0")
+        sources.read_matrix(f"{tmp_path / 'c.ark'}:0")
     with pytest.raises(DataError, match="holds no matrix"):
-        kaldi.read_matrix("nowhere.ark:12")
+        sources.read_matrix("nowhere.ark:12")
 
 
 @pytest.mark.parametrize("strange", ["\u2028", "\x85", "\x0c", "\x1c", "\v"])
@@ -101,7 +101,7 @@ def test_other_archives_are_refused(tmp_path, matrices, write_ark):
 def test_a_line_of_a_table_ends_at_a_newline_only(strange, mark, tmp_path):
     content = f"{mark}u1 one{strange}two\r\nu2\tthree\nu3\n"
     (tmp_path / "text").write_bytes(content.encode())
-    assert kaldi.table(tmp_path / "text") == {"u1": f"one{strange}two", "u2": "three", "u3": ""}
+    assert sources.table(tmp_path / "text") == {"u1": f"one{strange}two", "u2": "three", "u3": ""}
 
 
 def test_what_is_read_is_not_said_to_be_left_out(directory):

@@ -30,7 +30,7 @@ def make(tmp_path, write_npz):
 
 
 def prepare(speech):
-    return preparation.prepare(speech, progress=False)
+    return preparation.SpeechPreparation(speech, False).open()
 
 
 def test_stores_have_what_the_files_have(make):
@@ -109,7 +109,7 @@ def test_utterances_that_ctc_cannot_place_are_refused_or_left_out(make, case, ca
     speech = make(**settings, validation=())
     with pytest.raises(DataError, match=message + ".*Data.errors = 'skip'"):
         prepare(speech)
-    dataset = preparation.prepare(dataclasses.replace(speech, errors="skip"))
+    dataset = preparation.SpeechPreparation(dataclasses.replace(speech, errors="skip")).open()
     assert dataset.split("train").ids == tuple(f"train-{i}" for i in kept)
     assert f"{3 - len(kept)} of 3 rows of train cannot be used" in capsys.readouterr().err
     assert dataset.split("train").manifest["rows"]["bad"] == 3 - len(kept)

@@ -6,7 +6,7 @@ from recordings import arrays
 
 from brt.config import Speech
 from brt.errors import DataError
-from brt.tasks.speech_recognition import kaldi, sources
+from brt.tasks.speech_recognition import sources
 
 
 def read(*names, **settings):
@@ -159,4 +159,4 @@ def test_names_in_a_table_that_no_file_has(name, tmp_path):
 def test_matrices_that_are_not_there(content, place, message, tmp_path):
     (tmp_path / "a.ark").write_bytes(content)
     with pytest.raises(DataError, match=message):
-        kaldi.read_matrix(f"{tmp_path}/a.ark:{place}")
+        sources.read_matrix(f"{tmp_path}/a.ark:{place}")

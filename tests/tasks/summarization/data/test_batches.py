@@ -155,7 +155,7 @@ def test_a_state_of_another_reader_is_refused(make_store):
 
 
 def test_evaluation_reads_every_pair_once(store, buckets):
-    found = [*preparation.evaluation_batches(store, batch_size=4, buckets=buckets)]
+    found = [*preparation.PairReader.evaluation(store, batch_size=4, buckets=buckets)]
     assert sorted(rows_of(found)) == [*range(len(store))]
     assert all(batch.source.shape[0] == 4 for batch in found)
 

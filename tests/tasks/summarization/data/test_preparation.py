@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from brt import config
-from brt.data.rows.preparation import Preparation
+from brt.data.preparation import Preparation
 from brt.errors import ConfigError, DataError
 from brt.tasks.summarization import preparation
 
@@ -39,7 +39,7 @@ def make(tmp_path, files):
             **{split: (str(path),) for split, path in files.items()},
             "tokenizer": "train:400", "cache_dir": str(tmp_path / "cache"), **settings,
         }  # fmt: skip
-        return preparation.prepare(config.Pairs(**settings), progress=progress)
+        return preparation.PairPreparation(config.Pairs(**settings), progress).open()
 
     return prepare
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from brt import config
-from brt.data.rows.on_disk import OnDisk
+from brt.data.stores import OnDisk
 from brt.errors import DataError
 from brt.tasks.summarization import preparation, tokenization
 from brt.tasks.summarization.columns import Pair

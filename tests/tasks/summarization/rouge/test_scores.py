@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from brt.errors import ConfigError, DataError
-from brt.tasks.summarization.porter import stem
 from brt.tasks.summarization.rouge import (
     PROTOCOLS,
     RougeProtocol,
@@ -19,6 +18,7 @@ from brt.tasks.summarization.rouge import (
     rouge_l,
     rouge_l_sum,
     rouge_n,
+    stem,
 )
 
 TOLERANCE = 1e-9

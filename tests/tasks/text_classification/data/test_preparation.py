@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brt.config import Sentences
-from brt.data.texts.batches import TextReader
+from brt.data.readers import TextReader
 from brt.errors import ConfigError, DataError
 from brt.tasks.text_classification import preparation
 
@@ -47,7 +47,7 @@ def texts(dataset, split="train"):
 
 
 def prepare(section):
-    return preparation.prepare(section, progress=False)
+    return preparation.SentencePreparation(section, False).open()
 
 
 def test_json_lines_are_prepared_with_their_labels(make):
@@ -112,7 +112,7 @@ def test_bad_rows_are_named_with_file_and_line(make, tmp_path, capsys):
     )
     with pytest.raises(DataError, match=message):
         prepare(make(train=path))
-    dataset = preparation.prepare(make(train=path, errors="skip"))
+    dataset = preparation.SentencePreparation(make(train=path, errors="skip")).open()
     assert texts(dataset) == ["|ok|", "|y|"] and "4 of 6 rows" in capsys.readouterr().err
     assert dataset.split("train").manifest["rows"]["bad"] == 4
     held_out = jsonl(tmp_path, "held", [{"sentence": "z", "label": 5}])
@@ -188,9 +188,9 @@ def test_numbers_stay_numbers(make, tmp_path, capsys):
     section = make(train=str(tmp_path / "train.tsv"), validation=held)
     named = "train.tsv:4 has 'nan', which is no number, in 'score'"
     with pytest.raises(DataError, match=named):
-        preparation.prepare(section, False, numbers=True)
+        preparation.NumberPreparation(section, False).open()
     section = dataclasses.replace(section, errors="skip")
-    dataset = preparation.prepare(section, numbers=True)
+    dataset = preparation.NumberPreparation(section).open()
     assert "2 sentences (0 to 3.75)" in capsys.readouterr().err
     assert dataset.labels == () and texts(dataset) == ["|a||b|", "|c||d|"]
     stores = [dataset.split(split) for split in ("train", "validation")]
@@ -203,4 +203,4 @@ def test_numbers_stay_numbers(make, tmp_path, capsys):
     with pytest.raises(DataError, match="has the number 4.2 for a label .*_regression' learns"):
         prepare(make(train=floats))
     with pytest.raises(DataError, match="is generated with classes for labels, but Training.task"):
-        preparation.prepare(make(train="generated:t/3"), False, numbers=True)
+        preparation.NumberPreparation(make(train="generated:t/3"), False).open()

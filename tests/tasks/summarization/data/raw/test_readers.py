@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from brt.data.rows.tally import BadRow
+from brt.data.quarantine import BadRow
 from brt.errors import DataError
 from brt.tasks.summarization import raw
 from brt.tasks.summarization.raw import RAW

@@ -77,7 +77,7 @@ class TextTokenizer:
         return len(self.begin) + (count - 1) * len(self.between) + len(self.end)
 
 
-def load(name: str, setting: str) -> TextTokenizer:
+def load(name: str) -> TextTokenizer:
     """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json."""
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return _bytes()
@@ -86,8 +86,8 @@ def load(name: str, setting: str) -> TextTokenizer:
     if name.endswith(".json"):
         return _with_files(_json(Path(name)), name)
     raise ConfigError(
-        f"{setting} = '{name}' is none of 'bytes', 'path/to/file.model', 'path/to/tokenizer.json', "
-        "'train:VOCAB_SIZE'"
+        f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', "
+        "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
     )
 
 

@@ -1,8 +1,5 @@
-"""Distillation: the trained model learns from the same model that reads with a larger window.
-
-The teacher is a part of the train state, so that a run resumes without the directory of
-Training.init_from: its parameters are an entry of the model state (arrays that are not trained by
-gradients), and its caches are a part of the carry.
+"""The training loss of a segment: next-token cross-entropy, auxiliary losses of layers, and, in
+runs with distillation, the KL divergence from the teacher, a model with a larger window.
 """
 
 import dataclasses
@@ -19,7 +16,9 @@ from brt.errors import CheckpointError
 from brt.layers.runs import ModelState, StackState, new_stack_state, state_axes
 from brt.models.decoder import DecoderOutput, logit_scale, output_weights
 from brt.models.flops import forward_flops_per_token
+from brt.ops.cross_entropy import cross_entropy
 from brt.ops.distillation import summed_divergence
+from brt.tasks.interface import Aux, LossInputs, count_scored
 from brt.tasks.language_modeling import warm_start
 from brt.tasks.language_modeling.forward import predict
 from brt.tasks.weights import Weights
@@ -156,3 +155,35 @@ def new_teacher(config: Config, initialize: Any) -> dict[str, PyTree[Array]]:
     if not distills(config):
         return {}
     return {TEACHER: nn.meta.unbox(initialize(teacher_config(config)))}
+
+
+def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
+    """Returns the loss of a batch, summed over scored tokens, and further results.
+
+    The loss is the cross-entropy, smoothed by Training.label_smoothing, plus the auxiliary losses
+    of layers, plus, in runs with distillation, the weighted divergence from the teacher. The nats
+    of the `Aux` are the cross-entropy alone, without smoothing.
+    """
+    training, batch = config.training, inputs.batch
+    model_state, teacher = split_teacher(inputs.model_state)
+    carry = student_state(inputs.carry)
+    output = predict(config, Variables(params, model_state), carry, batch, inputs.key)
+    total, nats = cross_entropy(
+        output.hidden, output_weights(config.model, params), batch.targets, batch.scored,
+        scale=logit_scale(config.model), chunk=training.loss_chunk,
+        smoothing=training.label_smoothing, implementation=config.kernels.cross_entropy,
+    )  # fmt: skip
+    count = count_scored(batch.scored)
+    # Auxiliary losses are means over tokens. Multiplying them by the number of all tokens, scored
+    # or not, makes their sum independent of the number of devices and microbatches.
+    total += batch.scored.size * sum(output.losses.values(), jnp.zeros(()))
+    losses = {f"loss/{name}": value for name, value in output.losses.items()}
+    state, after = output.state, {**output.model_state, **teacher}
+    if isinstance(inputs.carry, DistillationCarry):
+        nats_apart, teacher_state = divergence(
+            config, params, output, batch, teacher, inputs.carry.teacher
+        )
+        total += config.distillation.weight * nats_apart
+        losses["loss/divergence"] = nats_apart / jnp.maximum(count, 1.0)
+        state = DistillationCarry(state, teacher_state)
+    return total, Aux(nats, count, state, after, {**output.metrics, **losses})

@@ -10,7 +10,7 @@ import pytest
 
 from brt.config import Data
 from brt.data import documents, preparation
-from brt.data.memory.documents import Answer, answers
+from brt.data.memory_tasks import Answer, answers
 from brt.errors import DataError
 
 pytestmark = pytest.mark.slow_cases("tracking", "counting")

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from brt.config import Questions
-from brt.data import sources
-from brt.data.rows import ragged, store
-from brt.data.rows.batches import RowReader, padded
-from brt.data.rows.preparation import Preparation, RowCorpus
-from brt.data.rows.ragged import Ragged
-from brt.data.rows.store import RowStore
-from brt.data.rows.tally import BadRow
+from brt.data import sources, stores
+from brt.data.preparation import Corpus, RowPreparation
+from brt.data.quarantine import BadRow
+from brt.data.readers import RowReader, padded
+from brt.data.stores import Ragged, RowStore
 from brt.errors import DataError
 from brt.types import TextBatch
 
@@ -29,21 +27,22 @@ class DigitStore(RowStore):
         return self.digits.lengths
 
 
-class Dataset(RowCorpus[SimpleNamespace, DigitStore]):
+class Dataset(Corpus[SimpleNamespace, DigitStore]):
     section, rows = "Questions", "integers"
 
 
-class Integers(Preparation):
+class Integers(RowPreparation):
     dataset, kind = Dataset, "integers"
 
     def hashes(self, names):
         return sources.hashes(names)
 
-    def load(self, name):
+    @staticmethod
+    def load(name):
         return SimpleNamespace(fingerprint="0-9")
 
     def open_store(self, directory, encoder):
-        with store.opened(directory) as found:
+        with stores.opened(directory) as found:
             ids, digits = found.columns["ids"], found.ragged("digits")
         return DigitStore(directory=directory, manifest=found.manifest, ids=ids, digits=digits)
 
@@ -57,9 +56,9 @@ class Integers(Preparation):
 
     def write(self, split, directory, tally):
         ids = [*tally.refuse_or_skip(self.read(split), self.section.errors)]
-        digits = ragged.from_rows([np.array([*map(int, word)]) for word in ids], np.dtype(np.int32))
-        facts = {"texts": ["ids"], "rows": tally.report()}
-        store.finish(directory, {**digits.columns("digits"), "ids": ids}, facts)
+        digits = Ragged.from_rows([np.array([*map(int, word)]) for word in ids], np.dtype(np.int32))
+        facts = {"rows": tally.report()}
+        stores.finish(directory, {**digits.columns("digits"), "ids": ids}, facts)
         return f"{len(ids)} integers"
 
 

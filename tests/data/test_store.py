@@ -5,20 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from brt.data.rows import store
+from brt.data import stores
 from brt.errors import DataError
 
 
 def test_a_store_is_compared_with_its_hashes_when_it_is_opened(tmp_path: Path) -> None:
     (tmp_path / "frames.bin").write_bytes(bytes(range(8)))
-    store.finish(tmp_path, {"ids": ["a", "b"], "sizes": np.arange(2)}, {"texts": ["ids"]})
-    with store.opened(tmp_path) as found:
+    stores.finish(tmp_path, {"ids": ["a", "b"], "sizes": np.arange(2)}, {})
+    with stores.opened(tmp_path) as found:
         assert found.columns["ids"] == ("a", "b")
     (tmp_path / "frames.bin").write_bytes(bytes(8))
     with pytest.raises(
         DataError, match=r"^the store .* is damaged \(frames\.bin has the sha256 .*; delete it and"
     ):
-        with store.opened(tmp_path):
+        with stores.opened(tmp_path):
             pass
     with pytest.raises(DataError, match=r"frames\.bin has the sha256"):
-        store.verify(tmp_path)
+        stores.verify(tmp_path)

@@ -12,9 +12,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from brt.data import documents
-from brt.data.rows import tables
-from brt.data.rows.tally import BadRow
+from brt.data import documents, tables
+from brt.data.quarantine import BadRow
 from brt.errors import DataError
 from brt.tasks.summarization.columns import Pair, read
 

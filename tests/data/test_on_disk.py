@@ -8,9 +8,9 @@ import os
 import numpy as np
 import pytest
 
-from brt.data import blocks, manifests, token_store, tokenizers
+from brt.data import lanes, manifests, token_store, tokenizers
 from brt.data.documents import Document
-from brt.data.rows.on_disk import OnDisk
+from brt.data.stores import OnDisk
 from brt.errors import DataError
 
 
@@ -57,11 +57,11 @@ def test_a_token_store_that_is_cut_while_it_is_read_is_damaged_data(tmp_path):
     found = [Document("a", iter(["word " * 5000]))]
     store = token_store.write(tmp_path / "s", found, tokenizers.load("bytes"))
     document = np.zeros((1, 2), np.int32)
-    blocks.gather(store, document, np.array([[300, 301]]), window=64)
+    lanes.gather(store, document, np.array([[300, 301]]), window=64)
     os.truncate(tmp_path / "s/tokens.bin", 4096)
-    blocks.gather(store, document, np.array([[3, 4]]), window=64)
+    lanes.gather(store, document, np.array([[3, 4]]), window=64)
     with pytest.raises(DataError, match=r"tokens\.bin was cut .* before byte .* of 25,000; delete"):
-        blocks.gather(store, document, np.array([[300, 301]]), window=64)
+        lanes.gather(store, document, np.array([[300, 301]]), window=64)
 
 
 def test_the_remedy_names_all_that_was_prepared_together(tmp_path):

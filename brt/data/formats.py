@@ -1,14 +1,63 @@
-"""Detects files that are not text, such as PDFs, archives or databases, by their first bytes.
+"""Tells the formats of files by the suffixes of their names and by their first bytes.
 
-The error names the kind of file, and says how the user can obtain text: with a program that
-extracts the text, or by giving the file the right name.
+The case of letters in suffixes does not matter. Files that are not text, such as PDFs, archives or
+databases, are refused. The error names the kind of file, and says how the user can obtain text:
+with a program that extracts the text, or by giving the file the right name.
 """
 
 import shlex
 from typing import NamedTuple
 
-from brt.data import endings, plain_text
+from brt.data import plain_text
 from brt.data.quarantine import BadRecord
+
+COMPRESSED = (".gz", ".xz", ".zst", ".zstd")
+# Files with these suffixes contain prose, text with markup, or source code.
+TEXT = (
+    ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".c", ".h", ".cc", ".cpp",
+    ".hpp", ".cu", ".cs", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs",
+    ".swift", ".rb", ".php", ".pl", ".lua", ".sh", ".sql", ".r", ".jl", ".hs", ".ml", ".f90",
+)  # fmt: skip
+KINDS = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "json": (".json",),
+    "csv": (".csv",),
+    "tsv": (".tsv",),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "array_record": (".array_record",),
+    "html": (".html", ".htm", ".xhtml"),
+}
+# Files with these suffixes contain many documents, each of which is a record of the file.
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".array_record")
+# If a source is a directory, its files with these suffixes are read as documents.
+DOCUMENTS = (*TEXT, *RECORDS)
+# Files with these suffixes can be read as tables, such as tables of pairs of texts.
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+# Files with these suffixes can be read as questions.
+QUESTIONS = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
+
+
+def compression_suffix(name: str) -> str:
+    """Returns the compression suffix of a file name, such as ".gz"; "" without compression."""
+    return next((ending for ending in COMPRESSED if name.lower().endswith(ending)), "")
+
+
+def without_compression(name: str) -> str:
+    return name.lower().removesuffix(compression_suffix(name))
+
+
+def kind(name: str) -> str:
+    """Returns the format that the name of a file indicates: a key of `KINDS`, or "text" for others.
+
+    Shards of a dataset have a number after the suffix: `a.array_record-00000-of-00002`.
+    """
+    name_inside = without_compression(name)
+    if ".array_record" in name_inside:
+        return "array_record"
+    matches = (kind for kind, endings in KINDS.items() if name_inside.endswith(endings))
+    return next(matches, "text")
+
 
 HEAD = 1024  # This number of bytes at the start of a file is inspected.
 BEGIN = 64  # Binary files have several control characters among this number of bytes.
@@ -89,7 +138,7 @@ _WIDE = (
 
 def refuse(name: str, head: bytes) -> None:
     """Raises BadRecord if the first `HEAD` bytes of a file show that it is not UTF-8 text."""
-    whole = name[: len(name) - len(endings.compression_suffix(name))]
+    whole = name[: len(name) - len(compression_suffix(name))]
     if (detected := _known_signature(head) or _wide(head) or _binary(whole, head)) is None:
         return
     what, remedy = detected

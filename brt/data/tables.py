@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt import untrusted
-from brt.data import contents, endings, json_files, plain_text, sources
-from brt.data.rows.tally import BadRow
+from brt.data import contents, formats, plain_text, sources
+from brt.data.quarantine import BadRow
 from brt.data.sources import File
 from brt.errors import DataError
 
-FORMATS = endings.ROWS
+FORMATS = formats.ROWS
 READ_ROWS = 64  # This number of Parquet or Arrow rows is converted to Python objects at a time.
 
 
@@ -38,23 +38,23 @@ class Table(NamedTuple):
 
 
 def tables(
-    source: str, formats: tuple[str, ...] = FORMATS, header: tuple[str, ...] = ()
+    source: str, suffixes: tuple[str, ...] = FORMATS, header: tuple[str, ...] = ()
 ) -> Iterator[Table]:
     """Yields the tables that belong to a source, which is named as `brt.data.sources` describes.
 
     `header` has the names of the columns of .tsv files, where "" leaves out a column; () reads the
-    names from the first line of each file. A file with another suffix than `formats` raises
+    names from the first line of each file. A file with another suffix than `suffixes` raises
     DataError.
     """
     if source.startswith("tfds:"):
         yield Table(source, _tfds(source))
         return
-    for file in sources.files(source, formats):
-        ending = endings.without_compression(file.path.name)
-        if not ending.endswith(formats):
+    for file in sources.files(source, suffixes):
+        ending = formats.without_compression(file.path.name)
+        if not ending.endswith(suffixes):
             raise DataError(
-                f"{file.name} ends in none of {', '.join(formats)}; all may be compressed "
-                f"({', '.join(endings.COMPRESSED)})"
+                f"{file.name} ends in none of {', '.join(suffixes)}; all may be compressed "
+                f"({', '.join(formats.COMPRESSED)})"
             )
         yield Table(file.name, rows(file, header))
 
@@ -90,7 +90,7 @@ def read(
 
 def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
     """Yields the rows of a file, whose suffix determines the format; `header` is as in `tables`."""
-    match endings.kind(file.path.name):
+    match formats.kind(file.path.name):
         case "parquet" | "arrow":
             return _columnar(file)
         case "csv":
@@ -98,15 +98,15 @@ def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
         case "tsv":
             return _tsv(file, header)
         case _:
-            return _objects(json_files.read(file))
+            return _objects(contents.read_json(file))
 
 
 def json_lines(file: File) -> Iterator[Row]:
     """Yields the rows of a file of JSON lines, whatever the suffix of the file is."""
-    return _objects(json_files.json_lines(file))
+    return _objects(contents.json_lines(file))
 
 
-def _objects(records: Iterable[json_files.Record]) -> Iterator[Row]:
+def _objects(records: Iterable[contents.Record]) -> Iterator[Row]:
     for record in records:
         if record.problem or isinstance(record.value, dict):
             yield Row(record.name, flat(record.value or {}), record.problem)
@@ -146,7 +146,7 @@ def text_value(value: Any, column: str = "") -> str:
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{json_files.not_utf8(error)}{of}") from error
+            raise ValueError(f"{contents.not_utf8(error)}{of}") from error
     if not isinstance(value, str):
         actual = type_name(value) + ("" if value is None else ", not text,")
         raise ValueError(f"has {actual}{inside}")
@@ -222,7 +222,7 @@ def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
         try:
             fields = line.decode("utf-8").removesuffix("\r").split("\t")
         except UnicodeDecodeError as error:
-            yield Row(name, {}, json_files.not_utf8(error))
+            yield Row(name, {}, contents.not_utf8(error))
             continue
         if not names:
             names = unique(file.name, [field.removeprefix(plain_text.MARK) for field in fields])
@@ -248,7 +248,7 @@ def _columnar(file: File) -> Iterator[Row]:
         import pyarrow
     except ImportError as error:
         raise DataError(f"{file.name} needs a library: pip install pyarrow") from error
-    is_parquet = endings.kind(file.path.name) == "parquet"
+    is_parquet = formats.kind(file.path.name) == "parquet"
     number = 0
     try:
         for batch in (_parquet if is_parquet else _arrow)(file):
@@ -288,7 +288,7 @@ def _unpacked(file: File) -> Any:
     """Returns the path of a file, or its content as a stream if the whole file is compressed."""
     import pyarrow as pa
 
-    if not endings.compression_suffix(file.path.name):
+    if not formats.compression_suffix(file.path.name):
         return file.path
     data = contents.no_more_than(untrusted.LARGEST, file.name, contents.content(file))
     return pa.BufferReader(b"".join(data))
