@@ -16,6 +16,7 @@ import abc
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import shutil
 import sys
@@ -55,6 +56,8 @@ from brt.formatting import counted
 
 Encoder = TypeVar("Encoder")
 Opened = TypeVar("Opened")
+Row = TypeVar("Row")
+TOGETHER = 256  # This number of rows is tokenized in parallel.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -272,6 +275,12 @@ class RowPreparation(Preparation):
             origin = f" ({held_out[split]})" if split in held_out else ""
             cache.say(f"prepared {split}{origin}: {line}", self.progress)
         return {"splits": list(splits), "held_out": held_out}
+
+
+def in_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yields rows in lists of at most `TOGETHER`, which are tokenized in parallel."""
+    remaining = iter(rows)
+    return iter(lambda: list(itertools.islice(remaining, TOGETHER)), [])
 
 
 class TokenizedPreparation(Preparation):

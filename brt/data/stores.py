@@ -107,10 +107,6 @@ class Ragged:
         """Length of each row, int64 [rows]."""
         return np.diff(self.offsets)
 
-    def columns(self, name: str) -> dict[str, np.ndarray]:
-        """Returns both arrays, named as a store of rows saves them; see `store.Files.ragged`."""
-        return {name: self.values[:], f"{name}_offsets": self.offsets}
-
     @classmethod
     def checked(cls, values: np.ndarray | OnDisk, offsets: np.ndarray) -> "Ragged":
         """Raises ValueError unless the offsets ascend from 0 to len(values)."""
@@ -122,10 +118,10 @@ class Ragged:
         return cls(values, offsets)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[np.ndarray], dtype: np.dtype) -> "Ragged":
-        """Returns a ragged array of arrays [length of the row, ...] with the same other axes."""
-        empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, dtype)
-        values = np.concatenate([empty, *rows]).astype(dtype)
+    def from_rows(cls, rows: Sequence[np.ndarray]) -> "Ragged":
+        """Returns a ragged array, int32, of arrays [length of the row, ...] with the same axes."""
+        empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, np.int32)
+        values = np.concatenate([empty, *rows]).astype(np.int32)
         return cls(values, row_offsets([len(row) for row in rows]))
 
     @classmethod
@@ -239,12 +235,9 @@ class Files(NamedTuple):
     npz: str  # the name of the file that contains the columns
     columns: Mapping[str, Any]  # by name: arrays, and tuples of texts (or of lists of texts)
 
-    def ragged(self, name: str, offsets: str = "") -> Ragged:
-        """Returns rows of different lengths, whose values and offsets are columns of the store.
-
-        The default of `offsets` is `name` followed by "_offsets".
-        """
-        return Ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
+    def ragged(self, name: str) -> Ragged:
+        """Returns rows of different lengths, whose values and offsets are columns of the store."""
+        return Ragged.checked(self.columns[name], self.columns[f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
         """Returns rows of different lengths, whose values are in a file of their own.
@@ -327,7 +320,7 @@ def check_indices(name: str, places: np.ndarray, counts: int | np.ndarray) -> No
 
 def finish(
     directory: Path,
-    columns: Mapping[str, np.ndarray | Sequence[Any]],
+    columns: Mapping[str, np.ndarray | Ragged | Sequence[Any]],
     facts: Mapping[str, Any],
     *,
     files: Sequence[str] = (),
@@ -337,22 +330,26 @@ def finish(
     """Completes a store: writes the columns, and then the manifest with the hashes of all files.
 
     Args:
-      columns: arrays, and lists that can be written as JSON, by name.
+      columns: arrays, ragged arrays, and lists that can be written as JSON, by name.
       facts: further entries of the manifest, such as counts and settings.
       files: names of existing files whose content is a part of the fingerprint, the hash of
         everything that a model reads or learns.
       identity: bytes that are a part of the fingerprint; b"" uses the content of all columns.
     """
-    arrays = {
-        name: column if isinstance(column, np.ndarray)
-        else np.frombuffer(json.dumps(list(column)).encode(), np.uint8)
-        for name, column in columns.items()
-    }  # fmt: skip
+    arrays: dict[str, np.ndarray] = {}
+    texts = []
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            arrays |= {name: column.values[:], f"{name}_offsets": column.offsets}
+        elif isinstance(column, np.ndarray):
+            arrays[name] = column
+        else:
+            arrays[name] = np.frombuffer(json.dumps(list(column)).encode(), np.uint8)
+            texts.append(name)
     np.savez(directory / npz, **arrays)
     hashes = {path.name: sources.sha256(path) for path in sorted(directory.iterdir())}
     named = "".join(hashes[name] for name in files).encode()
     fingerprint = hashlib.sha256(named + (identity or _content(arrays))).hexdigest()
-    texts = [name for name, column in columns.items() if not isinstance(column, np.ndarray)]
     manifest = {"fingerprint": fingerprint, "texts": texts, **facts, "sha256": hashes}
     manifests.write(directory / "manifest.json", manifest)
 

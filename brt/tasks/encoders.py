@@ -53,6 +53,16 @@ class EncoderTask(Task):
     head: ClassVar[str]  # name of the head in `brt.models.encoder.HEADS`
     frames: ClassVar[bool] = False  # the encoder reads feature vectors instead of tokens
     exports = True
+    # The targets on which Training.label_smoothing would have no effect; "" if it has one.
+    unsmoothed: ClassVar[str] = ""
+
+    def check(self, config: Config) -> None:
+        smoothing = config.training.label_smoothing
+        if self.unsmoothed and smoothing:
+            raise ConfigError(
+                f"Training.label_smoothing = {smoothing} has no effect on {self.unsmoothed}; "
+                "remove it"
+            )
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Also returns the primary metric with exact attention, such as "accuracy_full"."""
@@ -299,7 +309,6 @@ class TimedFunction:
 class HeadResult(NamedTuple):
     """Result of the evaluation of rows of a split with one kind of attention."""
 
-    kind: str  # a value of Attention.kind
     metrics: dict[str, Any]
     summary: str  # a phrase with the most important metrics
     rows: list[dict[str, Any]]  # the predictions as JSON, in the order of the data
@@ -316,6 +325,7 @@ class HeadEvaluator(abc.ABC):
     # Name and format of the metric whose value with exact attention is appended to the summary.
     compared_metric: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8  # number of rows that `sample` reads
+    inputs: ClassVar[str] = "tokens"  # the noun for what the encoder reads, or "frames"
     unit, partial = "row", False
 
     def __init__(self, task: EncoderTask, request: EvaluationRequest):
@@ -355,14 +365,23 @@ class HeadEvaluator(abc.ABC):
         )
 
     @abc.abstractmethod
-    def summarize(
-        self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
-    ) -> HeadResult:
-        """Returns metrics and predictions; `outputs` has each row's results of `forward`."""
+    def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
+        """Returns metrics and predictions.
+
+        `outputs` has each row's results of `forward`, and `seconds` is the time spent in it.
+        """
 
     @abc.abstractmethod
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
         """Returns the lines of a table with a row for each kind of attention."""
+
+    def title(self, report: dict[str, Any], count: str, noun: str = "") -> str:
+        """Returns a phrase with the number of rows, which is the metric `count`.
+
+        The `noun` for rows is the name of the metric by default.
+        """
+        left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
+        return f"{report[count]:,} {noun or count}{left_out}"
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
@@ -402,20 +421,28 @@ class HeadEvaluator(abc.ABC):
             for i in rows:
                 outputs[int(batch.row[i])] = tuple(x[i] for x in arrays)
             control.progress(len(rows))
-        return self.summarize(config, dict(sorted(outputs.items())), timed)
+        result = self.summarize(dict(sorted(outputs.items())), timed.seconds)
+        metrics = {
+            "attention": config.attention.kind,
+            **result.metrics,
+            "left_out": self.store.manifest["rows"]["bad"],
+            **timed.speed(self.inputs),
+        }
+        return result._replace(metrics=metrics)
 
     def _report(self, results: list[HeadResult]) -> EvaluationResult:
         first, (name, form) = results[0], self.compared_metric
         report = {**first.metrics, "trained_with": self._trained}
         summary = first.summary
         for other in results[1:]:
-            report[f"{name}_{other.kind}"] = other.metrics[name]
-            summary += f" ({other.kind}: {form.format(other.metrics[name])})"
-        shown = [first.shown[i] for i in example_indices(len(first.shown))]
+            kind = other.metrics["attention"]
+            report[f"{name}_{kind}"] = other.metrics[name]
+            summary += f" ({kind}: {form.format(other.metrics[name])})"
+        shown, kind = example_indices(len(first.shown)), first.metrics["attention"]
         return EvaluationResult(
             report, summary, {"predictions": first.rows},
-            "\n".join([*self.table(report, results), "", *shown]),
-            name="" if first.kind == self._trained else f"_{first.kind}",
+            "\n".join([*self.table(report, results), "", *(first.shown[i] for i in shown)]),
+            name="" if kind == self._trained else f"_{kind}",
         )  # fmt: skip
 
 
@@ -433,5 +460,5 @@ def metric_table(
     for result in results:
         cells = "".join(f"{forms[name].format(result.metrics[name]):>16}" for name in shown)
         speed = result.metrics["tokens_per_second"]
-        lines.append(f"{result.kind:<20}{cells}{speed:>12,.0f}")
+        lines.append(f"{result.metrics['attention']:<20}{cells}{speed:>12,.0f}")
     return lines

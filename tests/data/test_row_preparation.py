@@ -56,9 +56,9 @@ class Integers(RowPreparation):
 
     def write(self, split, directory, tally):
         ids = [*tally.refuse_or_skip(self.read(split), self.section.errors)]
-        digits = Ragged.from_rows([np.array([*map(int, word)]) for word in ids], np.dtype(np.int32))
+        digits = Ragged.from_rows([np.array([*map(int, word)]) for word in ids])
         facts = {"rows": tally.report()}
-        stores.finish(directory, {**digits.columns("digits"), "ids": ids}, facts)
+        stores.finish(directory, {"digits": digits, "ids": ids}, facts)
         return f"{len(ids)} integers"
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Config
 from brt.ops.spans import best_spans, span_nats
-from brt.tasks.encoders import HeadEvaluator, HeadResult, TimedFunction, metric_table
+from brt.tasks.encoders import HeadEvaluator, HeadResult, metric_table
 from brt.tasks.extractive_qa import squad
 from brt.tasks.extractive_qa.preparation import QuestionStore
 from brt.types import TextBatch
@@ -63,9 +63,7 @@ class AnswerEvaluator(HeadEvaluator):
     def extra_inputs(self, batch: TextBatch) -> tuple[np.ndarray, ...]:
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
-    def summarize(
-        self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
-    ) -> HeadResult:
+    def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
         section, store = self.section, self.store
         windows: dict[int, list[WindowPrediction]] = {}
         for row, arrays in outputs.items():
@@ -82,24 +80,16 @@ class AnswerEvaluator(HeadEvaluator):
             rows.append({**asked, **answer, "answers": golds, "exact_match": exact, "f1": f1})
         nats = sum(window.nats for group in windows.values() for window in group)
         metrics = {
-            "attention": config.attention.kind,
             **average_scores(rows),
             "windows": len(outputs),
             "bits_per_place": nats / math.log(2) / max(2 * len(outputs), 1),
-            "left_out": store.manifest["rows"]["bad"],
-            **timed.speed("tokens"),
         }
         metrics |= {"score": metrics["f1"], "score_name": "f1"}
         summary = f"exact match {metrics['exact_match']:.2f} %, F1 {metrics['f1']:.2f} %"
-        return HeadResult(
-            config.attention.kind, metrics, summary, rows, [_shown(row) for row in rows]
-        )
+        return HeadResult(metrics, summary, rows, [_shown(row) for row in rows])
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
-        title = (
-            f"{report['questions']:,} questions{left_out}, trained with {report['trained_with']}"
-        )
+        title = f"{self.title(report, 'questions')}, trained with {report['trained_with']}"
         forms = {"exact_match": "{:.2f} %", "f1": "{:.2f} %", "bits_per_place": "{:.4f}"}
         return [f"{title} attention", "", *metric_table(report, results, forms)]
 

@@ -6,17 +6,16 @@ store is a window together with a question.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from brt import config
 from brt.data import generated, stores
-from brt.data.preparation import Corpus, TextPreparation
+from brt.data.preparation import Corpus, TextPreparation, in_groups
 from brt.data.quarantine import BadRow, Tally
 from brt.data.stores import Ragged, RowStore
 from brt.data.text_tokenizers import Encoding, TextTokenizer
@@ -27,7 +26,6 @@ from brt.tasks.extractive_qa.squad import Answer, Question
 # generated text changes, so that data in the cache are prepared again.
 VERSION = 1
 KEYS, VALUES, FILLERS = 24, 36, 36
-TOGETHER = 64  # This number of questions is tokenized in parallel.
 
 
 def questions(source: str) -> Iterator[Question]:
@@ -243,7 +241,7 @@ class QuestionPreparation(TextPreparation):
         context_of, questions, rows = [], [], []
         cut = 0
         located = tally.refuse_or_skip(_located(self.read(split), contexts), section.errors)
-        for group in iter(lambda: list(itertools.islice(located, TOGETHER)), []):
+        for group in in_groups(located):
             encoded = tokenizer.encode([question.text for question, *_ in group])
             for (question, context, answer), encoding in zip(group, encoded, strict=True):
                 ids = encoding.ids[: section.max_question_length]
@@ -253,25 +251,21 @@ class QuestionPreparation(TextPreparation):
                 valid.append(question)
                 context_of.append(context)
                 questions.append(ids)
-        ragged_columns = {
-            "contexts": [encoding.ids for encoding in contexts.encodings],
-            "spans": [encoding.spans for encoding in contexts.encodings],
-            "questions": questions,
-        }
-        table, columns = np.array(rows, np.int32), {}
-        for name, arrays in ragged_columns.items():
-            columns |= Ragged.from_rows(arrays, np.dtype(np.int32)).columns(name)
-        columns |= {"context_of": np.array(context_of, np.int32), "rows": table}
-        texts: dict[str, list[Any]] = {
+        table, encodings = np.array(rows, np.int32), contexts.encodings
+        columns = {
+            "contexts": Ragged.from_rows([encoding.ids for encoding in encodings]),
+            "spans": Ragged.from_rows([encoding.spans for encoding in encodings]),
+            "questions": Ragged.from_rows(questions),
+            "context_of": np.array(context_of, np.int32),
+            "rows": table,
             "ids": [q.id for q in valid],
             "asked": [q.text for q in valid],
             "answers": [[answer.text for answer in q.answers] for q in valid],
             "texts": list(contexts.indices),
         }
-        facts = {"rows": tally.report(), "cut": cut}
-        stores.finish(directory, columns | texts, facts)
-        without, text_count = sum(not q.answers for q in valid), len(contexts.encodings)
-        line = f"{len(valid):,} questions about {text_count:,} texts, {len(rows):,} windows"
+        stores.finish(directory, columns, {"rows": tally.report(), "cut": cut})
+        without = sum(not q.answers for q in valid)
+        line = f"{len(valid):,} questions about {len(encodings):,} texts, {len(rows):,} windows"
         line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
         line += f"; {without:,} without an answer" if without else ""
         return line + (f"; cut {cut:,} questions" if cut else "")

@@ -6,7 +6,6 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
 from brt.data.readers import TextReader
-from brt.errors import ConfigError
 from brt.ops.spans import span_nats
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
@@ -24,7 +23,7 @@ class ExtractiveQa(EncoderTask):
     """
 
     name = "extractive_qa"
-    head = "spans"
+    head, unsmoothed = "spans", "spans"
     sections = TASK_SECTIONS["extractive_qa"]
     data, preparation = "questions", QuestionPreparation
     row_reader = TextReader
@@ -36,11 +35,7 @@ class ExtractiveQa(EncoderTask):
     table_metrics = (SCORE,)
 
     def check(self, config: Config) -> None:
-        smoothing = config.training.label_smoothing
-        if smoothing:
-            raise ConfigError(
-                f"Training.label_smoothing = {smoothing} has no effect on spans; remove it"
-            )
+        super().check(config)
         self.check_encoder(config, ("Data.max_length", config.questions.max_length))
 
     def loss(

@@ -20,7 +20,7 @@ from rapidfuzz.distance import Levenshtein
 from brt.config import Config
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
-from brt.tasks.encoders import HeadEvaluator, HeadResult, TimedFunction
+from brt.tasks.encoders import HeadEvaluator, HeadResult
 from brt.tasks.speech_recognition.preparation import units
 from brt.types import SpeechBatch
 
@@ -78,6 +78,7 @@ class TranscriptEvaluator(HeadEvaluator):
     """
 
     compared_metric, sampled = ("token_error_rate", "{:.2f} %"), 1
+    inputs = "frames"
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """The function maps the parameters and a batch to the log probabilities of the tokens at
@@ -93,22 +94,40 @@ class TranscriptEvaluator(HeadEvaluator):
 
         return read
 
-    def summarize(
-        self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
-    ) -> HeadResult:
-        kind, rows = config.attention.kind, list(outputs)
+    def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
+        """Computes the metrics of all utterances together.
+
+        Error rates are the fewest edits of tokens or words, in percent of the reference. Bits are
+        -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
+        byte. Tokens that do not occur in training are scored as the unknown token.
+        """
         transcripts = [
             self._transcript(row, log_probs, float(nats))
             for row, (log_probs, nats) in outputs.items()
         ]
-        metrics = self._metrics(kind, transcripts, rows, timed)
+        tokens = sum_errors(t.token_errors for t in transcripts)
+        words = sum_errors(t.word_errors for t in transcripts)
+        bits = sum(t.nats for t in transcripts) / math.log(2)
+        audio = float(self.store.seconds[list(outputs)].sum())
+        size = sum(len(t.reference.encode()) for t in transcripts)
+        metrics = {
+            "utterances": len(transcripts),
+            "token_error_rate": 100 * tokens.rate,
+            "word_error_rate": 100 * words.rate,
+            "token_errors": tokens._asdict(),
+            "word_errors": words._asdict(),
+            "bits_per_token": bits / max(tokens.reference, 1),
+            "bits_per_byte": bits / max(size, 1),
+            "audio_seconds": audio,
+            "seconds_per_audio_second": seconds / max(audio, 1e-9),
+            "beams": self.section.beams,
+        }
         summary = (
             f"{metrics['token_error_rate']:.2f} % token errors, "
             f"{metrics['word_error_rate']:.2f} % word errors"
         )
-        return HeadResult(
-            kind, metrics, summary, [_row(t) for t in transcripts], [shown(t) for t in transcripts]
-        )
+        rows, texts = [_row(t) for t in transcripts], [shown(t) for t in transcripts]
+        return HeadResult(metrics, summary, rows, texts)
 
     def _transcript(self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float) -> Transcript:
         log_probs = log_probs[: int(self.store.lengths[row])]
@@ -123,42 +142,10 @@ class TranscriptEvaluator(HeadEvaluator):
             word_errors=count_errors(said.split(), heard.split()),
         )  # fmt: skip
 
-    def _metrics(
-        self, kind: str, transcripts: list[Transcript], rows: list[int], timed: TimedFunction
-    ) -> dict[str, Any]:
-        """Computes the metrics of all utterances together, as JSON.
-
-        Error rates are the fewest edits of tokens or words, in percent of the reference. Bits are
-        -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
-        byte. Tokens that do not occur in training are scored as the unknown token.
-        """
-        tokens = sum_errors(t.token_errors for t in transcripts)
-        words = sum_errors(t.word_errors for t in transcripts)
-        bits = sum(t.nats for t in transcripts) / math.log(2)
-        audio = float(self.store.seconds[rows].sum())
-        size = sum(len(t.reference.encode()) for t in transcripts)
-        speed = timed.speed("frames")
-        return {
-            "attention": kind,
-            "utterances": len(transcripts),
-            "left_out": self.store.manifest["rows"]["bad"],
-            "token_error_rate": 100 * tokens.rate,
-            "word_error_rate": 100 * words.rate,
-            "token_errors": tokens._asdict(),
-            "word_errors": words._asdict(),
-            "bits_per_token": bits / max(tokens.reference, 1),
-            "bits_per_byte": bits / max(size, 1),
-            "audio_seconds": audio,
-            "seconds_per_audio_second": speed["seconds"] / max(audio, 1e-9),
-            "beams": self.section.beams,
-            **speed,
-        }
-
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
-        left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         lines = [
-            f"{report['utterances']:,} utterances{left_out}, "
+            f"{self.title(report, 'utterances')}, "
             f"{report['audio_seconds'] / 60:,.1f} minutes, "
             f"{report['token_errors']['reference']:,} tokens; {how}, trained with "
             f"{report['trained_with']} attention",
@@ -169,8 +156,8 @@ class TranscriptEvaluator(HeadEvaluator):
         for result in results:
             m = result.metrics
             lines.append(
-                f"{result.kind:<20}{m['token_error_rate']:>12.2f} %{m['word_error_rate']:>12.2f} %"
-                f"{m['bits_per_token']:>12.3f}{1000 * m['seconds_per_audio_second']:>9.2f} ms"
+                f"{m['attention']:<20}{m['token_error_rate']:>12.2f} %"
+                f"{m['word_error_rate']:>12.2f} %{m['bits_per_token']:>12.3f}{1000 * m['seconds_per_audio_second']:>9.2f} ms"
             )
         return [*lines, "", "encoder: time for a second of speech"]
 

@@ -126,7 +126,7 @@ class SpeechStore(RowStore):
     def open(cls, directory: Path | str) -> "SpeechStore":
         with stores.opened(directory, facts=_FACTS) as opened:
             values = opened.on_disk("features.bin", FLOAT, opened.columns["values"], "utterances")
-            targets = opened.ragged("targets", "target_offsets")
+            targets = opened.ragged("targets")
             columns = {name: opened.columns[name] for name in (*TEXTS, "frames")}
             opened.check("utterances", targets, *columns.values())
             width = opened.manifest["width"]
@@ -251,15 +251,10 @@ class SpeechPreparation(RowPreparation):
             self.tokenizer = Vocabulary.of(self.section.unit, columns["transcripts"])
             name, content = self.tokenizer.file
             (directory.parent / name).write_bytes(content)
-        ids = [self.tokenizer.encode(text) for text in columns["transcripts"]]
-        targets = Ragged.from_rows(ids, np.dtype(np.int32))
-        arrays = {
-            "values": writer.offsets,
-            "targets": targets.values[:],
-            "target_offsets": targets.offsets,
-        }
+        targets = Ragged.from_rows([*map(self.tokenizer.encode, columns["transcripts"])])
         fingerprint = self.tokenizer.fingerprint
-        identity = b"".join(array.astype("<i8").tobytes() for array in arrays.values())
+        numbers = writer.offsets, targets.values[:], targets.offsets
+        identity = b"".join(array.astype("<i8").tobytes() for array in numbers)
         frames = np.array(columns["frames"], np.int64)
         facts = {
             "vocabulary": fingerprint,
@@ -272,8 +267,8 @@ class SpeechPreparation(RowPreparation):
             "rows": tally.report(),
         }
         stores.finish(
-            directory, {**arrays, **columns, "frames": frames}, facts, files=("features.bin",),
-            identity=fingerprint.encode() + identity,
+            directory, {"values": writer.offsets, "targets": targets, **columns, "frames": frames},
+            facts, files=("features.bin",), identity=fingerprint.encode() + identity,
         )  # fmt: skip
         minutes = frames.sum() * self.section.shift_ms / 60_000
         return (

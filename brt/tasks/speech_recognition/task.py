@@ -41,7 +41,7 @@ class SpeechRecognition(EncoderTask):
     """
 
     name = "speech_recognition"
-    head = "ctc"
+    head, unsmoothed = "ctc", "CTC"
     frames = True
     sections = TASK_SECTIONS["speech_recognition"]
     data, preparation = "speech", SpeechPreparation
@@ -53,13 +53,6 @@ class SpeechRecognition(EncoderTask):
         Metric("word_error_rate", "word errors %", ".2f"),
     )
     table_metrics = (Metric("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
-
-    def check(self, config: Config) -> None:
-        smoothing = config.training.label_smoothing
-        if smoothing:
-            raise ConfigError(
-                f"Training.label_smoothing = {smoothing} has no effect on CTC; remove it"
-            )
 
     def sizes_are_configured(self, config: Config) -> bool:
         """The number of features of a frame must be configured, too."""

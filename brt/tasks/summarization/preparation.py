@@ -16,7 +16,6 @@ A store is a directory with these files, which have a row for each pair:
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import numpy as np
 
 from brt import config
 from brt.data import manifests, stores, tables, tokenizer_training
-from brt.data.preparation import Corpus, RowPreparation, TokenizedPreparation
+from brt.data.preparation import Corpus, RowPreparation, TokenizedPreparation, in_groups
 from brt.data.quarantine import BadRow, Tally
 from brt.data.readers import RowReader, padded
 from brt.data.stores import Ragged, RowStore
@@ -36,7 +35,6 @@ from brt.tasks.summarization.columns import Columns, Pair
 from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.types import PairBatch
 
-TOGETHER = 64  # This number of pairs is tokenized in parallel.
 TEXTS = ("source", "target", "reference")
 _FACTS = {
     **dict.fromkeys(("pairs", "max_source_length", "max_target_length"), int),
@@ -188,8 +186,7 @@ def _write_texts(
             name: stack.enter_context(stores.RaggedWriter(directory / f"{name}.bin", kind))
             for name, kind in zip(TEXTS, (dtype, dtype, np.dtype(np.uint8)), strict=True)
         }
-        remaining = iter(pairs)
-        while group := list(itertools.islice(remaining, TOGETHER)):
+        for group in in_groups(pairs):
             sources = encoder.sources([pair.source for pair in group])
             targets = encoder.targets([pair.target for pair in group])
             for name, texts in (("source", sources), ("target", targets)):

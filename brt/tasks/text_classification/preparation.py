@@ -6,7 +6,6 @@ or have common names such as "sentence" and "label".
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from jaxtyping import Float, Int
 from brt import config
 from brt.config.checks import column
 from brt.data import generated, stores, tables
-from brt.data.preparation import Corpus, TextPreparation
+from brt.data.preparation import Corpus, TextPreparation, in_groups
 from brt.data.quarantine import BadRow, Tally
 from brt.data.stores import Ragged, RowStore
 from brt.data.tables import Row
@@ -43,7 +42,6 @@ IDS = ("id", "idx", "index")
 # generated text changes, so that data in the cache are prepared again.
 VERSION = 1
 FILLERS, GENERATED_LABELS, WORDS = 60, ("animal", "plant", "stone"), 6
-TOGETHER = 512  # This number of rows is tokenized in parallel.
 
 
 class Example(NamedTuple):
@@ -278,7 +276,7 @@ class SentencePreparation(TextPreparation):
         section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
         tokens, labels, ids, cut = [], [], [], 0
         rows = tally.refuse_or_skip(_known(self.read(split), self._labels), section.errors)
-        for group in iter(lambda: list(itertools.islice(rows, TOGETHER)), []):
+        for group in in_groups(rows):
             for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
                 shortened = truncate_texts(parts, limit - tokenizer.special_count(len(parts)))
                 cut += sum(map(len, shortened)) < sum(map(len, parts))
@@ -295,10 +293,13 @@ class SentencePreparation(TextPreparation):
                 f"Data.{split} = {getattr(section, split)} has one label only, "
                 f"{self._labels[0]!r}; name sources with two at least"
             )
-        texts = {"ids": ids, "labels": self._labels}
-        facts = {"rows": tally.report(), "cut": cut}
-        content = Ragged.from_rows(tokens, np.dtype(np.int32)).columns("tokens")
-        stores.finish(directory, {**content, "targets": targets, **texts}, facts)
+        columns = {
+            "tokens": Ragged.from_rows(tokens),
+            "targets": targets,
+            "ids": ids,
+            "labels": self._labels,
+        }
+        stores.finish(directory, columns, {"rows": tally.report(), "cut": cut})
         text = f"{len(ids):,} sentences ({counts}), {sum(map(len, tokens)):,} tokens"
         return text + (f"; cut {cut:,} to {limit} tokens" if cut else "")
 

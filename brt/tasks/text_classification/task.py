@@ -37,6 +37,7 @@ class TextClassification(EncoderTask):
     evaluator_class: ClassVar[type[SentenceEvaluator]] = Classifier
 
     def check(self, config: Config) -> None:
+        super().check(config)
         self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
 
     def sizes_are_configured(self, config: Config) -> bool:
@@ -103,14 +104,10 @@ class TextRegression(TextClassification):
         Metric("root_mean_square_error", "root mean square error", ".3f"),
     )
     preparation, evaluator_class = NumberPreparation, Regressor
+    unsmoothed = "regression"
 
     def check(self, config: Config) -> None:
-        smoothing, labels = config.training.label_smoothing, config.sentences.labels
-        if smoothing:
-            raise ConfigError(
-                f"Training.label_smoothing = {smoothing} has no effect on regression; remove it"
-            )
-        if labels:
+        if labels := config.sentences.labels:
             raise ConfigError(
                 f"Sentences.labels = {labels} is for classes; regression reads numbers"
             )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from brt import config
+from brt.data.preparation import TOGETHER
 from brt.data.stores import OnDisk
 from brt.errors import DataError
 from brt.tasks.summarization import preparation, tokenization
@@ -20,7 +21,7 @@ def tokenizer(request):
 def pairs(lines):
     return [
         Pair(f"f:{i}", f"id é {i}", " ".join(lines[i : i + 1 + i % 5]), f"{lines[i][:150]} é\n")
-        for i in range(preparation.TOGETHER + 20)
+        for i in range(TOGETHER + 20)
     ]
 
 
