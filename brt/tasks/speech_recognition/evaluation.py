@@ -155,9 +155,10 @@ class TranscriptEvaluator(HeadEvaluator):
         ]
         for result in results:
             m = result.metrics
+            cells = f"{m['token_error_rate']:>12.2f} %{m['word_error_rate']:>12.2f} %"
+            milliseconds = 1000 * m["seconds_per_audio_second"]
             lines.append(
-                f"{m['attention']:<20}{m['token_error_rate']:>12.2f} %"
-                f"{m['word_error_rate']:>12.2f} %{m['bits_per_token']:>12.3f}{1000 * m['seconds_per_audio_second']:>9.2f} ms"
+                f"{m['attention']:<20}{cells}{m['bits_per_token']:>12.3f}{milliseconds:>9.2f} ms"
             )
         return [*lines, "", "encoder: time for a second of speech"]
 
