@@ -4,7 +4,10 @@ A document of n tokens takes ceil(n / window) blocks; the rest of the last block
 epoch shuffles the documents, concatenates their blocks, and cuts this sequence into equal parts,
 one for each lane. A lane may therefore begin inside of a document. The model reads the first block
 of such a lane without the state and cache of the preceding tokens, but the first input is the
-preceding token. `blocks.gather` says what inputs and targets are.
+preceding token. `gather` says what inputs and targets are.
+
+A block consists of `window` consecutive tokens of a document, which a model reads at once. With a
+curriculum, training begins with easy documents, and harder documents are added later.
 """
 
 import dataclasses

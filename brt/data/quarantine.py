@@ -1,4 +1,7 @@
-"""The quarantine: a list of documents that could not be read and are left out of a store."""
+"""Documents and rows that cannot be used: they raise an error, or are counted and left out.
+
+The quarantine is a list of the documents that are left out of a store.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Iterator

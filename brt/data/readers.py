@@ -1,8 +1,14 @@
-"""The base class of readers, which return the batch of any training step.
+"""Base classes of readers, which return the batch of any training step.
 
 An epoch is one pass over all data, in an order that the seed and the number of the epoch determine.
 A batch depends only on the seed and the number of the step, so a resumed run can continue at any
 step without reading the batches before.
+
+Batches of rows consist of rows of similar length, padded to one of a few lengths (the buckets). A
+row is put into the bucket of the shortest length that the row does not exceed, and a bucket with
+`batch_size` rows becomes a batch. Rows that are left at the end of the epoch move to buckets of
+longer rows. Therefore only one batch of an epoch may have empty rows, and an epoch has
+ceil(rows / batch_size) batches, whatever the buckets are.
 """
 
 import abc

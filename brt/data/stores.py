@@ -1,8 +1,20 @@
-"""Arrays in files, of which only the requested parts are read.
+"""Stores: the prepared data of a split on disk, and arrays in files.
+
+A store of rows is a directory:
+
+    *.bin           rows of different lengths that may not fit into memory, one after another
+    rows.npz        the columns: arrays with an element for each row, offsets of the rows in *.bin,
+                    and lists of texts, which are JSON in UTF-8
+    manifest.json   sources, settings, rows that were left out, counts and hashes; written last
 
 Files are not memory-mapped. If a memory-mapped file is truncated, reading a missing page kills the
 process. An ordinary read of a truncated file returns too few bytes, which can be reported as an
 error.
+
+The files of a store are compared with their hashes, and read again only if they have changed. After
+a file was found to have the right hash, an empty file (the seal) is created in the cache. The name
+of the seal is a hash of the file's expected hash, size, times and inode. After any change of the
+file, the seal would have another name, so no seal is found and the file is read again.
 """
 
 import contextlib

@@ -7,7 +7,21 @@ A store is a directory:
                     [documents]; names, a JSON list in UTF-8
     manifest.json   counts, settings and hashes; written last
 
-The directory is renamed into place when it is complete.
+Documents are encoded chunk by chunk. The chunks of several documents are encoded together, so that
+all cores are used for short documents, too. While a thread encodes some chunks, the caller's thread
+reads the next ones.
+
+Until the store is complete, its content is in files of a directory of its own, so that a killed
+process loses only its last documents:
+
+    tokens.bin     the tokens of all documents
+    counts.bin     int64 [documents, 5]: tokens, bytes, characters, words and lost bytes
+    names.jsonl    the name of each document as JSON
+    digests.bin    the SHA-256 of the text of each document, 32 bytes
+    progress.json  the sizes of these files at the last commit, and counts
+
+If that directory has a file progress.json, a new writer cuts the files to the sizes that it names,
+and continues there.
 """
 
 import contextlib

@@ -1,4 +1,13 @@
-"""Tokenizers of language models: bytes, sentencepiece models, and byte-level BPE."""
+"""Tokenizers of language models: bytes, sentencepiece models, and byte-level BPE.
+
+Documents may be larger than the memory, so text is encoded in chunks. `cut` chooses the ends of the
+chunks so that they depend on the text only, and not on the sizes of the parts in which the text is
+read.
+
+Byte-level BPE, as used by GPT-2 and RoBERTa, is read from a tokenizer.json. It represents every
+byte of a text, so that decoding returns the text exactly. Files whose settings would change texts
+are refused; only the normalizer NFC is accepted.
+"""
 
 import abc
 import codecs

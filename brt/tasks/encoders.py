@@ -1,4 +1,8 @@
-"""Base class of encoder tasks: forward pass, vocabulary, warm starts, and timing of evaluations."""
+"""Base classes of encoder tasks, and of evaluators of encoders with a head, such as a classifier.
+
+A model is evaluated with the kind of attention that its config names, and on request also with the
+exact attention that this kind approximates.
+"""
 
 import abc
 import dataclasses

@@ -118,7 +118,7 @@ class Document(NamedTuple):
     pieces: Sequence[bytes]  # the bytes of each of the T tokens
     nats: np.ndarray  # float64 [T], nats in the first model
     other: np.ndarray  # float64 [T], nats in the other model
-    classes: np.ndarray  # int [T], class of each token; see `terms`
+    classes: np.ndarray  # int [T], class of each token; see `token_classes`
 
 
 def page_html(documents: Sequence[Document], *, other: str, without: str | None) -> str:

@@ -3,7 +3,8 @@
 Every document of a split is read once from start to end, and caches and states are carried from
 segment to segment. Every token is scored; the first token of a document is predicted from BOS. Each
 metric is the sum of all nats divided by an exact count. Documents of memory tasks, which ask for
-facts that they have stated before, have further metrics (see `answers`). A single text can be
+facts that they have stated before, have further metrics (see `answers`). Language models
+with an end token are also evaluated on the ends of documents. A single text can be
 scored as one document, and texts are generated during training for people to look at.
 
 In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N

@@ -1,5 +1,12 @@
-"""The training loss of a segment: next-token cross-entropy, auxiliary losses of layers, and, in
-runs with distillation, the KL divergence from the teacher, a model with a larger window.
+"""The training loss of a language model.
+
+It consists of next-token cross-entropy, auxiliary losses of layers, and, in runs with distillation,
+the KL divergence from a teacher.
+
+In runs with distillation, the trained model learns from the same model that reads with a larger
+window. This teacher is a part of the train state, so that a run resumes without the directory of
+Training.init_from: its parameters are an entry of the model state (arrays that are not trained by
+gradients), and its caches are a part of the carry.
 """
 
 import dataclasses

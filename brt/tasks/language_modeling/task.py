@@ -1,4 +1,7 @@
-"""The language modeling task: predict each token of a document from the tokens before it."""
+"""The language modeling task: predict each token of a document from the tokens before it.
+
+The module also generates text with a language model, and exports one to Hugging Face's format.
+"""
 
 import dataclasses
 import shlex

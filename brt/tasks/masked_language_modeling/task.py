@@ -1,4 +1,12 @@
-"""The masked language modeling task: predict masked tokens from the tokens on both sides."""
+"""The masked language modeling task: predict masked tokens from the tokens on both sides.
+
+Only masked tokens pass through the head. In an evaluation, every document of a split is read once,
+each segment independently. The choice of masked tokens and the random numbers of attention are the
+same in every evaluation.
+
+In shapes, B is the number of segments in a batch, R the number of masked tokens of a segment, and D
+the width of the model.
+"""
 
 import dataclasses
 import math

@@ -8,6 +8,21 @@ frames), `ids`, `transcripts` and, optionally, `speakers` have an element for ea
 
 A table (.tsv) has a line for each wav file. The header names the columns `file` and `transcript`,
 and optionally `speaker` and `split`.
+
+Kaldi's data directories list utterances with wav files or archives of features. Such a directory
+has the tables `text` (the transcript of each utterance), `wav.scp` (its wav file) or `feats.scp`
+(the place of its features in an archive), and optionally `utt2spk` (its speaker).
+
+Generated speech is for tests and examples, and the same on every machine. The transcript of an
+utterance consists of six to eight words from a fixed lexicon of 40 words. A word has two to four
+letters, and there are twelve different letters. Neighbouring letters of a word differ. Each letter
+sounds like a vowel: two peaks in a spectrum of 20 bands, over three to nine frames, with a
+transition to the next letter. A space between words is silent. Each speaker shifts all peaks up or
+down, and the shifts of two speakers may differ by more than the distance between the peaks of
+different letters. Therefore a single frame does not determine its letter, and the model needs the
+rest of the utterance. Speakers also differ in loudness, and noise is added.
+
+In shapes, X is the number of frames, and F = 20 the number of bands of generated speech.
 """
 
 import hashlib

@@ -16,6 +16,13 @@ compare the two. The package itself takes too long for evaluations. On one core 
 
 The package fills the table of a longest common subsequence cell by cell; this module computes a row
 of the table with a few operations on integers.
+
+The stemmer is Porter's with the extensions of NLTK, which ROUGE scorers in Python use. M. F.
+Porter, "An algorithm for suffix stripping", Program 14 (1980) 130-137. A word has the form
+[C](VC)^m[V], where C and V are sequences of consonants and of vowels; the number m is called the
+measure of the word. A rule replaces a suffix if the measure of the letters before the suffix is
+large enough. NLTK adds irregular words, rules for short words (died -> die) and for y after a
+consonant (cry -> cri, enjoy -> enjoy), and the suffixes -fulli and -logi.
 """
 
 import re

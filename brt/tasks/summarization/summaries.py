@@ -1,6 +1,8 @@
-"""Generates summaries of documents: those of a store, or those that users type or pass as files.
+"""The forward pass of summarization, and the generation of summaries of documents.
 
-In shapes, B is the number of documents in a batch and X their padded number of tokens.
+The documents are those of a store, or those that users type or pass as files. In shapes, B is the
+number of pairs in a batch, X the padded number of tokens of a document, T that of a summary, and D
+the width of the model.
 """
 
 import dataclasses

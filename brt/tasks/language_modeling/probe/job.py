@@ -1,7 +1,8 @@
-"""Runs all probes of a checkpoint, which measure how the predictions depend on the memory.
+"""Runs all probes of a checkpoint, and shows their results as text and plots.
 
-The probes are interventions (a text is read while a part of the memory is replaced before every
-segment), gradients through the recurrent states, and the retention of perturbed states.
+The probes measure how the predictions depend on the memory. They are interventions (a text is read
+while a part of the memory is replaced before every segment), gradients through the recurrent
+states, and the retention of perturbed states.
 """
 
 import math
