@@ -27,12 +27,6 @@ def write(path, content):
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_compressed_and_plain_files_give_back_their_text(tmp_path, ending):
-    path = write(tmp_path / f"a.txt{ending}", COMPRESS[ending](TEXT.encode()))
-    assert read(path) == [(str(path), TEXT)]
-
-
-@pytest.mark.parametrize("ending", COMPRESS)
 def test_jsonl_line_is_a_document(tmp_path, ending):
     lines = "\n".join(json.dumps({"body": text}) for text in (TEXT, "second")) + "\n\n"
     path = write(tmp_path / f"a.jsonl{ending}", COMPRESS[ending](lines.encode()))
@@ -104,28 +98,6 @@ def test_zst_without_its_library_says_what_to_install(tmp_path, monkeypatch):
 def test_a_file_without_text_is_refused(tmp_path, content):
     with pytest.raises(DataError, match=r"a\.txt has no text"):
         read(write(tmp_path / "a.txt", content))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{'text': 1}", r"a\.jsonl:2 is not JSON: .* at column 2"),
-        (
-            '{"txt": "b"}',
-            r"a\.jsonl:2 has no field 'text'; name one of \['txt'\] with Data.columns = ",
-        ),
-        ('{"text": 5}', r"a\.jsonl:2: the field 'text' is int, not text"),
-        ('["text"]', r"a\.jsonl:2 is not an object with a field 'text'"),
-        ('{"text": " "}', r"a\.jsonl:2 has no text"),
-        ('{"text": "a\\ud800"}', r"a\.jsonl:2 has half a surrogate pair at character 1"),
-        (b'{"text": "\xff"}', r"a\.jsonl:2 is not UTF-8 at byte 10 \(0xff\)"),
-    ],
-)
-def test_a_bad_jsonl_line_is_named(tmp_path, line, message):
-    line = line if isinstance(line, bytes) else line.encode()
-    path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=message):
-        read(path)
 
 
 def test_jsonl_without_lines_is_refused(tmp_path):

@@ -34,7 +34,7 @@ from brt.data.readers import TextReader
 from brt.tasks.arguments import EvaluationRequest, LossInputs
 from brt.tasks.speech_recognition.preparation import SpeechReader
 from brt.tasks.summarization.evaluation import scored_bytes
-from brt.tasks.summarization.preparation import gather
+from brt.tasks.summarization.preparation import PairReader
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -180,7 +180,8 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Case) -> None:
     store, tokenizer = summaries.dataset.split("train"), summaries.dataset.tokenizer
     assert (store.target_uncut > store.target.lengths).sum() == 2
-    batches = [gather(store, np.array([row]), len(store.source[row])) for row in range(3)]
+    gather = PairReader(store=store, batch_size=1).gather
+    batches = [gather(np.array([row]), len(store.source[row])) for row in range(3)]
     nats, count = summed_loss(summaries, batches)
     kept = [tokenizer.decode(store.target[row]) for row in range(3)]
     assert kept[0] == store.summary(0) and len(kept[1]) < len(store.summary(1)) / 2
@@ -206,29 +207,22 @@ def heads(task: str, **sections: Any) -> Config:
     )  # fmt: skip
 
 
-@pytest.mark.slow_cases("text_regression")
-@pytest.mark.parametrize("task", ["text_classification", "text_regression"])
-def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
+def test_bits_of_labels(tmp_path: Path) -> None:
     """Three rows, one of which is truncated, are read in batches of two."""
     rows = [{"sentence": text(i, n), "label": i % 2} for i, n in enumerate((2, 40, 9))]
     section = Sentences(
         train=lines(tmp_path, rows), validation=(), test=(), max_length=64, buckets=(32, 64),
         cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    found = case(heads(task, sentences=section))
+    found = case(heads("text_classification", sentences=section))
     store = found.dataset.split("train")
     assert store.manifest["cut"] == 1
     batches = TextReader.evaluation(store, batch_size=1, buckets=(), max_length=64)
     nats, count = summed_loss(found, list(batches))
-    name = "bits_per_label" if task == "text_classification" else "bits_per_number"
     assert count == found.report["rows"] == 3
-    assert found.report[name] == approx(nats / math.log(2) / 3)
-    if task == "text_classification":
-        right = [r["label"] == r["prediction"] for r in found.rows]
-        assert found.report["accuracy"] == approx(100 * np.mean(right))
-    else:
-        errors = [r["number"] - r["prediction"] for r in found.rows]
-        assert found.report["root_mean_square_error"] == approx(np.sqrt(np.mean(np.square(errors))))
+    assert found.report["bits_per_label"] == approx(nats / math.log(2) / 3)
+    right = [r["label"] == r["prediction"] for r in found.rows]
+    assert found.report["accuracy"] == approx(100 * np.mean(right))
 
 
 @pytest.mark.slow  # Quick tests of other tasks cover the same code.

@@ -135,14 +135,6 @@ def test_columns_that_are_missing_are_named(make, tmp_path):
         prepare(make(train=str(tmp_path / "a.txt")))
 
 
-def test_the_same_file_in_two_splits_is_refused(make, tmp_path):
-    section = make()
-    with pytest.raises(DataError, match="has the same content as"):
-        prepare(make(test=section.train))
-    with pytest.raises(DataError, match="generated:a/0 must be generated:NAME/COUNT"):
-        prepare(make(train="generated:a/0"))
-
-
 def test_a_pair_is_cut_where_it_is_longer():
     for first, second, limit in [(9, 2, 6), (2, 9, 6), (7, 6, 5), (6, 7, 5), (3, 3, 8), (9, 9, 2)]:
         parts = [np.arange(first), 100 + np.arange(second)]

@@ -7,7 +7,6 @@ from recordings import arrays
 from brt.config import Speech
 from brt.errors import DataError
 from brt.tasks.speech_recognition import preparation
-from brt.tasks.speech_recognition.preparation import SpeechStore
 
 
 @pytest.fixture
@@ -77,19 +76,6 @@ def test_speakers_are_normalized_together(make, write_npz):
     np.testing.assert_allclose(together.std(axis=0), 1, atol=1e-5)
     with pytest.raises(DataError, match="does not say who speaks in train-0.*set it to 'utteran"):
         prepare(make(normalization="speaker"))
-
-
-def test_what_is_prepared_is_opened_again_and_other_settings_are_other_stores(make):
-    speech = make()
-    first, again = prepare(speech), prepare(speech)
-    assert first.directory == again.directory
-    assert first.split("train").fingerprint == again.split("train").fingerprint
-    other = prepare(dataclasses.replace(speech, stride=2))
-    assert other.directory != first.directory
-    assert other.split("train").fingerprint != first.split("train").fingerprint
-    (first.directory / "train/features.bin").write_bytes(b"1234")
-    with pytest.raises(DataError, match="train is damaged .*another size than its rows"):
-        SpeechStore.open(first.directory / "train")
 
 
 TOO_SHORT = "has 4 frames, of which its 4 tokens need 5"
