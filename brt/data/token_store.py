@@ -62,17 +62,10 @@ class Chunk(NamedTuple):
 
     name: str | None  # the name of the document if this is its first chunk
     text: str
+    ids: np.ndarray = np.zeros(0, np.int32)  # the tokens, int32 [T], once they are known
 
 
-class Encoded(NamedTuple):
-    """A chunk, as in `Chunk`, and its tokens `ids`, int32 [T]."""
-
-    name: str | None
-    text: str
-    ids: np.ndarray
-
-
-def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
     """Yields the chunks of documents with their tokens, in order."""
     running: deque[tuple[list[Chunk], Future]] = deque()
     with ThreadPoolExecutor(1, "tokenizer") as pool:
@@ -81,13 +74,13 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Enco
             running.append((batch, pool.submit(tokenizer.encode_chunks, texts)))
             if len(running) > 1:
                 yield from _encoded(*running.popleft())
-        while running:
-            yield from _encoded(*running.popleft())
+        for batch, ids in running:
+            yield from _encoded(batch, ids)
 
 
-def _encoded(batch: list[Chunk], ids: Future) -> Iterator[Encoded]:
+def _encoded(batch: list[Chunk], ids: Future) -> Iterator[Chunk]:
     for chunk, own in zip(batch, ids.result(), strict=True):
-        yield Encoded(chunk.name, chunk.text, np.asarray(own, np.int32))
+        yield chunk._replace(ids=np.asarray(own, np.int32))
 
 
 def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[Chunk]]:
@@ -391,7 +384,7 @@ class _Document:
         self._counter, self._losses = Counter(), losses.Losses(tokenizer)
         self._digest = hashlib.sha256()
 
-    def add(self, chunk: Encoded) -> int:
+    def add(self, chunk: Chunk) -> int:
         """Takes the next chunk, and returns its number of UTF-8 bytes."""
         data = chunk.text.encode()
         self._counter.add(chunk.text, data)

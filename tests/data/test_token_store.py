@@ -152,7 +152,7 @@ def check_counts(text: str) -> None:
 def test_all_documents_are_encoded_in_order(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_store, "BATCH", batch)
     documents = (Document(str(i), iter([text])) for i, text in enumerate(MIXED))
-    found: dict[str, list[token_store.Encoded]] = {}
+    found: dict[str, list[token_store.Chunk]] = {}
     for chunk in token_store.encode(documents, tokenizers.load("bytes")):
         if chunk.name is not None:
             chunks = found[chunk.name] = []

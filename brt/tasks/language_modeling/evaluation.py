@@ -105,36 +105,6 @@ _XZ_LIMIT_BYTES = 20 << 20
 LONGEST_WORDS = 25
 
 
-class Sampler:
-    """Generates a continuation of the beginning of the first document of a split."""
-
-    def __init__(self, config: Config, store: TokenStore, tokenizer: Tokenizer):
-        self._config, self._store, self._tokenizer = config, store, tokenizer
-        self._session: Session | None = None
-
-    def __call__(
-        self, variables: Variables, step: int, control: Control = UNCONTROLLED
-    ) -> str | None:
-        """Returns the prompt and the generated text, separated by "|"."""
-        sampling, tokenizer = self._config.sampling, self._tokenizer
-        prompt = self._store.document(0)[:PROMPT_TOKENS]
-        key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
-        if self._session is None:
-            self._session = Session(
-                self._config, variables, bos_id=self._store.bos_id, known_ids=tokenizer.vocab_size
-            )
-        self._session.restart(variables)
-        self._session.read(prompt)
-        generated: list[int] = []
-        for tokens in self._session.write(
-            sampling.max_tokens, sampling, jax.random.fold_in(key, step)
-        ):
-            if control.stop():
-                return None
-            generated += tokens[0][~np.isin(tokens[0], self._config.model.end_ids)].tolist()
-        return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"
-
-
 class TextScorer:
     """Computes the nats of each token of a text; the first is predicted from BOS (`bos_id`)."""
 
@@ -266,7 +236,7 @@ class DocumentEvaluator:
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._answers = answers.answer_spans(self._store, self._tokenizer)
-        self._sampler = Sampler(config, self._store, dataset.tokenizer)
+        self._session: Session | None = None
         self._step = jax.jit(
             self._segment, static_argnames="part", donate_argnums=1,
             compiler_options=compiler_options.of_inference(),
@@ -287,8 +257,24 @@ class DocumentEvaluator:
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document with a continuation by the model."""
-        return self._sampler(variables, step, control)
+        """Returns the beginning of the first document and its continuation, separated by "|"."""
+        sampling, tokenizer = self._config.sampling, self._tokenizer
+        prompt = self._store.document(0)[:PROMPT_TOKENS]
+        key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
+        if self._session is None:
+            self._session = Session(
+                self._config, variables, bos_id=self._store.bos_id, known_ids=tokenizer.vocab_size
+            )
+        self._session.restart(variables)
+        self._session.read(prompt)
+        generated: list[int] = []
+        for tokens in self._session.write(
+            sampling.max_tokens, sampling, jax.random.fold_in(key, step)
+        ):
+            if control.stop():
+                return None
+            generated += tokens[0][~np.isin(tokens[0], self._config.model.end_ids)].tolist()
+        return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"
 
     def read(
         self,

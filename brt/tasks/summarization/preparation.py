@@ -51,7 +51,6 @@ class Encoded(NamedTuple):
     uncut: int  # number of ids before the text was cut
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
     """Encodes documents and summaries as token ids, according to the config section Pairs.
 
@@ -60,28 +59,18 @@ class Encoder:
     is for callers; the encoder itself treats it like "head".
     """
 
-    tokenizer: PairTokenizer
-    prefix: str  # text before every document, such as "summarize: " for T5
-    max_source_length: int  # largest number of ids, including special ids
-    max_target_length: int
-    truncation: str
-
-    @classmethod
-    def of(cls, pairs: config.Pairs, tokenizer: PairTokenizer) -> "Encoder":
-        names = ("prefix", "max_source_length", "max_target_length", "truncation")
-        return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
+    def __init__(self, pairs: config.Pairs, tokenizer: PairTokenizer):
+        self.pairs, self.tokenizer = pairs, tokenizer
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
         """Returns the token ids of documents, each cut together with the prefix before it."""
-        texts = [self.prefix + document for document in documents]
-        tail = self.truncation == "head_tail"
-        return [self._wrap(ids, self.max_source_length, tail) for ids in self._encode(texts)]
+        texts = [self.pairs.prefix + document for document in documents]
+        limit, tail = self.pairs.max_source_length, self.pairs.truncation == "head_tail"
+        return [self._wrap(ids, limit, tail) for ids in self.tokenizer.encode(texts)]
 
     def targets(self, summaries: Sequence[str]) -> list[Encoded]:
-        return [self._wrap(ids, self.max_target_length, False) for ids in self._encode(summaries)]
-
-    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return self.tokenizer.encode(texts)
+        limit = self.pairs.max_target_length
+        return [self._wrap(ids, limit, False) for ids in self.tokenizer.encode(summaries)]
 
     def _wrap(self, ids: np.ndarray, limit: int, tail: bool) -> Encoded:
         begin = self.tokenizer.begin
@@ -156,7 +145,7 @@ def write_pairs(
 
     If writing is interrupted, the directory has no manifest and cannot be opened. `facts` is called
     after the last pair, and returns further entries of the manifest. Raises DataError if there is
-    no pair, or if a text is too long and `encoder.truncation` is "error".
+    no pair, or if a text is too long and `encoder.pairs.truncation` is "error".
     """
     directory = Path(directory)
     manifests.make_empty(directory)
@@ -165,7 +154,7 @@ def write_pairs(
     if not columns["ids"]:
         raise DataError(f"there is no pair for {directory.name}")
     report = {name: _cuts(columns, name) for name in ("source", "target")}
-    if encoder.truncation == "error":
+    if encoder.pairs.truncation == "error":
         _refuse(directory.name, report, encoder)
     offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
     described = {**_described(columns, encoder), "dtype": dtype.str, "cut": report, **facts()}
@@ -213,7 +202,7 @@ def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
 
 def _refuse(split: str, report: Mapping[str, Mapping[str, int]], encoder: Encoder) -> None:
     for name, limit in (
-        ("source", encoder.max_source_length), ("target", encoder.max_target_length),
+        ("source", encoder.pairs.max_source_length), ("target", encoder.pairs.max_target_length),
     ):  # fmt: skip
         if count := report[name]["rows"]:
             what = "documents" if name == "source" else "summaries"
@@ -230,8 +219,8 @@ def _described(columns: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
     return {
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
         **{name: getattr(tokenizer, name) for name in special},
-        "max_source_length": encoder.max_source_length,
-        "max_target_length": encoder.max_target_length,
+        "max_source_length": encoder.pairs.max_source_length,
+        "max_target_length": encoder.pairs.max_target_length,
         "pairs": len(columns["ids"]),
         "tokens": {name: int(columns[name][-1]) for name in ("source", "target")},
         "reference_bytes": int(columns["reference"][-1]),
@@ -300,7 +289,7 @@ class PairPreparation(TokenizedPreparation, RowPreparation):
             yield from ([pair.source], [pair.target])
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        encoder = Encoder.of(self.section, self.tokenizer)
+        encoder = Encoder(self.section, self.tokenizer)
         pairs = self.usable(split, tally)
         written = write_pairs(directory, pairs, encoder, facts=lambda: {"rows": tally.report()})
         m = written.manifest

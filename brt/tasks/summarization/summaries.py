@@ -201,7 +201,7 @@ class SummaryWriter(Writer):
             around = 1 + len(self._tokenizer.begin)
             least = min(decoding.min_length, count)
             decoding = dataclasses.replace(decoding, max_length=count + around, min_length=least)
-        (source,) = Encoder.of(config.pairs, self._tokenizer).sources([prompt])
+        (source,) = Encoder(config.pairs, self._tokenizer).sources([prompt])
         if source.uncut > len(source.ids):
             output.say(
                 f"brt: read {len(source.ids):,} of the document's {source.uncut:,} tokens; "

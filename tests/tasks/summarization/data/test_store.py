@@ -27,13 +27,13 @@ def pairs(lines):
 
 def write(directory, pairs, tokenizer, **settings):
     return preparation.write_pairs(
-        directory, iter(pairs), Encoder.of(config.Pairs(**settings), tokenizer)
+        directory, iter(pairs), Encoder(config.Pairs(**settings), tokenizer)
     )
 
 
 def test_what_was_written_is_read(tmp_path, pairs, tokenizer):
     opened = write(tmp_path / "s", pairs, tokenizer)
-    encoder = Encoder.of(config.Pairs(), tokenizer)
+    encoder = Encoder(config.Pairs(), tokenizer)
     assert len(opened) == len(opened.source) == len(opened.target) == len(pairs)
     for row, pair in enumerate(pairs):
         assert opened.source[row].tolist() == encoder.sources([pair.source])[0].ids.tolist()

@@ -104,7 +104,7 @@ def test_a_template_with_two_ends_is_refused(tmp_path, bart_json):
 
 
 def encoder(tokenizer, **settings):
-    return Encoder.of(config.Pairs(**settings), tokenizer)
+    return Encoder(config.Pairs(**settings), tokenizer)
 
 
 @pytest.mark.parametrize("truncation", ["head", "head_tail", "error"])
