@@ -7,7 +7,7 @@ exact attention that this kind approximates.
 import abc
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -336,17 +336,11 @@ class HeadEvaluator(abc.ABC):
         config, self.dataset = request.config, request.dataset
         self.task, self.store = task, request.dataset.split(request.split)
         self.section = getattr(config, task.data)
-        self._batch_size = config.evaluation.batch_size
         self.total = len(self.store)
         self._trained = (request.trained or config).attention.kind
         other = with_exact_attention(config) if request.compare_exact else None
         configs = filter(None, (config, other))
         self._functions = [(c, TimedFunction(self.forward(c))) for c in configs]
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows in a batch, a multiple of the number of devices that share them."""
-        return rules.round_up("lanes", self._batch_size)
 
     @abc.abstractmethod
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
@@ -359,14 +353,6 @@ class HeadEvaluator(abc.ABC):
     def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
         """Returns the arguments of the forward pass that follow the batch."""
         return ()
-
-    def batches(self, limit: int) -> Iterator[Any]:
-        """Yields batches of all rows; if `limit` is above 0, one batch of at most `limit` rows."""
-        reader = self.task.row_reader
-        assert reader
-        return reader.evaluation(
-            self.store, batch_size=self.batch_size, limit=limit, **reader.settings(self.section)
-        )
 
     @abc.abstractmethod
     def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
@@ -415,9 +401,16 @@ class HeadEvaluator(abc.ABC):
         limit: int,
         control: Control,
     ) -> HeadResult | None:
+        """Evaluates all rows or, if `limit` is above 0, one batch of at most `limit` rows."""
         timed.restart()
         outputs: dict[int, tuple] = {}
-        for batch in self.batches(limit):
+        reader = self.task.row_reader
+        assert reader
+        # The number of rows in a batch is a multiple of the number of devices that share them.
+        batch_size = rules.round_up("lanes", config.evaluation.batch_size)
+        for batch in reader.evaluation(
+            self.store, batch_size=batch_size, limit=limit, **reader.settings(self.section)
+        ):
             if control.stop():
                 return None
             arrays = timed(params, batch, *self.extra_inputs(batch))
