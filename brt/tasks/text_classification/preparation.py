@@ -7,7 +7,7 @@ or have common names such as "sentence" and "label".
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -101,48 +101,44 @@ def choose_columns(table: str, header: Collection[str], section: config.Sentence
 
 
 def _example(
-    row: Row, columns: Columns, count: int, read_label: Callable[[Any], str | float]
+    row: Row, columns: Columns, count: int, read_label: Callable[[Any, str], str | float]
 ) -> Example | BadRow:
-    texts = []
-    for name in columns.texts:
-        try:
-            text = tables.text_of(row.values, name)
-        except ValueError as error:
-            return BadRow(row.name, str(error))
-        if not text.strip():
-            what = "no text" if text else "nothing"
-            return BadRow(row.name, f"has {what} in '{name}'")
-        texts.append(text)
     try:
-        label = read_label(row.values.get(columns.label))
-    except ValueError as error:
-        return BadRow(row.name, f"{error} in '{columns.label}'")
-    try:
+        texts = tuple(_text(row.values, name) for name in columns.texts)
+        label = read_label(row.values.get(columns.label), columns.label)
         id = tables.row_id(row.values.get(columns.id), count)
     except ValueError as error:
         return BadRow(row.name, str(error))
-    return Example(row.name, id, tuple(texts), label)
+    return Example(row.name, id, texts, label)
 
 
-def _class(value: Any) -> str:
+def _text(values: Mapping[str, Any], column: str) -> str:
+    text = tables.text_of(values, column)
+    if not text.strip():
+        raise ValueError(f"has {'no text' if text else 'nothing'} in '{column}'")
+    return text
+
+
+def _class(value: Any, column: str) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, float):
         raise ValueError(
-            f"has the number {value} for a label (Training.task = 'text_regression' learns numbers)"
+            f"has the number {value} for a label (Training.task = 'text_regression' learns "
+            f"numbers) in '{column}'"
         )
     if value is None or value == "":
-        raise ValueError("has no label")
-    return str(value) if isinstance(value, int) else tables.text_value(value)
+        raise ValueError(f"has no label in '{column}'")
+    return str(value) if isinstance(value, int) else tables.text_value(value, column)
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, column: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"has {value!r}, which is no number,")
+        raise ValueError(f"has {value!r}, which is no number, in '{column}'")
     return number
 
 
