@@ -46,7 +46,6 @@ from brt.data.formats import DOCUMENTS
 from brt.data.quarantine import BadRow, Tally
 from brt.data.sources import FileHash
 from brt.data.splits import SPLITS, Plan, Shares, fractions_of
-from brt.data.stores import Store
 from brt.data.text_tokenizers import TextTokenizer
 from brt.data.token_store import TokenStore
 from brt.data.tokenizer_training import Special
@@ -172,7 +171,7 @@ class Preparation(abc.ABC):
         `name` is the path of a file that contains the object, or the value of the config's setting.
         """
 
-    def open_store(self, directory: Path, encoder: Any) -> Store:
+    def open_store(self, directory: Path, encoder: Any) -> Any:
         """Returns the opened store of a split, which `encoder` has encoded."""
         return self.store.open(directory)
 

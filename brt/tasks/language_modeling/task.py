@@ -237,7 +237,7 @@ class LanguageModeling(Task):
                 section.check_segment(name, length)
         objective.check_distillation(config)
 
-    def open(self, config: Config, *, progress: bool = True) -> Dataset:
+    def open(self, config: Config, *, progress: bool = True) -> Any:
         """Also warns if training segments are too short to learn a memory task."""
         if progress:
             warn_of_cut_gradients(config)

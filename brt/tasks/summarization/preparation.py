@@ -282,7 +282,10 @@ class PairPreparation(TokenizedPreparation, RowPreparation):
 
     dataset, store, kind, endings = PairDataset, PairStore, "pairs", tables.FORMATS
     special = tokenizer_training.T5
-    load = staticmethod(tokenization.load)
+
+    @staticmethod
+    def load(name: str) -> PairTokenizer:
+        return tokenization.load(name)
 
     def texts(self) -> Iterator[list[str]]:
         for pair in self.usable("train"):
