@@ -7,7 +7,7 @@ import csv
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt import untrusted
@@ -86,6 +86,20 @@ def read(
             number += 1
         if row is None:
             raise DataError(f"{table.name} has no row")
+
+
+def check_columns(table: str, header: Collection[str], configured: Mapping[str, str]) -> str:
+    """Refuses configured columns (names by role, "" for none) that a table lacks.
+
+    Returns a phrase about the existing columns, for further messages.
+    """
+    exist = f"its columns are {', '.join(header)}"
+    for role, name in configured.items():
+        if name and name not in header:
+            raise DataError(
+                f"{table} has no column '{name}' as Data.columns says for '{role}'; {exist}"
+            )
+    return exist
 
 
 def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:

@@ -82,17 +82,13 @@ def load(name: str) -> TextTokenizer:
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return _bytes()
     if name.endswith(".model"):
-        return _with_files(_sentencepiece(Path(name)), name)
+        return _sentencepiece(Path(name))
     if name.endswith(".json"):
-        return _with_files(_json(Path(name)), name)
+        return _json(Path(name))
     raise ConfigError(
         f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', "
         "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
     )
-
-
-def _with_files(tokenizer: TextTokenizer, name: str) -> TextTokenizer:
-    return dataclasses.replace(tokenizer, beside=originals.read(Path(name)))
 
 
 def _bytes() -> TextTokenizer:
@@ -107,9 +103,9 @@ def _bytes() -> TextTokenizer:
     def decode_ids(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    digest = hashlib.sha256(b"bytes of a text, between special ids").hexdigest()
     file = tokenizer_files.BYTES, b"bytes\n"
-    return _with_special("bytes", digest, file, 256, encode_texts, decode_ids)
+    described = b"bytes of a text, between special ids"
+    return _with_special("bytes", described, file, 256, encode_texts, decode_ids)
 
 
 def _sentencepiece(path: Path) -> TextTokenizer:
@@ -121,11 +117,10 @@ def _sentencepiece(path: Path) -> TextTokenizer:
         return [_spelt(row["ids"], row["offsets"]) for row in rows]
 
     special = [processor.bos_id(), processor.eos_id(), processor.pad_id()]
-    ids = [i if i >= 0 else None for i in special]
-    digest = hashlib.sha256(content).hexdigest()
-    file = "tokenizer.model", content
-    size = processor.vocab_size()
-    return _with_special(path.name, digest, file, size, encode_texts, processor.decode, *ids)
+    return _with_special(
+        path.name, content, ("tokenizer.model", content), processor.vocab_size(), encode_texts,
+        processor.decode, [i if i >= 0 else None for i in special], originals.read(path),
+    )  # fmt: skip
 
 
 def _json(path: Path) -> TextTokenizer:
@@ -140,15 +135,13 @@ def _json(path: Path) -> TextTokenizer:
         next((i for piece in pieces if (i := tokenizer.token_to_id(piece)) is not None), None)
         for pieces in (START, END, PAD)
     ]
-    digest = hashlib.sha256(content).hexdigest()
-    file = "tokenizer.json", content
-    size = tokenizer.get_vocab_size()
-    tokenizer_with_defaults = _with_special(
-        path.name, digest, file, size, encode_texts, tokenizer.decode, *ids
-    )
+    loaded = _with_special(
+        path.name, content, ("tokenizer.json", content), tokenizer.get_vocab_size(), encode_texts,
+        tokenizer.decode, ids, originals.read(path),
+    )  # fmt: skip
     with tokenizer_files.guarded(path):
         template = _template(tokenizer)
-    return dataclasses.replace(tokenizer_with_defaults, **template or {})
+    return dataclasses.replace(loaded, **template or {})
 
 
 def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
@@ -175,23 +168,26 @@ def _spelt(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Encoding:
 
 def _with_special(
     name: str,
-    fingerprint: str,
+    identity: bytes,
     file: tuple[str, bytes],
     size: int,
     encode_texts: Callable[[list[str]], list[Encoding]],
     decode_ids: Callable[[list[int]], str],
-    begin: int | None = None,
-    end: int | None = None,
-    pad: int | None = None,
+    special: Sequence[int | None] = (None, None, None),
+    beside: Mapping[str, bytes] | None = None,
 ) -> TextTokenizer:
-    """Returns a tokenizer with RoBERTa's template; special ids that are None get new ids."""
+    """Returns a tokenizer with RoBERTa's template.
+
+    `special` has the ids before a text, after it, and of the padding; one that is None gets a new
+    id. The hash of `identity` identifies the tokenizer.
+    """
     known: list[int] = []
-    for id in (begin, end, pad):
+    for id in special:
         known.append(size if id is None else id)
         size += id is None
     begin, end, pad = known
     return TextTokenizer(
-        name=name, fingerprint=fingerprint, file=file, vocab_size=size, begin=(begin,),
-        between=(end, end), end=(end,), pad_id=pad,
-        encode_texts=encode_texts, decode_ids=decode_ids,
+        name=name, fingerprint=hashlib.sha256(identity).hexdigest(), file=file, vocab_size=size,
+        begin=(begin,), between=(end, end), end=(end,), pad_id=pad,
+        encode_texts=encode_texts, decode_ids=decode_ids, beside=beside or {},
     )  # fmt: skip

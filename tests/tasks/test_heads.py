@@ -195,6 +195,10 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
     assert result.metrics["windows"] == len(store) and result.metrics["questions"] == 3
     bits = nats / np.log(2) / (2 * len(store))
     assert result.metrics["bits_per_place"] == pytest.approx(bits, rel=1e-4)
+    batches = TextReader.evaluation(store, batch_size=4, buckets=(), max_length=160)
+    sums = [loss(config)(params, batch, jax.random.key(1))[1] for batch in batches]
+    assert sum(aux.count for aux in sums) == 2 * len(store)
+    assert float(sum(aux.nats for aux in sums)) == pytest.approx(nats, rel=1e-4)
 
 
 def test_no_answer_needs_every_window_and_a_margin(questions):

@@ -39,7 +39,6 @@ from jaxtyping import Float
 
 from brt import config, untrusted
 from brt.data import contents, generated, sources
-from brt.data import generated as made_up
 from brt.data.sources import File, FileHash
 from brt.data.tables import unique
 from brt.errors import DataError
@@ -54,7 +53,7 @@ NEEDED_COLUMNS = ("file", "transcript")
 def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recording]:
     """Yields the utterances of all sources in order; the features of each are read later."""
     for name in names:
-        if name.startswith(made_up.PREFIX):
+        if name.startswith(generated.PREFIX):
             yield from generated_recordings(name)
         elif _is_table(name):
             yield from table_recordings(name, speech)
@@ -72,7 +71,7 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
     """
     file_hashes = []
     for name in names:
-        if name.startswith(made_up.PREFIX):
+        if name.startswith(generated.PREFIX):
             file_hashes.append(FileHash(name, 0, digest(name)))
             continue
         if _is_table(name):
@@ -138,12 +137,8 @@ def array_recordings(path: Path) -> Iterator[Recording]:
         frames = features[end - lengths[i] : end]
         yield Recording(
             str(path), str(arrays["ids"][i]), str(speakers[i]), str(arrays["transcripts"][i]),
-            partial(_loaded_frames, frames),
+            lambda frames=frames: (frames, 0),
         )  # fmt: skip
-
-
-def _loaded_frames(frames: np.ndarray) -> tuple[np.ndarray, int]:
-    return frames, 0
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

@@ -80,12 +80,8 @@ def read_examples(
 
 def choose_columns(table: str, header: Collection[str], section: config.Sentences) -> Columns:
     """Returns the columns that are read from a table: those that `section` names, or usual ones."""
-    exist = f"its columns are {', '.join(header)}"
-    for role in ("first", "second", "label", "id"):
-        if (name := column(section, role)) and name not in header:
-            raise DataError(
-                f"{table} has no column '{name}' as Data.columns says for '{role}'; {exist}"
-            )
+    roles = ("first", "second", "label", "id")
+    exist = tables.check_columns(table, header, {role: column(section, role) for role in roles})
     configured = tuple(filter(None, (section.first_field, section.second_field)))
     common = (names for names in SENTENCES if all(name in header for name in names))
     texts = configured or next(common, ())
@@ -273,17 +269,21 @@ class SentencePreparation(TextPreparation):
         tokens, labels, ids, cut = [], [], [], 0
         rows = tally.refuse_or_skip(_known(self.read(split), self._labels), section.errors)
         for group in in_groups(rows):
-            for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
+            encodings = iter(tokenizer.encode([text for row in group for text in row.texts]))
+            for row in group:
+                parts = [next(encodings).ids for _ in row.texts]
                 shortened = truncate_texts(parts, limit - tokenizer.special_count(len(parts)))
                 cut += sum(map(len, shortened)) < sum(map(len, parts))
                 tokens.append(tokenizer.wrap(*shortened))
                 labels.append(row.label)
                 ids.append(row.id)
         if self.numbers:
-            targets, counts = _number_targets(labels)
+            targets = np.array(labels, np.float32)
+            counts = f"{min(labels):g} to {max(labels):g}"
         else:
-            self._labels = self._labels or sort_labels(set(labels))
-            targets, counts = _label_targets(labels, self._labels)
+            known = self._labels = self._labels or sort_labels(set(labels))
+            targets = np.array([known.index(label) for label in labels], np.int32)
+            counts = ", ".join(f"{labels.count(label):,} {label}" for label in known)
         if len(self._labels) == 1:
             raise DataError(
                 f"Data.{split} = {getattr(section, split)} has one label only, "
@@ -306,17 +306,6 @@ class NumberPreparation(SentencePreparation):
     kind, numbers = "Sentences with numbers", True
 
 
-def _label_targets(
-    labels: list[str], known: tuple[str, ...]
-) -> tuple[Int[np.ndarray, " rows"], str]:
-    counts = ", ".join(f"{labels.count(label):,} {label}" for label in known)
-    return np.array([known.index(label) for label in labels], np.int32), counts
-
-
-def _number_targets(labels: list[float]) -> tuple[Float[np.ndarray, " rows"], str]:
-    return np.array(labels, np.float32), f"{min(labels):g} to {max(labels):g}"
-
-
 def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterator[Example | BadRow]:
     """Yields rows, and a BadRow in place of a row whose label does not occur in training."""
     for row in rows:
@@ -325,12 +314,6 @@ def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterato
             yield BadRow(row.name, f"has the label {row.label!r}, Data.train only {existing}")
         else:
             yield row
-
-
-def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.ndarray]]:
-    encodings = iter(tokenizer.encode([text for row in rows for text in row.texts]))
-    for row in rows:
-        yield [next(encodings).ids for _ in row.texts]
 
 
 def truncate_texts(texts: list[np.ndarray], limit: int) -> list[np.ndarray]:
