@@ -97,7 +97,7 @@ def targets(place: Path) -> dict[str, Target]:
     add("a.csv", f'id,text\n1,"{text}"\n', _documents)
     pq.write_table(pa.table({"text": [text], "parts": [["a", "b"]]}), place / "a.parquet")
     found["a.parquet"] = Target(place / "a.parquet", _documents)
-    for name in ("corpus.json", "train/manifest.json", "train/documents.npz", "train/tokens.bin"):
+    for name in ("corpus.json", "train/manifest.json", "train/rows.npz", "train/tokens.bin"):
         dataset = place / "corpora" / name.replace("/", "-")
         data = config.Data(train=(f"{place}/a.txt",), validation_fraction=0.0, test_fraction=0.0)
         preparation.prepare(data, dataset, progress=False)

@@ -34,6 +34,8 @@ from brt import untrusted, user_cache
 from brt.data import manifests, sources
 from brt.errors import DataError
 
+COLUMNS = "rows.npz"  # The file of this name contains the columns of a store.
+
 
 class OnDisk:
     """A one-dimensional array of `size` little-endian values in a file; indexing reads a copy."""
@@ -244,7 +246,6 @@ class Files(NamedTuple):
 
     directory: Path
     manifest: Mapping[str, Any]
-    npz: str  # the name of the file that contains the columns
     columns: Mapping[str, Any]  # by name: arrays, and tuples of texts (or of lists of texts)
 
     def ragged(self, name: str) -> Ragged:
@@ -264,7 +265,7 @@ class Files(NamedTuple):
     def check(self, count: str, *columns: Any) -> None:
         """Raises ValueError if columns are not as long as the manifest's entry `count` says."""
         if {self.manifest[count]} != {*map(len, columns)}:
-            raise ValueError(f"{self.npz} has another length than its manifest says")
+            raise ValueError(f"{COLUMNS} has another length than its manifest says")
 
 
 @contextlib.contextmanager
@@ -272,7 +273,6 @@ def opened(
     directory: Path | str,
     *,
     facts: Mapping[str, Any] = {},
-    npz: str = "rows.npz",
     what: str = "store",
     verify: bool = True,
 ) -> Iterator[Files]:
@@ -294,14 +294,14 @@ def opened(
     kind = {"fingerprint": str, "sha256": {str: str}, "texts": [str], **facts}
     manifest = manifests.read(directory / "manifest.json", kind)
     with manifests.explaining_damage(directory, what):
-        with untrusted.npz(directory / npz) as arrays:
+        with untrusted.npz(directory / COLUMNS) as arrays:
             columns: dict[str, Any] = {name: array.read() for name, array in arrays.items()}
         for name, column in columns.items():
             if column.dtype.kind not in "biuf" or not column.ndim or not np.isfinite(column).all():
                 raise ValueError(f"{name} is no column of finite numbers")
         for name in manifest["texts"]:
             columns[name] = _list(name, columns[name])
-        yield Files(directory, manifest, npz, columns)
+        yield Files(directory, manifest, columns)
         if verify:
             check_hashes(directory, manifest["sha256"])
 
@@ -337,7 +337,6 @@ def finish(
     *,
     files: Sequence[str] = (),
     identity: bytes = b"",
-    npz: str = "rows.npz",
 ) -> None:
     """Completes a store: writes the columns, and then the manifest with the hashes of all files.
 
@@ -358,7 +357,7 @@ def finish(
         else:
             arrays[name] = np.frombuffer(json.dumps(list(column)).encode(), np.uint8)
             texts.append(name)
-    np.savez(directory / npz, **arrays)
+    np.savez(directory / COLUMNS, **arrays)
     hashes = {path.name: sources.sha256(path) for path in sorted(directory.iterdir())}
     named = "".join(hashes[name] for name in files).encode()
     fingerprint = hashlib.sha256(named + (identity or _content(arrays))).hexdigest()

@@ -3,7 +3,7 @@
 A store is a directory:
 
     tokens.bin      the tokens of all documents; little-endian uint8, uint16 or uint32
-    documents.npz   offsets int64 [documents + 1]; bytes, characters, words, lost: int64
+    rows.npz        offsets int64 [documents + 1]; bytes, characters, words, lost: int64
                     [documents]; names, a JSON list in UTF-8
     manifest.json   counts, settings and hashes; written last
 
@@ -257,9 +257,7 @@ class TokenStore(stores.Store):
     @classmethod
     def open(cls, directory: Path | str, *, verify: bool = True) -> "TokenStore":
         """Opens the store in a directory; `verify` compares the files with their hashes."""
-        with stores.opened(
-            directory, facts=_FACTS, npz="documents.npz", what="token store", verify=verify
-        ) as files:  # fmt: skip
+        with stores.opened(directory, facts=_FACTS, what="token store", verify=verify) as files:
             manifest, columns = files.manifest, files.columns
             dtype, offsets = stored_dtype(manifest), columns["offsets"]
             tokens = files.on_disk("tokens.bin", dtype, offsets, "documents").values
@@ -350,9 +348,8 @@ def write(
     }
     identity = columns["offsets"].astype("<i8").tobytes() + tokenizer.fingerprint.encode()
     stores.finish(
-        directory, {"names": names, **columns}, facts, files=("tokens.bin",),
-        identity=identity, npz="documents.npz",
-    )  # fmt: skip
+        directory, {"names": names, **columns}, facts, files=("tokens.bin",), identity=identity
+    )
     return TokenStore.open(directory, verify=False)
 
 

@@ -44,7 +44,7 @@ def read_all(directory: Path) -> Dataset:
 
 
 @pytest.mark.slow_cases("train/manifest.json")
-@pytest.mark.parametrize("name", ["corpus.json", "train/manifest.json", "train/documents.npz"])
+@pytest.mark.parametrize("name", ["corpus.json", "train/manifest.json", "train/rows.npz"])
 def test_a_bit_that_is_another_is_one_sentence_or_changes_nothing_that_is_read(name, dataset):
     path = dataset / name
     good = path.read_bytes()
@@ -104,7 +104,7 @@ def test_what_a_corpus_says_is_checked(change, said, dataset):
     ids=lambda x: str(x)[:20],
 )
 def test_columns_that_do_not_fit_are_refused(change, said, dataset):
-    path = dataset / "train" / "documents.npz"
+    path = dataset / "train" / "rows.npz"
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     np.savez(path, **{**arrays, **change})
@@ -116,7 +116,7 @@ def test_memory_is_asked_for_what_a_file_can_hold(dataset):
     """A file is refused before memory is allocated even if header and zip directory both claim
     terabytes.
     """
-    path = dataset / "train" / "documents.npz"
+    path = dataset / "train" / "rows.npz"
     header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (500000000000,), }"
     member = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header
     with zipfile.ZipFile(path, "a") as archive:

@@ -110,11 +110,11 @@ def test_a_store_that_is_not_whole_is_refused(tmp_path):
     (tmp_path / "s" / "tokens.bin").write_bytes(tokens[:-1])
     refused(r"s is damaged \(tokens\.bin has another size than its rows\)")
     (tmp_path / "s" / "tokens.bin").write_bytes(tokens)
-    (tmp_path / "s" / "documents.npz").write_bytes(b"PK broken")
+    (tmp_path / "s" / "rows.npz").write_bytes(b"PK broken")
     refused("s is damaged .*; delete it and prepare it again")
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.npz"])
+@pytest.mark.parametrize("name", ["tokens.bin", "rows.npz"])
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_store_that_changed_is_refused(tmp_path, name, zero):
     write(tmp_path / "s")

@@ -7,7 +7,7 @@ small and the largest window shows how much a memory could improve a model with 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ class WindowEvaluator:
             for w in self.windows
         ]
         self._store = evaluation.documents(self._config, request.dataset, request.split)
+        self._edges = [0, *self.windows]  # Bits are reported by ranges of positions.
         self.total = sum(one.total for one in self._evaluators)
 
     def __call__(
@@ -61,7 +62,7 @@ class WindowEvaluator:
             if result is None:
                 return None
             scores.append(dataclasses.replace(result, tokens=()))
-            positions.append(nats_by_position(result.tokens, self._edges()))
+            positions.append(sums_by_position(result.tokens, self._edges))
         return self._result(scores, np.asarray(positions))
 
     def sample(
@@ -70,15 +71,12 @@ class WindowEvaluator:
         """The model reads with the largest window."""
         return self._evaluators[-1].sample(variables, step, control)
 
-    def _edges(self) -> list[int]:
-        """Returns the first positions of the ranges by which bits are reported."""
-        return [0, *self.windows]
-
     def _result(self, scores: Sequence[SplitScores], positions: np.ndarray) -> EvaluationResult:
         largest = scores[-1]
         sizes = np.asarray([score.bytes for score in largest.documents])
         nats = np.asarray([[score.nats for score in one.documents] for one in scores])
-        tokens = self._tokens_by_position()
+        counts = sums_by_position(map(np.ones, self._store.lengths), self._edges)
+        tokens = counts.astype(int)
         rows = []
         for window, one, own, by_position in zip(
             self.windows, scores, nats, positions, strict=True
@@ -99,7 +97,7 @@ class WindowEvaluator:
             "protocol": {**largest.protocol, "window": self.windows[-1],
                          "sinks": self._config.model.sliding.sinks, "block": self._block},
             "windows": rows,
-            "positions": {"from": self._edges(), "tokens": tokens.tolist()},
+            "positions": {"from": self._edges, "tokens": tokens.tolist()},
         }  # fmt: skip
         documents = [
             {
@@ -119,22 +117,17 @@ class WindowEvaluator:
             report, summary, {"documents": documents}, text(report), name="_windows", draw=draw
         )
 
-    def _tokens_by_position(self) -> np.ndarray:
-        edges = np.asarray([*self._edges(), np.iinfo(np.int64).max])
-        lengths = np.asarray(self._store.lengths)[:, None]
-        return (np.minimum(lengths, edges[1:]) - np.minimum(lengths, edges[:-1])).sum(axis=0)
 
+def sums_by_position(documents: Iterable[np.ndarray], edges: Sequence[int]) -> np.ndarray:
+    """Returns the sum of the values in each range of positions over all documents.
 
-def nats_by_position(tokens: Sequence[np.ndarray], edges: Sequence[int]) -> np.ndarray:
-    """Returns the nats in each range of positions, summed over all documents.
-
-    `tokens` has the nats of the tokens of each document. `edges` has the first position of each
-    range, ascending, beginning with 0.
+    Each of `documents` has a value for each token. `edges` has the first position of each range,
+    ascending, beginning with 0.
     """
     sums = np.zeros(len(edges))
-    for nats in tokens:
-        ranges = np.searchsorted(edges, np.arange(len(nats)), side="right") - 1
-        sums += np.bincount(ranges, nats, len(edges))
+    for values in documents:
+        ranges = np.searchsorted(edges, np.arange(len(values)), side="right") - 1
+        sums += np.bincount(ranges, values, len(edges))
     return sums
 
 
