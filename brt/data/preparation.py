@@ -15,7 +15,6 @@ which the next process continues if this one is killed.
 import abc
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import shutil
@@ -339,9 +338,8 @@ class TextPreparation(TokenizedPreparation, RowPreparation):
         result = []
         for name in names:
             if name.startswith(generated.PREFIX):
-                kind = type(self.section).__name__
-                identity = f"{kind} {self.version} {generated.parse(name).name}"
-                result.append(FileHash(name, 0, hashlib.sha256(identity.encode()).hexdigest()))
+                kind = f"{type(self.section).__name__} {self.version}"
+                result.append(FileHash(name, 0, generated.digest(name, kind)))
             else:
                 result += super().hashes((name,))
         return result

@@ -72,7 +72,7 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
     file_hashes = []
     for name in names:
         if name.startswith(generated.PREFIX):
-            file_hashes.append(FileHash(name, 0, digest(name)))
+            file_hashes.append(FileHash(name, 0, generated.digest(name, f"speech {VERSION}")))
             continue
         if _is_table(name):
             text = json.dumps(table_rows(name))
@@ -328,18 +328,6 @@ LETTERS = "abcdefghiklm"
 WORDS = 40
 SPEAKERS = 20  # The utterances of a source are spoken by at most this number of speakers.
 NOISE = 0.3
-
-
-def digest(source: str) -> str:
-    """Returns a hash that identifies the content of a source, in place of a file's hash.
-
-    Each utterance depends only on the name of its source, on its index and on `VERSION`. A longer
-    source therefore begins with the utterances of a shorter one, and both have the same hash. The
-    number of utterances is recorded with the hash, as a part of the source's name.
-    """
-    return hashlib.sha256(
-        f"{generated.PREFIX}{VERSION}:{generated.parse(source).name}".encode()
-    ).hexdigest()
 
 
 def generated_recordings(source: str) -> Iterator[Recording]:

@@ -1,4 +1,3 @@
-
 import numpy as np
 import pytest
 
@@ -122,8 +121,6 @@ def test_a_batch_is_the_same_from_wherever_one_comes(store, buckets):
     fresh = [reader(store, buckets=buckets)[step] for step in steps]
     assert all(equal(read[step], batch) for step, batch in zip(steps, fresh, strict=True))
     assert read.epoch(3 * read.steps_per_epoch) == 3
-
-
 
 
 def test_a_state_of_another_reader_is_refused(make_store):
