@@ -137,8 +137,12 @@ def array_recordings(path: Path) -> Iterator[Recording]:
         frames = features[end - lengths[i] : end]
         yield Recording(
             str(path), str(arrays["ids"][i]), str(speakers[i]), str(arrays["transcripts"][i]),
-            lambda frames=frames: (frames, 0),
+            partial(_loaded_frames, frames),
         )  # fmt: skip
+
+
+def _loaded_frames(frames: np.ndarray) -> tuple[np.ndarray, int]:
+    return frames, 0
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
