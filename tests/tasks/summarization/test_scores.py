@@ -110,7 +110,7 @@ def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """
     source = SimpleNamespace(ids=[1], uncut=1)
     encoder = SimpleNamespace(sources=lambda texts: [source])
-    monkeypatch.setattr(summaries.Encoder, "of", lambda *_: encoder)
+    monkeypatch.setattr(summaries, "Encoder", lambda *_: encoder)
     seen: list[Decoding] = []
 
     def summarizer(decoding: Decoding, sampling: object) -> Any:

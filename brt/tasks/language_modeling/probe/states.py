@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float, PyTree, PyTreeDef
 
 from brt.config import Config, Model
@@ -245,6 +244,7 @@ def _perturb(model: Model, carried: StackState) -> StackState:
 
 def _distances(model: Model, carried: StackState) -> dict[int, float]:
     """Returns for each layer the distance of its perturbed state from its state in row 0."""
+    import optax  # This import takes long.
 
     def distance(arrays: Sequence[Float[Array, "B ..."]], lane: int) -> float:
         return float(optax.tree.norm([(x[lane] - x[0]).astype(jnp.float32) for x in arrays]))
