@@ -17,7 +17,7 @@ from pathlib import Path
 
 from brt import command_line, output
 from brt.data import contents, plain_text
-from brt.data.walk import File
+from brt.data.contents import File
 from brt.errors import ConfigError, DataError
 from brt.untrusted import LARGEST
 

@@ -8,7 +8,7 @@ import pytest
 
 from brt import api
 from brt.config import Config, Training
-from brt.data.texts.tokenization import Encoding, TextTokenizer
+from brt.data.text_tokenizers import Encoding, TextTokenizer
 from brt.errors import ConfigError
 from brt.tasks.writers import WriteOptions, Writer
 from brt.training.saved_model import SavedModel

@@ -72,7 +72,7 @@ def test_modules_keep_the_rules_of_imports_and_tasks() -> None:
 
 
 PLANTED = [
-    ("brt.training.step", "from brt.tasks.language_modeling.loss import loss"),
+    ("brt.training.step", "from brt.tasks.language_modeling.objective import loss"),
     ("brt.training.step", "x = 1 if config.training.task == 'mine' else 2"),
     ("brt.training.step", "x = TABLE[config.training.task]"),
     ("brt.training.step", "x = TABLE.get(tasks.from_config(config).name)"),

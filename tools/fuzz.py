@@ -49,7 +49,7 @@ from brt.generation.session import Session
 from brt.interop.huggingface import files, kept
 from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
 from brt.sweeping import points
-from brt.tasks.speech_recognition import filter_bank, kaldi, sources
+from brt.tasks.speech_recognition import filter_bank, sources
 
 SECONDS = 20  # time limit for an input
 # Reading an input may take 256 MiB of memory, and RATIO bytes for each byte of the input. Deflate
@@ -97,7 +97,7 @@ def targets(place: Path) -> dict[str, Target]:
     add("a.csv", f'id,text\n1,"{text}"\n', _documents)
     pq.write_table(pa.table({"text": [text], "parts": [["a", "b"]]}), place / "a.parquet")
     found["a.parquet"] = Target(place / "a.parquet", _documents)
-    for name in ("corpus.json", "train/manifest.json", "train/documents.npz", "train/tokens.bin"):
+    for name in ("corpus.json", "train/manifest.json", "train/rows.npz", "train/tokens.bin"):
         dataset = place / "corpora" / name.replace("/", "-")
         data = config.Data(train=(f"{place}/a.txt",), validation_fraction=0.0, test_fraction=0.0)
         preparation.prepare(data, dataset, progress=False)
@@ -131,9 +131,9 @@ def targets(place: Path) -> dict[str, Target]:
         place / "speech.npz", lambda p: [r.read() for r in sources.array_recordings(p)]
     )
     add("a.tsv", "file\ttranscript\nb.wav\tyes\n", lambda path: sources.table_rows(str(path)))
-    add("kaldi/text", "id-1 yes\nid-2 no\n", kaldi.table)
+    add("kaldi/text", "id-1 yes\nid-2 no\n", sources.table)
     row = b"\0BFM " + b"".join(b"\4" + n.to_bytes(4, "little") for n in (2, 3)) + bytes(24)
-    add("a.ark", row, lambda path: kaldi.read_matrix(f"{path}:0"))
+    add("a.ark", row, lambda path: sources.read_matrix(f"{path}:0"))
     kept_config = place / "brt/original/config.json"
     kept_config.parent.mkdir(parents=True)
     kept_config.write_text('{"model_type": "t5", "d_model": 8}')
@@ -163,7 +163,7 @@ def _documents(path: Path) -> None:
 
 
 def _corpus(directory: Path) -> None:
-    dataset = preparation.open_corpus(directory)
+    dataset = preparation.prepare(config.Data(store=str(directory)))
     preparation.summary(dataset)
     dataset.described()
     for store in dataset.splits.values():

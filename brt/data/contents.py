@@ -1,16 +1,22 @@
-"""Reads the decompressed bytes and the lines of files that may be compressed."""
+"""Reads the bytes, lines and JSON records of files that may be compressed.
+
+The records of a .jsonl or .ndjson file are its lines. A .json file may contain JSON lines, an array
+whose members are the records, or a single object; the first line shows which.
+"""
 
 import gzip
+import itertools
+import json
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
 from io import BufferedIOBase
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from brt import untrusted
-from brt.data import containers, endings, plain_text
+from brt.data import formats, plain_text
 from brt.data.quarantine import BadRecord
-from brt.data.walk import File
 from brt.errors import DataError
 
 CHUNK = 1 << 20  # This number of bytes is read from a file at a time.
@@ -19,13 +25,20 @@ CHUNK = 1 << 20  # This number of bytes is read from a file at a time.
 ZSTD_CHUNK = 1 << 10
 
 
+class File(NamedTuple):
+    """A file: its path, and the name by which messages and documents refer to it."""
+
+    name: str
+    path: Path
+
+
 def text(file: File) -> Iterator[bytes]:
     """Yields the decompressed bytes of a text file in parts.
 
     It raises BadRecord about damage and about files that are not text, such as PDFs.
     """
-    if endings.kind(file.path.name) == "html":
-        raise containers.markup(file.name)
+    if formats.kind(file.path.name) == "html":
+        raise formats.markup(file.name)
     return refuse_containers(file.name, content(file))
 
 
@@ -49,9 +62,9 @@ def refuse_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
     head, left = b"", iter(data)
     for chunk in left:
         head += chunk
-        if len(head) >= containers.HEAD:
+        if len(head) >= formats.HEAD:
             break
-    containers.refuse(name, head[: containers.HEAD])
+    formats.refuse(name, head[: formats.HEAD])
     yield head
     yield from left
 
@@ -64,7 +77,7 @@ def content(file: File) -> Iterator[bytes]:
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise BadRecord(
             f"{file.name} is truncated or damaged ({error}); fetch or compress it again, or take "
-            f"{endings.compression_suffix(file.path.name)} off its name if it is not compressed"
+            f"{formats.compression_suffix(file.path.name)} off its name if it is not compressed"
         ) from error
     except OSError as error:
         raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
@@ -106,7 +119,7 @@ def too_large(name: str, max_bytes: int) -> DataError:
 
 
 def _decompressed(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
-    match endings.compression_suffix(file.path.name):
+    match formats.compression_suffix(file.path.name):
         case ".zst" | ".zstd":
             yield from _zstd(file, raw)
         case ".gz":
@@ -139,3 +152,98 @@ def _zstd(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
         raise EOFError(error) from error
     if not frame.eof:
         raise EOFError("the last frame has no end")
+
+
+PEEK = 1 << 16  # At most this number of bytes is examined to find out what a .json file contains.
+
+
+class Record(NamedTuple):
+    """A JSON value in a file, or the reason why the value cannot be read."""
+
+    name: str  # FILE:LINE, or FILE[INDEX] for a member of an array
+    number: int  # the line, counted from one, or the index, counted from zero
+    value: Any  # None if the value cannot be read
+    problem: str = ""  # why the value cannot be read, such as "is not JSON"
+
+
+def read_json(
+    file: File, *, errors: str = "strict", max_bytes: int = untrusted.LARGEST
+) -> Iterator[Record]:
+    """Yields the records of a file; empty lines are skipped.
+
+    With `errors` = "replace", bytes that are not UTF-8, and surrogates without a partner, are read
+    as U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates
+    stay in the value; `plain_text.problem` detects them. A .json file that is parsed at once and is
+    not JSON raises BadRecord, and a line or such a file of more than `max_bytes` DataError.
+    """
+    numbered = _numbered(file, max_bytes)
+    if formats.kind(file.path.name) == "json" and (first := next(numbered, None)):
+        numbered = itertools.chain([first], numbered)
+        if not _is_line(first[1]):
+            yield from _members(file, (line for _, line in numbered), errors, max_bytes)
+            return
+    for number, line in numbered:
+        yield parse_json(f"{file.name}:{number}", number, line, errors)
+
+
+def json_lines(file: File) -> Iterator[Record]:
+    """Yields the records of a file of JSON lines, whatever the suffix of the file is."""
+    for number, line in _numbered(file, untrusted.LARGEST):
+        yield parse_json(f"{file.name}:{number}", number, line)
+
+
+def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the number, counted from one, and the bytes of every line that is not empty."""
+    all_lines = lines(file.name, text(file), max_bytes)
+    return ((i, line) for i, line in enumerate(all_lines, 1) if line and not line.isspace())
+
+
+def parse_json(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
+    """Returns a record with the JSON in `data` or a `problem`; `errors` is as in `read_json`."""
+    halves = "replace" if errors == "replace" else "keep"
+    try:
+        text = data.decode("utf-8", errors).removeprefix(plain_text.MARK)
+        return Record(name, number, untrusted.parse_json(text, halves=halves))
+    except UnicodeDecodeError as error:
+        return Record(name, number, None, not_utf8(error))
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return Record(name, number, None, f"is not JSON: {error.msg} at {line}column {error.colno}")
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Returns a phrase such as "is not UTF-8 at byte 7 (0xff)", or that the bytes are no text."""
+    text = error.object.decode("utf-8", "replace")
+    if fault := plain_text.binary(plain_text.unreadable(text), len(text)):
+        return fault
+    return f"is not UTF-8 at byte {error.start} (0x{error.object[error.start]:02x})"
+
+
+def holds_records(file: File, part: bytes | None = None) -> bool:
+    """Returns False if a .json file is a single object, unless its beginning contains `part`."""
+    # Files such as package.json contain a single object. A damaged file counts as a file of
+    # records, so that reading the file reports the damage.
+    try:
+        head = next(content(file), b"")[:PEEK].removeprefix(b"\xef\xbb\xbf").lstrip()
+    except BadRecord:
+        return True
+    if part and part in head:
+        return True
+    line, end, _ = head.partition(b"\n")
+    return not head.startswith(b"{") or (_is_line(line) if end else len(head) == PEEK)
+
+
+def _is_line(line: bytes) -> bool:
+    return (
+        line.lstrip(b"\xef\xbb\xbf \t\r").startswith(b"{") and not parse_json("", 1, line).problem
+    )
+
+
+def _members(file: File, lines: Iterator[bytes], errors: str, max_bytes: int) -> Iterator[Record]:
+    data = b"\n".join(no_more_than(max_bytes, file.name, lines))
+    record = parse_json(file.name, 0, data, errors)
+    if record.problem:
+        raise BadRecord(f"{file.name} {record.problem}")
+    values = record.value if isinstance(record.value, list) else [record.value]
+    for place, value in enumerate(values):
+        yield Record(f"{file.name}[{place}]", place, value)

@@ -1,17 +1,29 @@
-"""Reads documents from sources as streams, so that a document may be larger than the memory."""
+"""Reads documents from sources as streams, so that a document may be larger than the memory.
+
+Some files have many documents, which are records: of JSON files, ArrayRecord files, TensorFlow
+datasets or tables. A record is held in memory, where it takes up to four times its size. Its text
+is in one of its fields (or columns).
+"""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.config.fields import MEMORY
-from brt.data import contents, endings, plain_text, records, sources
-from brt.data.memory import documents as memory
+from brt.data import contents, formats, memory_tasks, plain_text, sources, tables
+from brt.data.contents import Record
+from brt.data.plain_text import REPLACE
 from brt.data.quarantine import BadRecord, Quarantine
 from brt.data.sources import File
+from brt.data.tables import Row
+from brt.errors import DataError
 
 CHUNK = contents.CHUNK  # The text of a record is cut into chunks of this number of characters.
+READ_RECORDS = 64  # This number of records is fetched from an ArrayRecord file at a time.
+_REMEDY = "Data.columns = ('text=FIELD',)"
+_SHOWN = 20  # An error message lists at most this number of fields.
 
 
 class Document(NamedTuple):
@@ -51,30 +63,26 @@ def read(
     bad = Quarantine() if bad is None else bad
     for source in names:
         if source.startswith("tfds:"):
-            for name, text in records.tfds_texts(source, field=text_field, errors=errors, bad=bad):
-                yield Document(name, _pieces(text))
-            continue
-        if source.startswith(MEMORY):
-            for name, text in memory.documents(source):
+            yield from _documents(source, _tfds_records(source, text_field, errors), bad)
+        elif source.startswith(MEMORY):
+            novels = "\n".join(file.path.read_text("utf-8") for file in sources.files(source))
+            for name, text in memory_tasks.documents(source, novels):
                 yield Document(name, iter([text]))
-            continue
-        for file in sources.files(source):
-            yield from _read_file(file, text_field, errors, max_bytes, bad)
+        else:
+            for file in sources.files(source):
+                yield from _read_file(file, text_field, errors, max_bytes, bad)
 
 
 def _read_file(
     file: File, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[Document]:
-    how: dict[str, Any] = {"field": field, "errors": errors, "bad": bad}
-    match endings.kind(file.path.name):
+    match formats.kind(file.path.name):
         case "json" | "jsonl":
-            yield from _records(file, records.json_texts(file, max_bytes=max_bytes, **how), bad)
+            records = _json_records(file, field, errors, max_bytes)
         case "array_record":
-            yield from _records(
-                file, records.array_record_texts(file, max_bytes=max_bytes, **how), bad
-            )
+            records = _array_records(file, field, errors, max_bytes)
         case "csv" | "tsv" | "parquet" | "arrow":
-            yield from _records(file, records.table_texts(file, **how), bad)
+            records = _table_records(file, field, errors)
         case _:
 
             def text() -> Iterator[str]:
@@ -86,26 +94,37 @@ def _read_file(
 
             if not bad.most or bad.call_and_collect(is_readable, file.name):
                 yield Document(file.name, text())
+            return
+    yield from _documents(file.name, records, bad)
 
 
 def _text(file: File, errors: str, max_bytes: int) -> Iterator[str]:
     data = contents.text(file)
-    if endings.compression_suffix(file.path.name):
+    if formats.compression_suffix(file.path.name):
         data = contents.no_more_than(max_bytes, file.name, data)
     return _with_text(file.name, plain_text.read(file.name, data, errors, plain_text.REPLACE))
 
 
-def _records(file: File, pairs: Iterator[tuple], bad: Quarantine) -> Iterator[Document]:
+class _Record(NamedTuple):
+    """A record: its name, its place in the file as in `Quarantine.collect`, and its text."""
+
+    name: str
+    place: dict[str, int]
+    text: Callable[[], str]  # Raises BadRecord if the record has no usable text.
+
+
+def _documents(file: str, records: Iterator[_Record], bad: Quarantine) -> Iterator[Document]:
     """Yields the documents of a file, up to the place where the file is damaged."""
     has_text = False
     try:
-        for document, text in pairs:
-            has_text = True
-            yield Document(document, _pieces(text))
-        if not has_text and not bad.knows(file.name):
-            raise plain_text.no_text(file.name)
+        for name, place, read in records:
+            if (text := bad.call_and_collect(read, file, **place)) is not None:
+                has_text = True
+                yield Document(name, _pieces(text))
+        if not has_text and not bad.knows(file):
+            raise plain_text.no_text(file)
     except BadRecord as error:
-        bad.collect(error, file.name)
+        bad.collect(error, file)
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -121,3 +140,116 @@ def _with_text(name: str, chunks: Iterable[str]) -> Iterator[str]:
         yield chunk
     if blank:
         raise plain_text.no_text(name)
+
+
+def _json_records(file: File, field: str, errors: str, max_bytes: int) -> Iterator[_Record]:
+    for record in contents.read_json(file, errors=errors, max_bytes=max_bytes):
+        read = partial(_json_text, record, field, errors)
+        yield _Record(record.name, {"line": record.number}, read)
+
+
+def _table_records(file: File, field: str, errors: str) -> Iterator[_Record]:
+    for number, row in enumerate(tables.rows(file)):
+        yield _Record(row.name, {"record": number}, partial(_row_text, row, field, errors))
+
+
+def _tfds_records(source: str, field: str, errors: str) -> Iterator[_Record]:
+    for i, example in enumerate(sources.tfds_data(source).examples):
+        row = Row(f"{source}:{i}", example)
+        yield _Record(row.name, {"record": i}, partial(_row_text, row, field, errors))
+
+
+def _array_records(file: File, field: str, errors: str, max_bytes: int) -> Iterator[_Record]:
+    """Reads an ArrayRecord file, whose records are UTF-8 texts or JSON objects."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    try:
+        reader = ArrayRecordReader(str(file.path))
+        count = reader.num_records()
+        if count == 0:
+            raise BadRecord(f"{file.name} is not an ArrayRecord file, or has no record")
+        for start in range(0, count, READ_RECORDS):
+            for i, data in enumerate(reader.read(start, min(start + READ_RECORDS, count)), start):
+                name = f"{file.name}:{i}"
+                if len(data) > max_bytes:
+                    raise contents.too_large(name, max_bytes)
+                yield _Record(name, {"record": i}, partial(_data_text, name, data, field, errors))
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise BadRecord(f"{file.name} is damaged: {str(error).partition(';')[0]}") from error
+
+
+def _json_text(record: Record, field: str, errors: str) -> str:
+    if record.problem:
+        remedy = "" if ";" in record.problem else "; repair it"
+        if "UTF-8 at byte" in record.problem:
+            remedy = f"; repair it, or read such bytes as U+FFFD with {REPLACE}"
+        raise BadRecord(f"{record.name} {record.problem}{remedy}")
+    if isinstance(record.value, str):  # The members of a JSON array may be texts, not objects.
+        return _checked(record.name, record.value, errors)
+    return _value_text(record.name, _field(record.name, record.value, field), errors)
+
+
+def _data_text(name: str, data: bytes, field: str, errors: str) -> str:
+    if data.lstrip()[:1] == b"{":
+        return _json_text(contents.parse_json(name, 0, data, errors), field, errors)
+    return _value_text(name, data, errors)
+
+
+def _row_text(row: Row, field: str, errors: str) -> str:
+    if row.problem:
+        raise BadRecord(f"{row.name} {row.problem}")
+    return _value_text(row.name, _field(row.name, row.values, field), errors)
+
+
+def _value_text(name: str, value: Any, errors: str) -> str:
+    """Returns the text of a value, which is a text or a list of texts (paragraphs)."""
+    parts = value if isinstance(value, list) else [value]
+    return _checked(name, "\n".join(_part(name, part, errors) for part in parts), errors)
+
+
+def _part(name: str, value: Any, errors: str) -> str:
+    if isinstance(value, bytes):
+        value = plain_text.decoded(name, value, errors, REPLACE)
+    if not isinstance(value, str):
+        raise BadRecord(f"{name} holds {tables.type_name(value)}, not text; leave it out")
+    return value.removeprefix(plain_text.MARK)
+
+
+def _checked(name: str, text: str, errors: str) -> str:
+    text = text.removeprefix(plain_text.MARK)
+    if not text.strip():
+        raise plain_text.no_text(name)
+    if fault := plain_text.binary(plain_text.unreadable(text), len(text)):
+        raise BadRecord(f"{name} {fault}")
+    text = plain_text.without_nul(name, text, errors, remedy=REPLACE)
+    if problem := plain_text.problem(text):
+        raise BadRecord(f"{name} {problem}; repair it, or read it as U+FFFD with {REPLACE}")
+    return text
+
+
+def _field(name: str, example: Any, field: str) -> Any:
+    """Returns the value of a field; raises BadRecord if the field is missing or is not text."""
+    if not isinstance(example, Mapping):
+        raise BadRecord(f"{name} is not an object with a field '{field}'; leave it out")
+    values = tables.flat(example)
+    value = values.get(field)
+    if _is_text(value):
+        return value
+    what = f" has no field '{field}'"
+    if field in values:
+        what = f": the field '{field}' is {tables.type_name(value)}, not text"
+    texts = [other for other in sorted(values)[:_SHOWN] if _is_text(values[other])]
+    one = "write the texts to one field, or leave it out"
+    if not texts:
+        raise BadRecord(f"{name}{what}, and no other field has text; {one}")
+    raise BadRecord(
+        f"{name}{what}; name one of {texts} with {_REMEDY} if every record has it, otherwise {one}"
+    )
+
+
+def _is_text(value: Any) -> bool:
+    """Returns True for a text and for a list of texts."""
+    parts = value if isinstance(value, list) and value else [value]
+    return all(isinstance(part, str | bytes) for part in parts)

@@ -31,6 +31,16 @@ def parse(source: str) -> Name:
     return Name(name, int(count))
 
 
+def digest(source: str, kind: str) -> str:
+    """Returns a hash that identifies the content of a source, in place of a file's hash.
+
+    `kind` names the kind of data with its version. Each item depends only on the kind, the name of
+    its source and its index. A longer source therefore begins with the items of a shorter one, and
+    both have the same hash. The number of items is recorded as a part of the source's name.
+    """
+    return hashlib.sha256(f"{kind} {parse(source).name}".encode()).hexdigest()
+
+
 def read(
     sources: Iterable[str],
     generate: Callable[[str], Iterable[Any]],

@@ -4,7 +4,10 @@ A document of n tokens takes ceil(n / window) blocks; the rest of the last block
 epoch shuffles the documents, concatenates their blocks, and cuts this sequence into equal parts,
 one for each lane. A lane may therefore begin inside of a document. The model reads the first block
 of such a lane without the state and cache of the preceding tokens, but the first input is the
-preceding token. `blocks.gather` says what inputs and targets are.
+preceding token. `gather` says what inputs and targets are.
+
+A block consists of `window` consecutive tokens of a document, which a model reads at once. With a
+curriculum, training begins with easy documents, and harder documents are added later.
 """
 
 import dataclasses
@@ -15,11 +18,73 @@ from typing import Any
 
 import numpy as np
 
-from brt.data import blocks
+from brt import config
 from brt.data.readers import Reader
 from brt.data.token_store import TokenStore
 from brt.errors import ConfigError
 from brt.types import Batch
+
+
+def block_counts(lengths: np.ndarray, window: int) -> np.ndarray:
+    """Returns the number of blocks, int [documents], of documents with `lengths` in tokens."""
+    return -(-lengths // window)
+
+
+def blocks_per_segment(segment_length: int, window: int) -> int:
+    """Returns the number of blocks in a segment, which is the tokens of one row of a batch."""
+    if segment_length <= 0 or segment_length % window:
+        raise ConfigError(
+            f"the segment length {segment_length} must be a multiple of the window {window}"
+        )
+    return segment_length // window
+
+
+def gather(
+    store: TokenStore,
+    document: np.ndarray,
+    block: np.ndarray,
+    *,
+    window: int,
+    lengths: np.ndarray | None = None,
+) -> Batch:
+    """Returns a batch of B rows, each of which consists of N given blocks of documents.
+
+    The targets are the tokens of the documents. The inputs are the same tokens, shifted by one: BOS
+    comes first, and is the input from which the first token of a document is predicted. If the
+    store has an end token, it is the last target of each document, and never an input. The batch
+    has B rows of N * window tokens. Its array `document_start` [B, N] is True for the first block
+    of a document and for blocks of padding.
+
+    Args:
+      document: int [B, N], the index in the store of each block's document; -1 is padding.
+      block: int [B, N], the index of each block in its document.
+      lengths: int64 [documents], the number of tokens to read from each document; None reads all.
+    """
+    real = document >= 0
+    lengths = store.lengths if lengths is None else lengths
+    # `past` is the number of the document's tokens before the block. `left` is the number of tokens
+    # from the start of the block to the end of the document; it may exceed the window.
+    past = block * window
+    left = np.where(real, lengths[document] - past, 0)[..., None]
+    # One gather of window + 1 tokens yields both the inputs and the targets of a block.
+    column = np.arange(-1, window)
+    # `stored` is the same as `left`, but without the end token and without the limit of `lengths`.
+    stored = (store.offsets[document + 1] - store.offsets[document] - past)[..., None]
+    index = (store.offsets[document] + past)[..., None] + np.minimum(column, stored - 1)
+    tokens = store.tokens.gather(np.where(left > 0, np.maximum(index, 0), 0)).astype(np.int32)
+    if store.end_id >= 0:
+        tokens[column == stored] = store.end_id
+    scored = column[1:] < left
+    inputs = np.where(scored, tokens[..., :-1], np.int32(store.bos_id))
+    document_start = ~real | (block == 0)
+    inputs[document_start, 0] = store.bos_id
+    shape = len(document), document.shape[1] * window
+    return Batch(
+        inputs=inputs.reshape(shape),
+        targets=np.where(scored, tokens[..., 1:], np.int32(0)).reshape(shape),
+        scored=scored.reshape(shape),
+        document_start=document_start,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,11 +96,11 @@ class LaneReader(Reader):
     window: int  # number of tokens of a block
 
     def __post_init__(self) -> None:
-        blocks.blocks_per_segment(self.segment_length, self.window)
+        blocks_per_segment(self.segment_length, self.window)
 
     def __getitem__(self, step: int) -> Batch:
         document, block, begins = self._blocks(step, self.lanes)
-        batch = blocks.gather(self.store, document, block, window=self.window)
+        batch = gather(self.store, document, block, window=self.window)
         return batch._replace(document_start=batch.document_start | begins)
 
     def _blocks(
@@ -80,7 +145,7 @@ class LaneReader(Reader):
     @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Number of steps until every lane has read its part of the epoch."""
-        total = int(blocks.block_counts(self.store.lengths, self.window).sum())
+        total = int(block_counts(self.store.lengths, self.window).sum())
         per_lane = -(-total // self.batch_size)
         return -(-per_lane * self.window // self.segment_length)
 
@@ -101,7 +166,7 @@ class LaneReader(Reader):
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the order of documents, and the block index at which each of them begins."""
-        counts = blocks.block_counts(self.store.lengths, self.window)
+        counts = block_counts(self.store.lengths, self.window)
         return order, np.r_[0, np.cumsum(counts[order])]
 
 
@@ -163,10 +228,10 @@ def evaluation_batches(
     lanes read; -1 is padding. If `tokens_per_document` is not 0, only this number of tokens at the
     beginning of each document is read.
     """
-    count = blocks.blocks_per_segment(segment_length, window)
+    count = blocks_per_segment(segment_length, window)
     limit = tokens_per_document or np.iinfo(np.int64).max
     lengths = np.minimum(store.lengths, limit)
-    counts = blocks.block_counts(lengths, window)
+    counts = block_counts(lengths, window)
     lanes = [_row(documents, counts) for documents in _assign(counts, batch_size)]
     steps = -(-max(len(document) for document, _ in lanes) // count)
     for start in range(0, steps * count, count):
@@ -176,7 +241,7 @@ def evaluation_batches(
             part = slice(start, start + count)
             size = len(row[0][part])
             document[lane, :size], block[lane, :size] = row[0][part], row[1][part]
-        yield blocks.gather(store, document, block, window=window, lengths=lengths), document
+        yield gather(store, document, block, window=window, lengths=lengths), document
 
 
 def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
@@ -196,3 +261,57 @@ def _row(documents: list[int], counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     sizes = counts[documents] if documents else np.zeros(0, np.int64)
     first = np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(np.array(documents, np.int32), sizes), np.arange(sizes.sum()) - first
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StagedReader(LaneReader):
+    """Reader of training documents in lanes, for which more and more documents become available.
+
+    Each stage of the curriculum reads the documents of the stage before and further documents, in
+    the order of the token store. At the beginning of a stage, each lane (row of the batch) starts
+    without state, as at the beginning of a run.
+    """
+
+    # For each stage its first step, which ascend from 0, and the number of documents that it reads.
+    stages: tuple[tuple[int, int], ...]
+
+    def __getitem__(self, step: int) -> Batch:
+        begin, lane_reader = next(stage for stage in reversed(self._readers) if stage[0] <= step)
+        return lane_reader[step - begin]
+
+    @functools.cached_property
+    def _readers(self) -> list[tuple[int, LaneReader]]:
+        names = [field.name for field in dataclasses.fields(LaneReader)]
+        common = {name: getattr(self, name) for name in names}
+        return [
+            (step, LaneReader(**{**common, "store": _first(self.store, documents)}))
+            for step, documents in self.stages
+        ]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity, "stages": [list(stage) for stage in self.stages]}
+
+
+def lane_reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
+    """Returns the reader of the training documents, with stages if `data` has a curriculum."""
+    common: dict[str, Any] = {"store": store, **sizes}
+    if not data.curriculum:
+        return LaneReader(**common)
+    steps = (0, *data.curriculum)
+    # Stage n (from 0) reads the documents of the first n + 1 sources in `data.train`.
+    counts = [_of_first(data.train[: n + 1], store) for n in range(len(steps))]
+    return StagedReader(**common, stages=tuple(zip(steps, counts, strict=True)))
+
+
+def _of_first(names: tuple[str, ...], store: TokenStore) -> int:
+    prefixes = tuple(f"{name}#" for name in names)
+    return sum(name.startswith(prefixes) for name in store.names)
+
+
+def _first(store: TokenStore, documents: int) -> TokenStore:
+    names = ("bytes", "characters", "words", "lost")
+    cut = {name: getattr(store, name)[:documents] for name in names}
+    return dataclasses.replace(
+        store, offsets=store.offsets[: documents + 1], names=store.names[:documents], **cut
+    )

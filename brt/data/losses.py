@@ -16,7 +16,7 @@ class Losses:
     """Compares the bytes of a document with the bytes to which the document's tokens decode."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer, self._unknown = tokenizer, unknown_id(tokenizer)
+        self._tokenizer, self._unknown = tokenizer, tokenizer.unk_id
         self._differs = False
         # For each byte, this array counts how often it occurs in the text, less how often it occurs
         # in the decoded tokens. Chunks that are decoded exactly contribute nothing.
@@ -49,23 +49,11 @@ def _counts(data: bytes) -> np.ndarray:
     return np.bincount(np.frombuffer(data, np.uint8), minlength=256)
 
 
-def unknown_id(tokenizer: Tokenizer) -> int:
-    """Returns the id of the unknown token; -1 if the tokenizer can represent every text."""
-    return getattr(tokenizer, "unk_id", -1)
-
-
 def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
     """Tokenizes a text, and returns the number of its bytes that the tokens do not reproduce."""
     counter = Losses(tokenizer)
     counter.add(text.encode(), tokenizer.encode(text))
     return counter.lost
-
-
-def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
-    """Estimates how many of the `size` bytes of a text, which is not known, its tokens lose."""
-    known = ids[ids != unknown_id(tokenizer)]
-    lost = abs(size - len(tokenizer.decode_bytes(known)))
-    return max(lost, int(len(known) < len(ids)))
 
 
 def loss_message(lost: int, size: int, unknown: int) -> str:

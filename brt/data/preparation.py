@@ -1,264 +1,466 @@
-"""Prepares token stores from the documents that the config section `Data` describes.
+"""Prepares the data that a config section names: documents, or rows such as pairs of texts.
 
-The result is a directory, in the cache or at a place that the user names (see `brt.data.cache`):
+The data are read from files, encoded as ids, and stored in a directory, which is in the cache or at
+a place that the user names (see `brt.data.cache`):
 
-    train/ validation/ test/             token stores (a split without documents is absent)
-    tokenizer.model or tokenizer.json    the tokenizer
-    quarantine.jsonl                     documents that could not be read, if there are any
-    corpus.json                          the manifest: sources and settings; written last
+    train/ validation/ test/         stores (a split without data is absent)
+    tokenizer.* or vocabulary.json   the object that encodes the data
+    quarantine.jsonl                 documents that could not be read, if there are any
+    corpus.json                      the manifest: sources and settings; written last
 
-While the directory is written, its directory `partial` has the files of unfinished stores, from
+While documents are written, the subdirectory `partial` has the files of unfinished stores, from
 which the next process continues if this one is killed.
 """
 
+import abc
+import dataclasses
+import functools
+import itertools
 import json
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
 
 from brt import config, durable, untrusted
+from brt.config.checks import share_of
 from brt.data import (
     cache,
+    generated,
     losses,
-    manifests,
     originals,
     quarantine,
-    shared_texts,
     sources,
-    store_writer,
+    text_tokenizers,
     token_store,
     tokenizer_training,
     tokenizers,
 )
 from brt.data.cache import read_manifest
-from brt.data.splits import SPLITS, Plan, fractions_of
+from brt.data.formats import DOCUMENTS
+from brt.data.quarantine import BadRow, Tally
+from brt.data.sources import FileHash
+from brt.data.splits import SPLITS, Plan, Shares, fractions_of
+from brt.data.text_tokenizers import TextTokenizer
 from brt.data.token_store import TokenStore
+from brt.data.tokenizer_training import Special
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
 from brt.formatting import counted
 
+Encoder = TypeVar("Encoder")
+Opened = TypeVar("Opened")
+Row = TypeVar("Row")
+TOGETHER = 256  # This number of rows is tokenized in parallel.
 
-class Dataset(NamedTuple):
-    """Prepared documents that are opened for reading; `tokenizer` encoded them."""
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus(Generic[Encoder, Opened]):
+    """Prepared data that are opened for reading; `tokenizer` is the object that encoded them."""
+
+    rows: ClassVar[str] = "rows"  # the plural noun for rows in messages, such as "pairs"
 
     directory: Path
-    tokenizer: Tokenizer
-    splits: dict[str, TokenStore]
+    tokenizer: Encoder
+    splits: dict[str, Opened]
 
-    def split(self, name: str) -> TokenStore:
+    def split(self, name: str) -> Opened:
         if name not in self.splits:
             raise DataError(
-                f"{self.directory} has no {name} documents, only {', '.join(self.splits)}; "
-                f"name some with Data.{name}"
+                f"there are no {name} {self.rows}, only {', '.join(self.splits)}; name some with "
+                f"Data.{name}"
             )
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns a JSON description of each split, by name; see `cache.describe_splits`."""
-        return cache.describe_splits(self.directory, self.splits, "documents")
+        return cache.describe_splits(self.directory, self.splits, self.rows)
+
+
+class Preparation(abc.ABC):
+    """Base class that prepares and opens the data that a config section describes.
+
+    Each kind of data has a subclass, which defines how the data are read, encoded and stored.
+    """
+
+    dataset: type[Corpus]  # `open` returns an instance of this class
+    store: type[Any]  # the class of the stores, whose method `open` opens a directory
+    kind: str  # the name of the kind of data, a part of the key in the cache
+    encoding = "tokenizer"  # the noun for the object that encodes the data, or "vocabulary"
+    tokenizer: Any = None  # the object that encodes the data; None until it was loaded or trained
+    endings: tuple[str, ...] = ()  # suffixes of the files that are read from directories
+
+    def __init__(self, section: Any, progress: bool = True):
+        self.section, self.progress = section, progress
+        self.shares = self.held_out_shares()
+
+    def held_out_shares(self) -> dict[str, float]:
+        """Returns for each split that is held out of Data.train its fraction of that data."""
+        shares = {split: share_of(self.section, split) for split in SPLITS[1:]}
+        return {split: share for split, share in shares.items() if share}
+
+    def open(self, output: Path | str | None = None) -> Any:
+        """Opens all splits as a `dataset`; prepares the data first if necessary.
+
+        `output` is the directory to write; None writes to the cache. A source that cannot be read,
+        or an `output` with other content, raises DataError.
+        """
+        hashes = {
+            split: [] if split in self.shares else self.hashes(getattr(self.section, split))
+            for split in SPLITS
+        }
+        self.check_sources(hashes)
+        more = {"kind": self.kind, **self.key_values()}
+        return self.open_prepared(cache.prepared(self.section, hashes, self._build, output, **more))
+
+    def open_prepared(self, directory: Path) -> Any:
+        """Opens all splits in a directory of prepared data; damage raises DataError."""
+        manifest = read_manifest(directory)
+        file = manifest.get(self.encoding, {}).get("file", f"{self.encoding}.json")
+        return self._opened(directory, self.load_prepared(directory / file), manifest["splits"])
+
+    def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
+        """Opens a single split as a `dataset`; prepares the split first if necessary.
+
+        `encoder` may be the tokenizer of a trained model; `known` is as in `cache.prepared_split`.
+        """
+        if split not in self.shares and not getattr(self.section, split):
+            raise DataError(
+                f"there are no {split} {self.dataset.rows}; name some with Data.{split}"
+            )
+        self.tokenizer = encoder
+        directory = cache.prepared_split(
+            self.section, split, split in self.shares, known, self.hashes,
+            functools.partial(self.write_splits, (split,)), kind=self.kind,
+            encoder=encoder.fingerprint, **self.values_from_train(),
+        )  # fmt: skip
+        return self._opened(directory, encoder, (split,))
+
+    def _opened(self, directory: Path, encoder: Any, splits: Iterable[str]) -> Any:
+        opened = {name: self.open_store(directory / name, encoder) for name in splits}
+        for name, store in opened.items():
+            if store.written_with not in ("", encoder.fingerprint):
+                raise DataError(
+                    f"{directory / name} was written with another {self.encoding} than "
+                    f"{encoder.name}; delete {directory} and prepare it again"
+                )
+        return self.dataset(directory, encoder, opened)
+
+    def values_from_train(self) -> dict[str, Any]:
+        """Returns values, such as names of classes, that follow from the training rows, as JSON.
+
+        They determine other splits, and are a part of the key under which a single split is cached.
+        The encoder is always a part of the key.
+        """
+        return {}
+
+    def load_prepared(self, file: Path) -> Any:
+        """Returns the object that encoded the data, which `file` among the prepared data holds."""
+        return self.load(str(file))
+
+    @staticmethod
+    @abc.abstractmethod
+    def load(name: str) -> Any:
+        """Returns the object that encodes the data; its `fingerprint` is a hash that identifies it.
+
+        `name` is the path of a file that contains the object, or the value of the config's setting.
+        """
+
+    def open_store(self, directory: Path, encoder: Any) -> Any:
+        """Returns the opened store of a split, which `encoder` has encoded."""
+        return self.store.open(directory)
+
+    def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
+        """Returns the hashes of all files of some sources, given the names of the sources."""
+        return sources.hashes(names, self.endings)
+
+    def left_out(self, name: str) -> str:
+        """Returns a sentence about the files of a source that are not read; "" if all are read."""
+        return sources.left_out(name, self.endings)
+
+    def check_sources(self, hashes: cache.Hashes) -> None:
+        """Raises DataError if two splits have a file in common."""
+        cache.refuse_shared(hashes)
+
+    def key_values(self) -> dict[str, Any]:
+        """Returns further values, as JSON, that determine the data and its key in the cache."""
+        return {}
+
+    def begin(self, directory: Path) -> dict[str, Any]:
+        """Creates the object that encodes the data, before the first store is written; saves it.
+
+        The result is entries of the manifest that describe the object. The default creates nothing.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def write_splits(
+        self, splits: Sequence[str], directory: Path, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Writes the stores of some splits, and returns the manifest's entries about the splits.
+
+        `facts` has the settings and sources, as in `cache.prepared`.
+        """
+
+    def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+        cache.print_unread_files(self.section, SPLITS, self.left_out, self.progress)
+        described = self.begin(directory)
+        splits = [split for split in SPLITS if split in self.shares or getattr(self.section, split)]
+        return {**self.write_splits(splits, directory, facts), **described}
+
+
+class RowPreparation(Preparation):
+    """Base class that prepares rows, such as pairs of texts."""
+
+    def read(self, split: str) -> Iterator[Any]:
+        """Yields the rows of a split, and a BadRow (name and problem) for each unusable row."""
+        # If the split is held out of Data.train, its rows are selected from the training sources.
+        # The rows of "train" are the training rows that are not held out.
+        if not self.shares or split not in ("train", *self.shares):
+            return self.rows(split, getattr(self.section, split))
+        return (row for row in self._train() if self._split_of(row) == split)
+
+    def _train(self) -> Iterator[Any]:
+        return self.rows("train", self.section.train)
+
+    def _split_of(self, row: Any) -> str:
+        return "train" if isinstance(row, BadRow) else self._shared(self.content(row))
+
+    @functools.cached_property
+    def _shared(self) -> Shares:
+        contents = (self.content(row) for row in self._train() if not isinstance(row, BadRow))
+        return Shares(contents, self.shares, "Data.train")
+
+    def usable(self, split: str, tally: Tally | None = None) -> Iterator[Any]:
+        """Yields the usable rows of a split; raises DataError as `Tally.refuse_or_skip` does."""
+        return (tally or Tally(split)).refuse_or_skip(self.read(split), self.section.errors)
+
+    @abc.abstractmethod
+    def rows(self, split: str, names: Sequence[str]) -> Iterator[Any]:
+        """Yields all rows of the sources `names`, and a BadRow for each unusable row."""
+
+    @abc.abstractmethod
+    def content(self, row: Any) -> str:
+        """Returns a text that represents a row; rows of the same text belong to the same split."""
+
+    @abc.abstractmethod
+    def write(self, split: str, directory: Path, tally: Tally) -> str:
+        """Writes the store of a split ("train" comes first), and returns a line for the user.
+
+        `tally` counts the rows, and removes rows that cannot be used.
+        """
+
+    def write_splits(
+        self, splits: Sequence[str], directory: Path, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        held_out = {
+            split: f"{share:.0%} of the rows of Data.train"
+            for split, share in self.shares.items()
+            if split in splits
+        }
+        for split in splits:
+            place = directory / split
+            place.mkdir()
+            with cache.bar(split, self.progress, unit=" rows") as bar:
+                tally = Tally(split, progress=bar.update)
+                line = self.write(split, place, tally)
+            if tally.bad:
+                cache.say(tally.described(), self.progress)
+            origin = f" ({held_out[split]})" if split in held_out else ""
+            cache.say(f"prepared {split}{origin}: {line}", self.progress)
+        return {"splits": list(splits), "held_out": held_out}
+
+
+def in_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yields rows in lists of at most `TOGETHER`, which are tokenized in parallel."""
+    remaining = iter(rows)
+    return iter(lambda: list(itertools.islice(remaining, TOGETHER)), [])
+
+
+class TokenizedPreparation(Preparation):
+    """Base class for sections whose setting `tokenizer` names or trains a tokenizer."""
+
+    special: Special  # ids of the special pieces that a trained tokenizer gets
+
+    @abc.abstractmethod
+    def texts(self) -> Iterable[Iterable[str]]:
+        """Returns the texts of the training data, each in chunks, to train a tokenizer on."""
+
+    @property
+    def _size(self) -> int | None:
+        return tokenizer_training.vocabulary_size(self.section.tokenizer)
+
+    def key_values(self) -> dict[str, Any]:
+        # A trained tokenizer need not be included, because it follows from the training data.
+        return {} if self._size else {"tokenizer": self.load(self.section.tokenizer).fingerprint}
+
+    def load_prepared(self, file: Path) -> Any:
+        """Returns the tokenizer that encoded the data. If the section names its file, the tokenizer
+        is read from there, with the files beside it: models with the same tokenizer share prepared
+        data, but not the settings beside it.
+        """
+        return self.load(str(file) if self._size else self.section.tokenizer)
+
+    def begin(self, directory: Path) -> dict[str, Any]:
+        coverage = None
+        if size := self._size:
+            cache.say(f"training a tokenizer of {size} pieces", self.progress)
+            path = directory / "tokenizer.model"
+            coverage = tokenizer_training.train_sentencepiece(
+                self.texts(), size, path, seed=cache.SEED, special=self.special
+            )
+            self.tokenizer = self.load(str(path))
+        else:
+            self.tokenizer = self.load(self.section.tokenizer)
+            (directory / self.tokenizer.file[0]).write_bytes(self.tokenizer.file[1])
+        described = {
+            "file": self.tokenizer.file[0],
+            "name": self.section.tokenizer,
+            "fingerprint": self.tokenizer.fingerprint,
+            "vocab_size": self.tokenizer.vocab_size,
+            "coverage": coverage and {**coverage._asdict(), "fraction": coverage.fraction},
+        }
+        return {"tokenizer": described}
+
+
+class TextPreparation(TokenizedPreparation, RowPreparation):
+    """Base class that prepares rows of texts, whose sources may be files or generated."""
+
+    special = text_tokenizers.ROBERTA
+    version: int  # of the generated texts; it is increased when these texts change
+
+    def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
+        """Returns a hash of each file, and of the name and version of each generated source."""
+        result = []
+        for name in names:
+            if name.startswith(generated.PREFIX):
+                kind = f"{type(self.section).__name__} {self.version}"
+                result.append(FileHash(name, 0, generated.digest(name, kind)))
+            else:
+                result += super().hashes((name,))
+        return result
+
+    @staticmethod
+    def load(name: str) -> TextTokenizer:
+        return text_tokenizers.load(name)
+
+
+class Dataset(Corpus[Tokenizer, TokenStore]):
+    """Prepared documents that are opened for reading."""
+
+    rows = "documents"
+
+
+class DocumentPreparation(TokenizedPreparation):
+    """Prepares and opens the documents that the config section `Data` describes.
+
+    If `Data.store` names a directory of prepared data, all its splits are opened.
+    """
+
+    dataset, store, kind, endings = Dataset, TokenStore, "documents", DOCUMENTS
+    special = tokenizer_training.LANGUAGE_MODEL
+    load = staticmethod(tokenizers.load)
+    _wanted: Sequence[str] = SPLITS  # the splits whose documents are read
+
+    def held_out_shares(self) -> dict[str, float]:
+        return fractions_of(self.section)
+
+    @functools.cached_property
+    def _plan(self) -> Plan:
+        return Plan(self.section, self._wanted)
+
+    def open(self, output: Path | str | None = None) -> Dataset:
+        if self.section.store:
+            return self.open_prepared(Path(self.section.store))
+        return self._say_quarantined(super().open(output))
+
+    def open_split(self, split: str, encoder: Tokenizer, known: Path | None = None) -> Dataset:
+        if self.section.store:
+            return self.open_prepared(Path(self.section.store))
+        self._wanted = (split,)
+        return self._say_quarantined(super().open_split(split, encoder, known))
+
+    def _say_quarantined(self, dataset: Dataset) -> Dataset:
+        if count := read_manifest(dataset.directory).get("quarantined"):
+            phrase = "1 document is" if count == 1 else f"{count:,} documents are"
+            where = dataset.directory / quarantine.NAME
+            cache.say(f"{phrase} left out because of errors: {where}", self.progress)
+        return dataset
+
+    def load_prepared(self, file: Path) -> Tokenizer:
+        return self.load(str(file))
+
+    def texts(self) -> Iterator[Iterator[str]]:
+        return (document.chunks for document in self._plan.documents("train"))
+
+    def begin(self, directory: Path) -> dict[str, Any]:
+        # If an interrupted process has stored the tokenizer, it is only loaded.
+        known = directory / "partial" / "tokenizer.json"
+        if known.exists():
+            described = untrusted.read_json(known, {"file": str, "name": str})
+            self.tokenizer = self.load(str(directory / described["file"]))
+            return {"tokenizer": described}
+        entries = super().begin(directory)
+        stored = originals.stored(self.tokenizer.file, self.tokenizer.beside)
+        for name, content in stored.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            durable.write(directory / name, content, below=directory)
+        known.parent.mkdir(exist_ok=True)
+        durable.write(known, json.dumps(entries["tokenizer"]).encode())
+        return entries
+
+    def write_splits(
+        self, splits: Sequence[str], directory: Path, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        plan, partial = self._plan, directory / "partial"
+        held_out = {split: plan.held_out[split] for split in splits if split in plan.held_out}
+        written: dict[str, TokenStore] = {}
+        for split in splits:
+            store = self._write(split, directory, facts)
+            for other, earlier in written.items():
+                _refuse_shared_texts(partial, {other: earlier, split: store})
+            written[split] = store
+            counts, origin = store.manifest, f" ({held_out[split]})" if split in held_out else ""
+            cache.say(
+                f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
+                f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
+                + "".join(f"; {clause}" for clause in [_lost(store)] if clause),
+                self.progress and not sys.stderr.isatty(),
+            )
+        plan.bad.write(directory)
+        shutil.rmtree(partial)
+        return {"splits": list(splits), "held_out": held_out, "quarantined": len(plan.bad)}
+
+    def _write(self, split: str, directory: Path, facts: Mapping[str, Any]) -> TokenStore:
+        """Writes the store of a split; uses what an interrupted process has written of it."""
+        documents = self._plan.documents(split)
+        if (directory / split / "manifest.json").exists():
+            if self._plan.bad.most:  # Reading the documents again finds those that cannot be read.
+                deque(documents, maxlen=0)
+            return TokenStore.open(directory / split)
+        shutil.rmtree(directory / split, ignore_errors=True)
+        partial = directory / "partial" / split
+        if done := token_store.committed(partial):
+            cache.say(
+                f"continuing with {split}: {counted(done.documents, 'document')} "
+                f"({done.bytes:,} bytes) are prepared",
+                self.progress,
+            )
+        size = sum(file["bytes"] for file in facts["sources"].get(split, ())) or None
+        with cache.bar(split, self.progress, total=size, unit="B", unit_scale=True) as bar:
+            return token_store.write(
+                directory / split, documents, self.tokenizer, settings=facts,
+                progress=bar.update, partial=partial,
+            )  # fmt: skip
 
 
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Dataset:
-    """Opens the documents that a config section describes; first tokenizes them if necessary.
-
-    If `data.store` names a directory of prepared data, this directory is opened. `output` is the
-    directory to write; None writes to the cache. A source that cannot be read, or an `output` with
-    other content, raises DataError.
-    """
-    if data.store:
-        return open_corpus(Path(data.store))
-    hashes = {split: sources.hashes(getattr(data, split)) for split in SPLITS}
-    cache.refuse_shared(hashes)
-    loaded, more = None, {}
-    if data.tokenizer.endswith((".model", ".json")):
-        loaded = tokenizers.load(data.tokenizer)
-        more["tokenizer"] = loaded.fingerprint
-
-    def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        plan = Plan(data)
-        cache.print_unread_files(data, SPLITS, sources.left_out, progress)
-        tokenizer, described = _make_tokenizer(data, plan, place, progress, loaded)
-        written = _write(plan, plan.splits, tokenizer, place, facts, progress)
-        return {**written, "tokenizer": described}
-
-    directory = cache.prepared(data, hashes, build, output, **more)
-    _say_quarantined(directory, progress)
-    return open_corpus(directory)
-
-
-def prepare_split(
-    data: config.Data,
-    split: str,
-    tokenizer: Tokenizer,
-    known: Path | None = None,
-    progress: bool = True,
-) -> Dataset:
-    """Opens a single split of documents; first tokenizes the split if necessary.
-
-    If `data.store` names prepared data, the result has all their splits. `tokenizer` encodes the
-    split; it may be that of a trained model. `known` is as in `cache.prepared_split`.
-    """
-    if data.store:
-        return open_corpus(Path(data.store))
-    part = split in fractions_of(data)
-    if not part and not getattr(data, split):
-        raise DataError(f"there are no {split} documents; name some with Data.{split}")
-
-    def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        return _write(Plan(data, (split,)), (split,), tokenizer, place, facts, progress)
-
-    directory = cache.prepared_split(
-        data, split, part, known, sources.hashes, build, tokenizer=tokenizer.fingerprint
-    )
-    _say_quarantined(directory, progress)
-    return Dataset(directory, tokenizer, {split: _opened(directory, split, tokenizer)})
-
-
-def open_corpus(directory: Path) -> Dataset:
-    """Opens all splits in a directory that `prepare` wrote; damage raises DataError."""
-    manifest = read_manifest(directory)
-    with manifests.explaining_damage(directory, "corpus"):
-        tokenizer = _load_tokenizer(directory, manifest["tokenizer"])
-    splits = {split: _opened(directory, split, tokenizer) for split in manifest["splits"]}
-    return Dataset(directory, tokenizer, splits)
-
-
-def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer:
-    name = "bytes" if described["name"] == "bytes" else str(directory / described["file"])
-    return tokenizers.load(name)
-
-
-def _opened(directory: Path, split: str, tokenizer: Tokenizer) -> TokenStore:
-    store = TokenStore.open(directory / split)
-    if store.manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-        raise DataError(
-            f"{directory / split} was written with another tokenizer than {tokenizer.name}; "
-            f"prepare {directory} again"
-        )
-    return store.counted(tokenizer)
-
-
-def _write(
-    plan: Plan,
-    splits: Iterable[str],
-    tokenizer: Tokenizer,
-    directory: Path,
-    facts: Mapping[str, Any],
-    progress: bool,
-) -> dict[str, Any]:
-    """Writes the stores of some splits, and returns the manifest's entries about the splits."""
-    splits = tuple(splits)
-    partial = directory / "partial"
-    for i, split in enumerate(splits):
-        origin = f" ({plan.held_out[split]})" if split in plan.held_out else ""
-        store = _write_split(plan, split, tokenizer, directory, facts, progress)
-        for other in splits[:i]:
-            shared_texts.refuse(partial, {other: directory / other, split: store.directory})
-        counts = store.manifest
-        cache.say(
-            f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
-            f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
-            + "".join(f"; {clause}" for clause in [_lost(store)] if clause),
-            progress and not sys.stderr.isatty(),
-        )
-    held_out = {split: plan.held_out[split] for split in splits if split in plan.held_out}
-    plan.bad.write(directory)
-    shutil.rmtree(partial)
-    return {"splits": list(splits), "held_out": held_out, "quarantined": len(plan.bad)}
-
-
-def _write_split(
-    plan: Plan,
-    split: str,
-    tokenizer: Tokenizer,
-    directory: Path,
-    facts: Mapping[str, Any],
-    progress: bool,
-) -> TokenStore:
-    """Writes the store of a split; uses what an interrupted process has written of it."""
-    if (directory / split / "manifest.json").exists():
-        if plan.bad.most:  # Reading the documents again finds those that cannot be read.
-            deque(plan.documents(split), maxlen=0)
-        return TokenStore.open(directory / split)
-    shutil.rmtree(directory / split, ignore_errors=True)
-    partial = directory / "partial" / split
-    if done := store_writer.committed(partial):
-        cache.say(
-            f"continuing with {split}: {counted(done.documents, 'document')} "
-            f"({done.bytes:,} bytes) are prepared",
-            progress,
-        )
-    size = sum(file["bytes"] for file in facts["sources"].get(split, ())) or None
-    with cache.bar(split, progress, total=size, unit="B", unit_scale=True) as bar:
-        return token_store.write(
-            directory / split, plan.documents(split), tokenizer, settings=facts,
-            progress=bar.update, partial=partial,
-        )  # fmt: skip
-
-
-def _lost(store: TokenStore) -> str:
-    """Returns a clause about the bytes of a split that the tokenizer loses; "" for none."""
-    unknown = store.manifest.get("unknown_tokens", 0)
-    return losses.loss_message(store.lost_bytes, int(store.bytes.sum()), unknown)
-
-
-def _say_quarantined(directory: Path, progress: bool) -> None:
-    if count := read_manifest(directory).get("quarantined"):
-        phrase = "1 document is" if count == 1 else f"{count:,} documents are"
-        where = directory / quarantine.NAME
-        cache.say(f"{phrase} left out because of errors: {where}", progress)
-
-
-def _make_tokenizer(
-    data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
-) -> tuple[Tokenizer, dict[str, Any]]:
-    """Returns the tokenizer and its description, and stores it; trains it if `loaded` is None."""
-    # If an interrupted process has stored the tokenizer, it is only loaded.
-    known = directory / "partial" / "tokenizer.json"
-    if known.exists():
-        described = untrusted.read_json(known, {"file": str, "name": str})
-        of_bytes = described["name"] == "bytes"
-        return tokenizers.load(
-            "bytes" if of_bytes else str(directory / described["file"])
-        ), described
-    tokenizer, described = _new_tokenizer(data, plan, directory, progress, loaded)
-    known.parent.mkdir(exist_ok=True)
-    durable.write(known, json.dumps(described).encode())
-    return tokenizer, described
-
-
-def _new_tokenizer(
-    data: config.Data, plan: Plan, directory: Path, progress: bool, loaded: Tokenizer | None
-) -> tuple[Tokenizer, dict[str, Any]]:
-    """Trains or loads the tokenizer, stores it in the directory, and describes it."""
-    coverage = None
-    path = directory / "tokenizer.model"
-    if size := tokenizer_training.vocabulary_size(data.tokenizer):
-        cache.say(f"training a tokenizer of {size} pieces", progress)
-        texts = (document.chunks for document in plan.documents("train"))
-        coverage = tokenizer_training.train_sentencepiece(texts, size, path, seed=cache.SEED)
-        tokenizer = tokenizers.load(str(path))
-    else:
-        tokenizer = loaded or tokenizers.load(data.tokenizer)
-        if tokenizer.name == "bytes":
-            path = directory / "tokenizer.json"
-            path.write_text(json.dumps({"name": tokenizer.name}) + "\n")
-        else:
-            path = directory / tokenizer.file[0]
-            for name, content in originals.stored(tokenizer.file, tokenizer.beside).items():
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                durable.write(directory / name, content, below=directory)
-    described = {
-        "file": path.name,
-        "name": data.tokenizer,
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "coverage": coverage and {**coverage._asdict(), "fraction": coverage.fraction},
-    }
-    return tokenizer, described
+    """Opens the documents that a config section describes; see `Preparation.open`."""
+    return DocumentPreparation(data, progress).open(output)
 
 
 def summary(dataset: Dataset) -> str:
@@ -278,3 +480,40 @@ def summary(dataset: Dataset) -> str:
         line += f", trained on {coverage['fraction']:.1%} of the train text"
     lost = [f"{split}: {clause}" for split, s in dataset.splits.items() if (clause := _lost(s))]
     return "\n".join([*lines, line, *lost])
+
+
+def _lost(store: TokenStore) -> str:
+    """Returns a clause about the bytes of a split that the tokenizer loses; "" for none."""
+    unknown = store.manifest["unknown_tokens"]
+    return losses.loss_message(store.lost_bytes, int(store.bytes.sum()), unknown)
+
+
+def _refuse_shared_texts(partial: Path, stores: Mapping[str, TokenStore]) -> None:
+    """Raises DataError if a document of one split has the same text as a document of another.
+
+    `stores` are two token stores by the name of the split, the first of which was written first;
+    `partial` has their digests (see `token_store.Writer`).
+    """
+    (first, first_store), (second, second_store) = stores.items()
+    earlier, later = (_digests(partial / split) for split in (first, second))
+    candidates = np.flatnonzero(np.isin(_starts(later), _starts(earlier)))
+    if not len(candidates):
+        return
+    places = {bytes(digest): i for i, digest in enumerate(earlier)}
+    for i in candidates:
+        other, name = places.get(bytes(later[i])), second_store.names[i]
+        if other is not None and not name.startswith("tfds:"):
+            raise DataError(
+                f"{name} of {second} has the same text as {first_store.names[other]} of "
+                f"{first}; take it out of one of them"
+            )
+
+
+def _digests(directory: Path) -> np.ndarray:
+    """Returns the digests of a split, uint8 [documents, 32]."""
+    return np.fromfile(directory / token_store.DIGESTS, np.uint8).reshape(-1, 32)
+
+
+def _starts(digests: np.ndarray) -> np.ndarray:
+    """Returns the first eight bytes of each digest as a number, uint64 [documents]."""
+    return np.ascontiguousarray(digests[:, :8]).view(np.uint64)[:, 0]

@@ -3,9 +3,9 @@
     books/a.txt  books/  'books/*.txt'   a file, a directory (with subdirectories), a pattern
     corpus:novels/train                  documents that are part of brt
     tfds:NAME[/CONFIG][:VERSION]/SPLIT   a prepared TensorFlow dataset, in ArrayRecord format
-    memory:copy/train/1000?distance=96   generated documents; see `brt.data.memory.names`
+    memory:copy/train/1000?distance=96   generated documents; see `brt.data.memory_tasks`
 
-The suffix of a file determines how the file is read (see `brt.data.endings`). Files may be
+The suffix of a file determines how the file is read (see `brt.data.formats`). Files may be
 compressed (.gz, .xz, .zst).
 """
 
@@ -19,15 +19,56 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.config.fields import MEMORY
-from brt.data import contents, json_files
-from brt.data import endings as kinds
-from brt.data.endings import DOCUMENTS, TEXT
-from brt.data.memory import names
+from brt.data import contents, formats, memory_tasks
+from brt.data.contents import File
+from brt.data.formats import DOCUMENTS, TEXT
 from brt.data.quarantine import BadRecord
-from brt.data.walk import File, walk
 from brt.errors import DataError
 
 CORPORA = Path(__file__).parent / "corpora"
+# `walk` gives one of these reasons for a path that cannot be read.
+DEAD = "links to nothing"
+CLOSED = "directories that cannot be read"
+ODD = "neither files nor directories"
+
+
+class Walk(NamedTuple):
+    """The content of a directory and its subdirectories, without hidden files and directories."""
+
+    files: list[Path]  # regular files, sorted by path
+    missed: list[tuple[Path, str]]  # paths that cannot be read, with `DEAD`, `CLOSED` or `ODD`
+
+
+def walk(top: Path) -> Walk:
+    """Returns all files below the directory `top`, and the entries that cannot be read.
+
+    Each directory is visited only once, even if links form cycles. Directories are visited before
+    links to directories, so that the path of a file contains links only if the file cannot be
+    reached without links.
+    """
+    result = Walk([], [])
+    places, links, seen = [top], [], set()
+    while places or links:
+        place = places.pop() if places else links.pop(0)
+        if (real := os.path.realpath(place)) in seen:
+            continue
+        seen.add(real)
+        try:
+            with os.scandir(place) as entries:
+                names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+        except OSError:
+            result.missed.append((place, CLOSED))
+            continue
+        for path in (place / name for name in names):
+            # Path.is_dir might raise an error, which os.path.isdir never does.
+            if os.path.isdir(path):
+                (links if os.path.islink(path) else places).append(path)
+            elif os.path.isfile(path):
+                result.files.append(path)
+            else:
+                result.missed.append((path, DEAD if os.path.islink(path) else ODD))
+    result.files.sort()
+    return result
 
 
 class FileHash(NamedTuple):
@@ -47,7 +88,7 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
     if source.startswith("corpus:"):
         return _corpus_files(source, endings)
     if source.startswith(MEMORY):
-        novels = names.parse(source).novels
+        novels = memory_tasks.parse(source).novels
         return _corpus_files(novels, endings) if novels else []
     if source.startswith("tfds:"):
         return [
@@ -227,15 +268,15 @@ def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
     """Returns the files that are not empty and have one of the suffixes, sorted."""
     # A .json file that contains a single object, such as a package.json, has no records and is left
     # out, unless it contains questions in the format of SQuAD and these are wanted.
-    every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
+    every = tuple(ending + packed for ending in endings for packed in ("", *formats.COMPRESSED))
     matching = (p for p in paths if p.name.lower().endswith(every) and p.is_file())
     matching = (p for p in matching if p.stat().st_size)
     if ".jsonl" in endings:
-        part = b'"paragraphs"' if tuple(endings) == kinds.QUESTIONS else None
+        part = b'"paragraphs"' if tuple(endings) == formats.QUESTIONS else None
         matching = (
             p
             for p in matching
-            if kinds.kind(p.name) != "json" or json_files.holds_records(File(str(p), p), part)
+            if formats.kind(p.name) != "json" or contents.holds_records(File(str(p), p), part)
         )
     return sorted(matching)
 

@@ -39,7 +39,6 @@ class Plan:
     `wanted` are the splits whose documents the caller will read.
 
     Attributes:
-      splits: the splits that have documents.
       held_out: for each split without a source, a phrase that says which part of Data.train it is.
       bad: the errors of documents that could not be read.
     """
@@ -48,7 +47,6 @@ class Plan:
         self._data = data
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
-        self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
         # If a wanted split is a part of Data.train, one of these has an entry for each document of
         # Data.train, in reading order: the index in SPLITS of the document's split; or, if the ends
         # of documents are held out, the part of the document that belongs to each split.

@@ -3,55 +3,261 @@
 A store is a directory:
 
     tokens.bin      the tokens of all documents; little-endian uint8, uint16 or uint32
-    documents.npz   offsets int64 [documents + 1]; bytes, characters, words, lost: int64
+    rows.npz        offsets int64 [documents + 1]; bytes, characters, words, lost: int64
                     [documents]; names, a JSON list in UTF-8
     manifest.json   counts, settings and hashes; written last
 
-The directory is renamed into place when it is complete.
+Documents are encoded chunk by chunk. The chunks of several documents are encoded together, so that
+all cores are used for short documents, too. While a thread encodes some chunks, the caller's thread
+reads the next ones.
+
+Until the store is complete, its content is in files of a directory of its own, so that a killed
+process loses only its last documents:
+
+    tokens.bin     the tokens of all documents
+    counts.bin     int64 [documents, 5]: tokens, bytes, characters, words and lost bytes
+    names.jsonl    the name of each document as JSON
+    digests.bin    the SHA-256 of the text of each document, 32 bytes
+    progress.json  the sizes of these files at the last commit, and counts
+
+If that directory has a file progress.json, a new writer cuts the files to the sizes that it names,
+and continues there.
 """
 
 import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
+import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from brt.data import encoding, losses, manifests
+from brt import durable, untrusted
+from brt.data import losses, manifests, stores
 from brt.data.documents import Document
-from brt.data.rows import store
-from brt.data.rows.on_disk import InMemory, OnDisk
-from brt.data.store_writer import Row, Writer
+from brt.data.stores import InMemory, OnDisk
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
 
+BATCH = 1 << 20  # About this number of characters is encoded at a time.
+
+# In UTF-8, bytes below 128 are ASCII characters. This table maps ASCII whitespace, as `str.split`
+# knows it, to a space, and all other bytes to "x".
+_WORD_TABLE = bytes(32 if i < 128 and chr(i).isspace() else ord("x") for i in range(256))
+_WIDE_SPACE = re.compile(
+    "[" + "".join(c for c in map(chr, range(128, 0x10000)) if c.isspace()) + "]"
+)
+
+
+class Chunk(NamedTuple):
+    """A part of a document. Only a document without text has a chunk without text."""
+
+    name: str | None  # the name of the document if this is its first chunk
+    text: str
+    ids: np.ndarray = np.zeros(0, np.int32)  # the tokens, int32 [T], once they are known
+
+
+def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
+    """Yields the chunks of documents with their tokens, in order."""
+    running: deque[tuple[list[Chunk], Future]] = deque()
+    with ThreadPoolExecutor(1, "tokenizer") as pool:
+        for batch in _batches(documents, tokenizer):
+            texts = [chunk.text for chunk in batch]
+            running.append((batch, pool.submit(tokenizer.encode_chunks, texts)))
+            if len(running) > 1:
+                yield from _encoded(*running.popleft())
+        for batch, ids in running:
+            yield from _encoded(batch, ids)
+
+
+def _encoded(batch: list[Chunk], ids: Future) -> Iterator[Chunk]:
+    for chunk, own in zip(batch, ids.result(), strict=True):
+        yield chunk._replace(ids=np.asarray(own, np.int32))
+
+
+def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[Chunk]]:
+    batch: list[Chunk] = []
+    size = 0
+    for chunk in _chunks(documents, tokenizer):
+        batch.append(chunk)
+        size += len(chunk.text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _chunks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
+    for document in documents:
+        name: str | None = document.name
+        for text in filter(None, tokenizer.cut(document.chunks)):
+            yield Chunk(name, text)
+            name = None
+        if name is not None:
+            yield Chunk(name, "")
+
+
+class Counter:
+    """Counts the UTF-8 bytes, code points and words (as by `str.split`) of a document in chunks."""
+
+    def __init__(self) -> None:
+        self.bytes = self.characters = self.words = 0
+        # If the previous chunk ended inside of a word, the rest of the word must not count again.
+        self._in_word = False
+
+    def add(self, text: str, data: bytes) -> None:
+        """Takes the next chunk: its text, and the text in UTF-8."""
+        if not text:
+            return
+        self.bytes += len(data)
+        self.characters += len(text)
+        self.words += count_words(text, data) - (self._in_word and not text[0].isspace())
+        self._in_word = not text[-1].isspace()
+
+
+def count_words(text: str, data: bytes) -> int:
+    """Returns `len(text.split())`; computing it from the text's UTF-8 bytes `data` is faster."""
+    if len(text) < len(data) and _WIDE_SPACE.search(text):
+        return len(text.split())
+    marked = data.translate(_WORD_TABLE)
+    return marked.count(b" x") + marked.startswith(b"x")
+
+
+TOKENS, COUNTS, NAMES, DIGESTS = "tokens.bin", "counts.bin", "names.jsonl", "digests.bin"
+PROGRESS = "progress.json"
+COMMIT = 64 << 20  # After about this number of bytes of text, the files are committed.
+_FILES = (TOKENS, COUNTS, NAMES, DIGESTS)
+_DIGEST = 32
+_KIND = {"documents": int, "bytes": int, "unknown": int, "sizes": dict.fromkeys(_FILES, int)}
+
+
+class Row(NamedTuple):
+    """The counts of a document."""
+
+    tokens: int
+    bytes: int  # in UTF-8
+    characters: int  # Unicode code points
+    words: int  # separated by whitespace
+    lost: int  # bytes that the tokens do not reproduce
+
+
+class Commit(NamedTuple):
+    """What is certain to be on the disk: numbers of documents, of bytes and of unknown tokens."""
+
+    documents: int = 0
+    bytes: int = 0
+    unknown: int = 0
+    sizes: Mapping[str, int] = {}  # of each file in bytes, by its name
+
+
+def committed(directory: Path) -> Commit | None:
+    """Returns the last commit of an unfinished store; None if there is none or it is damaged."""
+    try:
+        found = Commit(**untrusted.read_json(directory / PROGRESS, _KIND))
+        there = {name: (directory / name).stat().st_size for name in _FILES}
+    except (OSError, ValueError, TypeError):
+        return None
+    rows = {COUNTS: 8 * len(Row._fields), DIGESTS: _DIGEST}
+    whole = all(0 <= size <= there[name] for name, size in found.sizes.items()) and all(
+        found.sizes[name] == size * found.documents for name, size in rows.items()
+    )
+    return found if whole else None
+
+
+class Writer:
+    """Appends documents to the files of an unfinished token store, after those of its last commit.
+
+    `documents`, `bytes` and `unknown` are the numbers of documents, and of their bytes and unknown
+    tokens.
+    """
+
+    def __init__(self, directory: Path, dtype: np.dtype):
+        self._directory, self._dtype = directory, dtype
+        directory.mkdir(parents=True, exist_ok=True)
+        done = committed(directory) or Commit()
+        self.documents, self.bytes, self.unknown = done.documents, done.bytes, done.unknown
+        with contextlib.ExitStack() as stack:
+            self._files: dict[str, IO] = {}
+            for name in _FILES:
+                file = stack.enter_context(durable.open_file(directory / name, "ab"))
+                file.truncate(done.sizes.get(name, 0))
+                self._files[name] = file
+            self._stack = stack.pop_all()
+        self._committed_bytes = self.bytes
+
+    def add_tokens(self, ids: np.ndarray) -> None:
+        """Appends tokens, int [T], of the document that the next `end_document` ends."""
+        self._files[TOKENS].write(np.asarray(ids, self._dtype).data)
+
+    def end_document(self, name: str, row: Row, digest: bytes, unknown: int) -> None:
+        """Completes a document; commits the files after every `COMMIT` bytes of text."""
+        self._files[COUNTS].write(np.array(row, "<i8").data)
+        self._files[NAMES].write(json.dumps(name).encode() + b"\n")
+        self._files[DIGESTS].write(digest)
+        self.documents += 1
+        self.bytes += row.bytes
+        self.unknown += unknown
+        if self.bytes - self._committed_bytes >= COMMIT:
+            self._commit()
+
+    def _commit(self) -> None:
+        sizes = {}
+        for name, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            sizes[name] = file.tell()
+        done = Commit(self.documents, self.bytes, self.unknown, sizes)
+        durable.write(self._directory / PROGRESS, json.dumps(done._asdict()).encode())
+        self._committed_bytes = self.bytes
+
+    def close(self) -> None:
+        """Closes the files. What was written since the last commit may be lost."""
+        self._stack.close()
+
+    def finish(self, tokens: Path) -> tuple[np.ndarray, np.ndarray]:
+        """Closes the writer, moves the tokens to the file `tokens`, and returns counts and names.
+
+        The counts are int64 [documents, 5], with a column for each field of `Row`; the names are a
+        list in JSON, uint8 [bytes].
+        """
+        self.close()
+        counts = np.fromfile(self._directory / COUNTS, "<i8").reshape(-1, len(Row._fields))
+        lines = (self._directory / NAMES).read_bytes().removesuffix(b"\n")
+        names = np.frombuffer(b"[" + lines.replace(b"\n", b", ") + b"]", np.uint8)
+        (self._directory / TOKENS).rename(tokens)
+        return counts.astype(np.int64), names
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class TokenStore:
-    """Tokenized documents on disk."""
+class TokenStore(stores.Store):
+    """Tokenized documents on disk.
 
-    directory: Path
-    manifest: Mapping[str, Any]  # counts, settings and hashes
+    The fingerprint is the SHA-256 of the tokens, the offsets and the tokenizer, but not of the
+    names.
+    """
+
     tokens: OnDisk | InMemory  # uint [tokens] of all documents, which are read when indexed
     offsets: np.ndarray  # int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]]
     bytes: np.ndarray  # int64 [documents], of the UTF-8 text
     characters: np.ndarray  # int64 [documents], Unicode code points
     words: np.ndarray  # int64 [documents], separated by whitespace, as PG-19 counts them
     names: tuple[str, ...]
-    lost: np.ndarray | None = None  # int64 [documents], bytes that the tokens do not reproduce
+    lost: np.ndarray  # int64 [documents], bytes of the text that the tokens do not reproduce
     end_id: int = -1  # the id that readers add to every document as its last token; -1 for none
 
     @classmethod
     def open(cls, directory: Path | str, *, verify: bool = True) -> "TokenStore":
         """Opens the store in a directory; `verify` compares the files with their hashes."""
-        with store.opened(
-            directory, ["names"], facts=_FACTS, npz="documents.npz", what="token store",
-            verify=verify,
-        ) as files:  # fmt: skip
+        with stores.opened(directory, facts=_FACTS, what="token store", verify=verify) as files:
             manifest, columns = files.manifest, files.columns
             dtype, offsets = stored_dtype(manifest), columns["offsets"]
             tokens = files.on_disk("tokens.bin", dtype, offsets, "documents").values
@@ -60,17 +266,9 @@ class TokenStore:
                 or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
             ):
                 raise ValueError("tokens.bin has another size than its manifest says")
-            # Stores that earlier versions of brt wrote do not have the column "lost".
-            lost = columns.get("lost")
-            counted = (*_COLUMNS[1:], "names") if lost is None else (*_COLUMNS[1:], "names", "lost")
-            files.check("documents", *(columns[name] for name in counted))
-            columns = {name: columns[name] for name in ("offsets", *counted)}
+            columns = {name: columns[name] for name in (*_COLUMNS, "names")}
+            files.check("documents", *(columns[name] for name in columns if name != "offsets"))
         return cls(directory=files.directory, manifest=manifest, tokens=tokens, **columns)
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the tokens, the offsets and the tokenizer, but not of the names."""
-        return self.manifest["fingerprint"]
 
     @property
     def bos_id(self) -> int:
@@ -88,16 +286,8 @@ class TokenStore:
 
     @property
     def lost_bytes(self) -> int:
-        """Number of bytes of all documents that the tokens do not reproduce; 0 if not known."""
-        return 0 if self.lost is None else int(self.lost.sum())
-
-    def counted(self, tokenizer: Tokenizer) -> "TokenStore":
-        """Returns the store, in which `lost` is estimated if it is None."""
-        if self.lost is not None:
-            return self
-        sizes = enumerate(self.bytes)
-        lost = [losses.estimated_loss(tokenizer, self.document(i), int(size)) for i, size in sizes]
-        return dataclasses.replace(self, lost=np.array(lost, np.int64))
+        """Number of bytes of all documents that the tokens do not reproduce."""
+        return int(self.lost.sum())
 
     def __len__(self) -> int:
         return len(self.names)
@@ -124,7 +314,7 @@ def write(
     Args:
       settings: further entries of the manifest, such as the sources.
       progress: called with the number of UTF-8 bytes of each chunk.
-      partial: a directory for the files of the unfinished store (see `brt.data.store_writer`),
+      partial: a directory for the files of the unfinished store (see `Writer`),
         whose documents are not tokenized again. None uses a directory in `directory`.
     """
     directory = Path(directory)
@@ -142,9 +332,9 @@ def write(
     if partial is None:
         shutil.rmtree(place)
     lengths, *others = counts.T
-    known = (*_COLUMNS, "lost")
-    columns = dict(zip(known, [np.r_[0, np.cumsum(lengths)], *others], strict=True))
+    columns = dict(zip(_COLUMNS, [np.r_[0, np.cumsum(lengths)], *others], strict=True))
     facts = {
+        "texts": ["names"],
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
@@ -157,10 +347,9 @@ def write(
         **(settings or {}),
     }
     identity = columns["offsets"].astype("<i8").tobytes() + tokenizer.fingerprint.encode()
-    store.finish(
-        directory, {"names": names, **columns}, facts, files=("tokens.bin",),
-        identity=identity, npz="documents.npz",
-    )  # fmt: skip
+    stores.finish(
+        directory, {"names": names, **columns}, facts, files=("tokens.bin",), identity=identity
+    )
     return TokenStore.open(directory, verify=False)
 
 
@@ -171,7 +360,7 @@ def _write_documents(
     progress: Callable[[int], Any],
 ) -> None:
     document: _Document | None = None
-    for chunk in encoding.encode(documents, tokenizer):
+    for chunk in encode(documents, tokenizer):
         if chunk.name is not None:
             if document:
                 document.end(writer)
@@ -189,10 +378,10 @@ class _Document:
 
     def __init__(self, name: str, tokenizer: Tokenizer):
         self._name, self._tokens = name, 0
-        self._counter, self._losses = encoding.Counter(), losses.Losses(tokenizer)
+        self._counter, self._losses = Counter(), losses.Losses(tokenizer)
         self._digest = hashlib.sha256()
 
-    def add(self, chunk: encoding.Encoded) -> int:
+    def add(self, chunk: Chunk) -> int:
         """Takes the next chunk, and returns its number of UTF-8 bytes."""
         data = chunk.text.encode()
         self._counter.add(chunk.text, data)
@@ -207,10 +396,10 @@ class _Document:
         writer.end_document(self._name, row, self._digest.digest(), lost.unknown)
 
 
-_COLUMNS = ("offsets", "bytes", "characters", "words")
+_COLUMNS = ("offsets", "bytes", "characters", "words", "lost")
 _FACTS = {
     **dict.fromkeys(("documents", "tokens", "bytes", "characters", "words"), int),
-    "lost_bytes?": int, "unknown_tokens?": int,
+    "lost_bytes": int, "unknown_tokens": int,
     "vocab_size": int, "bos_id": int, "dtype": str, "tokenizer": {"fingerprint": str},
 }  # fmt: skip
 _DTYPES = {"|u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}

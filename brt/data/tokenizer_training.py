@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import sentencepiece
 
-from brt.data import chunks, tokenizer_trial
+from brt.data import tokenizer_trial, tokenizers
 from brt.errors import ConfigError, DataError
 
 # A line of training text has at most this number of characters, and therefore at most four times as
@@ -50,13 +50,13 @@ LANGUAGE_MODEL = Special(unk_id=0, bos_id=1, eos_id=-1, pad_id=-1)
 T5 = Special(unk_id=2, bos_id=-1, eos_id=1, pad_id=0)
 
 
-def vocabulary_size(tokenizer: str, setting: str = "Data.tokenizer") -> int | None:
-    """Returns the vocabulary size N if a setting has the value "train:N", and None otherwise."""
+def vocabulary_size(tokenizer: str) -> int | None:
+    """Returns the vocabulary size N if Data.tokenizer is "train:N", and None otherwise."""
     if not tokenizer.startswith("train:"):
         return None
     size = tokenizer.removeprefix("train:")
     if not re.fullmatch("[1-9][0-9]{0,8}", size):
-        raise ConfigError(f"{setting} = '{tokenizer}' must name a size, such as train:32000")
+        raise ConfigError(f"Data.tokenizer = '{tokenizer}' must name a size, such as train:32000")
     return int(size)
 
 
@@ -68,7 +68,6 @@ def train_sentencepiece(
     seed: int = 0,
     max_bytes: int = MAX_BYTES,
     special: Special = LANGUAGE_MODEL,
-    setting: str = "Data.tokenizer",
 ) -> Coverage:
     """Trains a byte-fallback BPE model that reproduces text exactly, and writes it to `output`.
 
@@ -76,20 +75,20 @@ def train_sentencepiece(
     and a quarter of the memory, and BPE compressed a held-out novel 1% better. Encoding with BPE is
     about four times slower. If the texts, each of which comes in chunks, have more than `max_bytes`
     bytes, the training uses a random sample of parts of up to 1024 characters. Too little text for
-    `vocab_size` pieces raises DataError, which names the `setting`.
+    `vocab_size` pieces raises DataError.
     """
-    pieces = (piece.encode() for text in texts for piece in chunks.cut(text, PIECE))
+    pieces = (piece.encode() for text in texts for piece in tokenizers.cut(text, PIECE))
     sample, coverage = _sample(pieces, max_bytes, random.Random(seed))
     if not sample:
         raise DataError("there is no text to train a tokenizer on")
     # In addition to the fixed pieces, a vocabulary cannot have more pieces than the text has bytes.
     # This is checked first, because the training would search for a long time before it fails.
     if vocab_size > coverage.seen + FIXED:
-        raise _too_many(f"{setting} = 'train:{vocab_size}'", coverage.seen + FIXED)
+        raise _too_many(vocab_size, coverage.seen + FIXED)
     try:
         model = _train(iter(sample), vocab_size, special)
     except RuntimeError as error:
-        raise _explained(error, f"{setting} = 'train:{vocab_size}'") from error
+        raise _explained(error, vocab_size) from error
     output.write_bytes(model)
     tokenizer_trial.trust(model)
     return coverage
@@ -139,18 +138,19 @@ def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
     return model.getvalue()
 
 
-def _too_many(binding: str, limit: int) -> DataError:
+def _too_many(vocab_size: int, limit: int) -> DataError:
     return DataError(
-        f"{binding} asks for more pieces than this corpus yields; use train:{limit} or less"
+        f"Data.tokenizer = 'train:{vocab_size}' asks for more pieces than this corpus yields; use "
+        f"train:{limit} or less"
     )
 
 
-def _explained(error: RuntimeError, binding: str) -> Exception:
+def _explained(error: RuntimeError, vocab_size: int) -> Exception:
     if limit := re.search(r"value <= (\d+)", str(error)):
-        return _too_many(binding, int(limit[1]))
+        return _too_many(vocab_size, int(limit[1]))
     if limit := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
         return DataError(
-            f"{binding} is too small for the bytes and characters "
-            f"of this corpus; use at least train:{limit[1]}"
+            f"Data.tokenizer = 'train:{vocab_size}' is too small for the bytes and characters of "
+            f"this corpus; use at least train:{limit[1]}"
         )
     return error

@@ -1,10 +1,15 @@
-"""Base class of encoder tasks: forward pass, vocabulary, warm starts, and timing of evaluations."""
+"""Base classes of encoder tasks, and of evaluators of encoders with a head, such as a classifier.
 
+A model is evaluated with the kind of attention that its config names, and on request also with the
+exact attention that this kind approximates.
+"""
+
+import abc
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -23,7 +28,9 @@ from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
 from brt.models.flops import encoder_flops
+from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.interface import Dataset, LossInputs, Task
+from brt.tasks.report import EvaluationResult, example_indices
 from brt.tasks.weights import (
     Tokenizer,
     WarmStart,
@@ -32,7 +39,7 @@ from brt.tasks.weights import (
     fill_in_vocabulary,
     merge_weights,
 )
-from brt.types import Batch
+from brt.types import Batch, Variables
 
 # These numbers are folded into the random key of a step, so that dropout and attention have keys of
 # their own.
@@ -50,6 +57,16 @@ class EncoderTask(Task):
     head: ClassVar[str]  # name of the head in `brt.models.encoder.HEADS`
     frames: ClassVar[bool] = False  # the encoder reads feature vectors instead of tokens
     exports = True
+    # The targets on which Training.label_smoothing would have no effect; "" if it has one.
+    unsmoothed: ClassVar[str] = ""
+
+    def check(self, config: Config) -> None:
+        smoothing = config.training.label_smoothing
+        if self.unsmoothed and smoothing:
+            raise ConfigError(
+                f"Training.label_smoothing = {smoothing} has no effect on {self.unsmoothed}; "
+                "remove it"
+            )
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Also returns the primary metric with exact attention, such as "accuracy_full"."""
@@ -291,3 +308,154 @@ class TimedFunction:
             "seconds": self.seconds,
             f"{inputs}_per_second": self.inputs / max(self.seconds, 1e-9),
         }
+
+
+class HeadResult(NamedTuple):
+    """Result of the evaluation of rows of a split with one kind of attention."""
+
+    metrics: dict[str, Any]
+    summary: str  # a phrase with the most important metrics
+    rows: list[dict[str, Any]]  # the predictions as JSON, in the order of the data
+    shown: list[str]  # each prediction as text for people
+
+
+class HeadEvaluator(abc.ABC):
+    """Base class of the evaluators of encoder tasks.
+
+    Rows are evaluated in batches, and one program is compiled for each padded length. If `whole` is
+    False, all rows are evaluated, but not again with exact attention.
+    """
+
+    # Name and format of the metric whose value with exact attention is appended to the summary.
+    compared_metric: ClassVar[tuple[str, str]]
+    sampled: ClassVar[int] = 8  # number of rows that `sample` reads
+    inputs: ClassVar[str] = "tokens"  # the noun for what the encoder reads, or "frames"
+    unit, partial = "row", False
+
+    def __init__(self, task: EncoderTask, request: EvaluationRequest):
+        config, self.dataset = request.config, request.dataset
+        self.task, self.store = task, request.dataset.split(request.split)
+        self.section = getattr(config, task.data)
+        self.total = len(self.store)
+        self._trained = (request.trained or config).attention.kind
+        other = with_exact_attention(config) if request.compare_exact else None
+        configs = filter(None, (config, other))
+        self._functions = [(c, TimedFunction(self.forward(c))) for c in configs]
+
+    @abc.abstractmethod
+    def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
+        """Returns the forward pass, a function that is compiled and called for each batch.
+
+        The function's arguments are params, a batch, and the results of `extra_inputs`. Its results
+        are arrays whose first axis is the rows of the batch. `config` has the kind of attention.
+        """
+
+    def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
+        """Returns the arguments of the forward pass that follow the batch."""
+        return ()
+
+    @abc.abstractmethod
+    def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
+        """Returns metrics and predictions.
+
+        `outputs` has each row's results of `forward`, and `seconds` is the time spent in it.
+        """
+
+    @abc.abstractmethod
+    def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
+        """Returns the lines of a table with a row for each kind of attention."""
+
+    def title(self, report: dict[str, Any], count: str, noun: str = "") -> str:
+        """Returns a phrase with the number of rows, which is the metric `count`.
+
+        The `noun` for rows is the name of the metric by default.
+        """
+        left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
+        return f"{report[count]:,} {noun or count}{left_out}"
+
+    def __call__(
+        self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
+    ) -> EvaluationResult | None:
+        results = []
+        for config, timed in self._functions if whole else self._functions[:1]:
+            result = self._evaluate(variables.params, config, timed, 0, control)
+            if result is None:
+                return None
+            results.append(result)
+        return self._report(results)
+
+    def sample(
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
+    ) -> str | None:
+        stop_only = Control(control.stop)
+        result = self._evaluate(variables.params, *self._functions[0], self.sampled, stop_only)
+        return result and "\n".join(
+            [*(result.shown[i] for i in example_indices(len(result.shown))), ""]
+        )
+
+    def _evaluate(
+        self,
+        params: PyTree[Array],
+        config: Config,
+        timed: TimedFunction,
+        limit: int,
+        control: Control,
+    ) -> HeadResult | None:
+        """Evaluates all rows or, if `limit` is above 0, one batch of at most `limit` rows."""
+        timed.restart()
+        outputs: dict[int, tuple] = {}
+        reader = self.task.row_reader
+        assert reader
+        # The number of rows in a batch is a multiple of the number of devices that share them.
+        batch_size = rules.round_up("lanes", config.evaluation.batch_size)
+        for batch in reader.evaluation(
+            self.store, batch_size=batch_size, limit=limit, **reader.settings(self.section)
+        ):
+            if control.stop():
+                return None
+            arrays = timed(params, batch, *self.extra_inputs(batch))
+            rows = np.flatnonzero(batch.row >= 0)
+            for i in rows:
+                outputs[int(batch.row[i])] = tuple(x[i] for x in arrays)
+            control.progress(len(rows))
+        result = self.summarize(dict(sorted(outputs.items())), timed.seconds)
+        metrics = {
+            "attention": config.attention.kind,
+            **result.metrics,
+            "left_out": self.store.manifest["rows"]["bad"],
+            **timed.speed(self.inputs),
+        }
+        return result._replace(metrics=metrics)
+
+    def _report(self, results: list[HeadResult]) -> EvaluationResult:
+        first, (name, form) = results[0], self.compared_metric
+        report = {**first.metrics, "trained_with": self._trained}
+        summary = first.summary
+        for other in results[1:]:
+            kind = other.metrics["attention"]
+            report[f"{name}_{kind}"] = other.metrics[name]
+            summary += f" ({kind}: {form.format(other.metrics[name])})"
+        shown, kind = example_indices(len(first.shown)), first.metrics["attention"]
+        return EvaluationResult(
+            report, summary, {"predictions": first.rows},
+            "\n".join([*self.table(report, results), "", *(first.shown[i] for i in shown)]),
+            name="" if kind == self._trained else f"_{kind}",
+        )  # fmt: skip
+
+
+def metric_table(
+    report: dict[str, Any], results: list[HeadResult], forms: dict[str, str]
+) -> list[str]:
+    """Returns the lines of a table with a row for each kind of attention.
+
+    `forms` has the format of each metric that becomes a column; metrics that the report lacks are
+    left out.
+    """
+    shown = [name for name in forms if name in report]
+    head = "".join(f"{name.replace('_', ' '):>16}" for name in shown)
+    lines = [f"{'attention':<20}{head}{'tokens/s':>12}"]
+    for result in results:
+        cells = "".join(f"{forms[name].format(result.metrics[name]):>16}" for name in shown)
+        speed = result.metrics["tokens_per_second"]
+        lines.append(f"{result.metrics['attention']:<20}{cells}{speed:>12,.0f}")
+    return lines

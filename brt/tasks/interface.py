@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data import tokenizers
-from brt.data.readers import Reader
+from brt.data.preparation import DocumentPreparation, Preparation
+from brt.data.readers import Reader, RowReader
 from brt.distributed.mesh import DivisibleSizes
 from brt.distributed.rules import Names
 from brt.errors import CheckpointError, ConfigError
@@ -49,6 +49,10 @@ class Task(abc.ABC):
     sections: ClassVar[tuple[str, ...]]
     model: ClassVar[str]  # field of `Config` that holds the section of the model
     data: ClassVar[str]  # field of `Config` that holds the section of the data
+    # Prepares and opens the data; None if the task overrides `open`.
+    preparation: ClassVar[type[Preparation] | None] = None
+    # Reads rows, such as pairs of texts; None if the task overrides `reader`.
+    row_reader: ClassVar[type[RowReader] | None] = None
     # Metrics that are logged and plotted; the first one is the primary metric.
     metrics: ClassVar[tuple[Metric, ...]]
     table_metrics: ClassVar[tuple[Metric, ...]]  # metrics by which tables compare runs
@@ -63,34 +67,47 @@ class Task(abc.ABC):
     def check(self, config: Config) -> None:  # noqa: B027, most tasks have nothing to check
         """Raises ConfigError for settings that contradict each other or have no effect."""
 
-    @abc.abstractmethod
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """Opens the data of all splits, and prepares them first if necessary.
 
-        If `progress` is True, the preparation is reported on stderr.
+        If `progress` is True, the preparation is reported on stderr. A task without `preparation`
+        overrides this method.
         """
+        assert self.preparation
+        return self.preparation(getattr(config, self.data), progress).open()
 
     def open_split(
         self, config: Config, split: str, tokenizer: Any, known: Path | None = None
     ) -> Dataset:
-        """Opens one split, encoded with the tokenizer of a run; the default opens all splits.
+        """Opens one split, encoded with the tokenizer of a run; all without `preparation`.
 
         `known` is the directory in which the run prepared its data if the config names the same
         data, otherwise None.
         """
-        return self.open(config)
+        if self.preparation is None:
+            return self.open(config)
+        opener = self.preparation(getattr(config, self.data))
+        return opener.open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> Any:
         """Returns the tokenizer saved in a run directory; raises DataError if `file` is damaged."""
-        return tokenizers.load(str(file))
+        return (self.preparation or DocumentPreparation).load(str(file))
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Fills in settings that depend on data and machine, such as vocabulary size and dtype."""
         return config
 
-    @abc.abstractmethod
     def reader(self, config: Config, dataset: Dataset) -> Reader:
-        """Returns the reader that yields the training batch of each step."""
+        """Returns the reader that yields the training batch of each step.
+
+        A task without `row_reader` overrides this method.
+        """
+        assert self.row_reader
+        training, section = config.training, getattr(config, self.data)
+        return self.row_reader(
+            store=dataset.split("train"), batch_size=training.batch_size, seed=training.seed,
+            **self.row_reader.settings(section),
+        )  # fmt: skip
 
     def unrolls_layers(self, config: Config) -> bool:
         """Returns True if accelerators compute the model's layers without a loop over layers."""

@@ -13,7 +13,7 @@ from brt import tree_utils
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, difference
-from brt.data.rows import store
+from brt.data import stores
 from brt.errors import CheckpointError, ConfigError, DataError
 from brt.formatting import short
 from brt.training import data_manifest
@@ -121,7 +121,7 @@ def verify_data(workdir: Workdir) -> dict[str, str]:
     if not splits:
         raise DataError(f"{workdir.path} names no prepared data that exist")
     for split in splits:
-        store.verify(directory / split)
+        stores.verify(directory / split)
     return {split: f"{directory / split} is whole" for split in splits}
 
 

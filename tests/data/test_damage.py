@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from brt.config import Data
-from brt.data import preparation, rows
+from brt.data import preparation, stores
 from brt.data.preparation import Dataset
-from brt.data.rows import ragged
+from brt.data.stores import Ragged
 from brt.errors import DataError
 
 
@@ -34,7 +34,7 @@ def dataset(prepared: Path, tmp_path: Path) -> Path:
 
 def read_all(directory: Path) -> Dataset:
     """Opens a dataset and reads everything that users of a dataset read."""
-    dataset = preparation.open_corpus(directory)
+    dataset = preparation.prepare(Data(store=str(directory)))
     preparation.summary(dataset)
     dataset.described()
     store = dataset.split("train")
@@ -44,7 +44,7 @@ def read_all(directory: Path) -> Dataset:
 
 
 @pytest.mark.slow_cases("train/manifest.json")
-@pytest.mark.parametrize("name", ["corpus.json", "train/manifest.json", "train/documents.npz"])
+@pytest.mark.parametrize("name", ["corpus.json", "train/manifest.json", "train/rows.npz"])
 def test_a_bit_that_is_another_is_one_sentence_or_changes_nothing_that_is_read(name, dataset):
     path = dataset / name
     good = path.read_bytes()
@@ -104,7 +104,7 @@ def test_what_a_corpus_says_is_checked(change, said, dataset):
     ids=lambda x: str(x)[:20],
 )
 def test_columns_that_do_not_fit_are_refused(change, said, dataset):
-    path = dataset / "train" / "documents.npz"
+    path = dataset / "train" / "rows.npz"
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     np.savez(path, **{**arrays, **change})
@@ -116,7 +116,7 @@ def test_memory_is_asked_for_what_a_file_can_hold(dataset):
     """A file is refused before memory is allocated even if header and zip directory both claim
     terabytes.
     """
-    path = dataset / "train" / "documents.npz"
+    path = dataset / "train" / "rows.npz"
     header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (500000000000,), }"
     member = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header
     with zipfile.ZipFile(path, "a") as archive:
@@ -142,11 +142,11 @@ def test_a_damaged_cache_says_so(tmp_path):
 @pytest.mark.parametrize("offsets", [[0, 3, 2, 4], [1, 4], [0, 3], [[0, 4]], [], [0.0, 4.0]])
 def test_rows_lie_among_their_values(offsets):
     with pytest.raises(ValueError, match="rows do not fill 4 values"):
-        ragged.checked(np.arange(4), np.array(offsets))
-    assert len(ragged.checked(np.arange(4), np.array([0, 0, 4]))) == 2
+        Ragged.checked(np.arange(4), np.array(offsets))
+    assert len(Ragged.checked(np.arange(4), np.array([0, 0, 4]))) == 2
 
 
 @pytest.mark.parametrize("places", [[-1], [3], [0.5]])
 def test_indices_that_point_outside_of_a_store_are_refused(places):
     with pytest.raises(ValueError, match="x points where nothing is"):
-        rows.store.check_indices("x", np.array(places), 3)
+        stores.check_indices("x", np.array(places), 3)

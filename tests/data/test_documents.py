@@ -7,8 +7,9 @@ import tracemalloc
 import pytest
 import zstandard
 
-from brt.data import documents
-from brt.errors import DataError
+from brt.config import Data
+from brt.data import documents, preparation, sources, token_store, tokenizers
+from brt.errors import ConfigError, DataError
 
 TEXT = "One\r\n\n  two\tthree é 日本 \U0001f600\n"
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -23,12 +24,6 @@ def write(path, content):
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
-
-
-@pytest.mark.parametrize("ending", COMPRESS)
-def test_compressed_and_plain_files_give_back_their_text(tmp_path, ending):
-    path = write(tmp_path / f"a.txt{ending}", COMPRESS[ending](TEXT.encode()))
-    assert read(path) == [(str(path), TEXT)]
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -105,28 +100,139 @@ def test_a_file_without_text_is_refused(tmp_path, content):
         read(write(tmp_path / "a.txt", content))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{'text': 1}", r"a\.jsonl:2 is not JSON: .* at column 2"),
-        (
-            '{"txt": "b"}',
-            r"a\.jsonl:2 has no field 'text'; name one of \['txt'\] with Data.columns = ",
-        ),
-        ('{"text": 5}', r"a\.jsonl:2: the field 'text' is int, not text"),
-        ('["text"]', r"a\.jsonl:2 is not an object with a field 'text'"),
-        ('{"text": " "}', r"a\.jsonl:2 has no text"),
-        ('{"text": "a\\ud800"}', r"a\.jsonl:2 has half a surrogate pair at character 1"),
-        (b'{"text": "\xff"}', r"a\.jsonl:2 is not UTF-8 at byte 10 \(0xff\)"),
-    ],
-)
-def test_a_bad_jsonl_line_is_named(tmp_path, line, message):
-    line = line if isinstance(line, bytes) else line.encode()
-    path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=message):
-        read(path)
-
-
 def test_jsonl_without_lines_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl has no text"):
         read(write(tmp_path / "a.jsonl", "\n\n"))
+
+
+def write_records(path, records):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
+def test_array_records_are_text_or_json(tmp_path):
+    path = write_records(tmp_path / "a.array_record", [b"plain\n", b'{"text": "json"}'])
+    assert read(path) == [(f"{path}:0", "plain\n"), (f"{path}:1", "json")]
+
+
+def test_more_array_records_than_are_fetched_at_a_time(tmp_path):
+    expected = [f"record {i}" for i in range(150)]
+    path = write_records(tmp_path / "a.array_record", [text.encode() for text in expected])
+    assert [text for _, text in read(path)] == expected
+
+
+def test_damaged_array_records_are_named(tmp_path):
+    path = write_records(tmp_path / "a.array_record", [b"first record", b"second record"])
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"second", b"sEcond"))
+    with pytest.raises(DataError, match=r"a\.array_record is damaged: "):
+        read(path)
+    (tmp_path / "b.array_record").write_bytes(b"no records at all " * 50)
+    with pytest.raises(DataError, match=r"b\.array_record is not an ArrayRecord file"):
+        read(tmp_path / "b.array_record")
+
+
+@pytest.fixture(scope="module")
+def tfds_name(tmp_path_factory):
+    """Prepares a small TFDS dataset on disk and returns the name by which it can be read."""
+    directory = tmp_path_factory.mktemp("tfds")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TFDS_DATA_DIR", str(directory))
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    class TinyBooks(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        url_infos = None  # The dataset needs no download.
+
+        def _info(self):
+            features = tfds.features.FeaturesDict({"book_text": tfds.features.Text()})
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, _):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            for i in range(3):
+                yield i, {"book_text": f"book {i} é\n"}
+
+    builder = TinyBooks(data_dir=str(directory), file_format="array_record")
+    builder.download_and_prepare()
+    patch.setattr(tfds.core.constants, "DATA_DIR", str(directory))
+    yield "tiny_books"
+    patch.undo()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tfds_is_read_without_tensorflow(tfds_name):
+    found = read(f"tfds:{tfds_name}/train", text_field="book_text")
+    assert sorted(text for _, text in found) == [f"book {i} é\n" for i in range(3)]
+    assert [name for name, _ in found] == [f"tfds:{tfds_name}/train:{i}" for i in range(3)]
+    assert len(read(f"tfds:{tfds_name}/train[:67%]", text_field="book_text")) == 2
+    assert len(sources.hashes([f"tfds:{tfds_name}/train"])) == 1
+    assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bad_tfds_names_are_refused(tfds_name):
+    for source, message in (
+        ("tfds:tiny_books", "names no split; write tfds:tiny_books/train"),
+        ("tfds:tiny_books/dev", r"cannot be read \(Unknown split 'dev'.*tfds build tiny_books"),
+        ("tfds:no_such_set/train", r"cannot be read \(Dataset no_such_set not found"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read(source)
+    with pytest.raises(DataError, match="has no field 'text'; .*book_text"):
+        read(f"tfds:{tfds_name}/train")
+
+
+def test_a_record_costs_a_few_times_its_bytes(tmp_path):
+    size = 8 << 20
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "' + b"a word " * (size // 7) + b'"}\n', 1))
+    tracemalloc.start()
+    store = token_store.write(
+        tmp_path / "store", documents.read([str(path)]), tokenizers.ByteTokenizer()
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert store.words.tolist() == [2 * (size // 7)]
+    assert peak < 4.5 * size
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt.xz", "a.jsonl"])
+def test_more_than_a_document_may_have_is_refused(name, tmp_path):
+    content = b'{"text": "' + b"x" * 5000 + b'"}\n' + b"\n"
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(name[-3:], bytes)
+    (tmp_path / name).write_bytes(pack(content))
+    place = ":1" if "jsonl" in name else ""
+    with pytest.raises(
+        DataError, match=rf"{name}{place} is larger than 5,000 bytes; split it, or ra"
+    ):
+        read(tmp_path / name, max_bytes=5000)
+    assert read(tmp_path / name, max_bytes=6000)
+
+
+def test_the_limit_is_a_setting(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "' + "a b " * 300 + '"}\n')
+    data = Data(train=(str(tmp_path / "a.jsonl"),), validation_fraction=0.0, test_fraction=0.0,
+                cache_dir=str(tmp_path / "cache"), max_document_bytes=1000)  # fmt: skip
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is larger than 1,000 bytes"):
+        preparation.prepare(data, progress=False)
+    with pytest.raises(ConfigError, match="Data.max_document_bytes = 0 must be above 0"):
+        Data(max_document_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [("[" * 100_000, "Brackets too deep"), ('{"text": 1%s}' % ("0" * 5000), "Number with too many"),
+     ('{"text": ' + '{"a":' * 100_000, "Brackets too deep")],
+    ids=["brackets", "digits", "objects"],
+)  # fmt: skip
+def test_lines_that_exceed_the_parser_are_named(line, why, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl:2 is not JSON: {why}"):
+        read(tmp_path / "a.jsonl")

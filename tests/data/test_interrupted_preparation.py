@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 from brt import config
-from brt.data import manifests, preparation, store_writer
-from brt.data.store_writer import Row, Writer
+from brt.data import manifests, preparation, token_store
+from brt.data.token_store import Row, Writer
 
 KILLED = """
 import os, signal, sys
 from brt import command_line, prepare
-from brt.data import store_writer
-store_writer.COMMIT = 1
-end = store_writer.Writer.end_document
+from brt.data import token_store
+token_store.COMMIT = 1
+end = token_store.Writer.end_document
 def killed(self, name, *rest):
     end(self, name, *rest)
     if self.documents == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-store_writer.Writer.end_document = killed
+token_store.Writer.end_document = killed
 command_line.main(prepare.main, prepare.parser())
 """
 
@@ -36,7 +36,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> config.Data:
     """Returns a section with five documents for training and two for validation; every document is
     committed.
     """
-    monkeypatch.setattr(store_writer, "COMMIT", 1)
+    monkeypatch.setattr(token_store, "COMMIT", 1)
     for split, count in ("train", 5), ("validation", 2):
         rows = [{"text": f"{split} {i}\n" + "One or two words. " * 20 * i} for i in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from brt.data import containers, documents, endings, json_files, sources
-from brt.data.walk import File
+from brt.data import contents, documents, formats, sources
+from brt.data.contents import File
 from brt.errors import DataError
 
 TEXTS = ["One text.\r\nIts\u2028second\x0cline.", "Zwei Täxte \U0001f600"]
@@ -182,8 +182,8 @@ def test_a_single_object_is_a_record_only_where_it_is_named(tmp_path: Path) -> N
 
 def test_a_first_line_that_is_longer_than_the_peek_tells_the_same(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text((json.dumps({"text": "x" * 2 * json_files.PEEK}) + "\n") * 2)
-    assert json_files.holds_records(File("a.json", path))
+    path.write_text((json.dumps({"text": "x" * 2 * contents.PEEK}) + "\n") * 2)
+    assert contents.holds_records(File("a.json", path))
     assert len(read(path)) == 2
 
 
@@ -318,11 +318,11 @@ def test_the_right_name_is_a_remedy_that_works(tmp_path: Path) -> None:
 
 def test_texts_are_taken_for_no_container() -> None:
     for text in ("", "PK", "a", "\0a\0b", "Große Zeichen 山上的老房子", "BZh", "%P", "x\0" * 7):
-        containers.refuse("a.txt", text.encode())
+        formats.refuse("a.txt", text.encode())
 
 
 def test_endings_are_read_alike_in_any_case() -> None:
     for name, kind in (("A.JSONL.GZ", "jsonl"), ("a.Json", "json"), ("a.txt.zst", "text"),
                        ("x.array_record-00000-of-00002", "array_record"), ("jsonl", "text"),
                        ("a.parquet.xz", "parquet"), ("a.gz", "text")):  # fmt: skip
-        assert endings.kind(name) == kind
+        assert formats.kind(name) == kind

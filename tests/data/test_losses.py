@@ -2,7 +2,6 @@
 reported for such text.
 """
 
-import dataclasses
 import io
 import json
 import math
@@ -52,7 +51,6 @@ def test_lost_bytes_and_unknown_tokens_are_counted(
     tokenizer: tokenizers.Tokenizer, tmp_path: Path
 ) -> None:
     store = write(tmp_path / "s", tokenizer, ENGLISH, CHINESE, f"{ENGLISH}{CHINESE}")
-    assert store.lost is not None
     lost = store.lost.tolist()
     assert lost[0] == 0 and lost[1] == lost[2] == len(CHINESE.encode())
     assert store.manifest["lost_bytes"] == store.lost_bytes == sum(lost)
@@ -96,14 +94,6 @@ def test_loss_is_told_and_training_is_measured_by_token(
     assert task.primary_metric(dataset) == BITS_PER_TOKEN
     assert task.units_per_token(config.Config(), dataset) == 1
     assert task.baseline(config.Config(), dataset) is None
-
-
-def test_a_store_that_nobody_counted_is_counted_by_its_tokens(
-    tokenizer: tokenizers.Tokenizer, tmp_path: Path
-) -> None:
-    store = write(tmp_path / "s", tokenizer, ENGLISH, CHINESE)
-    found = dataclasses.replace(store, lost=None).counted(tokenizer)
-    assert found.lost is not None and (found.lost > 0).tolist() == [False, True]
 
 
 def test_figures_over_lost_text_are_absent() -> None:

@@ -52,13 +52,13 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
 ) -> None:
     with manifests.atomic_directory(tmp_path / "at/done") as place:
         (place / "below").mkdir()
-        for name in ("tokens.bin", "below/documents.npz"):
+        for name in ("tokens.bin", "below/rows.npz"):
             (place / name).write_text(name)
         assert not (tmp_path / "at/done").exists()
     assert names(tmp_path / "at") == ["done"]
     assert names(tmp_path / "at/done") == ["below", "tokens.bin"]
     before = {name for name, named in synced if not named}
-    assert before == {"tokens.bin", "documents.npz", "below", "done"}
+    assert before == {"tokens.bin", "rows.npz", "below", "done"}
     assert synced[-1] == ("at", True)
 
 

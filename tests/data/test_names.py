@@ -54,7 +54,8 @@ def test_names_of_documents_are_the_names_of_files(fraction: float, folder: Path
         assert all(Path(name).is_file() for name in names)
         described = json.dumps(found.described())
         assert json.loads(described)["train"]["sources"]
-        assert preparation.open_corpus(found.directory).described() == found.described()
+        again = preparation.prepare(Data(store=str(found.directory)))
+        assert again.described() == found.described()
 
 
 def test_a_tokenizer_may_be_in_such_a_place(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from brt import config
 from brt.data import preparation, sources, tokenizers
-from brt.data.preparation import Dataset
+from brt.data.preparation import Dataset, DocumentPreparation
 from brt.errors import DataError
 
 Make = Callable[..., config.Data]
@@ -151,23 +151,23 @@ def test_one_split_is_prepared_without_a_look_at_the_others(data: Make, tmp_path
     section = data(train, test=(str(test),), validation_fraction=0.0, tokenizer="train:300")
     whole = prepare(section)
     train.unlink()
-    alone = preparation.prepare_split(section, "test", whole.tokenizer, progress=False)
+    alone = DocumentPreparation(section, False).open_split("test", whole.tokenizer)
     assert alone.directory != whole.directory and list(alone.splits) == ["test"]
     assert alone.split("test").fingerprint == whole.split("test").fingerprint
-    known = preparation.prepare_split(section, "test", whole.tokenizer, whole.directory)
+    known = DocumentPreparation(section).open_split("test", whole.tokenizer, whole.directory)
     assert known.directory == whole.directory
     test.write_text(book(5))
-    changed = preparation.prepare_split(section, "test", whole.tokenizer, whole.directory)
+    changed = DocumentPreparation(section).open_split("test", whole.tokenizer, whole.directory)
     assert texts(changed)["test"] == [book(5)]
     with pytest.raises(DataError, match="there are no validation documents; name some with Data"):
-        preparation.prepare_split(section, "validation", whole.tokenizer)
+        DocumentPreparation(section).open_split("validation", whole.tokenizer)
 
 
 def test_a_part_of_train_is_found_again_where_it_was_prepared(data: Make, tmp_path: Path) -> None:
     section = data(write(tmp_path / "input.txt", book(4, 200)))
     whole = prepare(section)
-    again = preparation.prepare_split(section, "test", whole.tokenizer, progress=False)
+    again = DocumentPreparation(section, False).open_split("test", whole.tokenizer)
     assert texts(again)["test"] == texts(whole)["test"] and again.directory != whole.directory
     (tmp_path / "input.txt").unlink()
-    known = preparation.prepare_split(section, "test", whole.tokenizer, whole.directory)
+    known = DocumentPreparation(section).open_split("test", whole.tokenizer, whole.directory)
     assert known.directory == whole.directory

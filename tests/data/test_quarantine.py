@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from brt.errors import ConfigError, DataError
 
 GOOD = [f"A good text, number {i}." for i in range(9)]
 BAD_LINES = {
-    b'{"text": "not \xff UTF-8"}': "is not UTF-8 at byte 14",
+    b'{"text": "not \xff UTF-8"}': r"is not UTF-8 at byte 14 \(0xff\)",
     b'{"text": "half': "is not JSON: Unterminated string",
     b"\0" * 40: "is not JSON: Expecting value",
     b'{"text": "a\\u0000b"}': "has a NUL at character 1",
-    b'{"other": "field"}': "has no field 'text'",
-    b'{"text": 3}': "'text' is int",
+    b'{"other": "field"}': r"has no field 'text'; name one of \['other'\] with Data.columns = ",
+    b'["text"]': "is not an object with a field 'text'",
+    b'{"text": 3}': "the field 'text' is int, not text",
     b'{"text": " "}': "has no text",
     b'{"text": "\\ud800"}': "half a surrogate pair",
 }
@@ -52,7 +54,7 @@ def test_a_bad_line_is_left_out_alone(line: bytes, reason: str, tmp_path: Path) 
     assert len(bad) == 1
     bad.write(tmp_path)
     said = json.loads((tmp_path / "quarantine.jsonl").read_text())
-    assert (said["file"], said["line"]) == (str(path), 5) and reason in said["reason"]
+    assert (said["file"], said["line"]) == (str(path), 5) and re.search(reason, said["reason"])
 
 
 @pytest.mark.parametrize(("name", "content"), BAD_FILES.items(), ids=BAD_FILES)

@@ -1,10 +1,14 @@
+"""Tests which files sources consist of, also through links, and that unread ones are counted."""
+
 import glob
 import hashlib
 import os
+from pathlib import Path
 
 import pytest
 
 from brt.data import sources, tokenizers
+from brt.data.sources import CLOSED, DEAD, walk
 from brt.errors import DataError
 
 
@@ -61,23 +65,16 @@ def test_a_changed_file_has_another_hash(books):
     assert before[1:] == after[1:]
 
 
-def test_the_novels_are_those_that_the_readme_lists():
-    listed = (sources.CORPORA / "novels" / "README.md").read_text()
-    found = [file for split in ("train", "validation", "test")
-             for file in sources.hashes([f"corpus:novels/{split}"])]  # fmt: skip
-    assert len(found) == 5
+@pytest.mark.parametrize(
+    ("name", "endings", "count"), [("novels", [".txt"], 5), ("summaries", [".jsonl"], 3)]
+)
+def test_the_texts_of_brt_are_those_that_the_readme_lists(name, endings, count):
+    listed = (sources.CORPORA / name / "README.md").read_text()
+    splits = [f"corpus:{name}/{split}" for split in ("train", "validation", "test")]
+    found = sources.hashes(splits, endings)
+    assert len(found) == count
     for file in found:
-        assert f"{file.sha256}  {file.name.removeprefix('corpus:novels/')}" in listed
-        assert f"| {file.bytes} |" in listed
-
-
-def test_the_summaries_are_those_that_the_readme_lists():
-    listed = (sources.CORPORA / "summaries" / "README.md").read_text()
-    found = [file for split in ("train", "validation", "test")
-             for file in sources.hashes([f"corpus:summaries/{split}"], [".jsonl"])]  # fmt: skip
-    assert len(found) == 3
-    for file in found:
-        assert f"{file.sha256}  {file.name.removeprefix('corpus:summaries/')}" in listed
+        assert f"{file.sha256}  {file.name.removeprefix(f'corpus:{name}/')}" in listed
         assert f"| {file.bytes} |" in listed
 
 
@@ -127,3 +124,59 @@ def test_what_may_have_no_end_is_no_source(tmp_path):
 def test_a_name_longer_than_files_have(tmp_path):
     with pytest.raises(DataError, match="xxx does not exist"):
         sources.files("x" * 5000)
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """Returns a directory with links to files, to other directories, to itself and to nothing."""
+    for name in ("shelf/far.txt", "shelf/deep/farther.txt", "books/near.txt", "books/b/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "books/more").symlink_to(tmp_path / "shelf")
+    (tmp_path / "shelf/back").symlink_to(tmp_path / "books")
+    (tmp_path / "books/again").symlink_to("b")
+    (tmp_path / "books/gone.txt").symlink_to("../.git/annex/objects/none")
+    return tmp_path / "books"
+
+
+def test_a_directory_gives_what_a_pattern_gives(linked: Path) -> None:
+    found = names(linked)
+    assert sorted(found) == ["c.txt", "far.txt", "farther.txt", "near.txt"]
+    (linked / "gone.txt").unlink()
+    assert sorted(names(f"{linked}/**/*.txt")) == sorted(found)
+    assert [str(file.path) for file in sources.files(str(linked))][0] == f"{linked}/b/c.txt"
+
+
+def test_links_to_nothing_are_counted_or_refused(linked: Path) -> None:
+    assert sources.left_out(str(linked)) == f"{linked} contains files that are not read: 1 {DEAD}"
+    with pytest.raises(DataError, match=r"gone\.txt"):
+        names(f"{linked}/**/*.txt")
+    for name in ("near.txt", "b/c.txt", "more", "again"):
+        (linked / name).unlink()
+    with pytest.raises(DataError, match=rf"has no .* file, but 1 {DEAD}; "):
+        names(linked)
+
+
+def test_folders_that_cannot_be_read_are_counted_or_refused(
+    linked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = os.scandir
+
+    # Permissions do not stop root, so the error is raised here.
+    def scandir(place: Path | str) -> object:
+        if Path(place).name == "b":
+            raise PermissionError(13, "Permission denied", str(place))
+        return listed(place)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert (linked / "b", CLOSED) in walk(linked).missed
+    assert f"1 {CLOSED}" in sources.left_out(str(linked))
+    with pytest.raises(
+        DataError, match="directory .*/b cannot be read: Permission denied; make it"
+    ):
+        names(f"{linked}/**/*.txt")
+
+
+def test_a_file_of_several_names_is_read_once(linked: Path) -> None:
+    (linked / "other.txt").symlink_to("near.txt")
+    assert names(linked).count("near.txt") + names(linked).count("other.txt") == 1

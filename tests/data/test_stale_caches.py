@@ -28,12 +28,12 @@ class Example(NamedTuple):
     """A section that is quickly prepared, and a different value for each of its fields.
 
     Attributes:
-      prepare: the function that prepares the section.
+      preparation: the class that prepares the section.
       section: the section.
       others: the different values by name of the field.
     """
 
-    prepare: Callable[..., Any]
+    preparation: Callable[..., Any]
     section: Any
     others: dict[str, Any]
 
@@ -57,7 +57,7 @@ def of_data(place: Path) -> Example:
     written = preparation.prepare(
         dataclasses.replace(section, train=some[:1]), place / "written", progress=False
     )
-    return Example(preparation.prepare, section, {
+    return Example(preparation.DocumentPreparation, section, {
         "train": some[:1], "validation": other, "test": other, "store": str(written.directory),
         "tokenizer": "train:290", "columns": ("text=other",), "errors": "strict",
         "max_document_bytes": 1 << 20, "max_bad_records": 0,
@@ -80,7 +80,7 @@ def of_pairs(place: Path) -> Example:
         tokenizer="train:290", max_source_length=24, max_target_length=8,
         errors="skip",
     )  # fmt: skip
-    return Example(pairs.prepare, section, {
+    return Example(pairs.PairPreparation, section, {
         "train": others[1], "validation": (), "test": others[1],
         "columns": ("source=longer", "target=headline", "id=number"), "tokenizer": "train:300",
         "prefix": "dogs: ", "max_source_length": 20, "max_target_length": 6,
@@ -104,7 +104,7 @@ def of_speech(place: Path) -> Example:
     section = Speech(
         train=split["train"], validation=split["x"], test=(), join=2, mel_bands=8, errors="skip"
     )
-    return Example(speech.prepare, section, {
+    return Example(speech.SpeechPreparation, section, {
         "train": split["y"], "validation": (), "test": split["y"], "unit": "words", "join": 1,
         "join_orders": 2, "sample_rate": 16_000, "mel_bands": 10, "window_ms": 30.0,
         "shift_ms": 12.0, "normalization": "none", "stack": 2, "stride": 2, "buckets": (60, 100),
@@ -132,7 +132,7 @@ def of_sentences(place: Path) -> Example:
         train=table("a.tsv", *range(10)), validation=table("b.tsv", 21, 22), test=(),
         columns=("first=sentence", "label=label"), max_length=24, errors="skip",
     )  # fmt: skip
-    return Example(sentences.prepare, section, {
+    return Example(sentences.SentencePreparation, section, {
         "train": table("c.tsv", *range(30, 34)), "validation": (), "test": table("d.tsv", 40, 41),
         "columns": ("first=other", "second=other", "label=kind", "id=number"),
         "header": ("other", "sentence", "label", "kind", "number"),
@@ -157,7 +157,7 @@ def of_questions(place: Path) -> Example:
         train=about("a.json", 1, 2, 3), validation=about("b.json", 4), test=(), max_length=48,
         stride=8, max_question_length=16, errors="skip",
     )  # fmt: skip
-    return Example(questions.prepare, section, {
+    return Example(questions.QuestionPreparation, section, {
         "train": about("c.json", 5, 6), "validation": (), "test": about("d.json", 7),
         "tokenizer": "train:300", "max_length": 40, "stride": 4, "max_question_length": 12,
         "max_answer_length": 3, "no_answer": True, "no_answer_margin": 1.0, "buckets": (40, 48),
@@ -201,7 +201,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], tuple[
 def outcome(example: Example, section: Any) -> dict[str, bytes] | str:
     """Prepares a section and returns the content of every file, or the error text."""
     try:
-        directory = example.prepare(section, progress=False).directory
+        directory = example.preparation(section, progress=False).open().directory
     except DataError as error:
         return str(error)
     files = [path for path in directory.rglob("*") if path.is_file()]

@@ -1,4 +1,8 @@
+"""Tests that documents are encoded completely and in order, counted, and stored."""
+
 import json
+from collections.abc import Iterator
+from random import Random
 
 import numpy as np
 import pytest
@@ -106,11 +110,11 @@ def test_a_store_that_is_not_whole_is_refused(tmp_path):
     (tmp_path / "s" / "tokens.bin").write_bytes(tokens[:-1])
     refused(r"s is damaged \(tokens\.bin has another size than its rows\)")
     (tmp_path / "s" / "tokens.bin").write_bytes(tokens)
-    (tmp_path / "s" / "documents.npz").write_bytes(b"PK broken")
+    (tmp_path / "s" / "rows.npz").write_bytes(b"PK broken")
     refused("s is damaged .*; delete it and prepare it again")
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.npz"])
+@pytest.mark.parametrize("name", ["tokens.bin", "rows.npz"])
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_store_that_changed_is_refused(tmp_path, name, zero):
     write(tmp_path / "s")
@@ -120,3 +124,57 @@ def test_a_store_that_changed_is_refused(tmp_path, name, zero):
     path.write_bytes(bytes(len(content)) if zero else content)
     with pytest.raises(DataError, match=r"the token store .*s is damaged \(.*; delete it and prep"):
         TokenStore.open(tmp_path / "s")
+
+
+SPACES = [c for c in map(chr, range(0x110000)) if c.isspace()]
+MIXED = ["", "a b", "One line\n" * 900, "", "é", "x" * 9000]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_words_are_those_of_split(seed: int) -> None:
+    random = Random(seed)
+    for _ in range(200):
+        alphabet = [*random.sample(SPACES, 3), "a", "é", "日", "\U0001f600", "\x1b", "\u200b"]
+        text = "".join(random.choices(alphabet[random.randrange(4) :], k=random.randrange(12)))
+        check_counts(text)
+
+
+def check_counts(text: str) -> None:
+    assert token_store.count_words(text, text.encode()) == len(text.split())
+    counter = token_store.Counter()
+    for character in text:
+        counter.add(character, character.encode())
+    sizes = counter.bytes, counter.characters, counter.words
+    assert sizes == (len(text.encode()), len(text), len(text.split()))
+
+
+@pytest.mark.parametrize("batch", [1, 5000, 1 << 19])
+def test_all_documents_are_encoded_in_order(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store, "BATCH", batch)
+    documents = (Document(str(i), iter([text])) for i, text in enumerate(MIXED))
+    found: dict[str, list[token_store.Chunk]] = {}
+    for chunk in token_store.encode(documents, tokenizers.load("bytes")):
+        if chunk.name is not None:
+            chunks = found[chunk.name] = []
+        chunks.append(chunk)
+    assert ["".join(chunk.text for chunk in own) for own in found.values()] == MIXED
+    for own in found.values():
+        for chunk in own:
+            assert chunk.ids.dtype == np.int32 and bytes(chunk.ids.tolist()) == chunk.text.encode()
+
+
+def test_errors_of_documents_and_tokenizers_are_raised() -> None:
+    class Broken(tokenizers.ByteTokenizer):
+        def encode(self, text: str) -> np.ndarray:
+            raise DataError("cannot encode")
+
+    def unreadable() -> Iterator[str]:
+        yield "a"
+        raise DataError("cannot read")
+
+    for document, tokenizer, message in (
+        (Document("a", iter("a")), Broken(), "cannot encode"),
+        (Document("a", unreadable()), tokenizers.load("bytes"), "cannot read"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(token_store.encode([document], tokenizer))

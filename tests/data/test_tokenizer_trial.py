@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from brt import bounded
-from brt.data import tokenizers
-from brt.data.texts import tokenization as texts
+from brt.data import text_tokenizers, tokenizers
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import DataError
 from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
@@ -19,7 +18,7 @@ from brt.tasks.summarization import tokenization as pairs
 WORDS = "some words of a text, and some more words of another text, which has more words"
 READERS: dict[str, Callable[[str], Any]] = {
     "language model": tokenizers.load,
-    "encoder": lambda path: texts.load(path, "Data.tokenizer"),
+    "encoder": text_tokenizers.load,
     "pairs": pairs.load,
 }
 

@@ -23,18 +23,15 @@ from brt.config import (
     Evaluation,
     Model,
     Pairs,
-    Questions,
-    Sentences,
     Seq2Seq,
     Speech,
     Training,
 )  # fmt: skip
 from brt.data.lanes import evaluation_batches as document_batches
-from brt.data.texts.batches import TextReader
 from brt.tasks.arguments import EvaluationRequest, LossInputs
 from brt.tasks.speech_recognition.preparation import SpeechReader
 from brt.tasks.summarization.evaluation import scored_bytes
-from brt.tasks.summarization.preparation import gather
+from brt.tasks.summarization.preparation import PairReader
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -180,7 +177,8 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Case) -> None:
     store, tokenizer = summaries.dataset.split("train"), summaries.dataset.tokenizer
     assert (store.target_uncut > store.target.lengths).sum() == 2
-    batches = [gather(store, np.array([row]), len(store.source[row])) for row in range(3)]
+    gather = PairReader(store=store, batch_size=1).gather
+    batches = [gather(np.array([row]), len(store.source[row])) for row in range(3)]
     nats, count = summed_loss(summaries, batches)
     kept = [tokenizer.decode(store.target[row]) for row in range(3)]
     assert kept[0] == store.summary(0) and len(kept[1]) < len(store.summary(1)) / 2
@@ -198,65 +196,6 @@ def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Ca
     assert summaries.report["bits_per_token"] / units == approx(summaries.report["bits_per_byte"])
 
 
-def heads(task: str, **sections: Any) -> Config:
-    """Returns a config of an encoder task."""
-    return Config(
-        encoder=ENCODER, training=Training(task=task),
-        evaluation=Evaluation(batch_size=2), **sections,
-    )  # fmt: skip
-
-
-@pytest.mark.slow_cases("text_regression")
-@pytest.mark.parametrize("task", ["text_classification", "text_regression"])
-def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
-    """Three rows, one of which is truncated, are read in batches of two."""
-    rows = [{"sentence": text(i, n), "label": i % 2} for i, n in enumerate((2, 40, 9))]
-    section = Sentences(
-        train=lines(tmp_path, rows), validation=(), test=(), max_length=64, buckets=(32, 64),
-        cache_dir=str(tmp_path / "cache"),
-    )  # fmt: skip
-    found = case(heads(task, sentences=section))
-    store = found.dataset.split("train")
-    assert store.manifest["cut"] == 1
-    batches = TextReader.evaluation(store, batch_size=1, buckets=(), max_length=64)
-    nats, count = summed_loss(found, list(batches))
-    name = "bits_per_label" if task == "text_classification" else "bits_per_number"
-    assert count == found.report["rows"] == 3
-    assert found.report[name] == approx(nats / math.log(2) / 3)
-    if task == "text_classification":
-        right = [r["label"] == r["prediction"] for r in found.rows]
-        assert found.report["accuracy"] == approx(100 * np.mean(right))
-    else:
-        errors = [r["number"] - r["prediction"] for r in found.rows]
-        assert found.report["root_mean_square_error"] == approx(np.sqrt(np.mean(np.square(errors))))
-
-
-@pytest.mark.slow  # Quick tests of other tasks cover the same code.
-def test_bits_of_answers_equal_the_summed_loss(tmp_path: Path) -> None:
-    """One question has one window, the other has several; the number of windows is odd."""
-    paragraphs = []
-    for i, words in enumerate((6, 50)):
-        context = text(i, words)
-        answer = {"text": context.split()[1], "answer_start": len(context.split()[0]) + 1}
-        asked = [{"id": str(i), "question": text(i + 5, 9 * i + 2), "answers": [answer]}]
-        paragraphs.append({"context": context, "qas": asked})
-    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
-    section = Questions(
-        train=(str(tmp_path / "a.json"),), validation=(), test=(), max_length=110, stride=16,
-        max_question_length=24, cache_dir=str(tmp_path / "cache"),
-    )  # fmt: skip
-    found = case(heads("extractive_qa", questions=section))
-    store = found.dataset.split("train")
-    batches = TextReader.evaluation(store, batch_size=1, buckets=(), max_length=110)
-    nats, count = summed_loss(found, list(batches))
-    windows = len(store.rows)
-    assert store.manifest["cut"] == 1 and windows > 2
-    assert (found.report["questions"], found.report["windows"]) == (2, windows)
-    assert count == 2 * windows
-    assert found.report["bits_per_place"] == approx(nats / math.log(2) / (2 * windows))
-    assert found.report["f1"] == approx(100 * np.mean([r["f1"] for r in found.rows]))
-
-
 @pytest.mark.slow  # Quick tests of other tasks cover the same code.
 def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
     """Some letters have two bytes, and the utterances have different lengths."""
@@ -268,7 +207,12 @@ def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
     section = Speech(
         train=(str(tmp_path / "a.npz"),), validation=(), test=(), cache_dir=str(tmp_path / "cache")
     )
-    found = case(heads("speech_recognition", speech=section))
+    found = case(
+        Config(
+            encoder=ENCODER, training=Training(task="speech_recognition"), speech=section,
+            evaluation=Evaluation(batch_size=2),
+        )
+    )  # fmt: skip
     store = found.dataset.split("train")
     batches = SpeechReader.evaluation(store, batch_size=1, buckets=())
     nats, count = summed_loss(found, list(batches))

@@ -11,7 +11,7 @@ import pytest
 
 from brt import tasks
 from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
-from brt.data.texts.batches import TextReader
+from brt.data.readers import TextReader
 from brt.errors import NonFiniteError
 from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
 from brt.tasks.extractive_qa import evaluation, squad
@@ -68,7 +68,7 @@ def sentences(tmp_path_factory):
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
     config, params = build("text_classification", sentences=section)
-    return config, params, sentence_preparation.prepare(section, False)
+    return config, params, sentence_preparation.SentencePreparation(section, False).open()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def questions(tmp_path_factory):
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
     config, params = build("extractive_qa", questions=section)
-    return config, params, question_preparation.prepare(section, False)
+    return config, params, question_preparation.QuestionPreparation(section, False).open()
 
 
 def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
@@ -119,7 +119,7 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
         encoder=dataclasses.replace(ENCODER, classes=1), evaluation=Evaluation(batch_size=4),
     )  # fmt: skip
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
-    dataset = sentence_preparation.prepare(section, False, numbers=True)
+    dataset = sentence_preparation.NumberPreparation(section, False).open()
     store, result = dataset.split("train"), read(config, params, dataset)
     alone, guesses = forward(config, params), []
     for row, found in enumerate(result.rows["predictions"]):
@@ -195,6 +195,10 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
     assert result.metrics["windows"] == len(store) and result.metrics["questions"] == 3
     bits = nats / np.log(2) / (2 * len(store))
     assert result.metrics["bits_per_place"] == pytest.approx(bits, rel=1e-4)
+    batches = TextReader.evaluation(store, batch_size=4, buckets=(), max_length=160)
+    sums = [loss(config)(params, batch, jax.random.key(1))[1] for batch in batches]
+    assert sum(aux.count for aux in sums) == 2 * len(store)
+    assert float(sum(aux.nats for aux in sums)) == pytest.approx(nats, rel=1e-4)
 
 
 def test_no_answer_needs_every_window_and_a_margin(questions):

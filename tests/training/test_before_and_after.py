@@ -1,5 +1,6 @@
 """Tests that output before the first step is true, and that files named at the end exist."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -59,6 +60,8 @@ def test_nothing_is_named_that_is_empty_or_absent(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     (place.plots / "a.png").write_bytes(b"")
     text = "\n".join(
-        run_summary._places(run._replace(dataset=run.dataset._replace(splits=splits)), place)
+        run_summary._places(
+            run._replace(dataset=dataclasses.replace(run.dataset, splits=splits)), place
+        )
     )
     assert "plots" in text and "--split=test" in text and "pip install" not in text

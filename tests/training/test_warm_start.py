@@ -15,13 +15,13 @@ from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Encoder, Training
 from brt.config_io import config_json
-from brt.data.texts import tokenization
+from brt.data import text_tokenizers
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained_encoder
 from brt.interop.huggingface import convert
 from brt.models import encoder
-from brt.tasks.speech_recognition.vocabulary import Vocabulary
+from brt.tasks.speech_recognition.preparation import Vocabulary
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
 from brt.training import warm_start
@@ -235,7 +235,7 @@ def test_known_tokenizers_pass_and_special_ids_are_added(
     asked = ready(config(MASKED, masked))
     assert known(asked, ByteTokenizer()) == asked
     asked = ready(config("text_classification", masked))
-    assert known(asked, tokenization.load("bytes", "Data.tokenizer")).encoder.vocab_size == 259
+    assert known(asked, text_tokenizers.load("bytes")).encoder.vocab_size == 259
     asked = ready(config(SPEECH, speech))
     assert known(asked, LETTERS) == asked
 

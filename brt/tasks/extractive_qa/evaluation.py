@@ -6,20 +6,17 @@ shapes, B is the number of windows in a batch and T their padded number of token
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Config
-from brt.data.texts.batches import TextReader
 from brt.ops.spans import best_spans, span_nats
-from brt.tasks.arguments import EvaluationRequest
-from brt.tasks.encoders import EncoderTask, TimedFunction
+from brt.tasks.encoders import HeadEvaluator, HeadResult, metric_table
 from brt.tasks.extractive_qa import squad
 from brt.tasks.extractive_qa.preparation import QuestionStore
-from brt.tasks.heads import HeadEvaluator, HeadResult, metric_table
 from brt.types import TextBatch
 
 
@@ -47,10 +44,6 @@ class AnswerEvaluator(HeadEvaluator):
 
     compared_metric = "exact_match", "exact match {:.2f} %"
 
-    def __init__(self, task: EncoderTask, request: EvaluationRequest):
-        super().__init__(task, request)
-        self._section = request.config.questions
-
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """The function's third argument is the mask of `QuestionStore.context_mask`. Its results
         are the fields of WindowPrediction except for `row`, arrays [B].
@@ -70,16 +63,8 @@ class AnswerEvaluator(HeadEvaluator):
     def extra_inputs(self, batch: TextBatch) -> tuple[np.ndarray, ...]:
         return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
 
-    def batches(self, limit: int) -> Iterator[TextBatch]:
-        return TextReader.evaluation(
-            self.store, batch_size=self.batch_size, limit=limit,
-            buckets=self._section.buckets, max_length=self._section.max_length,
-        )  # fmt: skip
-
-    def summarize(
-        self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
-    ) -> HeadResult:
-        section, store = self._section, self.store
+    def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
+        section, store = self.section, self.store
         windows: dict[int, list[WindowPrediction]] = {}
         for row, arrays in outputs.items():
             window = WindowPrediction(row, *(x.item() for x in arrays))
@@ -95,24 +80,16 @@ class AnswerEvaluator(HeadEvaluator):
             rows.append({**asked, **answer, "answers": golds, "exact_match": exact, "f1": f1})
         nats = sum(window.nats for group in windows.values() for window in group)
         metrics = {
-            "attention": config.attention.kind,
             **average_scores(rows),
             "windows": len(outputs),
             "bits_per_place": nats / math.log(2) / max(2 * len(outputs), 1),
-            "left_out": store.manifest["rows"]["bad"],
-            **timed.speed("tokens"),
         }
         metrics |= {"score": metrics["f1"], "score_name": "f1"}
         summary = f"exact match {metrics['exact_match']:.2f} %, F1 {metrics['f1']:.2f} %"
-        return HeadResult(
-            config.attention.kind, metrics, summary, rows, [_shown(row) for row in rows]
-        )
+        return HeadResult(metrics, summary, rows, [_shown(row) for row in rows])
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
-        title = (
-            f"{report['questions']:,} questions{left_out}, trained with {report['trained_with']}"
-        )
+        title = f"{self.title(report, 'questions')}, trained with {report['trained_with']}"
         forms = {"exact_match": "{:.2f} %", "f1": "{:.2f} %", "bits_per_place": "{:.4f}"}
         return [f"{title} attention", "", *metric_table(report, results, forms)]
 

@@ -6,23 +6,19 @@ store is a window together with a question.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from brt import config
-from brt.data import generated
-from brt.data.rows import ragged, store
-from brt.data.rows.preparation import RowCorpus
-from brt.data.rows.ragged import Ragged
-from brt.data.rows.store import RowStore
-from brt.data.rows.tally import BadRow, Tally
-from brt.data.texts.preparation import TextPreparation
-from brt.data.texts.tokenization import Encoding, TextTokenizer
+from brt.data import generated, stores
+from brt.data.preparation import Corpus, TextPreparation, in_groups
+from brt.data.quarantine import BadRow, Tally
+from brt.data.stores import Ragged, RowStore
+from brt.data.text_tokenizers import Encoding, TextTokenizer
 from brt.tasks.extractive_qa import squad
 from brt.tasks.extractive_qa.squad import Answer, Question
 
@@ -30,7 +26,6 @@ from brt.tasks.extractive_qa.squad import Answer, Question
 # generated text changes, so that data in the cache are prepared again.
 VERSION = 1
 KEYS, VALUES, FILLERS = 24, 36, 36
-TOGETHER = 64  # This number of questions is tokenized in parallel.
 
 
 def questions(source: str) -> Iterator[Question]:
@@ -93,17 +88,17 @@ class QuestionStore(RowStore):
     @classmethod
     def open(cls, directory: Path, tokenizer: TextTokenizer) -> "QuestionStore":
         names = ("context_of", "rows", "ids", "asked", "texts")
-        with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
+        with stores.opened(directory, facts={"rows": {"bad": int}}) as opened:
             parts = {name: opened.ragged(name) for name in ("contexts", "spans", "questions")}
             columns = {name: opened.columns[name] for name in names}
             answers = tuple(map(tuple, opened.columns["answers"]))
             contexts, asked = len(parts["contexts"]), len(parts["questions"])
-            store.check_indices("context_of", columns["context_of"], contexts)
+            stores.check_indices("context_of", columns["context_of"], contexts)
             lengths = parts["contexts"].lengths[columns["context_of"]]
             rows = columns["rows"].reshape(-1, len(WindowRow._fields))
-            store.check_indices("rows", rows[:, 0], asked)
-            store.check_indices("rows", rows[:, 2] - rows[:, 1], rows[:, 2] + 1)
-            store.check_indices("rows", rows[:, 2], lengths[rows[:, 0]] + 1)
+            stores.check_indices("rows", rows[:, 0], asked)
+            stores.check_indices("rows", rows[:, 2] - rows[:, 1], rows[:, 2] + 1)
+            stores.check_indices("rows", rows[:, 2], lengths[rows[:, 0]] + 1)
             if {*map(len, (answers, columns["asked"], lengths))} != {asked}:
                 raise ValueError("its columns have different lengths")
         return cls(
@@ -200,17 +195,13 @@ def token_range(spans: Int[np.ndarray, "T 2"], start: int, stop: int) -> tuple[i
     return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None
 
 
-class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
+class QuestionDataset(Corpus[TextTokenizer, QuestionStore]):
     """Prepared questions that are opened for reading."""
 
     rows = "questions"
 
 
-def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset:
-    return Preparation(section, progress).open()
-
-
-class Preparation(TextPreparation):
+class QuestionPreparation(TextPreparation):
     """Prepares and opens the questions that the section Questions of a config describes."""
 
     dataset = QuestionDataset
@@ -219,14 +210,14 @@ class Preparation(TextPreparation):
     def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
         return QuestionStore.open(directory, encoder)
 
-    def texts(self) -> Iterator[str]:
+    def texts(self) -> Iterator[list[str]]:
         """Yields each training context, once, and each training question."""
         seen: set[str] = set()
-        for row in self.training_rows():
+        for row in self.usable("train"):
             if row.context not in seen:
                 seen.add(row.context)
-                yield row.context
-            yield row.text
+                yield [row.context]
+            yield [row.text]
 
     def content(self, row: Question) -> str:
         """Returns the context, so that all questions about a context are in one split."""
@@ -250,7 +241,7 @@ class Preparation(TextPreparation):
         context_of, questions, rows = [], [], []
         cut = 0
         located = tally.refuse_or_skip(_located(self.read(split), contexts), section.errors)
-        for group in iter(lambda: list(itertools.islice(located, TOGETHER)), []):
+        for group in in_groups(located):
             encoded = tokenizer.encode([question.text for question, *_ in group])
             for (question, context, answer), encoding in zip(group, encoded, strict=True):
                 ids = encoding.ids[: section.max_question_length]
@@ -260,25 +251,21 @@ class Preparation(TextPreparation):
                 valid.append(question)
                 context_of.append(context)
                 questions.append(ids)
-        ragged_columns = {
-            "contexts": [encoding.ids for encoding in contexts.encodings],
-            "spans": [encoding.spans for encoding in contexts.encodings],
-            "questions": questions,
-        }
-        table, columns = np.array(rows, np.int32), {}
-        for name, arrays in ragged_columns.items():
-            columns |= ragged.from_rows(arrays, np.dtype(np.int32)).columns(name)
-        columns |= {"context_of": np.array(context_of, np.int32), "rows": table}
-        texts: dict[str, list[Any]] = {
+        table, encodings = np.array(rows, np.int32), contexts.encodings
+        columns = {
+            "contexts": Ragged.from_rows([encoding.ids for encoding in encodings]),
+            "spans": Ragged.from_rows([encoding.spans for encoding in encodings]),
+            "questions": Ragged.from_rows(questions),
+            "context_of": np.array(context_of, np.int32),
+            "rows": table,
             "ids": [q.id for q in valid],
             "asked": [q.text for q in valid],
             "answers": [[answer.text for answer in q.answers] for q in valid],
             "texts": list(contexts.indices),
         }
-        facts = {"texts": list(texts), "rows": tally.report(), "cut": cut}
-        store.finish(directory, columns | texts, facts)
-        without, text_count = sum(not q.answers for q in valid), len(contexts.encodings)
-        line = f"{len(valid):,} questions about {text_count:,} texts, {len(rows):,} windows"
+        stores.finish(directory, columns, {"rows": tally.report(), "cut": cut})
+        without = sum(not q.answers for q in valid)
+        line = f"{len(valid):,} questions about {len(encodings):,} texts, {len(rows):,} windows"
         line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
         line += f"; {without:,} without an answer" if without else ""
         return line + (f"; cut {cut:,} questions" if cut else "")

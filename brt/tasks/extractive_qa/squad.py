@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from brt.data import endings, plain_text
-from brt.data.rows import tables
-from brt.data.rows.tables import Row
-from brt.data.rows.tally import BadRow
+from brt.data import formats, plain_text, tables
+from brt.data.quarantine import BadRow
+from brt.data.tables import Row
 from brt.errors import DataError
 
-ENDINGS = endings.QUESTIONS
+ENDINGS = formats.QUESTIONS
 SHOWN = 40  # An error quotes at most this number of characters of a text.
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

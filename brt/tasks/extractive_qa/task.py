@@ -1,22 +1,16 @@
 """The extractive question answering task: find the span of a text that answers a question."""
 
-from pathlib import Path
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
-from brt.data.texts import tokenization
-from brt.data.texts.batches import TextReader
-from brt.data.texts.tokenization import TextTokenizer
-from brt.errors import ConfigError
+from brt.data.readers import TextReader
 from brt.ops.spans import span_nats
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
-from brt.tasks.extractive_qa import preparation
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
-from brt.tasks.extractive_qa.preparation import Preparation, QuestionDataset
-from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
+from brt.tasks.extractive_qa.preparation import QuestionPreparation
+from brt.tasks.interface import Aux, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
 
 
@@ -29,9 +23,10 @@ class ExtractiveQa(EncoderTask):
     """
 
     name = "extractive_qa"
-    head = "spans"
+    head, unsmoothed = "spans", "spans"
     sections = TASK_SECTIONS["extractive_qa"]
-    data = "questions"
+    data, preparation = "questions", QuestionPreparation
+    row_reader = TextReader
     metrics = (
         Metric("bits_per_place", "bits per place"),
         Metric("exact_match", "exact match %", ".2f"),
@@ -40,30 +35,8 @@ class ExtractiveQa(EncoderTask):
     table_metrics = (SCORE,)
 
     def check(self, config: Config) -> None:
-        smoothing = config.training.label_smoothing
-        if smoothing:
-            raise ConfigError(
-                f"Training.label_smoothing = {smoothing} has no effect on spans; remove it"
-            )
+        super().check(config)
         self.check_encoder(config, ("Data.max_length", config.questions.max_length))
-
-    def open(self, config: Config, *, progress: bool = True) -> QuestionDataset:
-        return preparation.prepare(config.questions, progress)
-
-    def open_split(
-        self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
-    ) -> QuestionDataset:
-        return Preparation(config.questions).open_split(split, tokenizer, known)
-
-    def load_tokenizer(self, file: Path) -> TextTokenizer:
-        return tokenization.load(str(file), "Data.tokenizer")
-
-    def reader(self, config: Config, dataset: Dataset) -> TextReader:
-        section, t = config.questions, config.training
-        return TextReader(
-            store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
-            seed=t.seed, max_length=section.max_length,
-        )  # fmt: skip
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs

@@ -16,9 +16,8 @@ from jaxtyping import Bool, Float, Int
 
 from brt.config import Config
 from brt.config.fields import MEMORY
+from brt.data import memory_tasks
 from brt.data.cache import say
-from brt.data.memory import documents as memory
-from brt.data.memory import names
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.tasks.report import EXACT_ANSWERS, Metric
@@ -53,20 +52,21 @@ def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[Answ
 def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[AnswerSpan]:
     pieces = [tokenizer.decode_bytes(token[None]) for token in store.document(document)]
     ends = np.cumsum([len(piece) for piece in pieces])
-    for answer in memory.answers(store.names[document], b"".join(pieces)):
+    for answer in memory_tasks.answers(store.names[document], b"".join(pieces)):
         byte_positions = (answer.start, answer.stop - 1, answer.stated - 1)
         start, last, told = (int(np.searchsorted(ends, b, "right")) for b in byte_positions)
         yield AnswerSpan(start, last + 1, start - told - 1, answer.stop - answer.start)
 
 
-class AnswerScores:
-    """Collects the scores of all tokens batch by batch, and computes the scores of answers at the
-    end, because a segment may end in the middle of an answer.
+class TokenScores:
+    """Collects the scores of the tokens of documents batch by batch.
+
+    `lengths` has the number of tokens of each document.
     """
 
-    def __init__(self, spans: Mapping[int, Sequence[AnswerSpan]]):
-        self._spans = spans
-        self._scores: dict[int, list[np.ndarray]] = defaultdict(list)
+    def __init__(self, lengths: Sequence[int] | np.ndarray):
+        self._lengths = lengths
+        self._blocks: list[list[np.ndarray]] = [[] for _ in lengths]
 
     def add(
         self,
@@ -77,26 +77,34 @@ class AnswerScores:
         """Adds the next segment of each of B rows.
 
         `document` has the index of the document of each of the N blocks of a segment, -1 for
-        padding. `right` is True if the correct token was the most likely one.
+        padding. The blocks of a document are added in their order, and all by the same row. `right`
+        is True if the correct token was the most likely one.
         """
         blocks = np.stack([nats, right], axis=1).reshape(len(nats), 2, document.shape[1], -1)
-        for lane, block in np.argwhere(document >= 0):
-            self._scores[int(document[lane, block])].append(blocks[lane, :, block])
+        for row, block in np.argwhere(document >= 0):
+            self._blocks[int(document[row, block])].append(blocks[row, :, block])
 
-    def answers(self, limit: int = 0) -> list[ScoredAnswer]:
-        """Returns the scores of all answers that were read to their end.
+    def of(self, document: int) -> Float[np.ndarray, "2 T"]:
+        """Returns nats and `right` of the tokens of a document that were read, without padding."""
+        parts = [np.zeros((2, 0)), *self._blocks[document]]
+        return np.concatenate(parts, axis=1, dtype=np.float64)[:, : self._lengths[document]]
 
-        `limit` is the number of tokens that were read of each document; 0 if all were read.
-        """
-        scored = []
-        for document, answers in self._spans.items():
-            nats, right = np.concatenate(self._scores[document], axis=1, dtype=np.float64)
-            for start, stop, distance, size in answers:
-                if not limit or stop <= limit:
-                    exact = bool(right[start:stop].all())
-                    answer_nats = float(nats[start:stop].sum())
-                    scored.append(ScoredAnswer(distance, size, answer_nats, exact))
-        return scored
+
+def scored_answers(
+    spans: Mapping[int, Sequence[AnswerSpan]], scores: TokenScores, limit: int = 0
+) -> list[ScoredAnswer]:
+    """Returns the scores of all answers that were read to their end.
+
+    `limit` is the number of tokens that were read of each document; 0 if all were read.
+    """
+    scored = []
+    for document, answers in spans.items():
+        nats, right = scores.of(document)
+        for start, stop, distance, size in answers:
+            if not limit or stop <= limit:
+                exact = bool(right[start:stop].all())
+                scored.append(ScoredAnswer(distance, size, float(nats[start:stop].sum()), exact))
+    return scored
 
 
 def answer_metrics(
@@ -189,7 +197,10 @@ def warn_of_cut_gradients(config: Config) -> None:
     """
     length = config.training.segment_length
     for source in config.data.train:
-        if source.startswith(MEMORY) and (far := max(names.parse(source).distance)) >= length:
+        if (
+            source.startswith(MEMORY)
+            and (far := max(memory_tasks.parse(source).distance)) >= length
+        ):
             say(
                 f"warning: {source} asks for facts from {far} bytes before, but gradients end at "
                 f"the start of a segment of Training.segment_length = {length}, so the model "

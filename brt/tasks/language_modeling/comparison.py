@@ -27,7 +27,7 @@ from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.language_modeling import ends
+from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.differences import Difference, basis, paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import EvaluationResult, example_indices
@@ -118,7 +118,7 @@ class Document(NamedTuple):
     pieces: Sequence[bytes]  # the bytes of each of the T tokens
     nats: np.ndarray  # float64 [T], nats in the first model
     other: np.ndarray  # float64 [T], nats in the other model
-    classes: np.ndarray  # int [T], class of each token; see `terms`
+    classes: np.ndarray  # int [T], class of each token; see `token_classes`
 
 
 def page_html(documents: Sequence[Document], *, other: str, without: str | None) -> str:
@@ -309,38 +309,6 @@ def draw_classes(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return png(class_plot(differences, "difference, bits per token (negative: this run is better)"))
 
 
-class TokenNats:
-    """Collects the nats of each token, batch by batch."""
-
-    def __init__(self, lengths: np.ndarray):
-        self._lengths = lengths
-        self._blocks: list[list[np.ndarray]] = [[] for _ in lengths]
-
-    def __call__(self, document: np.ndarray, nats: np.ndarray) -> None:
-        """Adds a segment of each of B rows, with the nats [B, T] of each token.
-
-        `document` [B, N] has the index of each block's document, -1 for padding. The blocks of a
-        document are added in their order, and all by the same row.
-        """
-        blocks = nats.reshape(*document.shape, -1)
-        for lane, block in np.argwhere(document >= 0):
-            self._blocks[int(document[lane, block])].append(blocks[lane, block])
-
-    def documents(self) -> list[np.ndarray]:
-        """Returns the nats of the tokens of each document, float64 [T], without padding."""
-        pairs = zip(self._blocks, self._lengths, strict=True)
-        # An empty document has no blocks, and numpy does not concatenate an empty list.
-        empty = np.zeros(0)
-        return [np.concatenate([empty, *parts], dtype=np.float64)[:size] for parts, size in pairs]
-
-
-class Reading(NamedTuple):
-    """The scores of all documents of a split that a model has read."""
-
-    scores: SplitScores
-    tokens: list[np.ndarray]  # nats of the tokens of each document, float64 [T]
-
-
 class ComparisonEvaluator:
     """Compares a model with another model; both read every document from start to end.
 
@@ -355,12 +323,12 @@ class ComparisonEvaluator:
         assert other is not None
         check(not request.windows, "--windows and --compare are two measurements; leave one out")
         # Both models read the same ends, so these are scored only if both of them have end tokens.
-        scored = None not in (ends.end_id(request.config), ends.end_id(other.config))
-        config, theirs = (ends.with_ends(c, scored) for c in (request.config, other.config))
+        scored = None not in (evaluation.end_id(request.config), evaluation.end_id(other.config))
+        config, theirs = (evaluation.with_ends(c, scored) for c in (request.config, other.config))
         self._config, self._other, self._ablate = config, other, request.ablate
         self._tokenizer = request.dataset.tokenizer
-        self._store = ends.documents(config, request.dataset, request.split)
-        their_store = ends.documents(theirs, other.dataset, request.split)
+        self._store = evaluation.documents(config, request.dataset, request.split)
+        their_store = evaluation.documents(theirs, other.dataset, request.split)
         self._same_tokens = self._store.fingerprint == their_store.fingerprint
         if not self._same_tokens:
             _check_same_texts(
@@ -379,8 +347,10 @@ class ComparisonEvaluator:
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        ours = _read(self._evaluator, variables, control, None)
-        theirs = ours and _read(self._their_evaluator, self._other.variables, control, self._ablate)
+        ours = self._evaluator.read(variables, control, keep_tokens=True)
+        theirs = ours and self._their_evaluator.read(
+            self._other.variables, control, ablate=self._ablate, keep_tokens=True
+        )
         if ours is None or theirs is None:
             return None
         return self._result(ours, theirs)
@@ -391,19 +361,18 @@ class ComparisonEvaluator:
         """Returns a continuation of the first document by the first model."""
         return self._evaluator.sample(variables, step, control)
 
-    def _result(self, ours: Reading, theirs: Reading) -> EvaluationResult:
-        sizes = np.asarray([score.bytes for score in ours.scores.documents])
+    def _result(self, ours: SplitScores, theirs: SplitScores) -> EvaluationResult:
+        sizes = np.asarray([score.bytes for score in ours.documents])
         nats, other_nats = (
-            np.asarray([score.nats for score in reading.scores.documents])
-            for reading in (ours, theirs)
+            np.asarray([score.nats for score in reading.documents]) for reading in (ours, theirs)
         )
-        lost = any(reading.scores.totals.get("lost_bytes") for reading in (ours, theirs))
+        lost = any(reading.totals.get("lost_bytes") for reading in (ours, theirs))
         difference = None if lost else paired_difference(nats, other_nats, sizes)
         metrics = {
-            **ours.scores.totals,
-            "protocol": ours.scores.protocol,
+            **ours.totals,
+            "protocol": ours.protocol,
             "other": {
-                **theirs.scores.totals, "protocol": theirs.scores.protocol,
+                **theirs.totals, "protocol": theirs.protocol,
                 "run": self._other.name, "step": self._other.step,
             },
             "difference": difference and difference.value,
@@ -421,7 +390,7 @@ class ComparisonEvaluator:
                 draw = partial(draw_classes, metrics["classes"])
         documents = [
             {"document": score.name, "bytes": score.bytes, "nats": score.nats, "other_nats": other}
-            for score, other in zip(ours.scores.documents, other_nats.tolist(), strict=True)
+            for score, other in zip(ours.documents, other_nats.tolist(), strict=True)
         ]
         return EvaluationResult(
             metrics, summary(metrics, difference), {"documents": documents},
@@ -438,7 +407,7 @@ class ComparisonEvaluator:
         pieces = [decode(token[None]) for token in self._store.document(document)]
         return pieces + [b""] * (self._store.end_id >= 0)
 
-    def _page(self, classes: Sequence[np.ndarray], ours: Reading, theirs: Reading) -> str:
+    def _page(self, classes: Sequence[np.ndarray], ours: SplitScores, theirs: SplitScores) -> str:
         documents = [
             Document(
                 self._store.names[i], self._pieces(i), ours.tokens[i], theirs.tokens[i], classes[i]
@@ -446,14 +415,6 @@ class ComparisonEvaluator:
             for i in example_indices(len(self._store))
         ]
         return page_html(documents, other=self._other.name, without=self._ablate)
-
-
-def _read(
-    evaluator: DocumentEvaluator, variables: Variables, control: Control, ablate: str | None
-) -> Reading | None:
-    tokens = TokenNats(evaluator.lengths)
-    scores = evaluator.read(variables, control, ablate=ablate, on_tokens=tokens)
-    return None if scores is None else Reading(scores, tokens.documents())
 
 
 def _check_same_texts(

@@ -3,7 +3,8 @@
 Every document of a split is read once from start to end, and caches and states are carried from
 segment to segment. Every token is scored; the first token of a document is predicted from BOS. Each
 metric is the sum of all nats divided by an exact count. Documents of memory tasks, which ask for
-facts that they have stated before, have further metrics (see `answers`). A single text can be
+facts that they have stated before, have further metrics (see `answers`). Language models
+with an end token are also evaluated on the ends of documents. A single text can be
 scored as one document, and texts are generated during training for people to look at.
 
 In shapes, B is the number of rows of the batch, T the number of tokens of a segment, and N
@@ -14,7 +15,7 @@ import dataclasses
 import lzma
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,9 +26,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Config
 from brt.config.checks import check
-from brt.data import losses
+from brt.data import losses, splits
 from brt.data.cache import say
 from brt.data.lanes import evaluation_batches
+from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import mesh as meshes
@@ -39,10 +41,54 @@ from brt.layers.runs import StackState, parts
 from brt.models.decoder import forget, new_state
 from brt.ops import compiler_options
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.language_modeling import answers, ends
-from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses, segment_nats
+from brt.tasks.language_modeling import answers
+from brt.tasks.language_modeling.forward import segment_scores
 from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
 from brt.types import Batch, Variables
+
+
+def end_id(config: Config) -> int | None:
+    """Returns the id that is scored after the last token of a document, the first of Model.end_ids;
+    None if the ends of documents are not scored.
+    """
+    ids = config.model.end_ids if config.data.score_ends != "no" else ()
+    return ids[0] if ids else None
+
+
+def resolved(config: Config) -> Config:
+    """Returns the config with Data.score_ends = 'yes' or 'no' instead of 'auto'; raises ConfigError
+    if 'yes' is set and the model has no end token.
+    """
+    check(
+        config.data.score_ends != "yes" or bool(config.model.end_ids),
+        "Data.score_ends = 'yes' needs a model with an end token, which only pretrained decoders "
+        "have; remove it, or name such a decoder in Training.init_from",
+    )
+    return with_ends(config, end_id(config) is not None)
+
+
+def with_ends(config: Config, scored: bool) -> Config:
+    data = dataclasses.replace(config.data, score_ends="yes" if scored else "no")
+    return dataclasses.replace(config, data=data)
+
+
+def documents(config: Config, dataset: Dataset, split: str) -> TokenStore:
+    """Returns the documents of a split, with their end tokens if these are scored.
+
+    If the ends of documents are held out for another split, the documents of this split are
+    beginnings, which have no end token.
+    """
+    store, end = dataset.split(split), end_id(config)
+    if end is None or splits.are_beginnings(store.names):
+        return store
+    return dataclasses.replace(store, end_id=end)
+
+
+def clause(protocol: Mapping[str, Any]) -> str:
+    """Returns a clause about the ends of documents if a protocol says that they are scored."""
+    scored = protocol.get("ends", "not scored") != "not scored"
+    return "ends of documents scored as tokens without bytes, " if scored else ""
+
 
 # A prompt has this number of tokens. A block usually has more tokens, so that the prompt is read
 # token by token, and the program that reads whole blocks need not be compiled.
@@ -59,43 +105,13 @@ _XZ_LIMIT_BYTES = 20 << 20
 LONGEST_WORDS = 25
 
 
-class Sampler:
-    """Generates a continuation of the beginning of the first document of a split."""
-
-    def __init__(self, config: Config, store: TokenStore, tokenizer: Tokenizer):
-        self._config, self._store, self._tokenizer = config, store, tokenizer
-        self._session: Session | None = None
-
-    def __call__(
-        self, variables: Variables, step: int, control: Control = UNCONTROLLED
-    ) -> str | None:
-        """Returns the prompt and the generated text, separated by "|"."""
-        sampling, tokenizer = self._config.sampling, self._tokenizer
-        prompt = self._store.document(0)[:PROMPT_TOKENS]
-        key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
-        if self._session is None:
-            self._session = Session(
-                self._config, variables, bos_id=self._store.bos_id, known_ids=tokenizer.vocab_size
-            )
-        self._session.restart(variables)
-        self._session.read(prompt)
-        generated: list[int] = []
-        for tokens in self._session.write(
-            sampling.max_tokens, sampling, jax.random.fold_in(key, step)
-        ):
-            if control.stop():
-                return None
-            generated += tokens[0][~np.isin(tokens[0], self._config.model.end_ids)].tolist()
-        return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"
-
-
 class TextScorer:
     """Computes the nats of each token of a text; the first is predicted from BOS (`bos_id`)."""
 
     def __init__(self, config: Config, bos_id: int):
         self._config, self._bos_id = config, bos_id
         self._step = jax.jit(
-            partial(segment_nats, config), donate_argnums=1,
+            partial(segment_scores, config), donate_argnums=1,
             compiler_options=compiler_options.of_inference(),
         )  # fmt: skip
 
@@ -116,7 +132,7 @@ class TextScorer:
                 _padded(inputs[part], length), _padded(tokens[part], length),
                 np.arange(length)[None] < size, document_start,
             )  # fmt: skip
-            segment, carry = self._step(variables, carry, batch)
+            segment, _, carry = self._step(variables, carry, batch)
             nats.append(np.asarray(segment[0, :size]))
         return np.concatenate(nats)
 
@@ -178,6 +194,7 @@ class SplitScores:
     # segment.
     tokens_per_second: float | None
     answered: Sequence[answers.ScoredAnswer] = ()  # answers of memory tasks that were read
+    tokens: Sequence[np.ndarray] = ()  # nats of each token of each document, if they were kept
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -215,13 +232,13 @@ class DocumentEvaluator:
         )
         if beyond := config.model.beyond_context():
             say(f"warning: {beyond}", True)
-        self._store, self._tokenizer = ends.documents(config, dataset, split), dataset.tokenizer
+        self._store, self._tokenizer = documents(config, dataset, split), dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._answers = answers.answer_spans(self._store, self._tokenizer)
-        self._sampler = Sampler(config, self._store, dataset.tokenizer)
+        self._session: Session | None = None
         self._step = jax.jit(
-            self._segment, static_argnames=("part", "by_token"), donate_argnums=1,
+            self._segment, static_argnames="part", donate_argnums=1,
             compiler_options=compiler_options.of_inference(),
         )  # fmt: skip
 
@@ -237,16 +254,27 @@ class DocumentEvaluator:
             results.append(result)
         return _evaluation_result(results, self._config.training.plots)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each document, int64 [D]."""
-        return self._store.lengths
-
     def sample(
         self, variables: Variables, step: int, control: Control = UNCONTROLLED
     ) -> str | None:
-        """Returns the beginning of the first document with a continuation by the model."""
-        return self._sampler(variables, step, control)
+        """Returns the beginning of the first document and its continuation, separated by "|"."""
+        sampling, tokenizer = self._config.sampling, self._tokenizer
+        prompt = self._store.document(0)[:PROMPT_TOKENS]
+        key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
+        if self._session is None:
+            self._session = Session(
+                self._config, variables, bos_id=self._store.bos_id, known_ids=tokenizer.vocab_size
+            )
+        self._session.restart(variables)
+        self._session.read(prompt)
+        generated: list[int] = []
+        for tokens in self._session.write(
+            sampling.max_tokens, sampling, jax.random.fold_in(key, step)
+        ):
+            if control.stop():
+                return None
+            generated += tokens[0][~np.isin(tokens[0], self._config.model.end_ids)].tolist()
+        return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"
 
     def read(
         self,
@@ -255,26 +283,21 @@ class DocumentEvaluator:
         *,
         ablate: str | None = None,
         tokens_per_document: int = 0,
-        on_blocks: Callable[[np.ndarray, np.ndarray], None] | None = None,
-        on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
+        keep_tokens: bool = False,
     ) -> SplitScores | None:
         """Reads every document once, and returns the scores; None if `control` stopped the reading.
 
         Args:
           ablate: part of the memory that is reset before every segment, as in `EvaluationRequest`.
           tokens_per_document: number of tokens to read of each document; 0 reads all.
-          on_blocks: called after each batch with two arrays [B, N]: the index of each block's
-            document, -1 for padding, and the nats of each block.
-          on_tokens: called after each batch with the index of each block's document [B, N] and the
-            nats of each token [B, T].
+          keep_tokens: True also returns the nats of each token.
         """
         config, store = self._config, self._store
         batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
-        nats = np.zeros(len(store))
+        nats, scores = np.zeros(len(store)), answers.TokenScores(store.lengths)
         carry = meshes.place_like(new_state(config.model, batch_size), variables.params)
-        scores, forgets = answers.AnswerScores(self._answers), np.bool_(ablate is not None)
-        part = ablate or self._ablate
+        forgets, part = np.bool_(ablate is not None), ablate or self._ablate
         begin, timed = None, 0
         for batch, document in evaluation_batches(
             store, batch_size=batch_size, segment_length=length, window=config.model.block_length,
@@ -282,18 +305,13 @@ class DocumentEvaluator:
         ):  # fmt: skip
             if control.stop():
                 return None
-            block_nats, guesses, carry = self._step(
-                variables, carry, batch, forgets, part=part, by_token=on_tokens is not None
-            )
+            *found, carry = self._step(variables, carry, batch, forgets, part=part)
+            token_nats, right = map(np.asarray, found)
             real = document >= 0
-            own = np.asarray(block_nats, np.float64)
-            np.add.at(nats, document[real], own[real])
-            if on_blocks is not None:
-                on_blocks(document, own)
-            if on_tokens is not None:
-                on_tokens(document, np.asarray(guesses[0]))
-            if self._answers:
-                scores.add(document, *map(np.asarray, guesses))
+            blocks = token_nats.astype(np.float64).reshape(*document.shape, -1).sum(axis=2)
+            np.add.at(nats, document[real], blocks[real])
+            if self._answers or keep_tokens:
+                scores.add(document, token_nats, right)
             tokens = int(np.sum(batch.scored))
             timed += tokens if begin else 0
             # The clock starts after the first segment, which includes compilation.
@@ -315,7 +333,8 @@ class DocumentEvaluator:
         speed = timed / (time.perf_counter() - begin) if timed and begin else None
         return SplitScores(
             protocol=protocol, documents=documents, tokens_per_second=speed,
-            answered=scores.answers(tokens_per_document),
+            answered=answers.scored_answers(self._answers, scores, limit),
+            tokens=[scores.of(d)[0] for d in range(len(store))] if keep_tokens else (),
         )  # fmt: skip
 
     def _segment(
@@ -326,30 +345,22 @@ class DocumentEvaluator:
         forgets: Bool[Array, ""],
         *,
         part: str | None,
-        by_token: bool,
-    ) -> tuple[Float[Array, "B N"], tuple[Array, ...], StackState]:
+    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
         """Reads a segment; if `forgets` is True, `part` of the memory is reset before.
 
         The flag is an argument of the program, so that the normal and the ablated pass use the same
-        compiled program. Returns the nats of each block; the nats [B, T] of each token and True for
-        tokens that were the most likely ones, or () if scores of tokens are not needed; and the new
-        carry.
+        compiled program. Returns the results of `segment_scores`.
         """
         if part:
             model = self._config.model
             without = forget(model, carry, parts(model) if part == "both" else (part,))
             carry = jax.tree.map(lambda new, old: jnp.where(forgets, new, old), without, carry)
-        arguments = self._config, variables, carry, batch
-        if not (self._answers or by_token):
-            nats, carry = block_nats(*arguments)
-            return rules.replicated(nats), (), carry
-        nats, right, carry = segment_guesses(*arguments)
-        blocks = by_block(self._config, nats)
-        return rules.replicated(blocks), (rules.replicated(nats), rules.replicated(right)), carry
+        nats, right, carry = segment_scores(self._config, variables, carry, batch)
+        return rules.replicated(nats), rules.replicated(right), carry
 
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
         tokens, name = int(store.lengths[index]), store.names[index]
-        lost = 0 if store.lost is None else int(store.lost[index])
+        lost = int(store.lost[index])
         if not limit or tokens <= limit:
             stored = store.bytes, store.characters, store.words
             size, characters, words = (int(counts[index]) for counts in stored)
@@ -395,7 +406,7 @@ def text(report: dict[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes, {report['words']:,} words",
         f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
-        f"segment, whole documents, first token scored from BOS, {ends.clause(p)}"
+        f"segment, whole documents, first token scored from BOS, {clause(p)}"
         f"tokenizer {p['tokenizer']}",
         "",
     ]

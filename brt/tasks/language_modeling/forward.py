@@ -36,15 +36,7 @@ def predict(
     return output
 
 
-def segment_nats(
-    config: Config, variables: Variables, carry: StackState, batch: Batch
-) -> tuple[Float[Array, "B T"], StackState]:
-    """Returns the nats of every token, 0 if it is not scored, and the state after the segment."""
-    nats, _, carry = segment_guesses(config, variables, carry, batch)
-    return nats, carry
-
-
-def segment_guesses(
+def segment_scores(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
     """Returns the nats of every token of a segment, 0 if it is not scored; for every token, True if
@@ -64,9 +56,5 @@ def block_nats(
     config: Config, variables: Variables, carry: StackState, batch: Batch
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Returns the nats of every block, summed over its tokens, and the state after the segment."""
-    nats, carry = segment_nats(config, variables, carry, batch)
-    return by_block(config, nats), carry
-
-
-def by_block(config: Config, nats: Float[Array, "B T"]) -> Float[Array, "B N"]:
-    return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.block_length), axis=2)
+    nats, _, carry = segment_scores(config, variables, carry, batch)
+    return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.block_length), axis=2), carry

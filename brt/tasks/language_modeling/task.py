@@ -1,6 +1,11 @@
-"""The language modeling task: predict each token of a document from the tokens before it."""
+"""The language modeling task: predict each token of a document from the tokens before it.
 
-from collections.abc import Mapping
+The module also generates text with a language model, and exports one to Hugging Face's format.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +17,21 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
-from brt.data import curriculum, preparation, tokenizers
+from brt.data import lanes
 from brt.data.lanes import LaneReader
-from brt.data.preparation import Dataset
-from brt.data.tokenizers import Tokenizer
+from brt.data.preparation import Dataset, DocumentPreparation
+from brt.data.tokenizers import StreamDecoder, Tokenizer, encode_prompt
 from brt.distributed.mesh import DivisibleSizes
-from brt.errors import ConfigError
+from brt.errors import CheckpointError, ConfigError
+from brt.generation.memory import Memory
 from brt.generation.session import Session
-from brt.interop.exporting import ExportableModel, ExportSource
-from brt.interop.huggingface import files
+from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
+from brt.interop.huggingface import files, kept
+from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
+from brt.interop.huggingface.causal.config import FAMILIES
+from brt.interop.huggingface.decoder import tokenizer
+from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.basic import compute_dtype
 from brt.layers.runs import (
     ModelState,
@@ -44,15 +54,155 @@ from brt.tasks.interface import (
     ProbeFunction,
     Task,
 )
-from brt.tasks.language_modeling import distillation, ends, exporting, warm_start
+from brt.tasks.language_modeling import evaluation, objective, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, TextScorer, xz_bits_per_byte
-from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe.states import StateProbe
-from brt.tasks.language_modeling.writing import TextWriter
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
 from brt.tasks.weights import WarmStart, Weights, fill_in_vocabulary
+from brt.tasks.writers import StopFilter, WriteOptions, Writer
 from brt.types import Batch, Variables
+
+
+def export(source: ExportSource) -> ExportableModel:
+    """Returns a decoder in Hugging Face's format.
+
+    The library transformers can load the result as one of its model classes, such as
+    LlamaForCausalLM, if the class computes the same function or `source.plain` is True. Otherwise,
+    the result includes PyTorch code that computes the function of the decoder.
+    """
+    opened, model = source.tokenizer(), source.config.model
+    family = causal.family_of(model)
+    if source.adapters:
+        return _adapter(source, TrainedDecoder(source.params, model, opened.bos_id), family)
+    if source.plain and not family:
+        raise CheckpointError(
+            f"{source.path} has a decoder for which transformers has no class; export it "
+            "without --plain"
+        )
+    decoder, form = TrainedDecoder(source.params, model, opened.bos_id), to_format
+    notes: tuple[str, ...] = ()
+    if family and (source.plain or causal.is_same_function(model, family)):
+        form = causal.to_format
+    elif family:
+        notes = (
+            "transformers loads the directory with trust_remote_code=True; --plain writes "
+            f"{FAMILIES[family]} instead, which attends to its whole context",
+        )
+    if not opened.beside:
+        copy = partial(tokenizer.write, opened)
+        return ExportableModel(source.path, decoder, form, copy, notes)
+
+    def write(decoder: TrainedDecoder, dtype: str) -> ExportFormat:
+        """Returns the content of the export, with the original settings as far as they hold."""
+        return kept.with_decoder_settings(form(decoder, dtype), model, opened)
+
+    copy = partial(kept.write_tokenizer, opened, own_code=form is to_format)
+    return ExportableModel(source.path, decoder, write, copy, notes)
+
+
+def _adapter(source: ExportSource, decoder: TrainedDecoder, family: str | None) -> ExportableModel:
+    """Returns the low-rank adapters of a decoder in PEFT's format."""
+    if not family:
+        raise CheckpointError(
+            f"{source.path} has more than its base and adapters, for example a memory, for which "
+            "PEFT has no place; export the whole model, without --adapter"
+        )
+    tables = {"embedding", "output"} & source.adapters.keys()
+    if tables:
+        raise CheckpointError(
+            f"{source.path} also trained {', '.join(sorted(tables))}, for which PEFT has other "
+            "kinds of adapters; export the whole model, without --adapter"
+        )
+    start = source.config.training.init_from
+    base = start if reading.is_decoder(Path(start)) else ""
+    write = partial(causal.to_adapter, source.config.adapter, source.adapters, base)
+    notes = () if base else (_base_note(start),)
+    return ExportableModel(source.path, decoder, write, lambda directory: [], notes)
+
+
+def _base_note(start: str) -> str:
+    """Returns a note about how to give PEFT the base of adapters, which no directory in Hugging
+    Face's format has. Training began with the model in `start`.
+    """
+    load = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('BASE'), OUT)"
+    if not Path(start).is_dir():
+        return f"the base is not named, because {start} is not here; with its path BASE, {load}"
+    command = f"python -m brt.convert --from=brt {shlex.quote(start)} --to=hf BASE --plain"
+    return f"PEFT needs the model that {start} has: {command} writes it, then {load}"
+
+
+MAX_TOKENS = 500
+
+
+class TextWriter(Writer):
+    """Continues prompts by sampling token by token, or by a beam search."""
+
+    session: Session
+
+    def __init__(self, session: Session, config: Config, tokenizer: Tokenizer):
+        self.session, self._config, self._tokenizer = session, config, tokenizer
+
+    def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
+        """Reads a prompt, and yields the continuation in parts, without the prompt.
+
+        The prompt follows the text that the session has read. The text ends early at a token of
+        Model.end_ids or before a stop string, which are not part of the text. If a stop string was
+        found, the session ends with the memory of the text before it. Bytes of an unfinished
+        character at the end are not yielded, but kept in the memory of the session.
+        """
+        session = self.session
+        if prompt:
+            session.read(encode_prompt(self._tokenizer, prompt, options.special_tokens))
+        decoder = self._decoder(session.memory)
+        before = session.snapshot() if options.stop else None
+        stops, tokens, shown = StopFilter(options.stop), [np.zeros(0, np.int32)], ""
+        for piece in self._pieces(options):
+            text = stops.add(decoder.decode(piece[~np.isin(piece, self._config.model.end_ids)]))
+            if before is not None:
+                tokens.append(piece)
+                shown += text
+            if before is not None and stops.found:
+                self._rewind(before, np.concatenate(tokens), shown)
+                yield text
+                return
+            yield text
+        yield stops.add(decoder.decode([], final=session.has_ended), final=True)
+
+    def _decoder(self, memory: Memory) -> StreamDecoder:
+        return StreamDecoder(self._tokenizer, memory.unfinished_bytes()[0])
+
+    def _pieces(self, options: WriteOptions) -> Iterator[np.ndarray]:
+        config, session = self._config, self.session
+        count = MAX_TOKENS if options.max_tokens is None else options.max_tokens
+        if options.beams and count:
+            decoding = dataclasses.replace(
+                config.decoding, beams=options.beams, max_length=count + 1, min_length=0,
+                early_stopping="heuristic",
+            )  # fmt: skip
+            yield session.search(decoding)
+            return
+        sampling = options.sampling or config.sampling
+        key = jax.random.key(options.seed or 0)
+        for tokens in session.write(count, sampling, key):
+            yield tokens[0]
+
+    def _rewind(self, before: Memory, tokens: np.ndarray, text: str) -> None:
+        """Gives the session the memory of `text`, the first part of the `tokens` that it has
+        generated.
+
+        The tokens of the part are read again, after the memory `before`. If the part ends within a
+        token, the rest of it is encoded anew.
+        """
+        decoder = self._decoder(before)
+        count = length = kept = 0
+        for i, token in enumerate(tokens):
+            length += len(decoder.decode(token[None]))
+            if length <= len(text) and not decoder.unfinished:
+                count, kept = i + 1, length
+        self.session.resume(before)
+        self.session.read(tokens[:count])
+        self.session.read(self._tokenizer.encode(text[kept:]))
 
 
 class LanguageModeling(Task):
@@ -60,7 +210,7 @@ class LanguageModeling(Task):
 
     name = "language_modeling"
     sections = TASK_SECTIONS["language_modeling"]
-    model, data = "model", "data"
+    model, data, preparation = "model", "data", DocumentPreparation
     shows_examples, generates_text, exports = False, True, True
     compares_windows = compares_models = True
     metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
@@ -85,30 +235,25 @@ class LanguageModeling(Task):
                 )
             for section in model.kinds:
                 section.check_segment(name, length)
-        distillation.check_distillation(config)
+        objective.check_distillation(config)
 
-    def open(self, config: Config, *, progress: bool = True) -> Dataset:
+    def open(self, config: Config, *, progress: bool = True) -> Any:
         """Also warns if training segments are too short to learn a memory task."""
         if progress:
             warn_of_cut_gradients(config)
-        return preparation.prepare(config.data, progress=progress)
-
-    def open_split(
-        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
-    ) -> Dataset:
-        return preparation.prepare_split(config.data, split, tokenizer, known)
+        return super().open(config, progress=progress)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Also sets Data.score_ends to 'yes' or 'no' instead of 'auto'."""
-        config, tokenizer = ends.resolved(config), dataset.tokenizer
+        config, tokenizer = evaluation.resolved(config), dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
         """Each row of a batch continues with the tokens that follow those of the previous batch."""
         t = config.training
-        return curriculum.reader(
-            config.data, ends.documents(config, dataset, "train"), batch_size=t.batch_size,
+        return lanes.lane_reader(
+            config.data, evaluation.documents(config, dataset, "train"), batch_size=t.batch_size,
             segment_length=t.segment_length, window=config.model.block_length, seed=t.seed,
         )  # fmt: skip
 
@@ -124,16 +269,14 @@ class LanguageModeling(Task):
         decoder, carry = Decoder(model, kernels=config.kernels), new_state(model, 1)
         return decoder.init(key, tokens, carry, start, new_model_state(model))["params"]
 
-    def initial_carry(
-        self, config: Config, lanes: int
-    ) -> StackState | distillation.DistillationCarry:
+    def initial_carry(self, config: Config, lanes: int) -> StackState | objective.DistillationCarry:
         model = config.model
-        return distillation.with_teacher_state(
+        return objective.with_teacher_state(
             config, new_state(model, lanes), lanes, compute_dtype(model)
         )
 
-    def carry_axes(self, config: Config) -> StackState | distillation.DistillationCarry:
-        return distillation.with_teacher_axes(config, state_axes(config.model))
+    def carry_axes(self, config: Config) -> StackState | objective.DistillationCarry:
+        return objective.with_teacher_axes(config, state_axes(config.model))
 
     def unrolls_layers(self, config: Config) -> bool:
         return unrolls_layers(config.model)
@@ -147,24 +290,24 @@ class LanguageModeling(Task):
     def initial_model_state(self, config: Config) -> ModelState:
         """Also has the parameters of the teacher if the config asks for distillation."""
         key = jax.random.key(config.training.seed)
-        teacher = distillation.new_teacher(config, partial(self.initial_params, key=key))
+        teacher = objective.new_teacher(config, partial(self.initial_params, key=key))
         return {**new_model_state(config.model), **teacher}
 
     def constant_model_state(self, config: Config) -> tuple[str, ...]:
-        return (distillation.TEACHER,) if config.distillation.window else ()
+        return (objective.TEACHER,) if config.distillation.window else ()
 
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
-        own, teacher = distillation.split_teacher(model_state)
+        own, teacher = objective.split_teacher(model_state)
         return {**next_model_state(config.model, own), **teacher}
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
-        return loss(config, params, inputs)
+        return objective.loss(config, params, inputs)
 
     def flops(self, config: Config, batch: Batch) -> int:
         trained = 3 * forward_flops_per_token(config.model)
-        return batch.inputs.size * (trained + distillation.extra_flops_per_token(config))
+        return batch.inputs.size * (trained + objective.extra_flops_per_token(config))
 
     def evaluator(self, request: EvaluationRequest) -> Evaluator:
         if request.other:
@@ -188,7 +331,7 @@ class LanguageModeling(Task):
         return StateProbe(config)
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
-        from brt.tasks.language_modeling.probe import job  # This import takes long.
+        from brt.tasks.language_modeling.probe import job
 
         return job.inspect(variables, request)
 
@@ -208,7 +351,7 @@ class LanguageModeling(Task):
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
-        store = ends.documents(config, dataset, "train")
+        store = evaluation.documents(config, dataset, "train")
         return float(store.bytes.sum() / store.lengths.sum())
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
@@ -229,7 +372,7 @@ class LanguageModeling(Task):
         ]
 
     def export(self, source: ExportSource) -> ExportableModel:
-        return exporting.export(source)
+        return export(source)
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         files.check_is_model(where)
@@ -250,9 +393,9 @@ class LanguageModeling(Task):
         """The state of a layer is taken from the weights if the layer has the same kind there, and
         so are the parameters of the teacher, if the run has one.
         """
-        own, teacher = distillation.split_teacher(initial)
+        own, teacher = objective.split_teacher(initial)
         started = {
-            name: distillation.start_teacher(config, weights, params)
+            name: objective.start_teacher(config, weights, params)
             for name, params in teacher.items()
         }
         return {**warm_start.start_model_state(config.model, weights, own), **started}

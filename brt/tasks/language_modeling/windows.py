@@ -5,10 +5,9 @@ time. The differences between windows are therefore paired by document. The diff
 small and the largest window shows how much a memory could improve a model with the small window.
 """
 
-import bisect
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from brt.config import Config
 from brt.config.checks import check
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.language_modeling import ends
+from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.differences import basis, paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
@@ -50,7 +49,8 @@ class WindowEvaluator:
             DocumentEvaluator(request._replace(config=_with_window(self._config, w, self._block)))
             for w in self.windows
         ]
-        self._store = ends.documents(self._config, request.dataset, request.split)
+        self._store = evaluation.documents(self._config, request.dataset, request.split)
+        self._edges = [0, *self.windows]  # Bits are reported by ranges of positions.
         self.total = sum(one.total for one in self._evaluators)
 
     def __call__(
@@ -58,12 +58,11 @@ class WindowEvaluator:
     ) -> EvaluationResult | None:
         scores, positions = [], []
         for evaluator in self._evaluators:
-            by_block = BlockNats(len(self._store))
-            result = evaluator.read(variables, control, on_blocks=by_block)
+            result = evaluator.read(variables, control, keep_tokens=True)
             if result is None:
                 return None
-            scores.append(result)
-            positions.append(by_block.sums(self._edges(), self._block))
+            scores.append(dataclasses.replace(result, tokens=()))
+            positions.append(sums_by_position(result.tokens, self._edges))
         return self._result(scores, np.asarray(positions))
 
     def sample(
@@ -72,15 +71,12 @@ class WindowEvaluator:
         """The model reads with the largest window."""
         return self._evaluators[-1].sample(variables, step, control)
 
-    def _edges(self) -> list[int]:
-        """Returns the first positions of the ranges by which bits are reported."""
-        return [0, *self.windows]
-
     def _result(self, scores: Sequence[SplitScores], positions: np.ndarray) -> EvaluationResult:
         largest = scores[-1]
         sizes = np.asarray([score.bytes for score in largest.documents])
         nats = np.asarray([[score.nats for score in one.documents] for one in scores])
-        tokens = self._tokens_by_position()
+        counts = sums_by_position(map(np.ones, self._store.lengths), self._edges)
+        tokens = counts.astype(int)
         rows = []
         for window, one, own, by_position in zip(
             self.windows, scores, nats, positions, strict=True
@@ -101,7 +97,7 @@ class WindowEvaluator:
             "protocol": {**largest.protocol, "window": self.windows[-1],
                          "sinks": self._config.model.sliding.sinks, "block": self._block},
             "windows": rows,
-            "positions": {"from": self._edges(), "tokens": tokens.tolist()},
+            "positions": {"from": self._edges, "tokens": tokens.tolist()},
         }  # fmt: skip
         documents = [
             {
@@ -121,41 +117,18 @@ class WindowEvaluator:
             report, summary, {"documents": documents}, text(report), name="_windows", draw=draw
         )
 
-    def _tokens_by_position(self) -> np.ndarray:
-        edges = np.asarray([*self._edges(), np.iinfo(np.int64).max])
-        lengths = np.asarray(self._store.lengths)[:, None]
-        return (np.minimum(lengths, edges[1:]) - np.minimum(lengths, edges[:-1])).sum(axis=0)
 
+def sums_by_position(documents: Iterable[np.ndarray], edges: Sequence[int]) -> np.ndarray:
+    """Returns the sum of the values in each range of positions over all documents.
 
-class BlockNats:
-    """Sums the nats of blocks by the index of the block in its document, over all documents."""
-
-    def __init__(self, documents: int):
-        self._next = np.zeros(documents, np.int64)
-        self._nats: dict[int, float] = {}
-
-    def __call__(self, document: np.ndarray, nats: np.ndarray) -> None:
-        """Adds the nats [B, N] of the blocks of each of B rows.
-
-        `document` [B, N] has the index of each block's document, -1 for padding. The blocks of a
-        document are added in their order, and all by the same row.
-        """
-        for index, value in zip(document.ravel().tolist(), nats.ravel().tolist(), strict=True):
-            if index >= 0:
-                place = int(self._next[index])
-                self._nats[place] = self._nats.get(place, 0.0) + value
-                self._next[index] += 1
-
-    def sums(self, edges: Sequence[int], block: int) -> np.ndarray:
-        """Returns the nats in each range of positions, summed over all documents.
-
-        `edges` has the first position of each range in tokens, ascending, beginning with 0. The
-        nats of a block of `block` tokens are added to the range in which the block begins.
-        """
-        sums = np.zeros(len(edges))
-        for place, value in self._nats.items():
-            sums[bisect.bisect_right(edges, place * block) - 1] += value
-        return sums
+    Each of `documents` has a value for each token. `edges` has the first position of each range,
+    ascending, beginning with 0.
+    """
+    sums = np.zeros(len(edges))
+    for values in documents:
+        ranges = np.searchsorted(edges, np.arange(len(values)), side="right") - 1
+        sums += np.bincount(ranges, values, len(edges))
+    return sums
 
 
 def _with_window(config: Config, window: int, block: int) -> Config:
@@ -174,7 +147,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
         f"{report['bytes']:,} bytes",
         f"every token scored with each window, {protocol['sinks']} sinks, first token scored from "
-        f"BOS, {ends.clause(protocol)}tokenizer {protocol['tokenizer']}",
+        f"BOS, {evaluation.clause(protocol)}tokenizer {protocol['tokenizer']}",
         basis(report["documents"]),
         "",
         f"{'window':>8}{'bits per byte' if per_byte else 'bits per token':>16}"

@@ -1,27 +1,272 @@
-"""The masked language modeling task: predict masked tokens from the tokens on both sides."""
+"""The masked language modeling task: predict masked tokens from the tokens on both sides.
 
-from pathlib import Path
+Only masked tokens pass through the head. In an evaluation, every document of a split is read once,
+each segment independently. The choice of masked tokens and the random numbers of attention are the
+same in every evaluation.
+
+In shapes, B is the number of segments in a batch, R the number of masked tokens of a segment, and D
+the width of the model.
+"""
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float, PyTree
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
-from brt.data import curriculum, preparation, tokenizers
-from brt.data.lanes import LaneReader
-from brt.data.preparation import Dataset
+from brt.data import lanes
+from brt.data.lanes import LaneReader, evaluation_batches
+from brt.data.preparation import Dataset, DocumentPreparation
+from brt.data.stores import OnDisk
+from brt.data.tokenizers import Tokenizer, decode
+from brt.distributed import rules
 from brt.distributed.rules import lane_keys
+from brt.formatting import counted
+from brt.models import encoder, seq2seq
+from brt.models.encoder import EncoderWithHead
+from brt.models.seq2seq import Readout
 from brt.ops.cross_entropy import cross_entropy
+from brt.ops.token_masking import MaskedTokens, mask_tokens
+from brt.tasks import weights
+from brt.tasks.arguments import UNCONTROLLED, Control
 from brt.tasks.encoders import EncoderTask, refuse_ablation
 from brt.tasks.interface import Aux, EvaluationRequest, LossInputs, count_scored
-from brt.tasks.masked_language_modeling.evaluation import (
-    MaskedEvaluator,
-    mask_batch,
-    predict,
-    token_entropy,
-)
-from brt.tasks.report import Metric
-from brt.tasks.weights import Tokenizer
+from brt.tasks.report import EvaluationResult, Metric
+from brt.types import Batch, Variables
+
+# These numbers are folded into the random key of all evaluations, so that the choice of masks and
+# the attention use different random numbers.
+_EVALUATION_MASKS, _EVALUATION_ATTENTION = range(2)
+_ENTROPY_TOKENS = 10_000_000  # `token_entropy` counts at most this number of tokens.
+_SHOWN = 300  # A sample of the model's guesses has at most this number of tokens.
+
+
+def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
+    """Chooses tokens to predict at random, and replaces most of them by the mask or another token.
+
+    The last id of the vocabulary is the mask. `keys` has a random key for each row.
+    """
+    return mask_tokens(
+        batch.targets, batch.scored, keys,
+        share=config.training.mask_share, mask_id=config.encoder.vocab_size - 1,
+    )  # fmt: skip
+
+
+def predict(
+    network: EncoderWithHead,
+    params: PyTree[Array],
+    batch: Batch,
+    tokens: MaskedTokens,
+    attention: jax.Array,
+    dropout: jax.Array | None = None,
+) -> tuple[Float[Array, "B R D"], Readout]:
+    """Returns the hidden vectors of the masked tokens, and the readout that maps them to logits.
+
+    `attention` and `dropout` are random keys; None in `dropout` disables dropout.
+    """
+    hidden: Any = network.apply(
+        {"params": params}, tokens.inputs, batch.scored, attention, tokens.positions,
+        rngs=None if dropout is None else {"dropout": dropout}, method="head_at_positions",
+    )  # fmt: skip
+    return hidden, encoder.readout(params)
+
+
+class Predictions(NamedTuple):
+    """Predictions of the R masked tokens of each segment."""
+
+    nats: Float[Array, "B R"]  # -log p(target); 0 for entries that are not scored
+    guesses: Int[Array, "B R"]  # the most likely tokens
+    positions: Int[Array, "B R"]  # positions in the segment
+    targets: Int[Array, "B R"]  # true tokens
+    scored: Bool[Array, "B R"]  # False for the padding of segments with fewer masked tokens
+
+
+class MaskedEvaluator:
+    """Evaluates predictions of masked tokens.
+
+    If `whole` is False, only Evaluation.tokens_per_document tokens of each document are read.
+    """
+
+    unit = "tok"
+
+    def __init__(self, network: EncoderWithHead, request: EvaluationRequest):
+        config, dataset = request.config, request.dataset
+        self._network, self._config, self._split = network, config, request.split
+        self._trained = (request.trained or config).attention.kind
+        self._tokenizer, self._store = dataset.tokenizer, dataset.split(request.split)
+        self.total = int(self._store.lengths.sum())
+        self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
+        self._predict = rules.jit(self.predictions)
+
+    def predictions(
+        self, params: PyTree[Array], batch: Batch, segments: Int[Array | np.ndarray, "B 2"]
+    ) -> Predictions:
+        """Masks tokens of a batch, and returns the predictions of these tokens.
+
+        `segments` has for each row the index of its document and of its segment in the document,
+        which seed the choice of masked tokens.
+        """
+        config, key = self._config, jax.random.key(0)
+        mask_key = jax.random.fold_in(key, _EVALUATION_MASKS)
+        fold = jax.vmap(
+            lambda pair: jax.random.fold_in(jax.random.fold_in(mask_key, pair[0]), pair[1])
+        )
+        tokens = mask_batch(config, batch, fold(segments))
+        attention = jax.random.fold_in(key, _EVALUATION_ATTENTION)
+        hidden, out = predict(self._network, params, batch, tokens, attention)
+
+        def score(token: tuple[Array, Array]) -> tuple[Array, Array]:
+            logits = seq2seq.logits(out, token[0])
+            return jax.nn.logsumexp(logits) - logits[token[1]], jnp.argmax(logits).astype(jnp.int32)
+
+        flat = hidden.reshape(-1, hidden.shape[-1]), tokens.targets.reshape(-1)
+        size = min(config.training.loss_chunk, len(flat[0]))
+        scores = jax.lax.map(score, flat, batch_size=size)
+        nats, guesses = (x.reshape(tokens.targets.shape) for x in scores)
+        nats = jnp.where(tokens.scored, nats, 0.0)
+        return Predictions(nats, guesses, tokens.positions, tokens.targets, tokens.scored)
+
+    def __call__(
+        self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
+    ) -> EvaluationResult | None:
+        store = self._store
+        nats, count, right = np.zeros(len(store)), np.zeros(len(store), np.int64), 0
+        begin, timed = None, 0
+        limit = 0 if whole else self._config.evaluation.tokens_per_document
+        for batch, segments in self._batches(limit):
+            if control.stop():
+                return None
+            predictions = jax.device_get(self._predict(variables.params, batch, segments))
+            real = segments[:, 0] >= 0
+            document = segments[real, 0]
+            np.add.at(nats, document, predictions.nats.astype(np.float64).sum(axis=1)[real])
+            np.add.at(count, document, predictions.scored.sum(axis=1)[real])
+            correct = predictions.guesses == predictions.targets
+            right += int(np.sum(predictions.scored & correct))
+            timed += int(batch.scored.sum()) if begin else 0
+            # The clock starts after the first batch, which includes compilation.
+            begin = begin or time.perf_counter()
+            control.progress(int(batch.scored.sum()))
+        speed = timed / (time.perf_counter() - begin) if timed and begin else None
+        return self._result(nats / math.log(2), count, right, speed)
+
+    def sample(
+        self, variables: Variables, step: int, control: Control = UNCONTROLLED
+    ) -> str | None:
+        """Returns the beginning of the first document, with guesses in place of masked tokens."""
+        if control.stop():
+            return None
+        return fill_masks(self._tokenizer, *self._first(variables.params))
+
+    def _result(
+        self,
+        bits: Float[np.ndarray, " D"],
+        masked: Int[np.ndarray, " D"],
+        right: int,
+        speed: float | None,
+    ) -> EvaluationResult:
+        """Computes the metrics over the masked tokens of all documents together.
+
+        Sums over masked positions are divided by their number, as in training.
+        """
+        total = int(masked.sum())
+        metrics = {
+            "bits_per_masked_token": float(bits.sum()) / max(total, 1),
+            "accuracy": right / max(total, 1),
+            "bits": float(bits.sum()),
+            "masked_tokens": total,
+            "documents": len(bits),
+            "tokens_per_second": speed,
+            "protocol": self._protocol(),
+        }
+        rows = [
+            {"document": name, "bits": float(document_bits), "masked_tokens": int(count)}
+            for name, document_bits, count in zip(self._store.names, bits, masked, strict=True)
+        ]
+        summary = (
+            f"{metrics['bits_per_masked_token']:.3f} bits/masked token, "
+            f"{metrics['accuracy']:.1%} right"
+        )
+        return EvaluationResult(metrics, summary, {"documents": rows}, self._text(metrics))
+
+    def _protocol(self) -> dict[str, Any]:
+        return {
+            "split": self._split,
+            "segment_length": self._config.evaluation_segment_length,
+            "mask_share": self._config.training.mask_share,
+            "attention": dataclasses.asdict(self._config.attention),
+            "tokenizer": self._tokenizer.name,
+        }
+
+    def _text(self, metrics: dict[str, Any]) -> str:
+        p, kind = metrics["protocol"], self._config.attention.kind
+        lines = [
+            f"{counted(metrics['documents'], 'document')}, {metrics['masked_tokens']:,} masked "
+            f"tokens ({p['mask_share']:.0%})",
+            f"segments of {p['segment_length']}, each read on its own; attention {kind}"
+            + (f", trained with {self._trained}" if self._trained != kind else "")
+            + f"; tokenizer {p['tokenizer']}",
+            "",
+            f"{metrics['bits_per_masked_token']:.4f} bits per masked token, "
+            f"{metrics['accuracy']:.2%} guessed right",
+        ]
+        if metrics["tokens_per_second"]:
+            lines.append(f"{metrics['tokens_per_second']:,.0f} tokens per second")
+        return "\n".join(lines)
+
+    def _first(self, params: PyTree[Array]) -> tuple[np.ndarray, Predictions]:
+        for batch, segments in self._batches(0):
+            for row in np.flatnonzero((segments == 0).all(axis=1)):
+                predictions = jax.device_get(self._predict(params, batch, segments))
+                targets = np.asarray(batch.targets[row])[batch.scored[row]]
+                return targets, Predictions(*(x[row] for x in predictions))
+        raise AssertionError("every store has a first document")
+
+    def _batches(self, tokens_per_document: int) -> Iterator[tuple[Batch, Int[np.ndarray, "B 2"]]]:
+        """Yields batches and, for each row, the indices of its document (-1 for an empty row) and
+        of its segment in the document.
+        """
+        length, store = self._config.evaluation_segment_length, self._store
+        past: Counter[int] = Counter()
+        size = rules.round_up("lanes", min(self._config.evaluation.batch_size, len(store)))
+        for batch, document in evaluation_batches(
+            store, batch_size=size, segment_length=length, window=length,
+            tokens_per_document=tokens_per_document,
+        ):  # fmt: skip
+            rows = [int(d) for d in document[:, 0]]
+            yield batch, np.array([(d, past[d]) for d in rows], np.int32)
+            past.update(rows)
+
+
+def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
+    """Returns the entropy of the frequency distribution of tokens, in bits per token."""
+    counts = np.bincount(tokens[:_ENTROPY_TOKENS])
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
+    """Returns a text with masked tokens shown as [guess], or as [guess|token] if it is wrong."""
+    positions = predictions.positions[predictions.scored].tolist()
+    guesses = dict(zip(positions, predictions.guesses[predictions.scored].tolist(), strict=True))
+    parts, start = [], 0
+    for position in sorted(p for p in guesses if p < _SHOWN):
+        guess, token = guesses[position], int(tokens[position])
+        # The tokenizer cannot decode the id of the mask, which may be the guess.
+        shown = decode(tokenizer, [guess]) if guess < tokenizer.vocab_size else "MASK"
+        wrong = "" if guess == token else f"|{decode(tokenizer, [token])}"
+        parts += [decode(tokenizer, tokens[start:position]), f"[{shown}{wrong}]"]
+        start = position + 1
+    return "".join([*parts, decode(tokenizer, tokens[start:_SHOWN])]) + "\n"
+
 
 # These numbers are folded into the random key of a step, so that masks, attention and dropout use
 # different random numbers.
@@ -37,7 +282,7 @@ class MaskedLanguageModeling(EncoderTask):
     name = "masked_language_modeling"
     head = "masked_language_modeling"
     sections = TASK_SECTIONS["masked_language_modeling"]
-    data = "data"
+    data, preparation = "data", DocumentPreparation
     shows_examples = False
     metrics = (
         Metric("bits_per_masked_token", "bits per masked token"),
@@ -52,21 +297,13 @@ class MaskedLanguageModeling(EncoderTask):
             ("Evaluation.segment_length", config.evaluation_segment_length),
         )
 
-    def required_vocab_size(self, tokenizer: Tokenizer) -> int:
+    def required_vocab_size(self, tokenizer: weights.Tokenizer) -> int:
         return tokenizer.vocab_size + 1
-
-    def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        return preparation.prepare(config.data, progress=progress)
-
-    def open_split(
-        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, known: Path | None = None
-    ) -> Dataset:
-        return preparation.prepare_split(config.data, split, tokenizer, known)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
         """An encoder attends to the whole segment, so a segment contains no second document."""
         t = config.training
-        return curriculum.reader(
+        return lanes.lane_reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
             segment_length=t.segment_length, window=t.segment_length, seed=t.seed,
         )  # fmt: skip

@@ -9,7 +9,7 @@ of CTC.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,8 @@ from rapidfuzz.distance import Levenshtein
 from brt.config import Config
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
-from brt.tasks.arguments import EvaluationRequest
-from brt.tasks.encoders import EncoderTask, TimedFunction
-from brt.tasks.heads import HeadEvaluator, HeadResult
-from brt.tasks.speech_recognition.preparation import SpeechReader
-from brt.tasks.speech_recognition.vocabulary import units
+from brt.tasks.encoders import HeadEvaluator, HeadResult
+from brt.tasks.speech_recognition.preparation import units
 from brt.types import SpeechBatch
 
 
@@ -81,10 +78,7 @@ class TranscriptEvaluator(HeadEvaluator):
     """
 
     compared_metric, sampled = ("token_error_rate", "{:.2f} %"), 1
-
-    def __init__(self, task: EncoderTask, request: EvaluationRequest):
-        super().__init__(task, request)
-        self._speech = request.config.speech
+    inputs = "frames"
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """The function maps the parameters and a batch to the log probabilities of the tokens at
@@ -100,34 +94,44 @@ class TranscriptEvaluator(HeadEvaluator):
 
         return read
 
-    def batches(self, limit: int) -> Iterator[SpeechBatch]:
-        return SpeechReader.evaluation(
-            self.store,
-            batch_size=self.batch_size,
-            buckets=self._speech.buckets,
-            limit=limit,
-        )
+    def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
+        """Computes the metrics of all utterances together.
 
-    def summarize(
-        self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
-    ) -> HeadResult:
-        kind, rows = config.attention.kind, list(outputs)
+        Error rates are the fewest edits of tokens or words, in percent of the reference. Bits are
+        -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
+        byte. Tokens that do not occur in training are scored as the unknown token.
+        """
         transcripts = [
             self._transcript(row, log_probs, float(nats))
             for row, (log_probs, nats) in outputs.items()
         ]
-        metrics = self._metrics(kind, transcripts, rows, timed)
+        tokens = sum_errors(t.token_errors for t in transcripts)
+        words = sum_errors(t.word_errors for t in transcripts)
+        bits = sum(t.nats for t in transcripts) / math.log(2)
+        audio = float(self.store.seconds[list(outputs)].sum())
+        size = sum(len(t.reference.encode()) for t in transcripts)
+        metrics = {
+            "utterances": len(transcripts),
+            "token_error_rate": 100 * tokens.rate,
+            "word_error_rate": 100 * words.rate,
+            "token_errors": tokens._asdict(),
+            "word_errors": words._asdict(),
+            "bits_per_token": bits / max(tokens.reference, 1),
+            "bits_per_byte": bits / max(size, 1),
+            "audio_seconds": audio,
+            "seconds_per_audio_second": seconds / max(audio, 1e-9),
+            "beams": self.section.beams,
+        }
         summary = (
             f"{metrics['token_error_rate']:.2f} % token errors, "
             f"{metrics['word_error_rate']:.2f} % word errors"
         )
-        return HeadResult(
-            kind, metrics, summary, [_row(t) for t in transcripts], [shown(t) for t in transcripts]
-        )
+        rows, texts = [_row(t) for t in transcripts], [shown(t) for t in transcripts]
+        return HeadResult(metrics, summary, rows, texts)
 
     def _transcript(self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float) -> Transcript:
         log_probs = log_probs[: int(self.store.lengths[row])]
-        beams, vocabulary = self._speech.beams, self.dataset.tokenizer
+        beams, vocabulary = self.section.beams, self.dataset.tokenizer
         best = ctc.greedy(log_probs)
         if beams > 1:
             best = ctc.prefix_beam_search(log_probs, beams)[0]
@@ -138,42 +142,10 @@ class TranscriptEvaluator(HeadEvaluator):
             word_errors=count_errors(said.split(), heard.split()),
         )  # fmt: skip
 
-    def _metrics(
-        self, kind: str, transcripts: list[Transcript], rows: list[int], timed: TimedFunction
-    ) -> dict[str, Any]:
-        """Computes the metrics of all utterances together, as JSON.
-
-        Error rates are the fewest edits of tokens or words, in percent of the reference. Bits are
-        -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
-        byte. Tokens that do not occur in training are scored as the unknown token.
-        """
-        tokens = sum_errors(t.token_errors for t in transcripts)
-        words = sum_errors(t.word_errors for t in transcripts)
-        bits = sum(t.nats for t in transcripts) / math.log(2)
-        audio = float(self.store.seconds[rows].sum())
-        size = sum(len(t.reference.encode()) for t in transcripts)
-        speed = timed.speed("frames")
-        return {
-            "attention": kind,
-            "utterances": len(transcripts),
-            "left_out": self.store.manifest["rows"]["bad"],
-            "token_error_rate": 100 * tokens.rate,
-            "word_error_rate": 100 * words.rate,
-            "token_errors": tokens._asdict(),
-            "word_errors": words._asdict(),
-            "bits_per_token": bits / max(tokens.reference, 1),
-            "bits_per_byte": bits / max(size, 1),
-            "audio_seconds": audio,
-            "seconds_per_audio_second": speed["seconds"] / max(audio, 1e-9),
-            "beams": self._speech.beams,
-            **speed,
-        }
-
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
-        left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         lines = [
-            f"{report['utterances']:,} utterances{left_out}, "
+            f"{self.title(report, 'utterances')}, "
             f"{report['audio_seconds'] / 60:,.1f} minutes, "
             f"{report['token_errors']['reference']:,} tokens; {how}, trained with "
             f"{report['trained_with']} attention",
@@ -183,9 +155,10 @@ class TranscriptEvaluator(HeadEvaluator):
         ]
         for result in results:
             m = result.metrics
+            cells = f"{m['token_error_rate']:>12.2f} %{m['word_error_rate']:>12.2f} %"
+            milliseconds = 1000 * m["seconds_per_audio_second"]
             lines.append(
-                f"{result.kind:<20}{m['token_error_rate']:>12.2f} %{m['word_error_rate']:>12.2f} %"
-                f"{m['bits_per_token']:>12.3f}{1000 * m['seconds_per_audio_second']:>9.2f} ms"
+                f"{m['attention']:<20}{cells}{m['bits_per_token']:>12.3f}{milliseconds:>9.2f} ms"
             )
         return [*lines, "", "encoder: time for a second of speech"]
 

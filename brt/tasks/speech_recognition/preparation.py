@@ -20,26 +20,89 @@ consecutive frames of the utterance (Speech.stack, Speech.stride).
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Literal
 
 import numpy as np
+from jaxtyping import Int
 
-from brt import config
-from brt.data import cache
-from brt.data.rows import ragged, store
-from brt.data.rows.batches import RowReader, padded
-from brt.data.rows.preparation import Preparation, RowCorpus
-from brt.data.rows.ragged import Ragged
-from brt.data.rows.store import RowStore
-from brt.data.rows.tally import BadRow, Tally
+from brt import config, untrusted
+from brt.data import cache, stores
+from brt.data.preparation import Corpus, RowPreparation
+from brt.data.quarantine import BadRow, Tally
+from brt.data.readers import RowReader, padded
 from brt.data.sources import FileHash
+from brt.data.stores import Ragged, RowStore
 from brt.errors import DataError
 from brt.tasks.speech_recognition import sources, utterances
 from brt.tasks.speech_recognition.utterances import Features, Moments, Recording, Utterance
-from brt.tasks.speech_recognition.vocabulary import Vocabulary, units
 from brt.types import SpeechBatch
+
+# This token, whose id is 0, stands for tokens of held-out transcripts that do not occur in the
+# training transcripts.
+UNKNOWN = "\ufffd"
+
+Unit = Literal["characters", "words"]
+
+
+def units(transcript: str, unit: Unit) -> list[str]:
+    return list(transcript) if unit == "characters" else transcript.split()
+
+
+class Vocabulary:
+    """Maps the tokens of transcripts to ids, and ids to tokens.
+
+    The id of `UNKNOWN` is 0, and the ids of the other tokens are 1, 2, ... The blank of CTC is not
+    a part of the vocabulary. The attributes are described in `brt.tasks.weights.Tokenizer`.
+    """
+
+    beside: ClassVar[dict[str, bytes]] = {}
+
+    def __init__(self, unit: Unit, tokens: Iterable[str]):
+        self.unit: Unit = unit
+        self.tokens = (UNKNOWN, *tokens)
+        self.name = f"the {unit} of the transcripts"
+        self.fingerprint = hashlib.sha256(json.dumps([unit, self.tokens]).encode()).hexdigest()
+        self._ids = {token: i for i, token in enumerate(self.tokens)}
+
+    @classmethod
+    def of(cls, unit: Unit, transcripts: Iterable[str]) -> "Vocabulary":
+        """Returns the vocabulary of the tokens that occur in transcripts, in sorted order."""
+        return cls(unit, sorted({token for text in transcripts for token in units(text, unit)}))
+
+    @classmethod
+    def load(cls, path: Path) -> "Vocabulary":
+        """Raises DataError if the file is missing or damaged."""
+        try:
+            saved = untrusted.read_json(path, {"unit": Unit, "tokens": [str]})
+            return cls(saved["unit"], saved["tokens"])
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path} is damaged ({error}); delete {path.parent} and prepare it again"
+            ) from error
+
+    @property
+    def file(self) -> tuple[str, bytes]:
+        saved = {"unit": self.unit, "tokens": self.tokens[1:]}
+        return "vocabulary.json", json.dumps(saved).encode()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, including the id of `UNKNOWN`."""
+        return len(self.tokens)
+
+    def encode(self, transcript: str) -> Int[np.ndarray, " T"]:
+        """Returns the ids of a transcript's tokens; unknown tokens have the id 0."""
+        ids = [self._ids.get(token, 0) for token in units(transcript, self.unit)]
+        return np.array(ids, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the transcript with these token ids; ids above the largest are `UNKNOWN`."""
+        tokens = [self.tokens[i] if i < len(self.tokens) else UNKNOWN for i in map(int, ids)]
+        return ("" if self.unit == "characters" else " ").join(tokens)
+
 
 TEXTS = ("ids", "speakers", "transcripts")
 FLOAT = np.dtype("<f4")
@@ -61,9 +124,9 @@ class SpeechStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path | str) -> "SpeechStore":
-        with store.opened(directory, TEXTS, facts=_FACTS) as opened:
+        with stores.opened(directory, facts=_FACTS) as opened:
             values = opened.on_disk("features.bin", FLOAT, opened.columns["values"], "utterances")
-            targets = opened.ragged("targets", "target_offsets")
+            targets = opened.ragged("targets")
             columns = {name: opened.columns[name] for name in (*TEXTS, "frames")}
             opened.check("utterances", targets, *columns.values())
             width = opened.manifest["width"]
@@ -107,43 +170,6 @@ class SpeechStore(RowStore):
         return sum(len(text.encode()) for text in self.transcripts)
 
 
-def finish_store(
-    directory: Path,
-    offsets: np.ndarray,
-    columns: Mapping[str, Sequence[Any]],
-    vocabulary: Vocabulary,
-    facts: Mapping[str, Any],
-) -> SpeechStore:
-    """Completes a store whose features have been written, and returns the opened store.
-
-    Args:
-      offsets: int [rows + 1], index in features.bin of the first float32 value of each row,
-        followed by the number of all values.
-      columns: the columns `ids`, `speakers`, `transcripts` and `frames`, by name.
-      facts: further entries of the manifest: `width` (number of features of a stacked frame),
-        `rate` (sample rate in Hz), `shift_ms` (time from frame to frame before frames were
-        stacked), and `rows` (numbers of all utterances and of utterances that were left out).
-    """
-    targets = ragged.from_rows(
-        [vocabulary.encode(text) for text in columns["transcripts"]], np.dtype(np.int32)
-    )
-    arrays = {"values": offsets, "targets": targets.values[:], "target_offsets": targets.offsets}
-    identity = b"".join(array.astype("<i8").tobytes() for array in arrays.values())
-    frames = np.array(columns["frames"], np.int64)
-    counts = {
-        "vocabulary": vocabulary.fingerprint,
-        "utterances": len(targets),
-        "tokens": len(targets.values),
-        "frames": int(frames.sum()),
-    }
-    store.finish(
-        directory, {**arrays, "frames": frames, **{name: columns[name] for name in TEXTS}},
-        {**counts, **facts}, files=("features.bin",),
-        identity=vocabulary.fingerprint.encode() + identity,
-    )  # fmt: skip
-    return SpeechStore.open(directory)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SpeechReader(RowReader):
     store: SpeechStore
@@ -155,10 +181,7 @@ class SpeechReader(RowReader):
         return SpeechBatch(*features, *targets, np.asarray(rows, np.int32))
 
 
-evaluation_batches = SpeechReader.evaluation
-
-
-class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
+class SpeechDataset(Corpus[Vocabulary, SpeechStore]):
     """Prepared utterances that are opened for reading."""
 
     rows = "utterances"
@@ -179,18 +202,14 @@ class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
         return max(int(store.lengths.max()) for store in self.splits.values())
 
 
-def prepare(speech: config.Speech, progress: bool = True) -> SpeechDataset:
-    return SpeechPreparation(speech, progress).open()
-
-
-class SpeechPreparation(Preparation):
+class SpeechPreparation(RowPreparation):
     """Prepares and opens the utterances that a config section describes.
 
     The training utterances are prepared first, and determine the vocabulary, the number of features
     and the sample rate of all splits.
     """
 
-    dataset, kind, encoding = SpeechDataset, "speech", "vocabulary"
+    dataset, store, kind, encoding = SpeechDataset, SpeechStore, "speech", "vocabulary"
 
     def __init__(self, section: config.Speech, progress: bool = True):
         super().__init__(section, progress)
@@ -206,11 +225,9 @@ class SpeechPreparation(Preparation):
     def left_out(self, name: str) -> str:
         return sources.left_out(name)
 
-    def load(self, name: str) -> Vocabulary:
+    @staticmethod
+    def load(name: str) -> Vocabulary:
         return Vocabulary.load(Path(name))
-
-    def open_store(self, directory: Path, encoder: Vocabulary) -> SpeechStore:
-        return SpeechStore.open(directory)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
         """Accepts files that two splits have in common, such as a table of the wav files of all
@@ -220,7 +237,7 @@ class SpeechPreparation(Preparation):
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         moments, width, rows = self._speaker_moments(split), 0, []
         usable = tally.refuse_or_skip(map(self._usable, self._read(split)), self.section.errors)
-        with ragged.Writer(directory / "features.bin", FLOAT) as writer:
+        with stores.RaggedWriter(directory / "features.bin", FLOAT) as writer:
             for utterance in usable:
                 self._refuse_shared(utterance, split)
                 features = self._model_features(utterance, moments)
@@ -234,14 +251,30 @@ class SpeechPreparation(Preparation):
             self.tokenizer = Vocabulary.of(self.section.unit, columns["transcripts"])
             name, content = self.tokenizer.file
             (directory.parent / name).write_bytes(content)
+        targets = Ragged.from_rows([*map(self.tokenizer.encode, columns["transcripts"])])
+        fingerprint = self.tokenizer.fingerprint
+        numbers = writer.offsets, targets.values[:], targets.offsets
+        identity = b"".join(array.astype("<i8").tobytes() for array in numbers)
+        frames = np.array(columns["frames"], np.int64)
         facts = {
+            "vocabulary": fingerprint,
+            "utterances": len(targets),
+            "tokens": len(targets.values),
+            "frames": int(frames.sum()),
             "width": width,
             "rate": self._first.rate if self._first else 0,
             "shift_ms": self.section.shift_ms,
             "rows": tally.report(),
         }
-        opened = finish_store(directory, writer.offsets, columns, self.tokenizer, facts)
-        return describe_store(opened)
+        stores.finish(
+            directory, {"values": writer.offsets, "targets": targets, **columns, "frames": frames},
+            facts, files=("features.bin",), identity=fingerprint.encode() + identity,
+        )  # fmt: skip
+        minutes = frames.sum() * self.section.shift_ms / 60_000
+        return (
+            f"{len(targets):,} utterances, {minutes:,.1f} minutes, {len(targets.values):,} tokens, "
+            f"frames of {width} features"
+        )
 
     def _read(self, split: str) -> Iterator[Utterance]:
         """Yields utterances; raises DataError unless all frames have the same width and rate."""
@@ -333,11 +366,3 @@ class SpeechPreparation(Preparation):
                 f"{utterance.id} of Data.{split} ({utterance.file}) is in Data.{other}, too; "
                 "remove it from one of them"
             )
-
-
-def describe_store(opened: SpeechStore) -> str:
-    m = opened.manifest
-    return (
-        f"{m['utterances']:,} utterances, {opened.seconds.sum() / 60:,.1f} minutes, "
-        f"{m['tokens']:,} tokens, frames of {m['width']} features"
-    )

@@ -8,23 +8,41 @@ frames), `ids`, `transcripts` and, optionally, `speakers` have an element for ea
 
 A table (.tsv) has a line for each wav file. The header names the columns `file` and `transcript`,
 and optionally `speaker` and `split`.
+
+Kaldi's data directories list utterances with wav files or archives of features. Such a directory
+has the tables `text` (the transcript of each utterance), `wav.scp` (its wav file) or `feats.scp`
+(the place of its features in an archive), and optionally `utt2spk` (its speaker).
+
+Generated speech is for tests and examples, and the same on every machine. The transcript of an
+utterance consists of six to eight words from a fixed lexicon of 40 words. A word has two to four
+letters, and there are twelve different letters. Neighbouring letters of a word differ. Each letter
+sounds like a vowel: two peaks in a spectrum of 20 bands, over three to nine frames, with a
+transition to the next letter. A space between words is silent. Each speaker shifts all peaks up or
+down, and the shifts of two speakers may differ by more than the distance between the peaks of
+different letters. Therefore a single frame does not determine its letter, and the model needs the
+rest of the utterance. Speakers also differ in loudness, and noise is added.
+
+In shapes, X is the number of frames, and F = 20 the number of bands of generated speech.
 """
 
 import hashlib
+import io
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
 
 from brt import config, untrusted
-from brt.data import contents, sources
-from brt.data import generated as made_up
-from brt.data.rows.tables import unique
+from brt.data import contents, generated, sources
 from brt.data.sources import File, FileHash
+from brt.data.tables import unique
 from brt.errors import DataError
-from brt.tasks.speech_recognition import filter_bank, generated, kaldi
+from brt.tasks.speech_recognition import filter_bank
 from brt.tasks.speech_recognition.utterances import Recording
 
 NEEDED_ARRAYS = ("features", "lengths", "ids", "transcripts")
@@ -35,12 +53,12 @@ NEEDED_COLUMNS = ("file", "transcript")
 def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recording]:
     """Yields the utterances of all sources in order; the features of each are read later."""
     for name in names:
-        if name.startswith(made_up.PREFIX):
-            yield from generated.recordings(name)
+        if name.startswith(generated.PREFIX):
+            yield from generated_recordings(name)
         elif _is_table(name):
             yield from table_recordings(name, speech)
         elif Path(name).is_dir():
-            yield from kaldi.recordings(Path(name), speech)
+            yield from kaldi_recordings(Path(name), speech)
         else:
             yield from array_recordings(_array_file(name))
 
@@ -53,13 +71,13 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
     """
     file_hashes = []
     for name in names:
-        if name.startswith(made_up.PREFIX):
-            file_hashes.append(FileHash(name, 0, generated.digest(name)))
+        if name.startswith(generated.PREFIX):
+            file_hashes.append(FileHash(name, 0, generated.digest(name, f"speech {VERSION}")))
             continue
         if _is_table(name):
             text = json.dumps(table_rows(name))
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            file_hashes.append(FileHash(name, len(text), digest))
+            content = hashlib.sha256(text.encode()).hexdigest()
+            file_hashes.append(FileHash(name, len(text), content))
         file_hashes += [sources.hashed(File(str(path), path)) for path in _files(name)]
     return file_hashes
 
@@ -67,14 +85,14 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
 def left_out(name: str) -> str:
     """Names the files of a directory that are not read in a sentence; "" if all are read."""
     path = Path(name)
-    return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
+    return sources.left_out(name, (), kaldi_files(path)) if path.is_dir() else ""
 
 
 def _files(name: str) -> list[Path]:
     if _is_table(name):
         return table_files(name)
     path = Path(name)
-    return kaldi.files(path) if path.is_dir() else [_array_file(name)]
+    return kaldi_files(path) if path.is_dir() else [_array_file(name)]
 
 
 def _is_table(name: str) -> bool:
@@ -188,3 +206,189 @@ def table_rows(source: str) -> list[dict[str, str]]:
         splits = ", ".join(sorted({row["split"] for row in named}))
         raise DataError(f"{path} has no row of the split {split!r}; it has {splits}")
     return chosen
+
+
+BLANKS = " \t\r"
+TABLES = ("text", "utt2spk", "wav.scp", "feats.scp")
+_FLOATS: dict[bytes, np.dtype] = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8")}
+
+
+def kaldi_recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
+    """Yields every utterance that the file `text` of a Kaldi data directory lists.
+
+    The settings `speech` apply to the features of wav files. Raises DataError if a table is missing
+    or lacks an utterance, or if wav.scp contains commands.
+    """
+    transcripts = table(directory / "text")
+    speakers = table(directory / "utt2spk") if (directory / "utt2spk").exists() else {}
+    places = locations(directory)
+    archived = location_table(directory).name == "feats.scp"
+    for id, transcript in transcripts.items():
+        if id not in places:
+            raise DataError(f"{directory} has no audio for {id}, which its text has")
+        load = partial(_load_kaldi, places[id], archived, speech)
+        yield Recording(str(directory), id, speakers.get(id, ""), transcript, load)
+
+
+def _load_kaldi(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray, int]:
+    return (read_matrix(where), 0) if archived else filter_bank.read(Path(where), speech)
+
+
+def kaldi_files(directory: Path) -> list[Path]:
+    """Returns the paths of the directory's tables, and of the files that the tables name."""
+    existing = [directory / name for name in TABLES if (directory / name).exists()]
+    archived = location_table(directory).name == "feats.scp"
+    named = {
+        where.rpartition(":")[0] if archived else where for where in locations(directory).values()
+    }
+    return [*existing, *map(Path, sorted(named))]
+
+
+def location_table(directory: Path) -> Path:
+    """Returns the path of the table that says where the sound or the features of utterances are:
+    feats.scp if it exists, otherwise wav.scp.
+    """
+    for name in ("feats.scp", "wav.scp"):
+        if (directory / name).exists():
+            return directory / name
+    raise DataError(f"{directory} has neither feats.scp nor wav.scp")
+
+
+def locations(directory: Path) -> dict[str, str]:
+    """Returns the place of the sound or the features of each utterance, by the utterance's id.
+
+    A place is ARCHIVE:POSITION (a byte offset in an archive of features) if the directory has a
+    feats.scp, otherwise the path of a wav file.
+    """
+    path = location_table(directory)
+    if path.name == "wav.scp" and (directory / "segments").exists():
+        raise DataError(
+            f"{directory} cuts its wav files by `segments`; compute features of its utterances "
+            "(feats.scp), or write a wav file of each"
+        )
+    places = table(path)
+    for id, where in places.items():
+        if where.endswith("|"):
+            raise DataError(
+                f"{path} has a command for {id} ({where}); brt runs none: write wav files and "
+                "name them there"
+            )
+    return places
+
+
+def table(path: Path) -> dict[str, str]:
+    """Returns the values of a table by key, such as transcripts by the ids of utterances.
+
+    The first word of each line is the key, and the rest of the line is the value.
+    """
+    values: dict[str, str] = {}
+    for number, line in enumerate(contents.small_text(path).split("\n"), 1):
+        if not (line := line.strip(BLANKS)):
+            continue
+        id, *rest = re.split(f"[{BLANKS}]+", line, maxsplit=1)
+        if id in values:
+            raise DataError(f"{path}:{number} has {id} a second time; remove one of the lines")
+        values[id] = rest[0] if rest else ""
+    return values
+
+
+def read_matrix(where: str) -> np.ndarray:
+    """Returns a matrix of floats, [frames, features], at the place ARCHIVE:POSITION."""
+    archive, _, position = where.rpartition(":")
+    try:
+        with untrusted.open_file(archive) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not re.fullmatch("[0-9]{1,19}", position) or int(position) > size:
+                raise ValueError(f"it has {size:,} bytes")
+            file.seek(int(position))
+            return _matrix(file, where, size - int(position))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{where} holds no matrix ({error})") from error
+
+
+def _matrix(file: io.BufferedReader, where: str, remaining: int) -> np.ndarray:
+    start = file.read(5)
+    if start[:2] != b"\0B":
+        raise ValueError("it is not in Kaldi's binary format")
+    if start[2:] not in _FLOATS:
+        kind = start[2:].decode("ascii", "replace").strip()
+        raise DataError(
+            f"{where} holds a matrix of kind {kind!r}, not plain floats (FM or DM); write it "
+            "again with copy-feats --compress=false"
+        )
+    sizes = np.frombuffer(file.read(10), np.dtype([("bytes", "i1"), ("value", "<i4")]))
+    rows, columns = (int(size) for size in sizes["value"])
+    dtype = _FLOATS[start[2:]]
+    if min(rows, columns) < 0 or rows * columns * dtype.itemsize > remaining:
+        raise ValueError(f"it ends before {rows:,} rows of {columns:,}")
+    return np.frombuffer(file.read(rows * columns * dtype.itemsize), dtype).reshape(rows, columns)
+
+
+# The hash of a generated source depends on this number. The number must be increased if the
+# generated sound changes, so that data in the cache are prepared again.
+VERSION = 1
+BANDS = 20
+LETTERS = "abcdefghiklm"
+WORDS = 40
+SPEAKERS = 20  # The utterances of a source are spoken by at most this number of speakers.
+NOISE = 0.3
+
+
+def generated_recordings(source: str) -> Iterator[Recording]:
+    """Yields the utterances of a source `generated:NAME/COUNT`; NAME determines all of them."""
+    name, count = generated.parse(source)
+    words = lexicon()
+    for number in range(count):
+        draw = _draw(f"{name}/{number}")
+        speaker = f"{name}-{draw.randint(SPEAKERS)}"
+        transcript = " ".join(words[i] for i in draw.randint(len(words), size=draw.randint(6, 9)))
+        id = f"{name}-{number:05}"
+        load = partial(_load_generated, transcript, speaker, id)
+        yield Recording(source, id, speaker, transcript, load)
+
+
+def _load_generated(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
+    return sound(transcript, speaker, id), 0
+
+
+def lexicon() -> list[str]:
+    """Returns the words from which transcripts are composed, all different."""
+    draw, words = _draw("lexicon"), {}
+    while len(words) < WORDS:
+        letters = draw.randint(len(LETTERS), size=draw.randint(2, 5))
+        if np.diff(letters).all():
+            words["".join(LETTERS[i] for i in letters)] = None
+    return list(words)
+
+
+def sound(transcript: str, speaker: str, id: str) -> Float[np.ndarray, "X F"]:
+    """Returns the strength of each band in each frame of an utterance.
+
+    The speaker's name determines the shift of the peaks and the loudness, and `id` determines the
+    noise and the durations of the letters.
+    """
+    draw, speaker_draw = _draw(f"sound {id}"), _draw(f"speaker {speaker}")
+    shift, loudness = speaker_draw.uniform(-1.2, 1.2), speaker_draw.uniform(-0.5, 0.5)
+    spectra = np.array([_spectrum(letter, shift) for letter in f" {transcript} "])
+    frames = draw.randint(3, 10, size=len(spectra))
+    frames[[0, -1]] += 4
+    middle = np.cumsum(frames) - frames / 2
+    time = np.arange(frames.sum())
+    clean = [np.interp(time, middle, band) for band in spectra.T]
+    noise = NOISE * draw.standard_normal((len(time), BANDS))
+    return (np.array(clean).T + loudness + noise).astype(np.float32)
+
+
+def _spectrum(letter: str, shift: float) -> np.ndarray:
+    if letter == " ":
+        return np.zeros(BANDS)
+    # Each of the twelve letters combines one of three low peaks with one of four high peaks.
+    low, high = divmod(LETTERS.index(letter), 4)
+    band = np.arange(BANDS)
+    peaks = (3.5 + 2 * low + shift, 10.5 + 2 * high + shift)
+    first, second = (2 * np.exp(-0.5 * (band - peak) ** 2) for peak in peaks)
+    return first + second
+
+
+def _draw(purpose: str) -> np.random.RandomState:
+    return generated.draw(f"{VERSION}:{purpose}")

@@ -6,7 +6,6 @@ transcript to the frames.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,10 +20,12 @@ from brt.ops.spec_augment import spec_augment
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
 from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
-from brt.tasks.speech_recognition import preparation
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
-from brt.tasks.speech_recognition.preparation import SpeechDataset, SpeechPreparation, SpeechReader
-from brt.tasks.speech_recognition.vocabulary import Vocabulary
+from brt.tasks.speech_recognition.preparation import (
+    SpeechDataset,
+    SpeechPreparation,
+    SpeechReader,
+)
 from brt.types import SpeechBatch
 
 # The random key for SpecAugment's masks is the key of the step with this number folded in. The base
@@ -40,10 +41,11 @@ class SpeechRecognition(EncoderTask):
     """
 
     name = "speech_recognition"
-    head = "ctc"
+    head, unsmoothed = "ctc", "CTC"
     frames = True
     sections = TASK_SECTIONS["speech_recognition"]
-    data = "speech"
+    data, preparation = "speech", SpeechPreparation
+    row_reader = SpeechReader
     metrics = (
         BITS_PER_BYTE,
         BITS_PER_TOKEN,
@@ -51,24 +53,6 @@ class SpeechRecognition(EncoderTask):
         Metric("word_error_rate", "word errors %", ".2f"),
     )
     table_metrics = (Metric("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
-
-    def check(self, config: Config) -> None:
-        smoothing = config.training.label_smoothing
-        if smoothing:
-            raise ConfigError(
-                f"Training.label_smoothing = {smoothing} has no effect on CTC; remove it"
-            )
-
-    def open(self, config: Config, *, progress: bool = True) -> SpeechDataset:
-        return preparation.prepare(config.speech, progress)
-
-    def open_split(
-        self, config: Config, split: str, tokenizer: Vocabulary, known: Path | None = None
-    ) -> SpeechDataset:
-        return SpeechPreparation(config.speech).open_split(split, tokenizer, known)
-
-    def load_tokenizer(self, file: Path) -> Vocabulary:
-        return Vocabulary.load(file)
 
     def sizes_are_configured(self, config: Config) -> bool:
         """The number of features of a frame must be configured, too."""
@@ -102,13 +86,6 @@ class SpeechRecognition(EncoderTask):
             encoder=dataclasses.replace(encoder, features=width),
             speech=dataclasses.replace(config.speech, sample_rate=dataset.rate),
         )
-
-    def reader(self, config: Config, dataset: Dataset) -> SpeechReader:
-        section, t = config.speech, config.training
-        return SpeechReader(
-            store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
-            seed=t.seed,
-        )  # fmt: skip
 
     def predict(
         self, config: Config, params: PyTree[Array], batch: SpeechBatch, **options: Any

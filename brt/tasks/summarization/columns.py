@@ -7,9 +7,9 @@ The names of the two columns are taken from the config, or are common names such
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from brt.data.rows import tables
-from brt.data.rows.tables import Row
-from brt.data.rows.tally import BadRow
+from brt.data import tables
+from brt.data.quarantine import BadRow
+from brt.data.tables import Row
 from brt.errors import DataError
 
 # These are the columns of document and summary in common datasets, in order of preference.
@@ -79,12 +79,7 @@ def choose_columns(table: str, header: Collection[str], configured: Columns = AN
     A name that is not configured is taken from the first entry of `COMMON` whose columns the table
     has. Raises DataError if there is none; the message lists the existing columns.
     """
-    exist = f"its columns are {', '.join(header)}"
-    for role, name in configured._asdict().items():
-        if name and name not in header:
-            raise DataError(
-                f"{table} has no column '{name}' as Data.columns says for '{role}'; {exist}"
-            )
+    exist = tables.check_columns(table, header, configured._asdict())
     for common_source, common_target in COMMON:
         source, target = configured.source or common_source, configured.target or common_target
         if source in header and target in header and source != target:

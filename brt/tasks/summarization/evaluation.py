@@ -14,16 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from brt.config import Config
 from brt.distributed import rules
 from brt.ops.cross_entropy import token_scores
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.report import EvaluationResult
 from brt.tasks.summarization import scores
-from brt.tasks.summarization.forward import predict
-from brt.tasks.summarization.preparation import PairStore, evaluation_batches
+from brt.tasks.summarization.preparation import PairReader, PairStore
 from brt.tasks.summarization.rouge import get_protocol
-from brt.tasks.summarization.summaries import Summarizer
+from brt.tasks.summarization.summaries import Summarizer, predict
 from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.types import PairBatch, Variables
 
@@ -66,46 +64,6 @@ def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
     return size + sum(len(tokenizer.decode(store.target[row]).encode()) for row in cut)
 
 
-class TeacherForcing:
-    """Computes the bits of reference summaries, each token predicted from the true ones before it.
-
-    One program is compiled for each padded length of documents.
-    """
-
-    def __init__(self, config: Config, tokenizer: PairTokenizer):
-        self._config, self._tokenizer = config, tokenizer
-        self._nats = rules.jit(self.nats)
-
-    def __call__(
-        self, params: PyTree[Array], store: PairStore, control: Control = UNCONTROLLED
-    ) -> Bits | None:
-        """Returns the bits of a store's summaries; None if `control` stopped the evaluation."""
-        total, tokens = 0.0, 0
-        config = self._config
-        for batch in evaluation_batches(
-            store,
-            batch_size=rules.round_up("lanes", config.evaluation.batch_size),
-            buckets=config.pairs.buckets,
-        ):
-            if control.stop():
-                return None
-            total += float(jnp.sum(self._nats(params, batch)))
-            tokens += int(batch.scored.sum())
-        bits, size = total / math.log(2), scored_bytes(store, self._tokenizer)
-        lossless = is_lossless(store, self._tokenizer)
-        return Bits(len(store), tokens, size, bits / tokens, bits / size if lossless else None)
-
-    def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:
-        """Returns -log p of every token of the summaries in a batch; 0 for padding."""
-        hidden, out, _ = predict(self._config, params, batch)
-        scores = token_scores(
-            hidden, out.embedding, batch.target_out, out.bias,
-            scale=out.scale, chunk=self._config.training.loss_chunk,
-            implementation=self._config.kernels.token_scores,
-        )  # fmt: skip
-        return jnp.where(batch.scored, scores.nats, 0.0)
-
-
 class SummaryEvaluator:
     """Evaluates a model on one split: bits of reference summaries, ROUGE of generated summaries.
 
@@ -116,16 +74,17 @@ class SummaryEvaluator:
 
     def __init__(self, request: EvaluationRequest):
         config, dataset = request.config, request.dataset
+        self._config, self._tokenizer = config, dataset.tokenizer
         self._decoding, self._store = config.decoding, dataset.split(request.split)
         self.total = len(self._store)
         self._protocol = get_protocol(config.evaluation.rouge)
-        self._bits = TeacherForcing(config, dataset.tokenizer)
+        self._nats = rules.jit(self.nats)
         self._summarizer = Summarizer(config, dataset.tokenizer)
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
     ) -> EvaluationResult | None:
-        bits = self._bits(variables.params, self._store, control)
+        bits = self._bits(variables.params, control)
         if bits is None:
             return None
         metrics = {**bits._asdict(), "decoding": dataclasses.asdict(self._decoding)}
@@ -153,6 +112,35 @@ class SummaryEvaluator:
             return None
         (s,) = summaries
         return f"{s.id}\n\nreference: {s.reference}\n\nsummary: {s.prediction}\n"
+
+    def _bits(self, params: PyTree[Array], control: Control) -> Bits | None:
+        """Returns the bits of the reference summaries; None if `control` stopped the evaluation.
+
+        One program is compiled for each padded length of documents.
+        """
+        total, tokens, config, store = 0.0, 0, self._config, self._store
+        for batch in PairReader.evaluation(
+            store,
+            batch_size=rules.round_up("lanes", config.evaluation.batch_size),
+            buckets=config.pairs.buckets,
+        ):
+            if control.stop():
+                return None
+            total += float(jnp.sum(self._nats(params, batch)))
+            tokens += int(batch.scored.sum())
+        bits, size = total / math.log(2), scored_bytes(store, self._tokenizer)
+        lossless = is_lossless(store, self._tokenizer)
+        return Bits(len(store), tokens, size, bits / tokens, bits / size if lossless else None)
+
+    def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:
+        """Returns -log p of every token of the summaries in a batch; 0 for padding."""
+        hidden, out, _ = predict(self._config, params, batch)
+        scores = token_scores(
+            hidden, out.embedding, batch.target_out, out.bias,
+            scale=out.scale, chunk=self._config.training.loss_chunk,
+            implementation=self._config.kernels.token_scores,
+        )  # fmt: skip
+        return jnp.where(batch.scored, scores.nats, 0.0)
 
     def _heading(self, bits: Bits) -> str:
         beams = self._decoding.beams

@@ -16,7 +16,6 @@ A store is a directory with these files, which have a row for each pair:
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from brt import config
-from brt.data import manifests, sources, tokenizer_training
-from brt.data.rows import ragged, store, tables
-from brt.data.rows.batches import RowReader, padded
-from brt.data.rows.preparation import RowCorpus, TokenizedPreparation
-from brt.data.rows.ragged import Ragged
-from brt.data.rows.store import RowStore
-from brt.data.rows.tally import BadRow, Tally
-from brt.data.sources import FileHash
+from brt.data import manifests, stores, tables, tokenizer_training
+from brt.data.preparation import Corpus, RowPreparation, TokenizedPreparation, in_groups
+from brt.data.quarantine import BadRow, Tally
+from brt.data.readers import RowReader, padded
+from brt.data.stores import Ragged, RowStore
 from brt.data.token_store import ids_dtype, stored_dtype
 from brt.errors import ConfigError, DataError
 from brt.tasks.summarization import columns, tokenization
@@ -39,7 +35,6 @@ from brt.tasks.summarization.columns import Columns, Pair
 from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.types import PairBatch
 
-TOGETHER = 64  # This number of pairs is tokenized in parallel.
 TEXTS = ("source", "target", "reference")
 _FACTS = {
     **dict.fromkeys(("pairs", "max_source_length", "max_target_length"), int),
@@ -56,7 +51,6 @@ class Encoded(NamedTuple):
     uncut: int  # number of ids before the text was cut
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
     """Encodes documents and summaries as token ids, according to the config section Pairs.
 
@@ -65,28 +59,18 @@ class Encoder:
     is for callers; the encoder itself treats it like "head".
     """
 
-    tokenizer: PairTokenizer
-    prefix: str  # text before every document, such as "summarize: " for T5
-    max_source_length: int  # largest number of ids, including special ids
-    max_target_length: int
-    truncation: str
-
-    @classmethod
-    def of(cls, pairs: config.Pairs, tokenizer: PairTokenizer) -> "Encoder":
-        names = ("prefix", "max_source_length", "max_target_length", "truncation")
-        return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
+    def __init__(self, pairs: config.Pairs, tokenizer: PairTokenizer):
+        self.pairs, self.tokenizer = pairs, tokenizer
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
         """Returns the token ids of documents, each cut together with the prefix before it."""
-        texts = [self.prefix + document for document in documents]
-        tail = self.truncation == "head_tail"
-        return [self._wrap(ids, self.max_source_length, tail) for ids in self._encode(texts)]
+        texts = [self.pairs.prefix + document for document in documents]
+        limit, tail = self.pairs.max_source_length, self.pairs.truncation == "head_tail"
+        return [self._wrap(ids, limit, tail) for ids in self.tokenizer.encode(texts)]
 
     def targets(self, summaries: Sequence[str]) -> list[Encoded]:
-        return [self._wrap(ids, self.max_target_length, False) for ids in self._encode(summaries)]
-
-    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return self.tokenizer.encode(texts)
+        limit = self.pairs.max_target_length
+        return [self._wrap(ids, limit, False) for ids in self.tokenizer.encode(summaries)]
 
     def _wrap(self, ids: np.ndarray, limit: int, tail: bool) -> Encoded:
         begin = self.tokenizer.begin
@@ -118,7 +102,7 @@ class PairStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path | str) -> "PairStore":
-        with store.opened(directory, ["ids"], facts=_FACTS) as opened:
+        with stores.opened(directory, facts=_FACTS) as opened:
             dtypes = dict.fromkeys(TEXTS, stored_dtype(opened.manifest))
             dtypes["reference"] = np.dtype(np.uint8)
             texts = {
@@ -131,10 +115,6 @@ class PairStore(RowStore):
                     raise ValueError(f"{name}.bin has rows longer than {limit}")
             columns = {name: opened.columns[name] for name in ("ids", *UNCUT)}
         return cls(directory=opened.directory, manifest=opened.manifest, **columns, **texts)
-
-    @property
-    def written_with(self) -> str:
-        return self.manifest["tokenizer"]["fingerprint"]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -165,7 +145,7 @@ def write_pairs(
 
     If writing is interrupted, the directory has no manifest and cannot be opened. `facts` is called
     after the last pair, and returns further entries of the manifest. Raises DataError if there is
-    no pair, or if a text is too long and `encoder.truncation` is "error".
+    no pair, or if a text is too long and `encoder.pairs.truncation` is "error".
     """
     directory = Path(directory)
     manifests.make_empty(directory)
@@ -174,11 +154,11 @@ def write_pairs(
     if not columns["ids"]:
         raise DataError(f"there is no pair for {directory.name}")
     report = {name: _cuts(columns, name) for name in ("source", "target")}
-    if encoder.truncation == "error":
+    if encoder.pairs.truncation == "error":
         _refuse(directory.name, report, encoder)
     offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
     described = {**_described(columns, encoder), "dtype": dtype.str, "cut": report, **facts()}
-    store.finish(
+    stores.finish(
         directory, columns, described, files=("source.bin", "target.bin"),
         identity=offsets + encoder.tokenizer.fingerprint.encode(),
     )  # fmt: skip
@@ -192,11 +172,10 @@ def _write_texts(
     columns: dict[str, Any] = {name: [] for name in ("ids", *UNCUT)}
     with contextlib.ExitStack() as stack:
         writers = {
-            name: stack.enter_context(ragged.Writer(directory / f"{name}.bin", kind))
+            name: stack.enter_context(stores.RaggedWriter(directory / f"{name}.bin", kind))
             for name, kind in zip(TEXTS, (dtype, dtype, np.dtype(np.uint8)), strict=True)
         }
-        remaining = iter(pairs)
-        while group := list(itertools.islice(remaining, TOGETHER)):
+        for group in in_groups(pairs):
             sources = encoder.sources([pair.source for pair in group])
             targets = encoder.targets([pair.target for pair in group])
             for name, texts in (("source", sources), ("target", targets)):
@@ -223,7 +202,7 @@ def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
 
 def _refuse(split: str, report: Mapping[str, Mapping[str, int]], encoder: Encoder) -> None:
     for name, limit in (
-        ("source", encoder.max_source_length), ("target", encoder.max_target_length),
+        ("source", encoder.pairs.max_source_length), ("target", encoder.pairs.max_target_length),
     ):  # fmt: skip
         if count := report[name]["rows"]:
             what = "documents" if name == "source" else "summaries"
@@ -240,8 +219,8 @@ def _described(columns: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
     return {
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
         **{name: getattr(tokenizer, name) for name in special},
-        "max_source_length": encoder.max_source_length,
-        "max_target_length": encoder.max_target_length,
+        "max_source_length": encoder.pairs.max_source_length,
+        "max_target_length": encoder.pairs.max_target_length,
         "pairs": len(columns["ids"]),
         "tokens": {name: int(columns[name][-1]) for name in ("source", "target")},
         "reference_bytes": int(columns["reference"][-1]),
@@ -270,73 +249,64 @@ class PairReader(RowReader):
         return self.store.max_source_length
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
-        return gather(self.store, rows, length)
+        """Summaries are padded to the store's `max_target_length`."""
+        store = self.store
+        pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
+        source, mask = padded(rows, store.source.__getitem__, length, np.int32, fill=pad)
+        target, scored = padded(
+            rows, store.target.__getitem__, store.max_target_length, np.int32, fill=pad
+        )
+        starts = np.full((len(rows), 1), start, np.int32)
+        return PairBatch(
+            source=source,
+            source_mask=mask,
+            target_in=np.concatenate([starts, target[:, :-1]], axis=1),
+            target_out=target,
+            scored=scored,
+            row=np.asarray(rows, np.int32),
+        )
 
     @staticmethod
     def positions(batch: PairBatch) -> int:
         return batch.source.size + batch.target_in.size
 
 
-def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
-    """Returns a batch of pairs; summaries are padded to the store's `max_target_length`.
-
-    `rows` are indices of pairs in the store; -1 is an empty row.
-    """
-    pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
-    source, mask = padded(rows, store.source.__getitem__, source_length, np.int32, fill=pad)
-    target, scored = padded(
-        rows, store.target.__getitem__, store.max_target_length, np.int32, fill=pad
-    )
-    starts = np.full((len(rows), 1), start, np.int32)
-    return PairBatch(
-        source=source,
-        source_mask=mask,
-        target_in=np.concatenate([starts, target[:, :-1]], axis=1),
-        target_out=target,
-        scored=scored,
-        row=np.asarray(rows, np.int32),
-    )
-
-
-evaluation_batches = PairReader.evaluation
-
-
-class PairDataset(RowCorpus[PairTokenizer, PairStore]):
+class PairDataset(Corpus[PairTokenizer, PairStore]):
     """Prepared pairs of document and summary that are opened for reading."""
 
     rows = "pairs"
 
 
-def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
-    return Preparation(pairs, progress).open()
-
-
-class Preparation(TokenizedPreparation):
+class PairPreparation(TokenizedPreparation, RowPreparation):
     """Prepares and opens the pairs that a config section describes."""
 
-    dataset, kind, endings = PairDataset, "pairs", tables.FORMATS
+    dataset, store, kind, endings = PairDataset, PairStore, "pairs", tables.FORMATS
     special = tokenizer_training.T5
 
-    def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        return sources.hashes(names, self.endings)
-
-    def load(self, name: str) -> PairTokenizer:
+    @staticmethod
+    def load(name: str) -> PairTokenizer:
         return tokenization.load(name)
 
-    def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
-        return PairStore.open(directory)
-
-    def texts(self) -> Iterator[str]:
-        for pair in self.training_rows():
-            yield from (pair.source, pair.target)
+    def texts(self) -> Iterator[list[str]]:
+        for pair in self.usable("train"):
+            yield from ([pair.source], [pair.target])
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        encoder = Encoder.of(self.section, self.tokenizer)
-        opened = write_pairs(
-            directory, tally.refuse_or_skip(self.read(split), self.section.errors), encoder,
-            facts=lambda: {"rows": tally.report()},
-        )  # fmt: skip
-        return describe_store(opened)
+        encoder = Encoder(self.section, self.tokenizer)
+        pairs = self.usable(split, tally)
+        written = write_pairs(directory, pairs, encoder, facts=lambda: {"rows": tally.report()})
+        m = written.manifest
+        cuts = [
+            f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "
+            f"({cut['tokens'] / cut['of_tokens']:.1%} of all)"
+            for what, cut in (("documents", m["cut"]["source"]), ("summaries", m["cut"]["target"]))
+            if cut["rows"]
+        ]
+        counts = (
+            f"{m['pairs']:,} pairs, {m['tokens']['source']:,} tokens of documents, "
+            f"{m['tokens']['target']:,} of summaries"
+        )
+        return "; ".join([counts, *cuts])
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
         pairs = self.section
@@ -345,18 +315,3 @@ class Preparation(TokenizedPreparation):
     def content(self, row: Pair) -> str:
         """Returns the document, so that all pairs with the same document are in one split."""
         return row.source
-
-
-def describe_store(opened: PairStore) -> str:
-    m = opened.manifest
-    cuts = [
-        f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "
-        f"({cut['tokens'] / cut['of_tokens']:.1%} of all)"
-        for what, cut in (("documents", m["cut"]["source"]), ("summaries", m["cut"]["target"]))
-        if cut["rows"]
-    ]
-    counts = (
-        f"{m['pairs']:,} pairs, {m['tokens']['source']:,} tokens of documents, "
-        f"{m['tokens']['target']:,} of summaries"
-    )
-    return "; ".join([counts, *cuts])

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt import places, untrusted
-from brt.data import contents
-from brt.data.rows import tables
-from brt.data.rows.tables import Row
-from brt.data.rows.tally import BadRow, Tally
+from brt.data import contents, tables
+from brt.data.quarantine import BadRow, Tally
 from brt.data.sources import File
+from brt.data.tables import Row
 from brt.errors import DataError
 from brt.tasks.summarization import columns
 from brt.tasks.summarization.columns import Columns, Pair

@@ -1,15 +1,18 @@
-"""Generates summaries of documents: those of a store, or those that users type or pass as files.
+"""The forward pass of summarization, and the generation of summaries of documents.
 
-In shapes, B is the number of documents in a batch and X their padded number of tokens.
+The documents are those of a store, or those that users type or pass as files. In shapes, B is the
+number of pairs in a batch, X the padded number of tokens of a document, T that of a summary, and D
+the width of the model.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt import output
 from brt.config import Config, Decoding, Sampling
@@ -17,14 +20,52 @@ from brt.distributed import rules
 from brt.errors import NonFiniteError
 from brt.generation.search import Hypotheses, TextDecoder, sample, search
 from brt.models import seq2seq
+from brt.models.seq2seq import Readout
 from brt.models.targets import SpecialTokens
 from brt.tasks.arguments import UNCONTROLLED, Control
-from brt.tasks.summarization.forward import network
-from brt.tasks.summarization.preparation import Encoder, PairStore, evaluation_batches, gather
+from brt.tasks.summarization.preparation import Encoder, PairReader, PairStore
 from brt.tasks.summarization.scores import Summary
 from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.tasks.writers import WriteOptions, Writer
 from brt.types import PairBatch
+
+# The random keys of a step for dropout and for attention are made from the key of the step by
+# folding in the first and the second of these numbers.
+_PURPOSES = 0, 1
+
+
+class Prediction(NamedTuple):
+    """Output of the forward pass."""
+
+    # The decoder's last hidden vectors, from which each token of a summary is predicted.
+    hidden: Float[Array, "B T D"]
+    readout: Readout  # maps the hidden vectors to logits
+    metrics: dict[str, Float[Array, ""]]  # scalars that training logs, by name
+
+
+def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
+    """Returns the encoder-decoder that a config describes; `training` enables dropout."""
+    return seq2seq.Seq2Seq(
+        config.seq2seq, config.cross_attention, training, config.attention, config.kernels
+    )
+
+
+def predict(
+    config: Config, params: PyTree[Array], batch: PairBatch, key: jax.Array | None = None
+) -> Prediction:
+    """Returns the hidden vectors from which the tokens of summaries are predicted.
+
+    Each vector depends on the document and on the true tokens of the summary before the predicted
+    token. None in `key` disables dropout and makes random choices constant.
+    """
+    dropout, attention = None, None
+    if key is not None:
+        dropout, attention = (jax.random.fold_in(key, purpose) for purpose in _PURPOSES)
+    output: Any = network(config, training=key is not None).apply(
+        {"params": params}, batch.source, batch.source_mask, batch.target_in, attention,
+        rngs=None if dropout is None else {"dropout": dropout},
+    )  # fmt: skip
+    return Prediction(output.hidden, seq2seq.readout(config.seq2seq, params), output.metrics)
 
 
 class Summarizer:
@@ -104,10 +145,10 @@ class Summarizer:
         size = rules.round_up("lanes", self._config.evaluation.batch_size)
         buckets = self._config.pairs.buckets
         if not 0 < limit < len(store):
-            yield from evaluation_batches(store, batch_size=size, buckets=buckets)
+            yield from PairReader.evaluation(store, batch_size=size, buckets=buckets)
             return
         rows = np.linspace(0, len(store) - 1, limit).astype(np.int32)
-        yield gather(store, rows, store.max_source_length)
+        yield PairReader(store=store, batch_size=limit).gather(rows, store.max_source_length)
 
     def _summary(self, store: PairStore, row: int, tokens: Int[np.ndarray, " L"]) -> Summary:
         decode, source = self._tokenizer.decode, store.source[row]
@@ -160,7 +201,7 @@ class SummaryWriter(Writer):
             around = 1 + len(self._tokenizer.begin)
             least = min(decoding.min_length, count)
             decoding = dataclasses.replace(decoding, max_length=count + around, min_length=least)
-        (source,) = Encoder.of(config.pairs, self._tokenizer).sources([prompt])
+        (source,) = Encoder(config.pairs, self._tokenizer).sources([prompt])
         if source.uncut > len(source.ids):
             output.say(
                 f"brt: read {len(source.ids):,} of the document's {source.uncut:,} tokens; "

@@ -30,11 +30,9 @@ from brt.tasks.interface import (
     count_scored,
 )
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
-from brt.tasks.summarization import preparation, tokenization
 from brt.tasks.summarization.evaluation import SummaryEvaluator, is_lossless, scored_bytes
-from brt.tasks.summarization.forward import network, predict
-from brt.tasks.summarization.preparation import PairDataset, PairReader, Preparation
-from brt.tasks.summarization.summaries import SummaryWriter, special_tokens
+from brt.tasks.summarization.preparation import PairPreparation, PairReader
+from brt.tasks.summarization.summaries import SummaryWriter, network, predict, special_tokens
 from brt.tasks.summarization.tokenization import PairTokenizer
 from brt.tasks.weights import Tokenizer, Weights, fill_in_vocabulary
 from brt.types import PairBatch, Variables
@@ -51,7 +49,8 @@ class Summarization(Task):
 
     name = "summarization"
     sections = TASK_SECTIONS["summarization"]
-    model, data = "seq2seq", "pairs"
+    model, data, preparation = "seq2seq", "pairs", PairPreparation
+    row_reader = PairReader
     generates_text = exports = True
     metrics = (BITS_PER_BYTE, BITS_PER_TOKEN)
     table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
@@ -84,28 +83,10 @@ class Summarization(Task):
                     "weights: with brt.convert --extend_positions)"
                 )
 
-    def open(self, config: Config, *, progress: bool = True) -> PairDataset:
-        return preparation.prepare(config.pairs, progress)
-
-    def open_split(
-        self, config: Config, split: str, tokenizer: PairTokenizer, known: Path | None = None
-    ) -> PairDataset:
-        return Preparation(config.pairs).open_split(split, tokenizer, known)
-
-    def load_tokenizer(self, file: Path) -> PairTokenizer:
-        return tokenization.load(str(file))
-
     def resolve(self, config: Config, dataset: Dataset) -> Config:
         tokenizer = dataset.tokenizer
         ids = self.required_vocab_size(tokenizer)
         return fill_in_vocabulary(config, self.model, tokenizer, ids)
-
-    def reader(self, config: Config, dataset: Dataset) -> PairReader:
-        section, t = config.pairs, config.training
-        return PairReader(
-            store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
-            seed=t.seed,
-        )  # fmt: skip
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
         return seq2seq.init(network(config), key)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from brt.data import originals, tokenizer_files
-from brt.data.chunks import Ids
+from brt.data.tokenizers import Ids
 from brt.errors import ConfigError, DataError
 
 START, END, PAD = "<s>", "</s>", "<pad>"  # The tokenizers of T5 and BART use these names.

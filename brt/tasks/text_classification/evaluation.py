@@ -8,8 +8,8 @@ model's outputs for a row: the number of labels, or 1 for a number.
 import abc
 import math
 import textwrap
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +19,13 @@ import scipy
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
-from brt.data.chunks import Ids
-from brt.data.texts.batches import TextReader
-from brt.tasks.arguments import EvaluationRequest
-from brt.tasks.encoders import EncoderTask, TimedFunction
-from brt.tasks.heads import HeadEvaluator, HeadResult, metric_table
+from brt.data.tokenizers import Ids
+from brt.tasks.encoders import HeadEvaluator, HeadResult, metric_table
 from brt.types import TextBatch
 
 _SHOWN = 60  # An example shows at most this number of characters of a text.
 Confusion = Int[np.ndarray, "true guessed"]
 Numbers = Float[np.ndarray, " N"]
-
-
-class SentenceScores(NamedTuple):
-    """Metrics of all rows together, and the prediction for each row."""
-
-    metrics: dict[str, Any]
-    summary: str  # a phrase with the most important metrics
-    rows: list[dict[str, Any]]  # the prediction for each row, as JSON
-    shown: list[str]  # each prediction as text for people
 
 
 class SentenceEvaluator(HeadEvaluator):
@@ -49,10 +37,6 @@ class SentenceEvaluator(HeadEvaluator):
     bits: ClassVar[str]  # name of the metric with the bits per row
     score_name: ClassVar[str]  # name of the metric, in percent, that is the score
     forms: ClassVar[dict[str, str]]  # format of each metric in a table
-
-    def __init__(self, task: EncoderTask, request: EvaluationRequest):
-        super().__init__(task, request)
-        self._section = request.config.sentences
 
     @staticmethod
     @abc.abstractmethod
@@ -67,8 +51,10 @@ class SentenceEvaluator(HeadEvaluator):
         """
 
     @abc.abstractmethod
-    def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> SentenceScores:
+    def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> HeadResult:
         """Compares the predictions with the true labels or numbers in the store.
+
+        The result has the metrics that follow from them alone, and each prediction.
 
         `order` has the index in the store of each row of `predictions`.
         """
@@ -84,27 +70,15 @@ class SentenceEvaluator(HeadEvaluator):
 
         return read
 
-    def batches(self, limit: int) -> Iterator[TextBatch]:
-        return TextReader.evaluation(
-            self.store, batch_size=self.batch_size, limit=limit,
-            buckets=self._section.buckets, max_length=self._section.max_length,
-        )  # fmt: skip
-
-    def summarize(
-        self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
-    ) -> HeadResult:
+    def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
         order, nats = list(outputs), [float(row[1]) for row in outputs.values()]
         scores = self.score(order, np.stack([row[0] for row in outputs.values()]))
-        kind = config.attention.kind
         metrics = {
-            "attention": kind,
             "rows": len(order),
             **scores.metrics,
             "score": scores.metrics[self.score_name],
             "score_name": self.score_name,
             self.bits: sum(nats) / math.log(2) / max(len(order), 1),
-            "left_out": self.store.manifest["rows"]["bad"],
-            **timed.speed("tokens"),
         }
         rows = [
             {"id": self.store.ids[row], **prediction, "nats": row_nats}
@@ -114,15 +88,14 @@ class SentenceEvaluator(HeadEvaluator):
             f"{self.store.ids[row]}, {self._beginning(row)}: {text}"
             for row, text in zip(order, scores.shown, strict=True)
         ]
-        return HeadResult(kind, metrics, scores.summary, rows, shown)
+        return HeadResult(metrics, scores.summary, rows, shown)
 
     def _beginning(self, row: int) -> str:
         texts = self.dataset.tokenizer.texts(self.store.read(row))
         return " / ".join(repr(textwrap.shorten(t, _SHOWN, placeholder=" ...")) for t in texts)
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
-        title = f"{report['rows']:,} sentences{left_out}, trained with {report['trained_with']}"
+        title = f"{self.title(report, 'rows', 'sentences')}, trained with {report['trained_with']}"
         return [f"{title} attention", "", *metric_table(report, results, self.forms)]
 
 
@@ -149,7 +122,7 @@ class Classifier(SentenceEvaluator):
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets[:, 0])
         return jnp.where(batch.scored[:, 0], nats, 0.0)
 
-    def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> SentenceScores:
+    def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> HeadResult:
         labels, true = self.store.labels, self.store.targets[order]
         guesses = np.argmax(predictions, axis=1)
         metrics = metrics_from_confusion(confusion(true, guesses, len(labels)), labels)
@@ -165,7 +138,7 @@ class Classifier(SentenceEvaluator):
             f"{r['label']}, guessed {r['prediction']} ({max(r['probabilities']):.0%})" for r in rows
         ]
         summary = f"{metrics['accuracy']:.2f} % right, Matthews {metrics['matthews']:.3f}"
-        return SentenceScores(metrics, summary, rows, shown)
+        return HeadResult(metrics, summary, rows, shown)
 
 
 class Regressor(SentenceEvaluator):
@@ -196,7 +169,7 @@ class Regressor(SentenceEvaluator):
         nats = jnp.square(logits - batch.targets) / 2 + math.log(2 * math.pi) / 2
         return jnp.where(batch.scored, nats, 0.0)[:, 0]
 
-    def score(self, order: list[int], predictions: Float[np.ndarray, "N 1"]) -> SentenceScores:
+    def score(self, order: list[int], predictions: Float[np.ndarray, "N 1"]) -> HeadResult:
         true, guessed = self.store.targets[order], predictions[:, 0]
         metrics = {
             "pearson": 100 * pearson(true, guessed),
@@ -209,7 +182,7 @@ class Regressor(SentenceEvaluator):
         ]
         shown = [f"{r['number']:g}, guessed {r['prediction']:.2f}" for r in rows]
         summary = f"Pearson {metrics['pearson']:.2f} %, Spearman {metrics['spearman']:.2f} %"
-        return SentenceScores(metrics, summary, rows, shown)
+        return HeadResult(metrics, summary, rows, shown)
 
 
 def metrics_from_confusion(table: Confusion, labels: tuple[str, ...]) -> dict[str, Any]:

@@ -6,26 +6,22 @@ or have common names such as "sentence" and "label".
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from brt import config
 from brt.config.checks import column
-from brt.data import generated
-from brt.data.rows import ragged, store, tables
-from brt.data.rows.preparation import RowCorpus
-from brt.data.rows.ragged import Ragged
-from brt.data.rows.store import RowStore
-from brt.data.rows.tables import Row
-from brt.data.rows.tally import BadRow, Tally
-from brt.data.texts.preparation import TextPreparation
-from brt.data.texts.tokenization import TextTokenizer
+from brt.data import generated, stores, tables
+from brt.data.preparation import Corpus, TextPreparation, in_groups
+from brt.data.quarantine import BadRow, Tally
+from brt.data.stores import Ragged, RowStore
+from brt.data.tables import Row
+from brt.data.text_tokenizers import TextTokenizer
 from brt.errors import ConfigError, DataError
 
 ENDINGS = (*tables.FORMATS, ".tsv")
@@ -46,7 +42,6 @@ IDS = ("id", "idx", "index")
 # generated text changes, so that data in the cache are prepared again.
 VERSION = 1
 FILLERS, GENERATED_LABELS, WORDS = 60, ("animal", "plant", "stone"), 6
-TOGETHER = 512  # This number of rows is tokenized in parallel.
 
 
 class Example(NamedTuple):
@@ -85,12 +80,8 @@ def read_examples(
 
 def choose_columns(table: str, header: Collection[str], section: config.Sentences) -> Columns:
     """Returns the columns that are read from a table: those that `section` names, or usual ones."""
-    exist = f"its columns are {', '.join(header)}"
-    for role in ("first", "second", "label", "id"):
-        if (name := column(section, role)) and name not in header:
-            raise DataError(
-                f"{table} has no column '{name}' as Data.columns says for '{role}'; {exist}"
-            )
+    roles = ("first", "second", "label", "id")
+    exist = tables.check_columns(table, header, {role: column(section, role) for role in roles})
     configured = tuple(filter(None, (section.first_field, section.second_field)))
     common = (names for names in SENTENCES if all(name in header for name in names))
     texts = configured or next(common, ())
@@ -106,48 +97,44 @@ def choose_columns(table: str, header: Collection[str], section: config.Sentence
 
 
 def _example(
-    row: Row, columns: Columns, count: int, read_label: Callable[[Any], str | float]
+    row: Row, columns: Columns, count: int, read_label: Callable[[Any, str], str | float]
 ) -> Example | BadRow:
-    texts = []
-    for name in columns.texts:
-        try:
-            text = tables.text_of(row.values, name)
-        except ValueError as error:
-            return BadRow(row.name, str(error))
-        if not text.strip():
-            what = "no text" if text else "nothing"
-            return BadRow(row.name, f"has {what} in '{name}'")
-        texts.append(text)
     try:
-        label = read_label(row.values.get(columns.label))
-    except ValueError as error:
-        return BadRow(row.name, f"{error} in '{columns.label}'")
-    try:
+        texts = tuple(_text(row.values, name) for name in columns.texts)
+        label = read_label(row.values.get(columns.label), columns.label)
         id = tables.row_id(row.values.get(columns.id), count)
     except ValueError as error:
         return BadRow(row.name, str(error))
-    return Example(row.name, id, tuple(texts), label)
+    return Example(row.name, id, texts, label)
 
 
-def _class(value: Any) -> str:
+def _text(values: Mapping[str, Any], column: str) -> str:
+    text = tables.text_of(values, column)
+    if not text.strip():
+        raise ValueError(f"has {'no text' if text else 'nothing'} in '{column}'")
+    return text
+
+
+def _class(value: Any, column: str) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, float):
         raise ValueError(
-            f"has the number {value} for a label (Training.task = 'text_regression' learns numbers)"
+            f"has the number {value} for a label (Training.task = 'text_regression' learns "
+            f"numbers) in '{column}'"
         )
     if value is None or value == "":
-        raise ValueError("has no label")
-    return str(value) if isinstance(value, int) else tables.text_value(value)
+        raise ValueError(f"has no label in '{column}'")
+    return str(value) if isinstance(value, int) else tables.text_value(value, column)
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, column: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"has {value!r}, which is no number,")
+        raise ValueError(f"has {value!r}, which is no number, in '{column}'")
     return number
 
 
@@ -182,11 +169,11 @@ class SentenceStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path) -> "SentenceStore":
-        with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
+        with stores.opened(directory, facts={"rows": {"bad": int}}) as opened:
             columns = {name: opened.columns[name] for name in ("targets", "ids", "labels")}
             tokens = opened.ragged("tokens")
             if columns["labels"]:
-                store.check_indices("targets", columns["targets"], len(columns["labels"]))
+                stores.check_indices("targets", columns["targets"], len(columns["labels"]))
             if {*map(len, (columns["targets"], columns["ids"]))} != {len(tokens)}:
                 raise ValueError("its columns have different lengths")
         return cls(directory=directory, manifest=opened.manifest, tokens=tokens, **columns)
@@ -223,7 +210,7 @@ class SentenceStore(RowStore):
         )
 
 
-class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
+class SentenceDataset(Corpus[TextTokenizer, SentenceStore]):
     """Prepared sentences that are opened for reading.
 
     The index of a label is the same in all splits.
@@ -237,27 +224,14 @@ class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
         return self.split("train").labels
 
 
-def prepare(
-    section: config.Sentences, progress: bool = True, *, numbers: bool = False
-) -> SentenceDataset:
-    return Preparation(section, progress, numbers).open()
+class SentencePreparation(TextPreparation):
+    """Prepares and opens the sentences that a config section describes."""
 
-
-class Preparation(TextPreparation):
-    """Prepares and opens the sentences that a config section describes.
-
-    If `numbers` is True, labels are real numbers instead of classes.
-    """
-
-    dataset = SentenceDataset
+    dataset, store, kind = SentenceDataset, SentenceStore, "Sentences"
     endings, version = ENDINGS, VERSION
-
-    def __init__(self, section: config.Sentences, progress: bool = True, numbers: bool = False):
-        super().__init__(section, progress)
-        self._numbers = numbers
-        self.kind = "Sentences with numbers" if numbers else "Sentences"
-        # The training rows, which are written first, determine the labels of all splits.
-        self._labels: tuple[str, ...] = ()
+    numbers: ClassVar[bool] = False  # the labels are real numbers, not classes
+    # The training rows, which are written first, determine the labels of all splits.
+    _labels: tuple[str, ...] = ()
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceDataset:
         self._labels = sort_labels(set(self.section.labels))
@@ -268,66 +242,68 @@ class Preparation(TextPreparation):
         return {"labels": self.section.labels}
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
-        opened, labels = SentenceStore.open(directory), self.section.labels
+        opened, labels = super().open_store(directory, encoder), self.section.labels
         return opened.with_labels(labels) if labels else opened
 
-    def texts(self) -> Iterator[str]:
-        for row in self.training_rows():
-            yield from row.texts
+    def texts(self) -> Iterator[list[str]]:
+        for row in self.usable("train"):
+            yield from ([text] for text in row.texts)
 
     def content(self, row: Example) -> str:
         """Returns the sentences, so that rows with equal sentences are in one split."""
         return "\n".join(row.texts)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
-        if self._numbers and any(name.startswith(generated.PREFIX) for name in names):
+        if self.numbers and any(name.startswith(generated.PREFIX) for name in names):
             raise DataError(
                 f"Data.{split} = {names} is generated with classes for labels, but "
                 "Training.task = 'text_regression' reads numbers; name your own files"
             )
         return generated.read(
             names, examples,
-            lambda files: read_examples(files, self.section, self._numbers),
+            lambda files: read_examples(files, self.section, self.numbers),
         )  # fmt: skip
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
         tokens, labels, ids, cut = [], [], [], 0
         rows = tally.refuse_or_skip(_known(self.read(split), self._labels), section.errors)
-        for group in iter(lambda: list(itertools.islice(rows, TOGETHER)), []):
-            for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
+        for group in in_groups(rows):
+            encodings = iter(tokenizer.encode([text for row in group for text in row.texts]))
+            for row in group:
+                parts = [next(encodings).ids for _ in row.texts]
                 shortened = truncate_texts(parts, limit - tokenizer.special_count(len(parts)))
                 cut += sum(map(len, shortened)) < sum(map(len, parts))
                 tokens.append(tokenizer.wrap(*shortened))
                 labels.append(row.label)
                 ids.append(row.id)
-        if self._numbers:
-            targets, counts = _number_targets(labels)
+        if self.numbers:
+            targets = np.array(labels, np.float32)
+            counts = f"{min(labels):g} to {max(labels):g}"
         else:
-            self._labels = self._labels or sort_labels(set(labels))
-            targets, counts = _label_targets(labels, self._labels)
+            known = self._labels = self._labels or sort_labels(set(labels))
+            targets = np.array([known.index(label) for label in labels], np.int32)
+            counts = ", ".join(f"{labels.count(label):,} {label}" for label in known)
         if len(self._labels) == 1:
             raise DataError(
                 f"Data.{split} = {getattr(section, split)} has one label only, "
                 f"{self._labels[0]!r}; name sources with two at least"
             )
-        texts = {"ids": ids, "labels": self._labels}
-        facts = {"texts": list(texts), "rows": tally.report(), "cut": cut}
-        content = ragged.from_rows(tokens, np.dtype(np.int32)).columns("tokens")
-        store.finish(directory, {**content, "targets": targets, **texts}, facts)
+        columns = {
+            "tokens": Ragged.from_rows(tokens),
+            "targets": targets,
+            "ids": ids,
+            "labels": self._labels,
+        }
+        stores.finish(directory, columns, {"rows": tally.report(), "cut": cut})
         text = f"{len(ids):,} sentences ({counts}), {sum(map(len, tokens)):,} tokens"
         return text + (f"; cut {cut:,} to {limit} tokens" if cut else "")
 
 
-def _label_targets(
-    labels: list[str], known: tuple[str, ...]
-) -> tuple[Int[np.ndarray, " rows"], str]:
-    counts = ", ".join(f"{labels.count(label):,} {label}" for label in known)
-    return np.array([known.index(label) for label in labels], np.int32), counts
+class NumberPreparation(SentencePreparation):
+    """Prepares and opens sentences with real numbers instead of classes."""
 
-
-def _number_targets(labels: list[float]) -> tuple[Float[np.ndarray, " rows"], str]:
-    return np.array(labels, np.float32), f"{min(labels):g} to {max(labels):g}"
+    kind, numbers = "Sentences with numbers", True
 
 
 def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterator[Example | BadRow]:
@@ -338,12 +314,6 @@ def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterato
             yield BadRow(row.name, f"has the label {row.label!r}, Data.train only {existing}")
         else:
             yield row
-
-
-def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.ndarray]]:
-    encodings = iter(tokenizer.encode([text for row in rows for text in row.texts]))
-    for row in rows:
-        yield [next(encodings).ids for _ in row.texts]
 
 
 def truncate_texts(texts: list[np.ndarray], limit: int) -> list[np.ndarray]:

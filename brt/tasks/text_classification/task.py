@@ -1,7 +1,6 @@
 """The tasks of text classification and text regression, for sentences or pairs of sentences."""
 
 import dataclasses
-from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -10,16 +9,13 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Encoder
 from brt.config.shared import TASK_SECTIONS
-from brt.data.texts import tokenization
-from brt.data.texts.batches import TextReader
-from brt.data.texts.tokenization import TextTokenizer
+from brt.data.readers import TextReader
 from brt.errors import ConfigError
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
 from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
-from brt.tasks.text_classification import preparation
 from brt.tasks.text_classification.evaluation import Classifier, Regressor, SentenceEvaluator
-from brt.tasks.text_classification.preparation import Preparation, SentenceDataset
+from brt.tasks.text_classification.preparation import NumberPreparation, SentencePreparation
 
 
 class TextClassification(EncoderTask):
@@ -28,7 +24,8 @@ class TextClassification(EncoderTask):
     name = "text_classification"
     head = "classification"
     sections = TASK_SECTIONS["text_classification"]
-    data = "sentences"
+    data, preparation = "sentences", SentencePreparation
+    row_reader = TextReader
     metrics = (
         Metric("bits_per_label", "bits per label"),
         Metric("accuracy", "accuracy %", ".2f"),
@@ -38,23 +35,10 @@ class TextClassification(EncoderTask):
     table_metrics = (SCORE,)
     # It also defines the loss of a row.
     evaluator_class: ClassVar[type[SentenceEvaluator]] = Classifier
-    numbers: ClassVar[bool] = False  # the labels are real numbers, not classes
 
     def check(self, config: Config) -> None:
+        super().check(config)
         self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
-
-    def open(self, config: Config, *, progress: bool = True) -> SentenceDataset:
-        return preparation.prepare(config.sentences, progress, numbers=self.numbers)
-
-    def open_split(
-        self, config: Config, split: str, tokenizer: TextTokenizer, known: Path | None = None
-    ) -> SentenceDataset:
-        return Preparation(config.sentences, numbers=self.numbers).open_split(
-            split, tokenizer, known
-        )
-
-    def load_tokenizer(self, file: Path) -> TextTokenizer:
-        return tokenization.load(str(file), "Data.tokenizer")
 
     def sizes_are_configured(self, config: Config) -> bool:
         """The size of the model's output is the number of labels, which depends on the data."""
@@ -75,13 +59,6 @@ class TextClassification(EncoderTask):
             sentences=dataclasses.replace(config.sentences, labels=labels),
         )
 
-    def reader(self, config: Config, dataset: Dataset) -> TextReader:
-        section, t = config.sentences, config.training
-        return TextReader(
-            store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
-            seed=t.seed, max_length=section.max_length,
-        )  # fmt: skip
-
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
@@ -101,8 +78,10 @@ class TextClassification(EncoderTask):
         return self.evaluator_class(self, request)
 
     def next_steps(self, workdir: str) -> list[str]:
-        column = "score" if self.numbers else "label"
-        task = f"--gin_bindings=\"Training.task = '{self.name}'\" " if self.numbers else ""
+        column = "score" if self.preparation.numbers else "label"
+        task = (
+            f"--gin_bindings=\"Training.task = '{self.name}'\" " if self.preparation.numbers else ""
+        )
         return [
             *encoder_next_steps(workdir),
             f'with your own sentences, a line of {{"sentence": ..., "{column}": ...}} each:',
@@ -124,16 +103,11 @@ class TextRegression(TextClassification):
         Metric("spearman", "Spearman %", ".2f"),
         Metric("root_mean_square_error", "root mean square error", ".3f"),
     )
-    evaluator_class = Regressor
-    numbers = True
+    preparation, evaluator_class = NumberPreparation, Regressor
+    unsmoothed = "regression"
 
     def check(self, config: Config) -> None:
-        smoothing, labels = config.training.label_smoothing, config.sentences.labels
-        if smoothing:
-            raise ConfigError(
-                f"Training.label_smoothing = {smoothing} has no effect on regression; remove it"
-            )
-        if labels:
+        if labels := config.sentences.labels:
             raise ConfigError(
                 f"Sentences.labels = {labels} is for classes; regression reads numbers"
             )

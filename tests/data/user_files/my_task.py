@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 import brt
-from brt.data.rows.batches import RowReader, padded
-from brt.data.rows.preparation import RowCorpus
+from brt.data.preparation import Corpus
+from brt.data.readers import RowReader, padded
 from brt.data.tokenizers import ByteTokenizer
 from brt.generation.search import choose
 from brt.tasks.arguments import UNCONTROLLED
@@ -50,7 +50,7 @@ class Parity(Task):
     def open(self, config, *, progress=True):
         draw, shape = np.random.default_rng(0).integers, (256, config.training.segment_length)
         splits = {x: Store(draw(0, 2, shape)) for x in ("train", "validation", "test")}
-        return RowCorpus(Path(), ByteTokenizer(), splits)
+        return Corpus(Path(), ByteTokenizer(), splits)
 
     def reader(self, config, dataset, split="train"):
         return Reader(store=dataset.split(split), batch_size=config.training.batch_size)

@@ -14,7 +14,7 @@ from model_settings import with_settings
 
 from brt.config import Config, Model, Sampling, Training
 from brt.data import tokenizers
-from brt.data.byte_level import ByteLevelTokenizer
+from brt.data.tokenizers import ByteLevelTokenizer
 from brt.errors import CheckpointError
 from brt.generation.session import Session
 from brt.interop.exporting import ExportSource

@@ -1,5 +1,6 @@
 """Tests metrics of the answers in memory tasks on a small example, read in several ways."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_answers_cost_what_their_tokens_cost(
 
 
 def test_an_answer_is_exact_where_every_token_is() -> None:
-    tally = answers.AnswerScores(SPANS)
+    collected = answers.TokenScores([13, 0, 27])
     right = {d: np.ones(n, bool) for d, n in ((0, 16), (2, 28))}
     right[2][17] = 0  # a token of the first answer of the third document
     right[2][20] = right[0][12] = right[0][8] = 0  # tokens outside of the answers
@@ -136,13 +137,16 @@ def test_an_answer_is_exact_where_every_token_is() -> None:
             [of[d][b * WINDOW :][:WINDOW] if d >= 0 else of[0][:WINDOW] for d, b in batch]
             for of in (nats, right)
         ]
-        tally.add(document, *(np.concatenate(part).reshape(2, 2 * WINDOW) for part in parts))
-    assert tally.answers() == [
+        collected.add(document, *(np.concatenate(part).reshape(2, 2 * WINDOW) for part in parts))
+    assert [collected.of(d).shape for d in range(3)] == [(2, 13), (2, 0), (2, 27)], "no padding"
+    scored = answers.scored_answers(SPANS, collected)
+    assert scored == [
         ScoredAnswer(5, 3, 9 + 10 + 11, True), ScoredAnswer(5, 3, 16 + 17 + 18, False),
         ScoredAnswer(17, 3, 22 + 23 + 24, True),
     ]  # fmt: skip
-    assert tally.answers(19) == tally.answers()[:2], "of documents that were read in part"
-    assert tally.answers(11) == []
+    in_part = answers.scored_answers(SPANS, collected, 19)
+    assert in_part == scored[:2], "of documents that were read in part"
+    assert answers.scored_answers(SPANS, collected, 11) == []
 
 
 def test_rows_are_windows_by_powers_of_two() -> None:
@@ -196,7 +200,7 @@ def test_documents_that_ask_for_nothing_are_read_as_ever(
     novel = [Document("novel.txt", iter([TEXTS["novel.txt"]]))]
     store = token_store.write(tmp_path / "test", novel, ByteTokenizer())
     alone = DocumentEvaluator(
-        EvaluationRequest(config(), dataset._replace(splits={"test": store}), "test")
+        EvaluationRequest(config(), dataclasses.replace(dataset, splits={"test": store}), "test")
     )(Variables(params))
     beside = evaluate(config(), dataset, params)
     assert "answers" not in alone.metrics and alone.draw is None and "answers" not in alone.text

@@ -23,7 +23,6 @@ from brt.tasks.language_modeling import comparison
 from brt.tasks.language_modeling.comparison import (
     CLASSES,
     ComparisonEvaluator,
-    TokenNats,
     token_classes,
 )
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
@@ -132,14 +131,6 @@ def test_other_documents_are_refused(folder: Path, tmp_path: Path) -> None:
         ComparisonEvaluator(
             EvaluationRequest(ours.config, ours.dataset, "test", windows=(16,), other=theirs)
         )
-
-
-def test_nats_are_collected_by_document_without_padding() -> None:
-    collected = TokenNats(np.array([3, 0, 5]))
-    collected(np.array([[0, 0], [2, -1]]), np.array([[1.0, 2, 3, 9], [4, 5, 9, 9]]))
-    collected(np.array([[-1, -1], [2, 2]]), np.array([[9.0, 9, 9, 9], [6, 7, 8, 9]]))
-    found = [nats.tolist() for nats in collected.documents()]
-    assert found == [[1, 2, 3], [], [4, 5, 6, 7, 8]]
 
 
 def classes_of(text: str, window: int, pattern: str = r"\w+|\W") -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.models.decoder import Decoder, new_state
 from brt.ops.distillation import divergence
-from brt.tasks.language_modeling.distillation import TEACHER, DistillationCarry, teacher_config
+from brt.tasks.language_modeling.objective import TEACHER, DistillationCarry, teacher_config
 from brt.training import run as runs
 from brt.training.state import constant_arrays
 

@@ -16,7 +16,7 @@ from brt.data import lanes, preparation
 from brt.data.preparation import Dataset
 from brt.errors import ConfigError
 from brt.tasks.arguments import EvaluationRequest, OtherModel
-from brt.tasks.language_modeling import ends
+from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.comparison import ComparisonEvaluator
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.windows import WindowEvaluator
@@ -68,9 +68,10 @@ def test_every_token_and_every_end_is_a_target_once_and_no_end_is_an_input(
     reader = tasks.from_config(config).reader(config, dataset)
     store = dataset.split("train")
     trained = [reader[step] for step in range(reader.steps_per_epoch)]
+    documents = evaluation.documents(config, dataset, "train")
     evaluated = [
         batch for batch, _ in lanes.evaluation_batches(
-            ends.documents(config, dataset, "train"), batch_size=3, segment_length=8, window=WINDOW
+            documents, batch_size=3, segment_length=8, window=WINDOW
         )
     ]  # fmt: skip
     text = [*store.tokens[:].tolist(), *[END] * len(LENGTHS)]
@@ -93,7 +94,7 @@ def test_a_limit_of_tokens_leaves_out_the_ends_that_are_behind_it(
 ) -> None:
     batches = [
         batch for batch, _ in lanes.evaluation_batches(
-            ends.documents(config, dataset, "train"), batch_size=2, segment_length=8,
+            evaluation.documents(config, dataset, "train"), batch_size=2, segment_length=8,
             window=WINDOW, tokens_per_document=limit,
         )
     ]  # fmt: skip
@@ -160,7 +161,7 @@ def test_only_the_last_part_of_a_document_that_is_divided_has_an_end(
     (tmp_path / "a.txt").write_text("It was late.\n\n" * 400)
     data = Data(train=(str(tmp_path / "a.txt"),), cache_dir=str(tmp_path / "cache"))
     divided = preparation.prepare(data, progress=False)
-    scored = {s: ends.documents(config, divided, s).end_id for s in divided.splits}
+    scored = {s: evaluation.documents(config, divided, s).end_id for s in divided.splits}
     assert scored == {"train": -1, "validation": -1, "test": END}
 
 
@@ -172,7 +173,7 @@ def test_models_without_end_tokens_score_none(config: Config, dataset: Dataset) 
     asked = dataclasses.replace(new, data=dataclasses.replace(new.data, score_ends="yes"))
     with pytest.raises(ConfigError, match=r"Data\.score_ends = 'yes' needs a model with an end"):
         task.resolve(asked, dataset)
-    assert ends.documents(new, dataset, "train") is dataset.split("train")
+    assert evaluation.documents(new, dataset, "train") is dataset.split("train")
 
 
 def test_a_run_goes_on_as_it_began(config: Config, dataset: Dataset) -> None:

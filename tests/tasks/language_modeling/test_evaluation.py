@@ -27,7 +27,7 @@ from brt.tasks.language_modeling.evaluation import (
     text_metrics,
     xz_bits_per_byte,
 )
-from brt.tasks.language_modeling.forward import block_nats
+from brt.tasks.language_modeling.forward import segment_scores
 from brt.types import Variables
 
 RELATIVE = 1e-6  # relative tolerance of float32 sums
@@ -184,9 +184,9 @@ def test_all_segments_of_both_readings_take_one_program(
 
     def counted(*given: Any) -> Any:
         traces.append(given)
-        return block_nats(*given)
+        return segment_scores(*given)
 
-    monkeypatch.setattr(evaluation, "block_nats", counted)
+    monkeypatch.setattr(evaluation, "segment_scores", counted)
     placed = jax.device_put(params, jax.devices()[0])  # as restored parameters are
     result = evaluator(dataset, 2, 8, ablate="state")(Variables(placed))
     assert result.metrics["ablation"]["bits"] != result.metrics["bits"]

@@ -17,7 +17,7 @@ from brt.layers.sections import Recurrence
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.language_modeling.differences import basis, paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
-from brt.tasks.language_modeling.windows import BlockNats, WindowEvaluator
+from brt.tasks.language_modeling.windows import WindowEvaluator
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -97,13 +97,6 @@ def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
 def test_intervals_over_few_documents_are_called_weak() -> None:
     assert "2 documents" in basis(2) and "say little" in basis(2)
     assert "200 documents" in basis(200) and "say little" not in basis(200)
-
-
-def test_blocks_are_counted_at_their_place_in_the_document() -> None:
-    collected = BlockNats(2)
-    collected(np.array([[0, 0, 1], [-1, -1, -1]]), np.array([[1.0, 2.0, 4.0], [9, 9, 9]]))
-    collected(np.array([[1, 1, 0]]), np.array([[8.0, 16.0, 32.0]]))
-    np.testing.assert_array_equal(collected.sums([0, 16, 32], 16), [1 + 4, 2 + 8, 16 + 32])
 
 
 def test_windows_that_cannot_be_compared_are_refused(request_and_variables: tuple) -> None:

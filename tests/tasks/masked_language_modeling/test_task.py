@@ -21,7 +21,7 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models import encoder, seq2seq
 from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
-from brt.tasks.masked_language_modeling.evaluation import mask_batch, token_entropy
+from brt.tasks.masked_language_modeling.task import mask_batch, token_entropy
 from brt.types import Batch, Variables
 
 LENGTH = 20
@@ -133,7 +133,7 @@ def test_entropy_is_of_the_shares_of_tokens(texts: Dataset) -> None:
     tokens = np.array([3] * 4 + [0] * 2 + [9, 7], np.uint8)
     np.testing.assert_allclose(token_entropy(tokens), 0.5 + 0.5 + 3 / 8 + 3 / 8)
     assert token_entropy(tokens[:4]) == 0
-    both = texts._replace(splits={"validation": texts.split("test")})
+    both = dataclasses.replace(texts, splits={"validation": texts.split("test")})
     name, bits = TASK.baseline(CONFIG, both)
     assert name == "entropy of single tokens" and 1 < bits < math.log2(5)
     assert TASK.baseline(CONFIG, texts) is None, "without validation data"

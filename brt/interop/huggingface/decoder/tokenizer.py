@@ -10,8 +10,7 @@ from typing import Any
 
 from brt import untrusted
 from brt.data import tokenizer_files
-from brt.data.byte_level import BYTE_OF_CHARACTER
-from brt.data.tokenizers import ByteTokenizer, Tokenizer
+from brt.data.tokenizers import BYTE_OF_CHARACTER, ByteTokenizer, Tokenizer
 from brt.interop.huggingface import files
 
 # The exported byte tokenizer has this name for BOS. The id of BOS is 0, the byte NUL, which never

@@ -24,7 +24,7 @@ from brt.layers.runs import StackState, runs
 from brt.models.decoder import new_state
 from brt.tasks.interface import Aux, LossInputs
 from brt.tasks.language_modeling.forward import block_nats
-from brt.tasks.language_modeling.loss import loss
+from brt.tasks.language_modeling.objective import loss
 from brt.tasks.language_modeling.probe.states import layer_states, with_states
 from brt.types import Batch, Variables
 

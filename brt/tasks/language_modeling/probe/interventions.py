@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
-from brt.data.rows.on_disk import InMemory
+from brt.data.stores import InMemory
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import place_like
@@ -283,6 +283,6 @@ def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
         names=(*store.names, donor.names[longest]),
         # `lost` counts the bytes of each document that tokenization loses. The donor's document
         # gets the count 0, because no result includes its score.
-        lost=None if store.lost is None else np.r_[store.lost, 0],
+        lost=np.r_[store.lost, 0],
         **changes,
     )

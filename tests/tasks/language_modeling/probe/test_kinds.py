@@ -14,8 +14,8 @@ from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.probe import job
+from brt.tasks.language_modeling.probe.job import text
 from brt.tasks.language_modeling.probe.states import StateProbe
-from brt.tasks.language_modeling.probe.text import text
 from brt.types import Variables
 
 

@@ -1,10 +1,7 @@
-import json
-
 import numpy as np
 import pytest
 
 from brt.config import Speech
-from brt.data import lanes
 from brt.tasks.speech_recognition import preparation
 from brt.tasks.speech_recognition.preparation import SpeechReader
 
@@ -13,7 +10,7 @@ from brt.tasks.speech_recognition.preparation import SpeechReader
 def store(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("cache"))
     speech = Speech(train=("generated:b/11",), validation=(), test=(), cache_dir=directory)
-    return preparation.prepare(speech, progress=False).split("train")
+    return preparation.SpeechPreparation(speech, False).open().split("train")
 
 
 @pytest.fixture(params=[(), (180, 400)])
@@ -41,30 +38,3 @@ def test_a_batch_has_features_and_tokens_of_its_rows(store, buckets):
             assert batch.valid[i, : len(features)].all() and batch.scored[i, : len(targets)].all()
         seen += batch.row[batch.row >= 0].tolist()
     assert sorted(seen) == list(range(11))
-
-
-def test_resuming_gives_the_same_batches(store, buckets):
-    read = reader(store, buckets=buckets)
-    iterator, states, found = lanes.iterate(read), [], []
-    for _ in range(5):
-        states.append(json.loads(json.dumps(iterator.get_state())))
-        found.append(next(iterator))
-    iterator.close()
-    again = lanes.iterate(reader(store, buckets=buckets))
-    again.set_state(states[2])
-    for batch in found[2:]:
-        assert all(np.array_equal(a, b) for a, b in zip(next(again), batch, strict=True))
-    again.close()
-
-
-def test_the_largest_batch_has_the_longest_bucket_and_no_row(store, buckets):
-    read = reader(store, buckets=buckets)
-    largest = read.largest()
-    assert read.positions(largest) == largest.valid.size
-    assert largest.features.shape == (4, (buckets or (store.lengths.max(),))[-1], store.width)
-    assert not largest.valid.any() and (largest.row == -1).all()
-
-
-def test_evaluation_reads_every_utterance_once(store, buckets):
-    found = preparation.evaluation_batches(store, batch_size=4, buckets=buckets)
-    assert sorted(r for batch in found for r in batch.row if r >= 0) == list(range(11))

@@ -7,7 +7,6 @@ from recordings import arrays
 from brt.config import Speech
 from brt.errors import DataError
 from brt.tasks.speech_recognition import preparation
-from brt.tasks.speech_recognition.preparation import SpeechStore
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def make(tmp_path, write_npz):
 
 
 def prepare(speech):
-    return preparation.prepare(speech, progress=False)
+    return preparation.SpeechPreparation(speech, False).open()
 
 
 def test_stores_have_what_the_files_have(make):
@@ -79,19 +78,6 @@ def test_speakers_are_normalized_together(make, write_npz):
         prepare(make(normalization="speaker"))
 
 
-def test_what_is_prepared_is_opened_again_and_other_settings_are_other_stores(make):
-    speech = make()
-    first, again = prepare(speech), prepare(speech)
-    assert first.directory == again.directory
-    assert first.split("train").fingerprint == again.split("train").fingerprint
-    other = prepare(dataclasses.replace(speech, stride=2))
-    assert other.directory != first.directory
-    assert other.split("train").fingerprint != first.split("train").fingerprint
-    (first.directory / "train/features.bin").write_bytes(b"1234")
-    with pytest.raises(DataError, match="train is damaged .*another size than its rows"):
-        SpeechStore.open(first.directory / "train")
-
-
 TOO_SHORT = "has 4 frames, of which its 4 tokens need 5"
 CASES = {
     "tokens": ({"stride": 5}, f"2 of 3 rows of train cannot be used: train-0 {TOO_SHORT}", [2]),
@@ -109,7 +95,7 @@ def test_utterances_that_ctc_cannot_place_are_refused_or_left_out(make, case, ca
     speech = make(**settings, validation=())
     with pytest.raises(DataError, match=message + ".*Data.errors = 'skip'"):
         prepare(speech)
-    dataset = preparation.prepare(dataclasses.replace(speech, errors="skip"))
+    dataset = preparation.SpeechPreparation(dataclasses.replace(speech, errors="skip")).open()
     assert dataset.split("train").ids == tuple(f"train-{i}" for i in kept)
     assert f"{3 - len(kept)} of 3 rows of train cannot be used" in capsys.readouterr().err
     assert dataset.split("train").manifest["rows"]["bad"] == 3 - len(kept)

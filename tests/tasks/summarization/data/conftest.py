@@ -4,7 +4,7 @@ import sentencepiece
 import tokenizers
 
 from brt.data import sources, tokenizer_training
-from brt.data.rows.ragged import Ragged
+from brt.data.stores import Ragged
 from brt.tasks.summarization import tokenization
 from brt.tasks.summarization.preparation import PairStore
 

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -125,20 +123,6 @@ def test_a_batch_is_the_same_from_wherever_one_comes(store, buckets):
     assert read.epoch(3 * read.steps_per_epoch) == 3
 
 
-def test_resuming_gives_the_same_batches(make_store):
-    read = reader(make_store(LENGTHS["mixed"]), buckets=(8, 32))
-    iterator, states, found = lanes.iterate(read), [], []
-    for _ in range(2 * read.steps_per_epoch + 1):
-        states.append(json.loads(json.dumps(iterator.get_state())))
-        found.append(next(iterator))
-    iterator.close()
-    again = lanes.iterate(read)
-    for step in (0, 5, len(found) - 1):
-        again.set_state(states[step])
-        assert all(equal(next(again), batch) for batch in found[step:])
-    again.close()
-
-
 def test_a_state_of_another_reader_is_refused(make_store):
     store = make_store(LENGTHS["mixed"])
     state = lanes.iterate(reader(store, buckets=(8, 32))).get_state()
@@ -155,7 +139,7 @@ def test_a_state_of_another_reader_is_refused(make_store):
 
 
 def test_evaluation_reads_every_pair_once(store, buckets):
-    found = [*preparation.evaluation_batches(store, batch_size=4, buckets=buckets)]
+    found = [*preparation.PairReader.evaluation(store, batch_size=4, buckets=buckets)]
     assert sorted(rows_of(found)) == [*range(len(store))]
     assert all(batch.source.shape[0] == 4 for batch in found)
 

@@ -1,7 +1,7 @@
 import pytest
 
-from brt.data.rows.tables import Row
-from brt.data.rows.tally import BadRow
+from brt.data.quarantine import BadRow
+from brt.data.tables import Row
 from brt.errors import DataError
 from brt.tasks.summarization import columns
 from brt.tasks.summarization.columns import Columns

@@ -1,11 +1,9 @@
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from brt import config
-from brt.data.rows.preparation import Preparation
-from brt.errors import ConfigError, DataError
+from brt.errors import DataError
 from brt.tasks.summarization import preparation
 
 
@@ -39,7 +37,7 @@ def make(tmp_path, files):
             **{split: (str(path),) for split, path in files.items()},
             "tokenizer": "train:400", "cache_dir": str(tmp_path / "cache"), **settings,
         }  # fmt: skip
-        return preparation.prepare(config.Pairs(**settings), progress=progress)
+        return preparation.PairPreparation(config.Pairs(**settings), progress).open()
 
     return prepare
 
@@ -57,34 +55,6 @@ def test_documents_and_summaries_come_back(make, files):
         assert decoded(dataset, split) == [row["document"] for row in rows]
         assert [store.summary(i) for i in range(len(store))] == [row["summary"] for row in rows]
         assert list(store.ids) == [row["id"] for row in rows]
-
-
-def test_the_same_content_is_prepared_once(make, files, monkeypatch):
-    first = make()
-    monkeypatch.setattr(Preparation, "_build", lambda *_: pytest.fail("made again"))
-    assert make().directory == first.directory
-    assert make(buckets=(512, 1024)).directory == first.directory
-    monkeypatch.undo()
-    files["test"].write_text(files["test"].read_text().replace("the", "a"))
-    assert make().directory != first.directory
-
-
-@pytest.mark.slow_cases("change[2-7]")
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"prefix": "summarize: "},
-        {"max_source_length": 50},
-        {"max_target_length": 50},
-        {"truncation": "head_tail"},
-        {"errors": "skip"},
-        {"tokenizer": "train:410"},
-        {"columns": ("target=id",)},
-        {"columns": ("id=summary",)},
-    ],
-)
-def test_other_settings_are_another_corpus(make, change):
-    assert make(**change).directory != make().directory
 
 
 def test_a_tokenizer_file_is_kept_and_decides_the_ids(make, bart_json, tmp_path):
@@ -128,27 +98,6 @@ def test_bad_rows_are_counted_and_refused(make, spoilt, tmp_path):
     assert not [*(tmp_path / "cache").iterdir()]
 
 
-def test_bad_rows_are_skipped_and_reported(make, spoilt, capsys):
-    dataset = make(errors="skip", progress=True)
-    store = dataset.split("train")
-    assert len(store) == 57
-    assert "train-4" not in store.ids and "train-5" in store.ids
-    told = capsys.readouterr().err
-    assert "3 of 60 rows of train cannot be used: " in told and "empty summary" in told
-    assert store.manifest["rows"]["bad"] == 3
-    assert store.manifest["rows"]["first"][1] == f"{spoilt['train']}:8 has an empty summary"
-    make(errors="skip", progress=True)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_split_of_bad_rows_only_is_refused(make, files):
-    files["test"].write_text('{"document": "", "summary": "s"}\n' * 9)
-    with pytest.raises(
-        DataError, match=r"^9 of 9 rows of test cannot .*document and 6 more; repair"
-    ):
-        make(errors="skip")
-
-
 def test_what_was_cut_is_told_once(make, capsys):
     dataset = make(max_source_length=20, progress=True)
     told = capsys.readouterr().err
@@ -157,32 +106,3 @@ def test_what_was_cut_is_told_once(make, capsys):
     assert f"cut 60 documents by {cut['tokens']:,} tokens" in told
     make(max_source_length=20, progress=True)
     assert capsys.readouterr().err == ""
-
-
-def test_a_split_without_sources_is_absent(make):
-    dataset = make(test=())
-    assert [*dataset.splits] == ["train", "validation"]
-    with pytest.raises(DataError, match=r"there are no test pairs, only train, validation; name"):
-        dataset.split("test")
-
-
-def test_a_file_in_two_splits_is_refused(make, files):
-    files["test"].write_bytes(files["train"].read_bytes())
-    with pytest.raises(DataError, match=r"of Data\.test has the same content as .* Data\.train"):
-        make()
-
-
-def test_bad_tokenizers_name_their_setting(make):
-    with pytest.raises(ConfigError, match=r"Data\.tokenizer = 'train:many' must name a size"):
-        make(tokenizer="train:many")
-    with pytest.raises(DataError, match=r"Data\.tokenizer = 'train:90000' asks for more pieces"):
-        make(tokenizer="train:90000")
-    with pytest.raises(DataError, match=r"Data\.tokenizer = 'train:20' is too small"):
-        make(tokenizer="train:20")
-
-
-def test_preparing_twice_at_the_same_time(make):
-    with ThreadPoolExecutor(3) as pool:
-        found = [*pool.map(lambda _: make(), range(3))]
-    assert len({dataset.directory for dataset in found}) == 1
-    assert len({dataset.split("train").fingerprint for dataset in found}) == 1

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from brt import config
-from brt.data.rows.on_disk import OnDisk
+from brt.data.preparation import TOGETHER
+from brt.data.stores import OnDisk
 from brt.errors import DataError
 from brt.tasks.summarization import preparation, tokenization
 from brt.tasks.summarization.columns import Pair
@@ -20,19 +21,19 @@ def tokenizer(request):
 def pairs(lines):
     return [
         Pair(f"f:{i}", f"id é {i}", " ".join(lines[i : i + 1 + i % 5]), f"{lines[i][:150]} é\n")
-        for i in range(preparation.TOGETHER + 20)
+        for i in range(TOGETHER + 20)
     ]
 
 
 def write(directory, pairs, tokenizer, **settings):
     return preparation.write_pairs(
-        directory, iter(pairs), Encoder.of(config.Pairs(**settings), tokenizer)
+        directory, iter(pairs), Encoder(config.Pairs(**settings), tokenizer)
     )
 
 
 def test_what_was_written_is_read(tmp_path, pairs, tokenizer):
     opened = write(tmp_path / "s", pairs, tokenizer)
-    encoder = Encoder.of(config.Pairs(), tokenizer)
+    encoder = Encoder(config.Pairs(), tokenizer)
     assert len(opened) == len(opened.source) == len(opened.target) == len(pairs)
     for row, pair in enumerate(pairs):
         assert opened.source[row].tolist() == encoder.sources([pair.source])[0].ids.tolist()

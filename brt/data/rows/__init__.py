@@ -1,1 +1,0 @@
-"""Rows of any kind, such as pairs of texts: reads tables, prepares stores, and builds batches."""

@@ -1,1 +1,0 @@
-"""Tokenization, preparation and batches for text classification and question answering."""

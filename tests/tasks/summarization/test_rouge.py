@@ -1,0 +1,256 @@
+"""Tests that ROUGE scores equal those of the package rouge-score, and short cases by hand."""
+
+import random
+import re
+from collections.abc import Callable
+from importlib.resources import files
+
+import numpy as np
+import pytest
+
+from brt.errors import ConfigError, DataError
+from brt.tasks.summarization.rouge import (
+    PROTOCOLS,
+    RougeProtocol,
+    Score,
+    aggregate,
+    get_protocol,
+    rouge_l,
+    rouge_l_sum,
+    rouge_n,
+    sentences,
+    stem,
+)
+
+TOLERANCE = 1e-9
+NAMES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+NOVELS = sorted((files("brt.data") / "corpora/novels").glob("*/*.txt"))
+CAT, MAT = "the cat sat on the mat", "the dog and the cat sat on a mat"
+ODD = [
+    ("", ""),
+    ("", "a summary"),
+    ("a reference", ""),
+    ("...", "?!"),
+    ("\n\n \n", "a\n\nb"),
+    ("Straße und Über-Größe", "strasse und uber grosse"),
+    ("東京は首都です", "東京は首都です"),
+    ("İstanbul naïve ﬁx K9 x²", "istanbul naive fix k9 x2"),
+    ("one", "one one one one"),
+    ("a b c d e f g", "g f e d c b a"),
+    ("skies dying news 1990s generalizations oscillators", "sky die new 1990 general oscillate"),
+    ("police killed the gunman\nthe end", "the gunman\npolice killed the end killed"),
+]
+
+
+def by_lines(text: str) -> list[str]:
+    return text.split("\n")
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[str, str]]:
+    """Returns references with predictions, as pairs.
+
+    The references are paragraphs of novels, with shortened and shuffled predictions, and random
+    words.
+    """
+    rng = random.Random(0)
+    pairs = list(ODD)
+    for novel in NOVELS:
+        lines = [line for line in novel.read_text("utf-8").split("\n") if 80 < len(line) < 400]
+        for _ in range(6):
+            reference = rng.choice(lines).replace(". ", rng.choice([". ", ".\n", " . "]))
+            words = reference.split(" ")
+            kept = [w for w in words if rng.random() < 0.7] + rng.choice(lines).split(" ")[:12]
+            if rng.random() < 0.3:
+                rng.shuffle(kept)
+            pairs.append((reference, " ".join(kept).replace("; ", ".\n")))
+    for _ in range(100):
+        draw = [rng.choices(["a", "b", "c", "dd", "\n"], k=rng.randrange(30)) for _ in range(2)]
+        pairs.append(tuple(" ".join(words) for words in draw))
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def rouge_score() -> Callable:
+    """Returns a function that scores a prediction with the package rouge-score."""
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer
+    scorers = {stemmer: scorer(NAMES, use_stemmer=stemmer) for stemmer in (False, True)}
+    return lambda stemmer, reference, prediction: scorers[stemmer].score(reference, prediction)
+
+
+@pytest.mark.parametrize("stemmer", [False, True])
+def test_scores_equal_rouge_score(
+    texts: list[tuple[str, str]], rouge_score: Callable, stemmer: bool
+) -> None:
+    ours = RougeProtocol("lines", stemmer, by_lines, "at line breaks")
+    sums = np.zeros(4)
+    for reference, prediction in texts:
+        expected = rouge_score(stemmer, reference, prediction)
+        found = ours.score(reference, prediction)
+        assert list(found) == NAMES
+        for name in NAMES:
+            np.testing.assert_allclose(found[name], expected[name], atol=TOLERANCE)
+        sums += [found[name].f1 for name in NAMES]
+    assert np.all(sums > 5)  # The comparison is not of zeros only.
+
+
+def test_protocols_are_rouge_score_of_prepared_summaries(
+    texts: list[tuple[str, str]], rouge_score: Callable
+) -> None:
+    hf, t5, longt5 = (PROTOCOLS[name] for name in ("hf", "t5", "longt5"))
+    for pair in texts[::2]:
+        found = t5.score(*pair)
+        assert found == longt5.score(*pair)
+        expected = rouge_score(False, *(text.replace(" . ", " .\n") for text in pair))
+        for name in NAMES:
+            np.testing.assert_allclose(found[name], expected[name], atol=TOLERANCE)
+        expected = rouge_score(True, *("\n".join(hf.split(text)) for text in pair))
+        for name, score in hf.score(*pair).items():
+            np.testing.assert_allclose(score, expected[name], atol=TOLERANCE)
+
+
+@pytest.mark.slow  # The next test checks stems of single words quickly.
+def test_stems_are_nltks_for_every_word_of_the_novels() -> None:
+    porter = pytest.importorskip("nltk.stem.porter").PorterStemmer()
+    words = set()
+    for novel in NOVELS:
+        words |= set(re.findall(r"[a-z0-9]+", novel.read_text("utf-8").lower()))
+    assert len(words) > 13_000
+    rng = random.Random(0)  # Combine endings in ways that no book has.
+    endings = re.findall(r"\w+", "ational tional enci izer bli alli eli ousli ization ator alism "
+        "iveness fulness ousness aliti iviti biliti fulli logi icate ative alize iciti ical ful "
+        "ness ance er ic able ant ement ment ion ou ism ate ous ive ize e ll ss sses ies ied eed "
+        "ed ing y s")  # fmt: skip
+    for _ in range(6_000):
+        letters = "".join(rng.choices("aeiouybcdlrst9", k=rng.randrange(1, 5)))
+        words.add(letters + "".join(rng.choices(endings, k=rng.randrange(1, 3))))
+    different = {word: stem(word) for word in words if stem(word) != porter.stem(word)}
+    assert different == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("caresses", "caress"), ("ponies", "poni"), ("ties", "tie"), ("cats", "cat"),
+        ("agreed", "agre"), ("plastered", "plaster"), ("sing", "sing"), ("hopping", "hop"),
+        ("falling", "fall"), ("filing", "file"), ("happy", "happi"), ("enjoy", "enjoy"),
+        ("relational", "relat"), ("formalize", "formal"), ("adoption", "adopt"), ("roll", "roll"),
+        ("controlling", "control"), ("skies", "sky"), ("dying", "die"), ("is", "is"), ("", ""),
+    ],
+)  # fmt: skip
+def test_stems_are_those_of_porters_algorithm(word: str, expected: str) -> None:
+    assert stem(word) == expected
+
+
+def test_n_grams_count_as_often_as_they_are_in_both() -> None:
+    reference, prediction = CAT.split(), MAT.split()
+    # The texts have five words in common: the (twice), cat, sat, on and mat.
+    assert rouge_n(reference, prediction, 1) == Score(6 / 9, 1.0, 0.8)
+    # The 8 and 5 bigrams have three in common: "the cat", "cat sat" and "sat on".
+    assert rouge_n(reference, prediction, 2) == pytest.approx((3 / 8, 3 / 5, 6 / 13))
+    assert rouge_n(reference, ["the"] * 8, 1) == pytest.approx((2 / 8, 2 / 6, 2 / 7))
+    assert rouge_n(["one"], ["one"], 2) == Score(0.0, 0.0, 0.0)
+
+
+def test_the_longest_common_subsequence_keeps_the_order() -> None:
+    assert rouge_l(CAT.split(), MAT.split()) == pytest.approx((5 / 9, 5 / 6, 2 / 3))
+    assert rouge_l(list("abcdef"), list("fedcba")).recall == pytest.approx(1 / 6)
+    assert rouge_l([], ["a"]) == rouge_l(["a"], []) == Score(0.0, 0.0, 0.0)
+
+
+def test_the_union_over_sentences_is_that_of_the_paper() -> None:
+    # In Lin (2004), section 3.2, w1 w2 w3 w4 w5 is compared with w1 w2 w6 w7 w8 and
+    # w1 w3 w8 w9 w5, and 4 of its 5 words are matched.
+    score = rouge_l_sum(["12345"], ["12678", "13895"])
+    assert score == pytest.approx((4 / 10, 4 / 5, 8 / 15))
+    assert rouge_l_sum(["aa"], ["a"]) == pytest.approx((1.0, 1 / 2, 2 / 3))
+
+
+def test_scores_lie_between_0_and_1_and_swap_with_the_texts(texts: list[tuple[str, str]]) -> None:
+    for reference, prediction in texts[:30]:
+        one, other = (
+            PROTOCOLS["hf"].score(*pair)
+            for pair in ((reference, prediction), (prediction, reference))
+        )
+        for name in NAMES:
+            assert all(0 <= value <= 1 for value in one[name])
+        for name in NAMES[:3]:  # rougeLsum is not symmetric: it sums over reference sentences.
+            precision, recall, f1 = other[name]
+            assert one[name] == pytest.approx((recall, precision, f1))
+        same = PROTOCOLS["hf"].score(reference, reference)
+        assert same["rouge1"].f1 == (1.0 if re.search("[a-z0-9]", reference.lower()) else 0.0)
+
+
+def test_protocols_say_what_they_do() -> None:
+    assert {name: p.name for name, p in PROTOCOLS.items()} == {n: n for n in PROTOCOLS}
+    assert get_protocol("hf").text == (
+        "ROUGE, protocol hf: lower-case words of a-z and 0-9, Porter stemmer, sentences for Lsum "
+        "at line breaks and by rules"
+    )
+    assert "protocol t5: " in get_protocol("t5").text and "no stemmer" in get_protocol("t5").text
+    score = get_protocol("hf").score("Running dogs. Jumping cats.", "jump cat\nrun dog")
+    assert score["rougeLsum"].f1 == 1.0 and score["rougeL"].f1 == 0.5
+    assert get_protocol("t5").score("Running dogs.", "run dog")["rouge1"].f1 == 0.0
+    with pytest.raises(ConfigError, match="no ROUGE protocol 'rouge'; there are hf, longt5, t5"):
+        get_protocol("rouge")
+
+
+def test_aggregates_are_means_with_an_interval_that_shrinks_as_it_should() -> None:
+    rng = np.random.default_rng(0)
+    for count in (50, 800):
+        values = rng.uniform(size=(count, 3))
+        documents = [{"rouge1": Score(*row), "rouge2": Score(0.5, 0.5, 0.5)} for row in values]
+        found = aggregate(documents)
+        assert found == aggregate(documents)  # The bootstrap's seed is fixed.
+        np.testing.assert_allclose(found["rouge1"].mid, values.mean(axis=0), atol=1e-12)
+        half = 1.96 * values.std(axis=0) / count**0.5
+        np.testing.assert_allclose(found["rouge1"].high, values.mean(0) + half, atol=0.15 * half[0])
+        np.testing.assert_allclose(found["rouge1"].low, values.mean(0) - half, atol=0.15 * half[0])
+        assert found["rouge2"].low == found["rouge2"].high == Score(0.5, 0.5, 0.5)
+    with pytest.raises(DataError, match="no summaries to score: the split has no documents"):
+        aggregate([])
+
+
+# Each text is a list of the sentences into which it must be split.
+SPLIT = [
+    ["It rained.", "We left."],
+    ["Really?", "Yes!", "Good…", "Then go."],
+    ["Mr. Bennet and Mrs. Bennet met Dr. Who at St. James's.", "He smiled."],
+    ["It grew by 3.5 percent, to 1.2.3.", "40 others did not."],
+    ["J. R. R. Tolkien met C. S. Lewis.", "They talked."],
+    ["J. A. Smith wrote to U. S. Grant.", "Nobody answered."],
+    ["She works at Acme Inc. in Ohio.", "He moved to the U.S.", "Then he came back."],
+    ["The U.S. Senate met at 5 p.m.", "It voted at 6 p.m. Eastern time."],
+    [
+        "Fruit, e.g. Apples, is good, i.e. Healthy.",
+        "So are nuts, cakes, etc.",
+        "But not salt.",
+    ],
+    ['He said: "No."', "Then he left.", '"Why?"', "(Nobody knew.)", '"Go!"', "Off he went."],
+    ["“I am,” she said.", "“You are not.”", "‘Quite.’", "«Oui.»", "Done."],
+    ["See Fig. 3 and No. 10 of Dec. 24.", "He said no.", "They met in Dec.", "We did not."],
+    ["as shown by Smith et al. Jones differs, Brown et al.", "This is new."],
+    ["It was I.", "You were not."],
+    ["Visit example.com.", "Or not...", "He waited... and waited."],
+    [
+        "Versions v1.2 and 2.0 differ.",
+        "Élan is a word. the small letter joins. “so does this.”",
+    ],
+    ["Plan B.", "The other one.", "Vitamin C helps."],
+    ["one two .", "three four .", "five"],
+    ["A period at the end of a line."],
+]
+
+
+@pytest.mark.parametrize("expected", SPLIT, ids=lambda found: found[0])
+def test_sentences_are_split_whatever_the_white_space(expected: list[str]) -> None:
+    assert sentences(" ".join(expected)) == expected
+    wide = [sentence.replace(" ", "  ") for sentence in expected]
+    assert sentences("\n " + "\t  ".join(wide) + " \n\n") == wide
+
+
+def test_lines_are_split_first_and_nothing_else_is_lost() -> None:
+    assert sentences("no end\nMr.\nBennet. He left\n\n") == ["no end", "Mr.", "Bennet.", "He left"]
+    assert sentences("") == sentences(" \n \n") == []
+    text = " ".join(sentence for found in SPLIT for sentence in found)
+    assert "".join(sentences(text)).replace(" ", "") == text.replace(" ", "")
