@@ -24,10 +24,8 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from brt.config import Config, Decoding, Model, Sampling
 from brt.distributed import rules
 from brt.generation import memory as memories
-from brt.generation import steps
-from brt.generation.memory import Memory, map_lanes
+from brt.generation.memory import CHUNK, Memory, advance, end_block, map_lanes
 from brt.generation.search import Hypotheses, TextDecoder, search
-from brt.generation.steps import CHUNK, advance, end_block
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder
 from brt.models.targets import SpecialTokens
@@ -212,14 +210,14 @@ class Session:
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
         self._decode_bytes = decode_bytes
         known = known_ids or config.model.vocab_size
-        self._chunk = steps.chunk_size(config.model)
+        self._chunk = memories.chunk_size(config.model)
         compiled = partial(rules.jit, compiler_options=of_inference())
-        self._read_segment = compiled(partial(steps.read_segment, decoder), donate_argnums=1)
-        self._read_chunk = compiled(partial(steps.advance, decoder), donate_argnums=1)
-        self._prepare = compiled(partial(steps.prepare, decoder), donate_argnums=1)
-        self._end_block = compiled(partial(steps.end_block, decoder), donate_argnums=1)
+        self._read_segment = compiled(partial(memories.read_segment, decoder), donate_argnums=1)
+        self._read_chunk = compiled(partial(memories.advance, decoder), donate_argnums=1)
+        self._prepare = compiled(partial(memories.prepare, decoder), donate_argnums=1)
+        self._end_block = compiled(partial(memories.end_block, decoder), donate_argnums=1)
         self._read_and_write = compiled(
-            partial(steps.read_and_write, decoder, known),
+            partial(memories.read_and_write, decoder, known),
             static_argnames="sampling",
             donate_argnums=1,
         )
@@ -249,7 +247,7 @@ class Session:
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        # While tokens are read or written one by one, `_memory` also has what `steps.prepare` adds.
+        # While tokens are read or written one by one, `_memory` also has what `prepare` adds.
         self._memory, self._is_prepared = memory, False
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:

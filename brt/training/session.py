@@ -33,23 +33,26 @@ from brt.ops import dispatch
 from brt.redaction import redacted
 from brt.tasks.arguments import EvaluationRequest, Evaluator
 from brt.training import (
-    config_changes,
     data_manifest,
     optimizer,
     run_summary,
     saved_model,
-    trackers,
 )
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.bad_steps import BadStep, BadSteps
-from brt.training.config_changes import ConfigChanges
 from brt.training.evaluations import SPLIT
-from brt.training.metrics import MetricsWriter, Profile, Throughput, read_metrics
+from brt.training.metrics import (
+    MetricsWriter,
+    read_metrics,
+    requested_trackers,
+    start_trackers,
+)
 from brt.training.preemption import StopSignal
-from brt.training.progress import PhaseTracker, Progress
+from brt.training.progress import PhaseTracker, Profile, Progress, Throughput
 from brt.training.requests import Requests
 from brt.training.run import CompiledStep, Run
+from brt.training.saved_model import ConfigChanges
 from brt.training.state import TrainState, constant_arrays, merged_params
 from brt.training.step import MetricAccumulator
 from brt.training.watchdog import monitored
@@ -115,7 +118,7 @@ def open_files(
     provenance = describe_process()
     checkpoint, changes = _find_again(run, workdir, checkpoint, allowed)
     meta, start = (checkpoint.meta, checkpoint.step) if checkpoint else (None, 0)
-    provenance["config_changes"] = config_changes.history(meta, changes)
+    provenance["config_changes"] = saved_model.config_history(meta, changes)
     stream = None if processes.is_first() else io.StringIO()
     progress = stack.enter_context(
         Progress(config.training.steps, initial_step=start, log=workdir.log, stream=stream)
@@ -145,7 +148,7 @@ def open_files(
     _write_description(run, workdir, provenance, progress, new=restored is None)
     profile = Profile(config.training.profile_at, workdir)
     stack.enter_context(closing(profile.close))
-    services = trackers.start(config, workdir, progress.message) if processes.is_first() else ()
+    services = start_trackers(config, workdir, progress.message) if processes.is_first() else ()
     metrics = MetricsWriter(workdir, start, progress.message, services)
     stack.enter_context(closing(metrics.close))
     bad_steps = BadSteps(config.training, workdir.bad_batches, start, run.reader.described)
@@ -187,7 +190,7 @@ def _find_again(
     """Returns the checkpoint to resume from, and the differences between its config and the run's.
 
     `checkpoint` is the one that was the newest before the workdir was locked; `allowed` as in
-    `config_changes.check_resumable`.
+    `saved_model.check_resumable`.
     """
     steps = reader.steps(workdir.checkpoints)
     if steps and (checkpoint is None or steps[-1] > checkpoint.step):
@@ -197,7 +200,7 @@ def _find_again(
         checkpoint = saved_model.newest_checkpoint(workdir.path, warned)
     if checkpoint is None:
         return None, None
-    changes = config_changes.compare(checkpoint, run.config, run.state_shapes, allowed)
+    changes = saved_model.config_changes(checkpoint, run.config, run.state_shapes, allowed)
     for line in changes.lines:
         reader.warn_on_stderr(f"the config differs from the checkpoint's: {line}")
     return checkpoint, changes
@@ -231,7 +234,7 @@ def _open_batches(
     stack.callback(batches.close)
     if restored:
         saved = restored.meta["data"]
-        position = config_changes.resumed_data_position(saved, batches.get_state(), changes)
+        position = saved_model.resumed_data_position(saved, batches.get_state(), changes)
         if position != saved:
             progress.message(
                 "from here on documents are read in another order; some may be read twice"
@@ -301,8 +304,8 @@ class Session(OpenRun):
         """
         # This call raises an error if a tracking service cannot be used. It comes first, because
         # preparing the data may take long.
-        trackers.requested(config, reader.warn_on_stderr)
-        config_changes.check_names(allowed)
+        requested_trackers(config, reader.warn_on_stderr)
+        saved_model.check_allowed_names(allowed)
         checkpoint = saved_model.newest_checkpoint(path)
         run = runs.build(config, resumed=checkpoint and (Workdir(path), checkpoint))
         phases = PhaseTracker()

@@ -54,7 +54,7 @@ INSTALLED = [
     "/etc",
 ]  # fmt: skip
 
-TRIALS = [["-P", "-m", name] for name in ("brt.checkpointing.stored", "brt.data.tokenizer_trial")]
+TRIALS = [["-P", "-m", name] for name in ("brt.checkpointing.manifest", "brt.data.tokenizer_trial")]
 
 
 class Trace:

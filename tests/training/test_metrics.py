@@ -9,7 +9,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from brt.errors import CheckpointError
 from brt.training import workdir
-from brt.training.metrics import MetricsWriter, Throughput, read_metrics
+from brt.training.metrics import MetricsWriter, read_metrics
+from brt.training.progress import Throughput
 
 
 @pytest.fixture

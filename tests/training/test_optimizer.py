@@ -8,7 +8,7 @@ import pytest
 
 from brt.config import Optimizer
 from brt.training import optimizer as optimizers
-from brt.training.matrices import matrix_shape
+from brt.training.layerwise import matrix_shape
 from brt.training.optimizer import learning_rate
 
 AXES = {

@@ -17,8 +17,8 @@ from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.models.decoder import new_state
 from brt.training import run as runs
-from brt.training.config_changes import check_resumable
 from brt.training.run import Run
+from brt.training.saved_model import check_resumable
 from brt.training.state import TrainState
 
 TOLERANCE = 1e-5  # absolute tolerance of float32 values, which have magnitude 1

@@ -29,10 +29,9 @@ from brt.config import (
 )  # fmt: skip
 from brt.config.model import Window
 from brt.errors import BrtError, CheckpointError, DataError
-from brt.evaluation import job
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.tasks.arguments import EvaluationRequest
-from brt.training import conversion, data_manifest, loop, run, run_summary, saved_model
+from brt.training import conversion, data_manifest, evaluations, loop, run, run_summary, saved_model
 from brt.training import workdir as workdirs
 from brt.training.metrics import read_metrics
 from brt.training.saved_model import SavedModel
@@ -106,7 +105,9 @@ class Trained:
         self.config, self.place, self.workdir = config, place, place / "run"
         self.run, _ = loop.train(config, self.workdir)
         self.text = written(self.workdir)
-        self.bits = job.evaluate(open_model(self.workdir), "test", None).report["bits_per_token"]
+        self.bits = evaluations.evaluate(open_model(self.workdir), "test", None).report[
+            "bits_per_token"
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_a_copied_run_is_evaluated_if_only_its_prepared_data_are_left(
 ) -> None:
     run = trained(make)
     moved(make, "books")
-    report = job.evaluate(open_model(run.workdir), "test", None).report
+    report = evaluations.evaluate(open_model(run.workdir), "test", None).report
     assert report["bits_per_token"] == run.bits
 
 
@@ -220,7 +221,7 @@ def test_a_copied_run_is_evaluated_on_new_data_with_its_tokenizer(
         new = str(tmp_path / "new.jsonl")
     moved(make, "books", "cache")
     model = open_model(run.workdir, test=(new,))
-    assert job.evaluate(model, "test", None).report["tokens"] > 0
+    assert evaluations.evaluate(model, "test", None).report["tokens"] > 0
     made = [json.loads(path.read_text()) for path in own_cache.rglob("corpus.json")]
     assert [one["splits"] for one in made] == [["test"]]
     assert not (run.place / "cache").exists(), "what the run's config names is not written to"
@@ -232,7 +233,10 @@ def test_other_documents_are_never_held_out_in_silence(
 ) -> None:
     run = trained(make)
     moved(make, "cache")
-    assert job.evaluate(open_model(run.workdir), "test", None).report["bits_per_token"] == run.bits
+    assert (
+        evaluations.evaluate(open_model(run.workdir), "test", None).report["bits_per_token"]
+        == run.bits
+    )
     away = run.place / "books"
     moved(make, "books")
     away.mkdir()
@@ -241,7 +245,7 @@ def test_other_documents_are_never_held_out_in_silence(
         content = re.sub("the|was|and|grey|ship|deck", "lake", path.read_text())
         (away / path.name).write_text(content)
     with pytest.raises(DataError, match="test is 5% of .*, so that other data would be held out"):
-        job.evaluate(open_model(run.workdir), "test", None)
+        evaluations.evaluate(open_model(run.workdir), "test", None)
 
 
 def test_training_goes_on_with_the_same_data_only(trained: Callable, moved: Callable) -> None:
@@ -300,7 +304,7 @@ def test_a_run_goes_on_without_what_it_started_from(
         shutil.rmtree(tmp_path / name, ignore_errors=True)
     (tmp_path / "run").rename(tmp_path / "moved")
     assert written(tmp_path / "moved") == before
-    assert job.evaluate(open_model(tmp_path / "moved"), "test", None).report["tokens"] > 0
+    assert evaluations.evaluate(open_model(tmp_path / "moved"), "test", None).report["tokens"] > 0
     steps = dataclasses.replace(config.training, steps=3)
     saved = workdirs.saved_config(tmp_path / "moved")
     loop.train(dataclasses.replace(config, training=steps), tmp_path / "moved")

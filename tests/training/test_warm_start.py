@@ -24,7 +24,6 @@ from brt.models import encoder
 from brt.tasks.speech_recognition.vocabulary import Vocabulary
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
-from brt.training import warm_start
 from brt.training.workdir import Workdir
 
 DATA = Path(__file__).resolve().parents[1] / "data/huggingface"
@@ -44,16 +43,16 @@ def config(objective: str, where: Path | str = "", **encoder: Any) -> Config:
 
 def ready(asked: Config) -> Config:
     """Returns the config with the model of the weights from which training starts."""
-    return warm_start.with_model(asked, warm_start.find_weights(asked))
+    return runs.with_model(asked, runs.find_weights(asked))
 
 
 def started(asked: Config, initial: Any) -> WarmStart:
-    return tasks.from_config(asked).start(asked, warm_start.find_weights(asked), initial)
+    return tasks.from_config(asked).start(asked, runs.find_weights(asked), initial)
 
 
 def known(asked: Config, tokenizer: Any) -> Config:
     """Returns the config with the vocabulary size that a tokenizer needs."""
-    return tasks.from_config(asked).with_weights(asked, warm_start.find_weights(asked), tokenizer)
+    return tasks.from_config(asked).with_weights(asked, runs.find_weights(asked), tokenizer)
 
 
 def drawn(model: Encoder, task: Any, seed: int = 0) -> dict[str, Any]:
