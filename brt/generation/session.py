@@ -34,9 +34,6 @@ from brt.ops.compiler_options import of_inference
 from brt.ops.layer_kernel import SeparateKernels
 from brt.types import Variables
 
-# A beam search that continues the memory of a session.
-
-
 # The search gets this id, which no token has, as the id of the end token of models without one.
 _NEVER = -1
 
@@ -85,13 +82,6 @@ def _advance_beams(
     return jax.lax.cond(is_full, ended, lambda memory: memory, memory)
 
 
-# Parameters with a separate array for each layer, with which CPUs generate text faster.
-#
-# `brt.ops.layer_kernel` says why. The separate arrays are either views of the memory of the stacks,
-# which need no memory of their own, or transposed copies, with which products of at least eight
-# texts are faster (`brt.ops.few_rows`).
-
-
 # The separate kernels of a model, by the name of the run of layers and the name of the parameter.
 Kernels: TypeAlias = dict[str, dict[str, SeparateKernels]]
 
@@ -128,9 +118,11 @@ def with_separate_kernels(model: Model, variables: Variables, copies: Kernels) -
     """Returns variables with `SeparateKernels` in place of every large stack of kernels.
 
     This is so only where the programs that read and write token by token (`decode_step` and
-    `prepare_block` of a decoder) are faster with them. `copies` is the result of
-    `transposed_kernels`; where there are no copies, the arrays are views of the stacks. While views
-    exist, a program cannot reuse the memory of the stacks, as a train step would do.
+    `prepare_block` of a decoder) are faster with them, as on CPUs (`brt.ops.layer_kernel` says
+    why). `copies` is the result of `transposed_kernels`, with which products of at least eight
+    texts are faster (`brt.ops.few_rows`); where there are no copies, the arrays are views of the
+    stacks, which need no memory of their own. While views exist, a program cannot reuse the memory
+    of the stacks, as a train step would do.
     """
     params = dict(variables.params)
     for run, stacks in _large_stacks(model, variables).items():
@@ -403,7 +395,7 @@ class Session:
         memories.save(self.memory, path, identity)
 
     def load(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Continues from a memory that `save` wrote; see `state_files.load`."""
+        """Continues from a memory that `save` wrote; see `brt.generation.memory.load`."""
         self._spread()
         length = self._config.model.block_length
         self.memory = memories.load(path, self.memory, length, identity)

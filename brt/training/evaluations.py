@@ -53,20 +53,18 @@ class Evaluated(NamedTuple):
     line: str  # one line with the step, the split and the most important metrics
 
 
-def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
-    """Returns the prefix, such as "eval/validation", of the tags of a split's metrics.
-
-    If training usually evaluates a part of the split, metrics of the whole split get another
-    prefix, because the two kinds of numbers cannot be compared and must not share a curve.
-    """
-    return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
+OnResult = Callable[[Evaluated], object]
 
 
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics that are logged as curves, by tag: "eval/validation/bits_per_byte"."""
-    prefix = tag(split, evaluator, whole)
+    """Returns the metrics that are logged as curves, by tag: "eval/validation/bits_per_byte".
+
+    If training usually evaluates a part of the split, metrics of the whole split get another
+    prefix, because the two kinds of numbers cannot be compared and must not share a curve.
+    """
+    prefix = f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
 
 
@@ -75,7 +73,7 @@ def write(
     step: int,
     split: str,
     result: EvaluationResult,
-    on_report: Callable[[Evaluated], object] = lambda evaluated: None,
+    on_report: OnResult = lambda evaluated: None,
     *,
     stored: bool = True,
 ) -> Evaluated:
@@ -144,10 +142,6 @@ def _lines(total: int, text: str, unit: str) -> Callable[[int], None]:
 
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-OnResult = Callable[[Evaluated], object]
-
-
-def _ignore(evaluated: Evaluated) -> None: ...
 
 
 class SplitEvaluator:
@@ -167,7 +161,8 @@ class SplitEvaluator:
     """
 
     def __init__(
-        self, config: Config, split: str, ablate: str | None, on_result: OnResult = _ignore,
+        self, config: Config, split: str, ablate: str | None,
+        on_result: OnResult = lambda evaluated: None,
         *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
     ):  # fmt: skip
         self._task, self._config, self._split = tasks.from_config(config), config, split
@@ -234,7 +229,7 @@ class SplitEvaluator:
 
 
 def evaluate(
-    model: SavedModel, split: str, ablate: str | None, on_result: OnResult = _ignore,
+    model: SavedModel, split: str, ablate: str | None, on_result: OnResult = lambda evaluated: None,
     *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
 ) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint of a run on one split, and writes and returns the report.
@@ -400,7 +395,8 @@ class Follower:
                     waiter.wait(f"the next checkpoint in {self._workdir.checkpoints}")
                 elif evaluated := self._evaluate(step):
                     waiter.reset()
-                    write(step, self._scalars(evaluated.report))
+                    report, evaluator = evaluated.report, self._evaluator.evaluator
+                    write(step, scalars(self._task, evaluator, self._split, report, whole=True))
                     yield evaluated
 
     @contextlib.contextmanager
@@ -461,6 +457,3 @@ class Follower:
         self._finished.add(step)
         self._due.discard(step)
         self._say(f"{reason}; continuing with the next")
-
-    def _scalars(self, report: dict[str, Any]) -> dict[str, float]:
-        return scalars(self._task, self._evaluator.evaluator, self._split, report, whole=True)

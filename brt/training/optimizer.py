@@ -241,8 +241,9 @@ def _muon(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     device processes some of these matrices, and never a part of a matrix.
     """
     steps = optimizer.orthogonal_steps
+    polynomials = _POLYNOMIALS + _POLYNOMIALS[-1:] * steps
     transform = muon(
-        schedule, ns_coeffs=_polynomials(steps), ns_steps=steps, preconditioning="aol",
+        schedule, ns_coeffs=polynomials[:steps], ns_steps=steps, preconditioning="aol",
         beta=_MOMENTUM, weight_decay=optimizer.weight_decay, adam_b1=optimizer.b1,
         adam_b2=optimizer.b2, consistent_rms=_RMS,
         muon_weight_dimension_numbers=lambda tree: {
@@ -263,10 +264,6 @@ def _muon(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
         return _ungrouped(updates, gradients, axes), new_state
 
     return optax.GradientTransformation(init, update)
-
-
-def _polynomials(steps: int) -> tuple[tuple[float, float, float], ...]:
-    return (_POLYNOMIALS + _POLYNOMIALS[-1:] * steps)[:steps]
 
 
 def _matrices(params: PyTree[Array], axes: Axes) -> dict[str, tuple[int, int, int]]:

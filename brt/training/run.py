@@ -205,7 +205,7 @@ def put_scalar(run: Run, value: np.generic) -> jax.Array:
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 
-def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
+def lowered_step(config: Config, shapes: Shapes | Run, batch: Any) -> jax.stages.Lowered:
     """Returns the train step, lowered for Training.batch_size rows and the other sizes of `batch`.
 
     Its arguments are the two results of `step_inputs` for a train state in the form of
@@ -268,8 +268,7 @@ class CompiledStep:
     def prepare(self, batch: Any) -> None:
         """Compiles the step for batches with the shapes of `batch`, unless that was done before."""
         if (shape := _shape(batch)) not in self._compiled:
-            shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.state_shapes)
-            lowered = lowered_step(self._run.config, shapes, batch)
+            lowered = lowered_step(self._run.config, self._run, batch)
             options = compiler_options.options(self._run.config.model.model_dim)
             self._compiled[shape] = lowered.compile(options)
             # All processes start the step together, because a process that waits in a collective

@@ -4,7 +4,6 @@ The tests imitate the trainer: `time.sleep` is replaced, and each call of the fo
 removes checkpoints.
 """
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from model_settings import changed
 
 from brt import evaluate, tasks
 from brt.checkpointing.writer import CheckpointWriter
@@ -162,8 +162,7 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
 @pytest.mark.slow
 def test_a_run_that_goes_on_further_is_followed_further(followed: Followed) -> None:
     saved = workdirs.saved_config(followed.workdir.path)
-    longer = dataclasses.replace(saved, training=dataclasses.replace(saved.training, steps=30))
-    shorter = dataclasses.replace(saved, training=dataclasses.replace(saved.training, steps=20))
+    longer, shorter = (changed(saved, training={"steps": steps}) for steps in (30, 20))
     workdirs.write_json(followed.workdir.config_json, config_json(shorter))
     followed.add(10)
 

@@ -1,6 +1,5 @@
 """Tests of run directories that are moved while they train, or that cannot be written."""
 
-import dataclasses
 import errno
 import os
 import tempfile
@@ -8,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from model_settings import changed
 
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Optimizer, Training
 from brt.errors import CheckpointError
@@ -82,7 +82,7 @@ def test_a_run_that_is_moved_ends_and_writes_nothing_at_the_old_path(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Workdir:
     place = tmp_path_factory.mktemp("trained")
-    loop.train(dataclasses.replace(config(place), checkpoint=Checkpoint(every=1)), place / "run")
+    loop.train(changed(config(place), checkpoint=Checkpoint(every=1)), place / "run")
     return Workdir(place / "run")
 
 

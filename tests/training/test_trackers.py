@@ -139,13 +139,6 @@ def test_a_copy_begins_new_runs_and_a_moved_run_keeps_its_own(
     assert started_with(wandb, first, said) is None, "a copy on another machine, at the same path"
 
 
-def test_a_run_of_an_earlier_version_continues_its_runs(
-    services: dict[str, Service], tmp_path: Path
-) -> None:
-    (tmp_path / "trackers.json").write_text('{"wandb": "w0"}')
-    assert started_with(services["wandb"], tmp_path, []) == "w0"
-
-
 def test_a_service_that_fails_is_off_after_one_warning(
     services: dict[str, Service], tmp_path: Path
 ) -> None:
@@ -214,23 +207,3 @@ def test_the_real_wandb_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     subprocess.run([sys.executable, "-c", RECORDED_BY_WANDB], cwd=tmp_path, check=True)
     assert list(tmp_path.glob("a/wandb/offline-run-*/*.wandb"))
-
-
-def test_no_tracker_is_used_by_default(tmp_path: Path) -> None:
-    run = workdir.create(tmp_path)
-    assert metrics.start_trackers(Config(), run, print) == []
-    assert not (tmp_path / "trackers.json").exists()
-
-
-def test_a_line_of_metrics_says_when(tmp_path: Path) -> None:
-    import time
-
-    run, before = workdir.create(tmp_path), time.time()
-    writer = MetricsWriter(run, 0, print)
-    writer.write(1, {"train/loss": 0.5})
-    (first,) = read_metrics(run.metrics)
-    writer.write(1, {"eval/loss": 0.5})
-    writer.close()
-    (record,) = read_metrics(run.metrics)
-    assert before - 1 <= record["perf/time"] <= time.time() + 1
-    assert record["perf/time"] == first["perf/time"], "when it was begun"
