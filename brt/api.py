@@ -16,13 +16,12 @@ from brt.config_io import model_settings
 from brt.data import losses, plain_text
 from brt.data.tokenizers import encode_prompt
 from brt.errors import ConfigError, DataError
-from brt.evaluation import job
 from brt.generation import memory as memories
 from brt.generation.session import Session
 from brt.tasks.arguments import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import Writer, write_options
-from brt.training import conversion, saved_model
+from brt.training import conversion, evaluations, saved_model
 
 StrPath = str | Path
 
@@ -282,7 +281,7 @@ class Model:
           ablate: what a second evaluation resets before every segment: "cache", "state" (recurrent
             states), "memory" (other memories), or "both" for all three; None evaluates only once.
         """
-        return job.evaluate(self._saved, split, ablate).report
+        return evaluations.evaluate(self._saved, split, ablate).report
 
     @functools.cached_property
     def _writer(self) -> Writer:

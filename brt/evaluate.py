@@ -9,8 +9,7 @@ python -m brt.evaluate --workdir=runs/quickstart --split=validation --follow   #
 import argparse
 from pathlib import Path
 
-from brt import command_line, output
-from brt.distributed import flags
+from brt import command_line, distributed, output
 from brt.errors import ConfigError
 from brt.training import preemption
 
@@ -19,14 +18,13 @@ def main(args: argparse.Namespace) -> None:
     """Evaluates a checkpoint, or with --follow every new one."""
     if not args.workdir:
         raise ConfigError("--workdir names the model to evaluate; give the directory of a run")
-    flags.start(args)
+    distributed.start(args)
     if args.follow:
         with preemption.stop_at_once():
             _follow(args)
         return
     from brt.distributed import processes
-    from brt.evaluation import job
-    from brt.training import saved_model
+    from brt.training import evaluations, saved_model
 
     with processes.explain_peer_errors():
         workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
@@ -37,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
             their_workdir, checkpoint, config = saved_model.load_config(Path(args.compare))
             config = command_line.resolve(args, base=config).config
             other = saved_model.load(their_workdir, checkpoint, config)
-        evaluated = job.evaluate(
+        evaluated = evaluations.evaluate(
             model, args.split, args.ablate,
             lambda result: output.show(result.text),
             windows=_windows(args.windows), other=other,
@@ -59,7 +57,7 @@ def _windows(text: str) -> tuple[int, ...]:
 
 def _follow(args: argparse.Namespace) -> None:
     """Evaluates checkpoints until training ends. If it is stopped, the same command continues."""
-    from brt.evaluation import follow
+    from brt.training import evaluations
     from brt.training.workdir import Workdir
 
     for flag in ("windows", "compare"):
@@ -72,10 +70,10 @@ def _follow(args: argparse.Namespace) -> None:
         output.say(f"brt: {message}")
 
     workdir = Workdir(Path(args.workdir))
-    waiter = follow.Waiter(args.poll_seconds, args.timeout_minutes, say)
-    config = follow.wait_for_config(workdir.path, waiter)
+    waiter = evaluations.Waiter(args.poll_seconds, args.timeout_minutes, say)
+    config = evaluations.wait_for_config(workdir.path, waiter)
     config = command_line.resolve(args, base=config).config
-    follower = follow.Follower(workdir, config, args.split, args.ablate, say)
+    follower = evaluations.Follower(workdir, config, args.split, args.ablate, say)
     for evaluated in follower.reports(waiter):
         output.show(evaluated.line)
         if args.json:
@@ -118,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         "--timeout_minutes", type=float, default=0.0, metavar="M",
         help="--follow gives up if no checkpoint appears for this long; 0: never",
     )  # fmt: skip
-    flags.add(arguments)
+    distributed.add_flags(arguments)
     command_line.add_json_flag(arguments)
     return arguments
 

@@ -54,15 +54,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _probe(args: argparse.Namespace) -> None:
-    from brt.evaluation import job
-    from brt.training import saved_model
+    from brt.training import evaluations, saved_model
 
     if args.tokens is not None and args.tokens < 0:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
     workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
     model = saved_model.load(workdir, checkpoint, config)
-    results = job.inspect(model, args.split or "validation", args.tokens, output.show)
+    results = evaluations.inspect(model, args.split or "validation", args.tokens, output.show)
     if args.json:
         command_line.write_json(args.json, results, args.workdir)
 

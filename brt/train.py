@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brt import command_line, output
+from brt import command_line, distributed, output
 from brt.config import Config
 from brt.config_io import config_values
-from brt.distributed import flags
 from brt.errors import ConfigError
 from brt.redaction import lacks_secret
 from brt.training import preemption
@@ -31,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    flags.start(args)
+    distributed.start(args)
     from brt.distributed import processes
     from brt.training import loop, run_summary
 
@@ -97,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         help="continue with a value of this setting that differs from the checkpoint's, which is "
         "otherwise refused; repeatable",
     )  # fmt: skip
-    flags.add(parser)
+    distributed.add_flags(parser)
     command_line.add_json_flag(parser)
     return parser
 

@@ -34,7 +34,7 @@ FOUNDATION = {
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}
 _RUNS = _TASKS | {"bindings", "checkpointing", "training"}
-_EVERYTHING = _RUNS | {"planning", "evaluation", "sweeping", "command_line", "api"}
+_EVERYTHING = _RUNS | {"planning", "sweeping", "command_line", "api"}
 ALLOWED: dict[str, set[str]] = {
     **{name: FOUNDATION for name in FOUNDATION},
     "config": set(),
@@ -53,10 +53,9 @@ ALLOWED: dict[str, set[str]] = {
     "checkpointing": {"distributed"},
     "training": _RUNS - {"bindings", "layers", "memories", "models", "generation"},
     "planning": {"config", "distributed", "ops", "tasks", "training"},
-    "evaluation": {"config", "config_io", "distributed", "tasks", "checkpointing", "training"},
     "sweeping": {"config", "config_io", "bindings", "tasks", "checkpointing", "training"},
     "command_line": {"config", "config_io", "bindings", "gin_files", "tasks"},
-    "api": _RUNS | {"evaluation", "command_line"},
+    "api": _RUNS | {"command_line"},
     **{name: _EVERYTHING for name in COMMANDS},
     "__main__": {"config_io"},
 }

@@ -16,7 +16,7 @@ from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, 
 from brt.config.names import declaration, field_types, fields_of, section_types
 from brt.config.shared import public_name
 from brt.errors import ConfigError
-from brt.training.config_changes import may_change
+from brt.training.saved_model import may_change
 
 MOST = 239
 MOST_OF_MODEL = 25

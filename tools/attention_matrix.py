@@ -19,9 +19,8 @@ from typing import Any, get_args
 
 from brt.config import Attention, Config
 from brt.errors import BrtError
-from brt.evaluation import job
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
-from brt.training import saved_model
+from brt.training import evaluations, saved_model
 
 KINDS = get_args(Attention.__annotations__["kind"])
 FIGURES = ("token_error_rate", "score", "bits_per_masked_token")
@@ -59,7 +58,7 @@ def reading(path: Path, kind: str, split: str) -> dict[str, Any] | None:
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
             return None
         config = reading_with(config, kind)
-        return job.evaluate(saved_model.load(workdir, found, config), split, None)[0]
+        return evaluations.evaluate(saved_model.load(workdir, found, config), split, None)[0]
     except BrtError as error:
         print(f"{path.name} with {kind}: {error}")
         return None

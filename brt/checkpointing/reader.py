@@ -27,7 +27,6 @@ from absl import logging as absl_logging
 
 from brt import allocator, output, tree_utils, untrusted
 from brt.checkpointing import manifest
-from brt.checkpointing import stored as store
 from brt.errors import CheckpointError, NonFiniteError
 
 _THREADS = 4  # This number of arrays is read at a time.
@@ -42,7 +41,9 @@ def read_onto_devices(path: Path, stored: Mapping[str, Any]) -> dict[str, jax.Ar
     """
     described = {name: ([*leaf.shape], np.dtype(leaf.dtype).name) for name, leaf in stored.items()}
     # Orbax does not store arrays without elements.
-    store.check(path, {name: described[name] for name, leaf in stored.items() if leaf.size})
+    manifest.check_arrays(
+        path, {name: described[name] for name, leaf in stored.items() if leaf.size}
+    )
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def read_one(name: str) -> jax.Array:
@@ -50,7 +51,7 @@ def read_onto_devices(path: Path, stored: Mapping[str, Any]) -> dict[str, jax.Ar
         sharding = getattr(leaf, "sharding", None) or default
         if not leaf.size:
             return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), sharding)
-        array = store.open_array(path, name, *described[name])
+        array = manifest.open_array(path, name, *described[name])
         return jax.make_array_from_callback(
             leaf.shape, sharding, lambda part: array[part].read().result(), dtype=leaf.dtype
         )

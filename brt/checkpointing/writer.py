@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -89,7 +88,7 @@ _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 
 def check_disk(directory: Path, needed: int, remedy: str = "") -> None:
-    free = _free_bytes(directory)
+    free = shutil.disk_usage(durable.nearest_existing(directory)).free
     if free < needed:
         raise CheckpointError(
             f"checkpoints need {size(needed)} in {directory}, where {size(free)} are free; make "
@@ -155,12 +154,7 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         moved = self._moved()
         try:
             self.close()
@@ -406,7 +400,3 @@ def _note_newest(directory: Path) -> None:
     newest = max(steps(directory), default=None)
     if newest is not None and newest > (last_saved(directory) or -1):
         durable.write(directory.parent / LAST, f"{newest}\n".encode())
-
-
-def _free_bytes(directory: Path) -> int:
-    return shutil.disk_usage(durable.nearest_existing(directory)).free

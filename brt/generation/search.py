@@ -1,4 +1,9 @@
-"""Generates texts by greedy search or beam search, depending on the number of beams."""
+"""Generates texts by sampling, greedy search or beam search, with constraints on the next token.
+
+In shapes, B is the number of sources (inputs of the model, such as documents to summarise), N the
+number of texts of each source, L the maximum number of tokens of a text including the start token,
+C the number of candidates of a source, and V the number of tokens in the vocabulary.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,9 +17,6 @@ from brt.config import Decoding, Sampling
 from brt.models.targets import SpecialTokens
 from brt.ops.top_k import top_k
 
-# The interface by which search and sampling call a model.
-
-
 Step = Callable[[Array, Any], tuple[Array, Any]]
 Reorder = Callable[[Any, Array], Any]
 
@@ -23,9 +25,7 @@ class TextDecoder(NamedTuple):
     """Interface of a model that generates text: pure functions of a decoding state.
 
     The decoding state is any tree of arrays, in which the model keeps what it needs to know about
-    the tokens so far. B is the number of sources (inputs of the model, such as documents to
-    summarise), N the number of beams (texts in progress) of each source, and V the size of the
-    vocabulary.
+    the tokens so far. A beam is a text in progress.
     """
 
     # Function (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state). Arrays
@@ -36,13 +36,6 @@ class TextDecoder(NamedTuple):
     # beams[b, n]. The function is not called if there is one beam.
     reorder: Reorder
     ids: SpecialTokens  # of the model's vocabulary
-
-
-# Results of a search, and the length penalty that makes texts of different lengths comparable.
-#
-# In shapes, B is the number of sources (inputs of the model, such as documents to summarise), N the
-# number of texts of each source, and L the maximum number of tokens of a text, including the start
-# token.
 
 
 class Hypotheses(NamedTuple):
@@ -69,13 +62,6 @@ def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
     return (base**decoding.length_penalty).astype(np.float32)
 
 
-# Constraints on the next token, as in Hugging Face's `generate`: banned and forced tokens.
-#
-# In shapes, B is the number of sources (inputs of the model, such as documents to summarise), N the
-# number of hypotheses (unfinished texts) of a source, L the maximum number of tokens of a text, and
-# V the number of tokens in the vocabulary.
-
-
 def constrain(
     log_probs: Float[Array, "B N V"],
     sequences: Int[Array, "B N L"],
@@ -85,8 +71,9 @@ def constrain(
 ) -> Float[Array, "B N V"]:
     """Returns log probabilities in which banned tokens are -inf; the others are not renormalised.
 
-    If a token is forced, its log probability is 0 and the log probability of every other token is
-    -inf, even if the forced token is banned. Only the first `length` tokens of `sequences` count.
+    Banned and forced tokens are those of Hugging Face's `generate`. If a token is forced, its log
+    probability is 0 and the log probability of every other token is -inf, even if the forced token
+    is banned. Only the first `length` tokens of `sequences` count.
     """
     vocabulary = jnp.arange(log_probs.shape[-1])[None, None]
     if decoding.no_repeat_ngram:
@@ -125,13 +112,6 @@ def repeating(
     return banned.at[rows, columns, ends].set(True, mode="drop")
 
 
-# Generates one text for each source, token by token, such as by greedy search.
-#
-# In shapes, B is the number of sources (inputs of the model, such as documents to summarise), L the
-# maximum number of tokens of a text including the start token, and V the number of tokens in the
-# vocabulary. The number of texts of each source, N in `Hypotheses`, is 1.
-
-
 class _Text(NamedTuple):
     """One text for each source."""
 
@@ -164,7 +144,7 @@ def generate_texts(
 ) -> Hypotheses:
     """Generates one text for each source, token by token, where `choose` selects the tokens.
 
-    The other arguments are those of `brt.generation.search.search`.
+    The other arguments are those of `search`.
     """
     step, _, ids = decoder
 
@@ -203,11 +183,6 @@ def generate_texts(
     text = jax.lax.while_loop(unfinished, extend, first)
     penalties = jnp.asarray(length_penalties(decoding))
     return Hypotheses(text.sequences, text.lengths, text.log_probs / penalties[text.lengths - 1])
-
-
-# Sampling of tokens with temperature, top-k and top-p.
-#
-# In shapes, B is the number of texts and V the number of tokens in the vocabulary.
 
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
@@ -260,19 +235,6 @@ def sample(
     return generate_texts(decoder, state, draw, batch=batch, decoding=decoding)
 
 
-# Beam search with the semantics of Hugging Face's `generate` (transformers 5).
-#
-# For each source (the input of the model, such as a document to summarise), N hypotheses are
-# running. At every step, each of them is continued by one token, and the 2N most likely
-# continuations are considered, or (1 + E) N if E tokens can end a text, so that N of them do not
-# end. A continuation that ends becomes a finished hypothesis if it is among the first N, and the N
-# finished hypotheses with the best scores are kept. The best N continuations that do not end become
-# the running hypotheses. `Decoding.early_stopping` determines when the search for a source is done.
-#
-# In shapes, B is the number of sources, L the maximum number of tokens of a text including the
-# start token, C the number of candidates of a source, and V the number of tokens in the vocabulary.
-
-
 class _Search(NamedTuple):
     """Running and finished hypotheses of every source."""
 
@@ -299,7 +261,13 @@ def beam_search(
 ) -> Hypotheses:
     """Returns the best N texts of each source, where N is `decoding.beams`.
 
-    The arguments are those of `brt.generation.search.search`.
+    The arguments are those of `search`, and the semantics those of Hugging Face's `generate`
+    (transformers 5). N hypotheses of each source are running. At every step, each of them is
+    continued by one token, and the 2N most likely continuations are considered, or (1 + E) N if E
+    tokens can end a text, so that N of them do not end. A continuation that ends becomes a finished
+    hypothesis if it is among the first N, and the N finished hypotheses with the best scores are
+    kept. The best N continuations that do not end become the running hypotheses.
+    `Decoding.early_stopping` determines when the search for a source is done.
     """
     penalties = length_penalties(decoding)
     step, reorder, ids = decoder

@@ -24,10 +24,8 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from brt.config import Config, Decoding, Model, Sampling
 from brt.distributed import rules
 from brt.generation import memory as memories
-from brt.generation import steps
-from brt.generation.memory import Memory, map_lanes
+from brt.generation.memory import CHUNK, Memory, advance, end_block, map_lanes
 from brt.generation.search import Hypotheses, TextDecoder, search
-from brt.generation.steps import CHUNK, advance, end_block
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder
 from brt.models.targets import SpecialTokens
@@ -35,9 +33,6 @@ from brt.ops import dispatch
 from brt.ops.compiler_options import of_inference
 from brt.ops.layer_kernel import SeparateKernels
 from brt.types import Variables
-
-# A beam search that continues the memory of a session.
-
 
 # The search gets this id, which no token has, as the id of the end token of models without one.
 _NEVER = -1
@@ -87,13 +82,6 @@ def _advance_beams(
     return jax.lax.cond(is_full, ended, lambda memory: memory, memory)
 
 
-# Parameters with a separate array for each layer, with which CPUs generate text faster.
-#
-# `brt.ops.layer_kernel` says why. The separate arrays are either views of the memory of the stacks,
-# which need no memory of their own, or transposed copies, with which products of at least eight
-# texts are faster (`brt.ops.few_rows`).
-
-
 # The separate kernels of a model, by the name of the run of layers and the name of the parameter.
 Kernels: TypeAlias = dict[str, dict[str, SeparateKernels]]
 
@@ -130,9 +118,11 @@ def with_separate_kernels(model: Model, variables: Variables, copies: Kernels) -
     """Returns variables with `SeparateKernels` in place of every large stack of kernels.
 
     This is so only where the programs that read and write token by token (`decode_step` and
-    `prepare_block` of a decoder) are faster with them. `copies` is the result of
-    `transposed_kernels`; where there are no copies, the arrays are views of the stacks. While views
-    exist, a program cannot reuse the memory of the stacks, as a train step would do.
+    `prepare_block` of a decoder) are faster with them, as on CPUs (`brt.ops.layer_kernel` says
+    why). `copies` is the result of `transposed_kernels`, with which products of at least eight
+    texts are faster (`brt.ops.few_rows`); where there are no copies, the arrays are views of the
+    stacks, which need no memory of their own. While views exist, a program cannot reuse the memory
+    of the stacks, as a train step would do.
     """
     params = dict(variables.params)
     for run, stacks in _large_stacks(model, variables).items():
@@ -212,14 +202,14 @@ class Session:
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
         self._decode_bytes = decode_bytes
         known = known_ids or config.model.vocab_size
-        self._chunk = steps.chunk_size(config.model)
+        self._chunk = memories.chunk_size(config.model)
         compiled = partial(rules.jit, compiler_options=of_inference())
-        self._read_segment = compiled(partial(steps.read_segment, decoder), donate_argnums=1)
-        self._read_chunk = compiled(partial(steps.advance, decoder), donate_argnums=1)
-        self._prepare = compiled(partial(steps.prepare, decoder), donate_argnums=1)
-        self._end_block = compiled(partial(steps.end_block, decoder), donate_argnums=1)
+        self._read_segment = compiled(partial(memories.read_segment, decoder), donate_argnums=1)
+        self._read_chunk = compiled(partial(memories.advance, decoder), donate_argnums=1)
+        self._prepare = compiled(partial(memories.prepare, decoder), donate_argnums=1)
+        self._end_block = compiled(partial(memories.end_block, decoder), donate_argnums=1)
         self._read_and_write = compiled(
-            partial(steps.read_and_write, decoder, known),
+            partial(memories.read_and_write, decoder, known),
             static_argnames="sampling",
             donate_argnums=1,
         )
@@ -249,7 +239,7 @@ class Session:
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        # While tokens are read or written one by one, `_memory` also has what `steps.prepare` adds.
+        # While tokens are read or written one by one, `_memory` also has what `prepare` adds.
         self._memory, self._is_prepared = memory, False
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
@@ -405,7 +395,7 @@ class Session:
         memories.save(self.memory, path, identity)
 
     def load(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Continues from a memory that `save` wrote; see `state_files.load`."""
+        """Continues from a memory that `save` wrote; see `brt.generation.memory.load`."""
         self._spread()
         length = self._config.model.block_length
         self.memory = memories.load(path, self.memory, length, identity)

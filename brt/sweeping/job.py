@@ -21,7 +21,7 @@ from brt.formatting import one_line
 from brt.sweeping import report
 from brt.sweeping.directory import PointDirectory, PointProgress, check_unchanged
 from brt.sweeping.points import Point, Sweep
-from brt.training import warm_start
+from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.preemption import StopSignal
 from brt.training.progress import clock
@@ -341,9 +341,9 @@ def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
     for point in points:
         if reader.present(Workdir(workdir / point.directory).checkpoints):
             continue
-        config, weights = point.config, warm_start.find_weights(point.config)
+        config, weights = point.config, runs.find_weights(point.config)
         if weights:  # The tokenizer may be that of the weights.
-            config = warm_start.with_model(config, weights)
+            config = runs.with_model(config, weights)
         task = tasks.from_config(config)
         datasets[task.name, getattr(config, task.data)] = task, config
     for task, config in datasets.values():

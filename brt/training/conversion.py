@@ -148,11 +148,11 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
     """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}; name the directory of a run")
-    if not Workdir(directory).checkpoints.is_dir() and reading.is_decoder(directory):
-        if step is not None:
-            raise CheckpointError(f"{directory} is in Hugging Face's format and has no steps")
-        return _load(directory, change)
     if not Workdir(directory).checkpoints.is_dir():
+        if reading.is_decoder(directory):
+            if step is not None:
+                raise CheckpointError(f"{directory} is in Hugging Face's format and has no steps")
+            return _load(directory, change)
         files.check_is_model(directory)
     workdir, found, config = saved_model.load_config(directory, step)
     return saved_model.load(workdir, found, change(config))

@@ -1,16 +1,40 @@
-"""Writes and reads reports of evaluations: the files `evaluations/<step>/<split>*` of a run."""
+"""Evaluates trained models, and writes and reads the files `evaluations/<step>/<split>*` of a run.
 
+`write` is also called by the trainer, which evaluates the split SPLIT. A `Follower` evaluates each
+checkpoint of a run once while another process, the trainer, writes them. It takes no lock and only
+reads checkpoints. Checkpoints with a report are skipped, so a follower can be stopped and started
+again at any time. It ends after the checkpoint of the run's last step; if the trainer stops
+earlier, the follower waits until the trainer continues.
+"""
+
+import contextlib
+import errno
+import functools
 import json
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import untrusted
+from tqdm import tqdm
+
+from brt import output, tasks, untrusted
+from brt.checkpointing import reader
+from brt.config import Config
+from brt.config.checks import check
+from brt.config_io import config_from_json, without_written_paths
 from brt.distributed import processes
+from brt.distributed.mesh import AXES
+from brt.errors import BrtError, CheckpointError, ConfigError, DataError, NonFiniteError
 from brt.formatting import finite, printable
-from brt.tasks.arguments import Evaluator
+from brt.tasks.arguments import Control, EvaluationRequest, Evaluator, InspectionRequest, OtherModel
 from brt.tasks.interface import Task
 from brt.tasks.report import EvaluationResult
+from brt.training import saved_model
+from brt.training import workdir as workdirs
+from brt.training.metrics import TensorBoard
+from brt.training.saved_model import SavedModel
 from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text
 
 SPLIT = "validation"  # Training evaluates this split.
@@ -29,20 +53,18 @@ class Evaluated(NamedTuple):
     line: str  # one line with the step, the split and the most important metrics
 
 
-def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
-    """Returns the prefix, such as "eval/validation", of the tags of a split's metrics.
-
-    If training usually evaluates a part of the split, metrics of the whole split get another
-    prefix, because the two kinds of numbers cannot be compared and must not share a curve.
-    """
-    return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
+OnResult = Callable[[Evaluated], object]
 
 
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """Returns the metrics that are logged as curves, by tag: "eval/validation/bits_per_byte"."""
-    prefix = tag(split, evaluator, whole)
+    """Returns the metrics that are logged as curves, by tag: "eval/validation/bits_per_byte".
+
+    If training usually evaluates a part of the split, metrics of the whole split get another
+    prefix, because the two kinds of numbers cannot be compared and must not share a curve.
+    """
+    prefix = f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
     return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
 
 
@@ -51,7 +73,7 @@ def write(
     step: int,
     split: str,
     result: EvaluationResult,
-    on_report: Callable[[Evaluated], object] = lambda evaluated: None,
+    on_report: OnResult = lambda evaluated: None,
     *,
     stored: bool = True,
 ) -> Evaluated:
@@ -87,3 +109,351 @@ def write(
 def read(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file that `write` wrote; raises OSError or ValueError."""
     return untrusted.read_json(path, _REPORT)
+
+
+LINE_SECONDS = 60.0  # If stderr is not a terminal, at least this time passes between two lines.
+
+
+@contextlib.contextmanager
+def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object]]:
+    """Context that yields a function to call with the amount of work done since the last call.
+
+    A terminal shows a bar on stderr. Otherwise at most one line per minute is printed, the first
+    after a minute. `text` is the name of the work, such as "reading test", and `unit` the unit of
+    `total`; large numbers of "tok" (tokens) are abbreviated on terminals.
+    """
+    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
+        yield bar.update if not bar.disable else _lines(total, text, unit)
+
+
+def _lines(total: int, text: str, unit: str) -> Callable[[int], None]:
+    """Returns a function that prints a line if the last one is `LINE_SECONDS` old."""
+    done, last = 0, time.monotonic()
+    name = {"tok": "tokens"}.get(unit, unit)
+
+    def update(amount: int) -> None:
+        nonlocal done, last
+        done += amount
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            output.say(f"{text}: {done:,} of {total:,} {name}")
+
+    return update
+
+
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class SplitEvaluator:
+    """Evaluates checkpoints of one run on one split.
+
+    The data are prepared, and the evaluation is compiled, only once.
+
+    Args:
+      config: config of the run with all sizes filled in; the user may have changed some settings.
+      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
+        evaluation resets before every segment; None for no second evaluation.
+      on_result: called with each result before it is written.
+      windows: window sizes in tokens. A language model is evaluated once with each of them instead
+        of Model.window; () evaluates once with Model.window.
+      other: a model to compare with on the same documents. Then `ablate` names a part of its
+        memory.
+    """
+
+    def __init__(
+        self, config: Config, split: str, ablate: str | None,
+        on_result: OnResult = lambda evaluated: None,
+        *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
+    ):  # fmt: skip
+        self._task, self._config, self._split = tasks.from_config(config), config, split
+        self._ablate, self._on_result, self._windows = ablate, on_result, windows
+        self._other = other
+        check(
+            not windows or self._task.compares_windows,
+            f"--windows is for language models, and {config.training.task!r} is none",
+        )
+        compared = [self._task, tasks.from_config(other.config)] if other else []
+        names = " and ".join(task.name for task in compared)
+        check(
+            all(task.compares_models for task in compared),
+            f"--compare is for two language models, and these runs are of {names}",
+        )
+        self.evaluator: Evaluator | None = None  # until the first checkpoint is evaluated
+
+    def __call__(self, model: SavedModel) -> Evaluated:
+        """Evaluates the split, and writes the report if the run directory can be written.
+
+        Raises:
+          CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
+            tokenizer, or the storage fails.
+          ConfigError: `ablate` names a part that the model does not have, the config names another
+            tokenizer than the run's, or the run directory cannot be written.
+          DataError: the data have no such split, or the split cannot be read.
+          NonFiniteError: the primary metric is not finite.
+        """
+        stored = can_store(model.workdir)
+        check(
+            self._other is None or self._other.mesh == model.mesh,
+            "--compare needs both runs on the same mesh; set Mesh for both, for example with "
+            + " ".join(f"--gin.Mesh.{axis}=1" for axis in AXES),
+        )
+        if self.evaluator is None:
+            dataset = saved_model.open_split(model, self._split)
+            request = EvaluationRequest(
+                self._config, dataset, self._split, config_from_json(model.meta["config"]),
+                self._ablate, windows=self._windows, other=self._opened_other(),
+            )  # fmt: skip
+            self.evaluator = self._task.evaluator(request)
+        evaluator = self.evaluator
+        reading = display(evaluator.total, f"reading {self._split}", evaluator.unit)
+        with reading as update, model.on_devices():
+            result = evaluator(model.variables, Control(progress=update))
+        self._check_finite(result, model)
+        return write(model.workdir, model.step, self._split, result, self._on_result, stored=stored)
+
+    def _opened_other(self) -> OtherModel | None:
+        other = self._other
+        if other is None:
+            return None
+        dataset = saved_model.open_split(other, self._split)
+        name = str(other.workdir.path)
+        return OtherModel(name, other.step, other.config, dataset, other.variables)
+
+    def _check_finite(self, result: EvaluationResult, model: SavedModel) -> None:
+        name, value = next(iter(self._task.select_metrics(result.metrics).items()))
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"{name} of {self._split} is {value} at step {model.step} of "
+                f"{model.workdir.path}; evaluate another --step"
+            )
+
+
+def evaluate(
+    model: SavedModel, split: str, ablate: str | None, on_result: OnResult = lambda evaluated: None,
+    *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
+) -> Evaluated:  # fmt: skip
+    """Evaluates one checkpoint of a run on one split, and writes and returns the report.
+
+    Arguments and errors are those of `SplitEvaluator`.
+    """
+    if model.own_tokenizer is not None:
+        raise ConfigError(
+            f"{model.workdir.path} is in Hugging Face's format, and evaluations are stored in run "
+            "directories; convert it with brt.convert, or call bits_per_byte"
+        )
+    evaluator = SplitEvaluator(model.config, split, ablate, on_result, windows=windows, other=other)
+    return evaluator(model)
+
+
+def inspect(
+    model: SavedModel, split: str, tokens: int | None, on_text: Callable[[str], object]
+) -> dict[str, Any]:
+    """Measures how a model uses its memory; writes the metrics to the run directory.
+
+    The files are evaluations/<step>/<split>_probe.json, and pictures in the directory plots. The
+    metrics are also returned, with the entries "workdir" and "step". A model without memory raises
+    ConfigError; other errors are those of `SplitEvaluator.__call__`.
+
+    Args:
+      tokens: approximate number of tokens to read; None selects the default, 0 reads all.
+      on_text: called with the report as text for people, before the files are written.
+    """
+    directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
+    stored = can_store(model.workdir)
+    where = {"workdir": str(model.workdir.path), "step": model.step}
+    dataset = saved_model.open_split(model, split)
+    # One of the measurements replaces a document's memory by the memory of another document. If the
+    # split has only one document, the other one is taken from the training data, if available.
+    with contextlib.suppress(DataError):
+        dataset.splits.setdefault("train", saved_model.open_split(model, "train").split("train"))
+    with model.on_devices():
+        request = InspectionRequest(model.config, dataset, split, tokens, where)
+        result = task.inspect(model.variables, request)
+    on_text(result.text)
+    if not stored:
+        return result.metrics
+    check_writable(directory, below=model.workdir.path)
+    report = directory / f"{split}_probe.json"
+    write_json(report, result.metrics, below=model.workdir.path)
+    for name, picture in result.draw().items():
+        write_bytes(model.workdir.plots / name, picture, below=model.workdir.path)
+    return result.metrics
+
+
+def can_store(workdir: Workdir) -> bool:
+    """Returns True if results can be stored in a run directory; called before they are computed.
+
+    If the run directory is read-only, a message says so once. Only the first process of several
+    stores results. A path that is a link raises ConfigError.
+    """
+    if not processes.is_first():
+        return False
+    try:
+        for directory in (workdir.evaluations, workdir.plots):
+            check_writable(directory, below=workdir.path)
+    except BrtError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in _READ_ONLY:
+            raise
+        _say_once(
+            f"the results are not stored in {workdir.path}, which cannot be written "
+            f"({cause.strerror}); --json=FILE writes them elsewhere"
+        )
+        return False
+    workdirs.refuse_links(workdir)
+    return True
+
+
+@functools.cache  # The cache makes the function print each message only once.
+def _say_once(message: str) -> None:
+    reader.warn_on_stderr(message)
+
+
+class Waiter:
+    """Sleeps while the caller waits for an event, such as a new checkpoint, until a timeout.
+
+    The caller checks again and again whether the event has happened, and calls `wait` after each
+    check. A `timeout_minutes` of 0 is no limit.
+    """
+
+    def __init__(self, poll_seconds: float, timeout_minutes: float, say: Callable[[str], object]):
+        if not (0 < poll_seconds < math.inf and 0 <= timeout_minutes < math.inf):
+            raise ConfigError(
+                f"--poll_seconds={poll_seconds:g} must be above 0 and "
+                f"--timeout_minutes={timeout_minutes:g} not negative"
+            )
+        self._poll, self._timeout, self._say = poll_seconds, 60 * timeout_minutes, say
+        self._since: float | None = None
+
+    def wait(self, what: str) -> None:
+        """Sleeps until the next check for the event `what`; CheckpointError at the timeout."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._say(f"waiting for {what}")
+        if self._timeout and now - self._since >= self._timeout:
+            raise CheckpointError(
+                f"waited {self._timeout / 60:g} minutes for {what}; check whether the trainer is "
+                "still running, and run the same command again"
+            )
+        time.sleep(self._poll)
+
+    def reset(self) -> None:
+        """Resets the timeout, after the event has happened."""
+        self._since = None
+
+
+def wait_for_config(path: Path, waiter: Waiter) -> Config:
+    """Waits until a trainer has written its config to the run directory, and returns the config."""
+    # Settings that name files or directories to write have their defaults in the result. Somebody
+    # else may have started the run, and evaluations must not write to places of that person's
+    # choice.
+    while (config := workdirs.saved_config(path)) is None:
+        missing = "" if path.is_dir() else ", which does not exist yet"
+        waiter.wait(f"a trainer to start in {path}{missing}")
+    waiter.reset()
+    return without_written_paths(config)
+
+
+class Follower:
+    """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
+
+    The user may have changed some settings of the `config`. `ablate` is as in `SplitEvaluator`.
+    """
+
+    def __init__(
+        self,
+        workdir: Workdir,
+        config: Config,
+        split: str,
+        ablate: str | None,
+        say: Callable[[str], object],
+    ):
+        self._workdir, self._config = workdir, config
+        self._split, self._ablate, self._say = split, ablate, say
+        self._evaluator = SplitEvaluator(config, split, ablate)
+        self._task = tasks.from_config(config)
+        self._finished: set[int] = set()
+        self._due: set[int] = set()
+
+    def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
+        """Evaluates every checkpoint without a report, oldest first, and yields the reports.
+
+        The iteration waits for further checkpoints, and stops after that of the last training step.
+        """
+        reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
+        done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
+        with self._tensorboard(max(done, default=0)) as write:
+            while True:
+                # The end of training is checked before a checkpoint is looked for. In the opposite
+                # order, the last checkpoint could appear between the two checks and be missed.
+                over = self._is_over()
+                step = self._next()
+                if step is None and over:
+                    return
+                if step is None:
+                    waiter.wait(f"the next checkpoint in {self._workdir.checkpoints}")
+                elif evaluated := self._evaluate(step):
+                    waiter.reset()
+                    report, evaluator = evaluated.report, self._evaluator.evaluator
+                    write(step, scalars(self._task, evaluator, self._split, report, whole=True))
+                    yield evaluated
+
+    @contextlib.contextmanager
+    def _tensorboard(self, step: int) -> Iterator[Callable[[int, dict[str, float]], object]]:
+        """Context that yields a function which shows the results of a step in TensorBoard.
+
+        `step` is the last step that was evaluated before.
+        """
+        if not can_store(self._workdir):
+            yield lambda step, metrics: None  # The run directory is read-only.
+            return
+        check_writable(self._workdir.tensorboard, below=self._workdir.path)
+        # The results get a directory of their own, which TensorBoard shows as a separate run.
+        tensorboard = TensorBoard(self._workdir.tensorboard / "evaluation", step, self._say)
+        with contextlib.closing(tensorboard):
+            yield tensorboard.write
+
+    def _is_over(self) -> bool:
+        """Returns True if the checkpoint of the trainer's last step exists."""
+        steps = reader.steps(self._workdir.checkpoints)
+        config = workdirs.saved_config(self._workdir.path) or self._config
+        return bool(steps) and steps[-1] >= config.training.steps
+
+    def _next(self) -> int | None:
+        """Returns the step of the oldest checkpoint without a report; None if all have reports."""
+        # The oldest checkpoint comes first, because the trainer will remove it first.
+        existing = set(reader.steps(self._workdir.checkpoints))
+        for step in sorted(self._due - existing):
+            self._skip(step, f"checkpoint {step} was removed before it could be evaluated")
+        self._due = {s for s in existing - self._finished if not self._is_evaluated(s)}
+        return min(self._due, default=None)
+
+    def _is_evaluated(self, step: int) -> bool:
+        try:
+            path = self._workdir.evaluations / str(step) / f"{self._split}.json"
+            report = read(path)
+        except (OSError, ValueError):
+            return False
+        ablation = report.get("ablation", {}).get("protocol", {}).get("ablate")
+        return self._ablate in (None, ablation)
+
+    def _evaluate(self, step: int) -> Evaluated | None:
+        """Returns the report, or None if the checkpoint is damaged or has been removed."""
+        directory = self._workdir.checkpoints
+        try:
+            checkpoint = saved_model.find_checkpoint(directory, step)
+            model = saved_model.load(self._workdir, checkpoint, self._config)
+        except CheckpointError as error:
+            removed = step not in reader.present(directory)
+            reason = f"checkpoint {step} was removed while it was read" if removed else str(error)
+            self._skip(step, reason)
+            return None
+        self._due.discard(step)
+        self._finished.add(step)
+        return self._evaluator(model)
+
+    def _skip(self, step: int, reason: str) -> None:
+        self._finished.add(step)
+        self._due.discard(step)
+        self._say(f"{reason}; continuing with the next")

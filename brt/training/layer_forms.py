@@ -8,11 +8,10 @@ arrays, one for each layer, in place of a stack. The optimizer's state of a stac
 (`layerwise.LayerwiseState.stacked`) is a list of states in the same way.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +23,8 @@ from brt import tasks
 from brt.config import Config
 from brt.ops import dispatch
 from brt.training import replicas
-from brt.training.layerwise import LayerwiseState
-from brt.training.matrices import Axes
+from brt.training.layerwise import Axes, LayerwiseState
 from brt.training.state import TrainState, parameter_axes
-
-# A compiled conversion of the parameters or of the optimizer's state.
-Conversion: TypeAlias = Callable[[Any], Any]
 
 
 def separates(config: Config) -> bool:
@@ -126,47 +121,45 @@ class LayerForms:
     """
 
     def __init__(self, config: Config, shapes: TrainState, mesh: Mesh):
-        self._config, self._shapes = config, shapes
-        self._of_step = step_shapes(config, shapes, mesh)
-        self._structure: Any = jax.tree.structure(self._of_step.params)
+        def separate(params: PyTree) -> PyTree:
+            return _separated_params(params, parameter_axes(config))
 
-    @functools.cached_property
-    def _separate(self) -> tuple[Conversion, Conversion]:
-        separate = partial(_separated_params, axes=parameter_axes(self._config))
-        return _programs(separate, _separated_optimizer, self._of_step)
-
-    @functools.cached_property
-    def _stack(self) -> tuple[Conversion, Conversion]:
-        return _programs(stacked, stacked, self._shapes)
+        of_step = step_shapes(config, shapes, mesh)
+        self._structure: Any = jax.tree.structure(of_step.params)
+        self._always_stacked = of_step is shapes
+        self._to_lists = _conversion(separate, _separated_optimizer, of_step)
+        self._to_stacks = _conversion(stacked, stacked, shapes)
 
     def for_step(self, state: TrainState) -> TrainState:
-        converted = self._structure == jax.tree.structure(state.params)
-        return state if converted else _converted(state, self._separate)
+        return state if self._is_of_step(state) else self._to_lists(state)
 
     def stacked(self, state: TrainState) -> TrainState:
-        differ = self._of_step is not self._shapes
-        separate = differ and self._structure == jax.tree.structure(state.params)
-        return _converted(state, self._stack) if separate else state
+        separate = not self._always_stacked and self._is_of_step(state)
+        return self._to_stacks(state) if separate else state
+
+    def _is_of_step(self, state: TrainState) -> bool:
+        return bool(self._structure == jax.tree.structure(state.params))
 
 
-def _programs(
-    params: Conversion, optimizer: Conversion, result: TrainState
-) -> tuple[Conversion, Conversion]:
-    """Compiles the conversions of parameters and of the optimizer's state."""
+def _conversion(
+    params: Callable[[PyTree], PyTree], optimizer: Callable[[PyTree], PyTree], result: TrainState
+) -> Callable[[TrainState], TrainState]:
+    """Returns a function that converts parameters and optimizer state to the shardings of `result`.
+
+    It is compiled at its first call.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, result)
-    return (
-        jax.jit(params, out_shardings=shardings.params, donate_argnums=0),
-        jax.jit(optimizer, out_shardings=shardings.optimizer, donate_argnums=0),
-    )
+    of_params = jax.jit(params, out_shardings=shardings.params, donate_argnums=0)
+    of_optimizer = jax.jit(optimizer, out_shardings=shardings.optimizer, donate_argnums=0)
+
+    def converted(state: TrainState) -> TrainState:
+        params = _consumed(of_params, state.params)
+        return state._replace(params=params, optimizer=_consumed(of_optimizer, state.optimizer))
+
+    return converted
 
 
-def _converted(state: TrainState, programs: tuple[Conversion, Conversion]) -> TrainState:
-    of_params, of_optimizer = programs
-    params = _consumed(of_params, state.params)
-    return state._replace(params=params, optimizer=_consumed(of_optimizer, state.optimizer))
-
-
-def _consumed(program: Conversion, tree: PyTree[Array]) -> PyTree[Array]:
+def _consumed(program: Callable[[PyTree], PyTree], tree: PyTree[Array]) -> PyTree[Array]:
     """Returns the result of a conversion, and deletes the arrays of its argument."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")

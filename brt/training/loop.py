@@ -18,7 +18,7 @@ from brt.training import evaluations
 from brt.training import workdir as workdirs
 from brt.training.bad_steps import BadStep
 from brt.training.evaluations import SPLIT
-from brt.training.metrics import utilization
+from brt.training.progress import utilization
 from brt.training.run import Run
 from brt.training.session import Session
 from brt.training.workdir import Workdir

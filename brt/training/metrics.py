@@ -1,6 +1,14 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, the speed of training, and profiler traces."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, and the tracking services W&B and MLflow.
+
+The config section Logging chooses the services. These have runs, too: one run in the service has
+the metrics of one training run. The id of the run in the service is stored in trackers.json in the
+run directory, so that a resumed training run continues the same run in the service. The file also
+says which directory it was written for: a moved directory keeps its runs in the services, and a
+copy begins new ones.
+"""
 
 import contextlib
+import importlib
 import itertools
 import json
 import math
@@ -11,35 +19,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from types import ModuleType
+from typing import Any
 
-import jax
 from jax.typing import ArrayLike
 from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 
 from brt import durable, untrusted
-from brt.errors import CheckpointError
-from brt.training.workdir import Workdir, refuse_links
+from brt.config import Config
+from brt.config_io import saved_json
+from brt.errors import CheckpointError, ConfigError
+from brt.formatting import one_line
+from brt.training.workdir import Workdir, write_json
 
 _TENSORBOARD_FLUSH_SECONDS = 10
 _RECORD = {"step": int, str: untrusted.NUMBER | None}
+_PLACE = {"host": str, "path": str, "inode": str}
+_IDS = {"wandb?": str, "mlflow?": str, "directory?": _PLACE}
 _SHOWN = 3  # A message names at most this number of damaged lines.
-
-
-@runtime_checkable
-class Tracker(Protocol):
-    """A receiver of metrics in addition to metrics.jsonl, such as the client of a tracking service.
-
-    A tracker raises no errors, because metrics.jsonl has the complete record.
-    """
-
-    def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Records metrics of a step, by tag; None stands for a number that is not finite."""
-
-    def close(self) -> None:
-        """Ends the tracker; `write` is not called afterwards."""
 
 
 class MetricsWriter:
@@ -58,7 +57,7 @@ class MetricsWriter:
         workdir: Workdir,
         resume_step: int,
         warn: Callable[[str], None],
-        trackers: Sequence[Tracker] = (),
+        trackers: Sequence["Tracker"] = (),
     ):
         self._path = workdir.metrics
         with self._explain_errors():
@@ -66,7 +65,7 @@ class MetricsWriter:
                 warn(_set_aside(self._path, damaged))
         self._open(resume_step)
         self._tensorboard = TensorBoard(workdir.tensorboard, resume_step, warn)
-        self._trackers = trackers
+        self._trackers: tuple[TensorBoard | Tracker, ...] = (self._tensorboard, *trackers)
 
     def _open(self, step: int) -> None:
         with self._explain_errors():
@@ -104,7 +103,7 @@ class MetricsWriter:
             self._file.write(_encode(self._line))
             self._file.truncate()
             self._file.flush()
-        for tracker in (self._tensorboard, *self._trackers):
+        for tracker in self._trackers:
             tracker.write(step, numbers)
 
     def has(self, step: int, tag: str) -> bool:
@@ -112,7 +111,7 @@ class MetricsWriter:
         return self._line.get("step") == step and tag in self._line
 
     def close(self) -> None:
-        for tracker in (self._tensorboard, *self._trackers):
+        for tracker in self._trackers:
             tracker.close()
         with self._explain_errors():
             self._file.close()
@@ -153,64 +152,6 @@ def describe_damage(damaged: Sequence[int]) -> str:
     """Returns a phrase that names the first three damaged lines."""
     more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
     return f"damaged: cannot read line {', '.join(map(str, damaged[:_SHOWN]))}{more}"
-
-
-class Rate(NamedTuple):
-    """Speed of training over an interval, without pauses."""
-
-    tokens_per_second: float
-    step_seconds: float  # mean over the steps
-    flops_per_second: float | None  # None if the FLOPs of a step are not known
-
-
-class Throughput:
-    """Measures the speed of training: tokens per second, without pauses.
-
-    Steps run asynchronously, so `rate` has to be called after waiting for the last step's result.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self._created = self._started = clock()
-        self._paused = 0.0
-        self._tokens = self._steps = self._all_steps = 0
-        self._flops: int | None = 0
-
-    def step(self, tokens: int, flops: int | None = None) -> None:
-        """Counts a step; if its FLOPs are None, the FLOPs of the whole interval are unknown."""
-        self._tokens += tokens
-        self._flops = None if flops is None or self._flops is None else self._flops + flops
-        self._steps += 1
-        self._all_steps += 1
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Context whose time does not count as training, such as the time of an evaluation."""
-        begin = self._clock()
-        try:
-            yield
-        finally:
-            now = self._clock()
-            self._paused += now - begin
-            # Before its first step, the run compiles. This pause occurs only once, so the clock
-            # starts again after the pause, and `seconds_left` expects no further pauses of this
-            # length.
-            if not self._all_steps:
-                self._created, self._started, self._paused = now, now, 0.0
-
-    def rate(self) -> Rate:
-        """Returns the speed since the last call; at least one step has to be counted in between."""
-        now = self._clock()
-        seconds = now - self._started - self._paused
-        flops = None if self._flops is None else self._flops / seconds
-        rate = Rate(self._tokens / seconds, seconds / self._steps, flops)
-        self._started, self._paused = now, 0.0
-        self._tokens = self._steps = self._flops = 0
-        return rate
-
-    def seconds_left(self, steps: int) -> float:
-        """Returns the expected time of `steps` more steps, with pauses as so far."""
-        return (self._clock() - self._created) / self._all_steps * steps
 
 
 class TensorBoard:
@@ -322,69 +263,172 @@ def _number(value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-# The table gives the peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by the
-# name that jax gives to a kind of device.
-_PEAKS = {
-    # The data sheet of TPU v3 describes a chip, but a device of jax is one of the chip's two cores.
-    "TPU v3": 123e12 / 2,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
+class Tracker:
+    """A tracking service, which gets the metrics in addition to metrics.jsonl.
 
+    Failures of the service never stop a run, because metrics.jsonl has the complete record; `warn`
+    is called at the first one.
+    """
 
-def peak_flops(device: jax.Device) -> float | None:
-    """Returns the peak FLOP/s of a device for bfloat16 matmuls; None if not known, as for CPUs."""
-    kind = device.device_kind
-    if kind in _PEAKS:
-        return _PEAKS[kind]
-    names = [name for name in _PEAKS if kind.startswith(f"{name} ") or kind.startswith(f"{name}-")]
-    return _PEAKS[max(names, key=len)] if names and "TPU" not in kind else None
+    name: str  # The Python module, and the extra of brt that installs the module, have this name.
+    _begin: Callable[[Config, Workdir, str | None], str]
+    _log: Callable[[int, Mapping[str, float | int]], None]
+    _end: Callable[[], None]
 
+    def __init__(self, module: ModuleType, warn: Callable[[str], object]):
+        self._module, self._warn, self._on = module, warn, True
 
-def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns {"perf/mfu": FLOPs per second / peak of all devices}; {} if not known."""
-    peak = peak_flops(mesh.devices.flat[0])
-    if not (flops_per_second and peak):
-        return {}
-    return {"perf/mfu": flops_per_second / (peak * mesh.size)}
+    def refuses(self) -> str:
+        """Returns the reason why the service cannot record metrics here; "" if it can."""
+        return ""
 
-
-class Profile:
-    """Records a profiler trace of steps: `steps` are the first and the last one; () for none."""
-
-    def __init__(self, steps: tuple[int, ...], workdir: Workdir):
-        self._steps, self._workdir, self._running = steps, workdir, False
-
-    def before(self, step: int) -> None:
-        """Starts the trace if `step`, which is about to run, is the first one to trace."""
-        if self._steps and step == self._steps[0] and not self._running:
-            # The profiler would follow symbolic links to places outside of the run directory.
-            refuse_links(self._workdir)
-            jax.profiler.start_trace(str(self._workdir.tensorboard))
-            self._running = True
-
-    def after(self, step: int, wait_for: object) -> bool:
-        """If `step` is the last one to trace, ends the trace after `wait_for`; returns True."""
-        if not (self._running and step >= self._steps[1]):
-            return False
-        jax.block_until_ready(wait_for)
-        self.close()
-        return True
+    def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        """Sends the metrics of a step to the service, except for metrics that are not finite."""
+        finite = {tag: value for tag, value in metrics.items() if value is not None}
+        self._tolerated(lambda: self._log(step, finite))
 
     def close(self) -> None:
-        """Ends a trace that is still running."""
-        # If the run directory has been moved, the profiler would create it again.
-        if self._running and self._workdir.tensorboard.is_dir():
-            self._running = False
-            # jax raises RuntimeError if another part of the program has already stopped the trace.
-            with contextlib.suppress(RuntimeError):
-                jax.profiler.stop_trace()
+        self._tolerated(self._end)
+
+    def begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str | None:
+        """Starts or continues a run in the service; returns its id, or None after a failure."""
+        return self._tolerated(lambda: self._begin(config, workdir, run_id))
+
+    def _tolerated(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call() if self._on else None
+        # Problems of network, login and server raise errors of many classes, so all are caught.
+        except Exception as error:
+            self._on = False
+            reason = " ".join(str(error).split())
+            self._warn(f"{self.name} is off: {reason}; metrics.jsonl is still written")
+            return None
+
+
+class _Wandb(Tracker):
+    name = "wandb"
+
+    def _begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str:
+        self._run = self._module.init(
+            project=config.logging.wandb_project, name=one_line(workdir.path.name), id=run_id,
+            resume="allow", config=saved_json(config), dir=str(workdir.path),
+        )  # fmt: skip
+        return self._run.id
+
+    def _log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def _end(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow(Tracker):
+    name = "mlflow"
+
+    def refuses(self) -> str:
+        """Tries to open MLflow's database or directory; a server is not contacted."""
+        where = self._module.get_tracking_uri()
+        try:
+            self._module.MlflowClient()
+        # The classes of MLflow's errors depend on its version and on the kind of store, so errors
+        # of all classes are caught.
+        except Exception as error:
+            return (
+                f"MLflow cannot record at {where} ({' '.join(str(error).split())}); set "
+                "MLFLOW_TRACKING_URI to a server, http://HOST:PORT, or to a database, "
+                "sqlite:////PATH/mlflow.db, for which pip install 'brt[mlflow]'; or leave it out"
+            )
+        return ""
+
+    def _begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str:
+        self._module.set_experiment(config.logging.mlflow_experiment)
+        run = self._module.start_run(run_id=run_id, run_name=one_line(workdir.path.name))
+        self._module.log_dict(saved_json(config), "config.json")
+        return run.info.run_id
+
+    def _log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        self._module.log_metrics(dict(metrics), step=step)
+
+    def _end(self) -> None:
+        self._module.end_run()
+
+
+def requested_trackers(config: Config, warn: Callable[[str], object]) -> list[Tracker]:
+    """Returns the tracking services that the config asks for, without starting runs in them.
+
+    ConfigError is raised if one is not installed, or cannot record anything on this machine.
+    """
+    settings = {
+        "Logging.wandb_project": (config.logging.wandb_project, _Wandb),
+        "Logging.mlflow_experiment": (config.logging.mlflow_experiment, _Mlflow),
+    }
+    services = []
+    for setting, (value, service_class) in settings.items():
+        if not value:
+            continue
+        try:
+            module = importlib.import_module(service_class.name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{setting} = {value!r} needs the extra {service_class.name}: "
+                f"pip install 'brt[{service_class.name}]', or leave it out"
+            ) from error
+        service = service_class(module, warn)
+        if reason := service.refuses():
+            raise ConfigError(f"{setting} = {value!r}: {reason}")
+        services.append(service)
+    return services
+
+
+def start_trackers(
+    config: Config, workdir: Workdir, warn: Callable[[str], object]
+) -> list[Tracker]:
+    """Starts a run in each tracking service that the config asks for, and returns the services.
+
+    If the run directory was trained before, the service continues its earlier run.
+    """
+    services, file = requested_trackers(config, warn), workdir.path / "trackers.json"
+    if not services:
+        return []
+    earlier, place = read_trackers(file), _place(workdir)
+    if _is_copy(earlier.get("directory"), place):
+        names = " and ".join(service.name for service in services)
+        where = earlier["directory"]["path"]
+        warn(f"{workdir.path} is a copy of {where} and begins a new run in {names}")
+        earlier = {}
+    ids = {s.name: s.begin(config, workdir, earlier.get(s.name)) for s in services}
+    known = {name: run_id for name, run_id in ids.items() if run_id}
+    write_json(file, {**earlier, **known, "directory": place})
+    return services
+
+
+def _place(workdir: Workdir) -> dict[str, Any]:
+    """Returns what identifies a run directory, as JSON. A copy has another path and inode."""
+    path = os.fsencode(workdir.path.resolve()).decode(errors="backslashreplace")
+    inode = str(workdir.path.stat().st_ino)
+    return {"host": socket.gethostname(), "path": path, "inode": inode}
+
+
+def _is_copy(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
+    """Returns True if a run directory (`now`) is a copy of the one that trackers.json names.
+
+    A renamed directory keeps its inode, also on a disk that another machine mounts. On the same
+    machine, a directory that has replaced the original is the original, wherever it is.
+    """
+    if saved is None or saved["inode"] == now["inode"]:
+        return False
+    if saved["host"] != now["host"]:
+        return True
+    return saved["path"] != now["path"] and os.path.exists(Path(saved["path"], "trackers.json"))
+
+
+def read_trackers(file: Path) -> dict[str, Any]:
+    """Returns the ids of the services' runs, and the "directory"; {} without trackers.json."""
+    try:
+        return untrusted.read_json(file, _IDS)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is damaged ({error}); delete it to begin new runs there"
+        ) from error

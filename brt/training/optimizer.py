@@ -1,23 +1,55 @@
-"""Learning-rate schedules and optimizers, with factors for chosen parameters (Optimizer.rates)."""
+"""Learning-rate schedules and the optimizers Adafactor, AdamW and Muon.
+
+Optimizer.rates has factors of the learning rates and weight decays of chosen parameters.
+
+Adafactor has kernels for matrices. The op `brt.ops.adafactor` returns new parameters instead of
+updates, so that a kernel can read and write each array once. The state is that of
+`optax.adafactor`, which updates all parameters that have no kernel, such as vectors. On CPUs and
+GPUs, and if arrays are sharded over devices, these are all parameters.
+
+Muon makes the update of a matrix orthogonal (Jordan et al., 2024).
+"""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
+from optax.contrib import MuonDimensionNumbers, muon
 
 from brt.config import Optimizer
 from brt.config.kernels import AUTO
+from brt.distributed.rules import constrain
 from brt.errors import ConfigError
-from brt.ops.adafactor import MOMENTUM
-from brt.training import adafactor, muon, trainable
-from brt.training.layerwise import Parameters, Stepped, Stepper, divided, layerwise, stepper
-from brt.training.matrices import Axes
+from brt.ops.adafactor import MOMENTUM, Moments, adafactor, has_kernel
+from brt.training import layerwise, trainable
+from brt.training.layerwise import (
+    TABLES,
+    Axes,
+    Group,
+    LayerwiseState,
+    Parameters,
+    Stepped,
+    Stepper,
+    as_matrix,
+    divided,
+    ends_with_heads,
+    from_matrix,
+    matrix_shape,
+)
+
+# A function from the number of completed steps to the learning rate of the next step.
+Schedule: TypeAlias = Callable[[Int[Array, ""]], Float[Array, ""]]
+# A function from gradients, state, parameters and divisor to the result of a step.
+Step: TypeAlias = Callable[[Parameters, Any, Parameters, Array], Stepped]
+# If a dimension of a matrix is below this number, Adafactor does not factor its second moments.
+SMALLEST_FACTORED = 128
+_DECAY = -0.8  # The exponent in optax's formula of the decay of the second moments of Adafactor.
 
 
 def with_rates(
@@ -34,8 +66,8 @@ def with_rates(
         return transform
 
     def update(
-        gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
-    ) -> tuple[PyTree[Array], optax.OptState]:
+        gradients: Parameters, state: optax.OptState, params: Parameters
+    ) -> tuple[Parameters, optax.OptState]:
         if optimizer.name != "adafactor":
             params = _multiplied(params, optimizer, 1)
         updates, state = transform.update(gradients, state, params)
@@ -87,10 +119,6 @@ def describe_rates(trained: PyTree, optimizer: Optimizer) -> str:
     return f"Optimizer.rates: {'; '.join(parts)}" if parts else ""
 
 
-# If a dimension of a matrix is below this number, Adafactor does not factor its second moments.
-SMALLEST_FACTORED = 128
-
-
 def learning_rate(
     optimizer: Optimizer, steps: int
 ) -> Callable[[Int[Array, ""] | Float[Array, ""]], Float[Array, ""]]:
@@ -136,8 +164,8 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
     is used as in the code of Block-Recurrent Transformers: the second moments of matrices are
     factored, and its updates are clipped to a root mean square of 1, multiplied by the learning
     rate and the scale of the parameter, and smoothed by momentum. All three optimizers treat an
-    attention kernel as a matrix (`brt.training.matrices`), which is possible only if `axes` has the
-    names of its axes, by the parameter's path. `implementation` is that of the op "adafactor".
+    attention kernel as a matrix, which is possible only if `axes` has the names of its axes, by the
+    parameter's path. `implementation` is that of the op "adafactor".
     """
     rate = learning_rate(optimizer, steps)
 
@@ -147,15 +175,15 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
 
     rules = None
     if optimizer.name == "muon":
-        transform = muon.build(optimizer, schedule, axes)
+        transform = _muon(optimizer, schedule, axes)
     elif optimizer.name == "adafactor":
         of_layer = optax.adafactor(
             schedule,
             min_dim_size_to_factor=SMALLEST_FACTORED,
             momentum=MOMENTUM,
         )
-        transform = layerwise(of_layer, axes)
-        rules = adafactor.Rules(
+        transform = layerwise.layerwise(of_layer, axes)
+        rules = _Rules(
             of_layer, schedule, axes, lambda path: factors_of(path, optimizer)[0],
             SMALLEST_FACTORED, implementation,
         )  # fmt: skip
@@ -164,10 +192,10 @@ def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AU
             schedule, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )  # fmt: skip
-        transform = layerwise(adamw, axes)
-    built = stepper(with_rates(transform, optimizer))
+        transform = layerwise.layerwise(adamw, axes)
+    built = layerwise.stepper(with_rates(transform, optimizer))
     if rules:
-        built = built._replace(step=partial(adafactor.step, plain=built.step, rules=rules))
+        built = built._replace(step=partial(_adafactor_step, plain=built.step, rules=rules))
     return _clipped(built, optimizer.clip_norm) if optimizer.clip_norm else built
 
 
@@ -187,3 +215,279 @@ def _clipped(built: Stepper, norm: float) -> Stepper:
         return Stepped(params, (before, inner), norm)
 
     return Stepper(chained.init, chained.update, step)
+
+
+# Updates are scaled to this root mean square, so that learning rates of AdamW can be used (Liu et
+# al., 2025, section 2.2).
+_RMS = 0.2
+_MOMENTUM = 0.95
+# A matrix is made orthogonal by iterations that apply a polynomial to its singular values and so
+# bring them closer to 1. Each row has the coefficients of x, x^3 and x^5 for one iteration. Its
+# polynomial is the best one for the interval to which the previous iterations have mapped singular
+# values from [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The last polynomial is
+# the limit of the sequence, and is repeated in further iterations.
+_POLYNOMIALS = (
+    (7.3625, -20.7434, 15.1606), (2.9175, -2.1824, 0.4755), (2.0463, -1.4295, 0.3934),
+    (1.8764, -1.2515, 0.3752), (1.875, -1.25, 0.375),
+)  # fmt: skip
+
+
+def _muon(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.GradientTransformation:
+    """Returns Muon for the matrices of each layer, combined with Nadam for all other parameters.
+
+    Nadam updates tables (such as embeddings), biases and norms. Matrices of the same shape are
+    concatenated over all layers, and their updates are made orthogonal by batched matmuls, because
+    many small matmuls in sequence leave most of a device idle. If parameters are sharded, each
+    device processes some of these matrices, and never a part of a matrix.
+    """
+    steps = optimizer.orthogonal_steps
+    polynomials = _POLYNOMIALS + _POLYNOMIALS[-1:] * steps
+    transform = muon(
+        schedule, ns_coeffs=polynomials[:steps], ns_steps=steps, preconditioning="aol",
+        beta=_MOMENTUM, weight_decay=optimizer.weight_decay, adam_b1=optimizer.b1,
+        adam_b2=optimizer.b2, consistent_rms=_RMS,
+        muon_weight_dimension_numbers=lambda tree: {
+            "matrices": {shape: MuonDimensionNumbers(1, 2) for shape in tree["matrices"]},
+            "others": None,
+        },
+    )  # fmt: skip
+
+    def init(params: PyTree[Array]) -> optax.OptState:
+        return transform.init(_grouped(params, axes))
+
+    def update(
+        gradients: Parameters, state: optax.OptState, params: Parameters
+    ) -> tuple[Parameters, optax.OptState]:
+        updates, new_state = transform.update(
+            _grouped(gradients, axes), state, _grouped(params, axes)
+        )
+        return _ungrouped(updates, gradients, axes), new_state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _matrices(params: PyTree[Array], axes: Axes) -> dict[str, tuple[int, int, int]]:
+    """Returns the shape [layers, rows, columns] of every kernel that is a matrix, by its path."""
+    shapes = {}
+    for name, leaf in flatten_dict(params, sep="/").items():
+        names = axes.get(name, ())
+        stacked = names[:1] == ("layers",)
+        layer_names, shape = (names[1:], leaf.shape[1:]) if stacked else (names, leaf.shape)
+        shape = matrix_shape(layer_names, shape)
+        if len(shape) == 2 and not TABLES & set(layer_names):
+            shapes[name] = (len(leaf) if stacked else 1, *shape)
+    return shapes
+
+
+def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
+    """Concatenates kernels of the same shape into one array [matrices, rows, columns].
+
+    "matrices" has these arrays, by shape; "others" the remaining parameters, by path.
+    """
+    others, groups = flatten_dict(params, sep="/"), {}
+    for name, shape in _matrices(params, axes).items():
+        group = groups.setdefault(f"{shape[1]}x{shape[2]}", [])
+        group.append(as_matrix(axes[name], others.pop(name)).reshape(shape))
+    joined = {name: jnp.concatenate(group) for name, group in groups.items()}
+    sharded = {name: constrain(group, "matrices", None, None) for name, group in joined.items()}
+    return {"matrices": sharded, "others": others}
+
+
+def _ungrouped(
+    grouped: dict[str, dict[str, Array]], like: PyTree[Array], axes: Axes
+) -> PyTree[Array]:
+    """The inverse of `_grouped`; `like` has the shapes of the result."""
+    flat, offsets = dict(grouped["others"]), dict.fromkeys(grouped["matrices"], 0)
+    shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
+    for name, (count, rows, columns) in _matrices(like, axes).items():
+        group, offset = f"{rows}x{columns}", offsets[f"{rows}x{columns}"]
+        matrices = jax.lax.slice_in_dim(grouped["matrices"][group], offset, offset + count)
+        flat[name] = from_matrix(axes[name], matrices, shapes[name])
+        offsets[group] = offset + count
+    return unflatten_dict(flat, sep="/")
+
+
+class _Rules(NamedTuple):
+    """What an update of Adafactor depends on, except arrays."""
+
+    transform: optax.GradientTransformation  # `optax.adafactor`, for parameters without a kernel
+    schedule: Schedule
+    axes: Axes  # names of each parameter's axes, by the parameter's path
+    factor: Callable[[str], float]  # from a parameter's path to the factor of its learning rate
+    smallest: int  # matrices with a smaller dimension do not have factored second moments
+    implementation: str  # of the op; see `brt.config.Kernels`
+
+
+class _Arrays(NamedTuple):
+    """The arrays of parameters that are all outside of stacks, or in stacks of equally many layers.
+
+    The separate form (`brt.training.layer_forms`) has lists, by layer, of arrays and of states.
+    """
+
+    depth: str  # the number of layers, or "" if the arrays have no axis of layers
+    gradients: Group  # by path, reshaped to matrices
+    state: Any  # the state of the optimizer
+    params: Group  # by path, reshaped to matrices
+
+    def layers(self) -> list["_Arrays"]:
+        gradients, params = (
+            layerwise.layers_of(group, len(self.state)) for group in (self.gradients, self.params)
+        )
+        return [_Arrays("", *layer) for layer in zip(gradients, self.state, params, strict=True)]
+
+
+class _Updated(NamedTuple):
+    """The new arrays of an `_Arrays`, in the form of the old ones."""
+
+    params: Group
+    state: Any
+    squares: Float[Array, ""]  # the sum of the squared gradients, after their division
+
+
+class _Stack(NamedTuple):
+    """A stack of matrices [L, A, *columns] with a kernel: the first inputs of the op."""
+
+    gradient: Array
+    parameter: Array
+    moments: Moments
+
+
+# The shapes of parameters in the model, without the axis of layers in the separate form, by path.
+_Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
+
+def _adafactor_step(
+    gradients: Parameters,
+    state: LayerwiseState,
+    params: Parameters,
+    divisor: Float[Array, ""],
+    plain: Step,
+    rules: _Rules,
+) -> Stepped:
+    """Returns the new parameters, the new state of the optimizer, and the norm of the gradients.
+
+    The kernels divide the gradients by `divisor` as they read them, and return the sums of their
+    squares. `state` is that of `layerwise.layerwise(rules.transform)`; `plain` is the same function
+    without kernels.
+    """
+    outside, stacked = layerwise.split(gradients, rules.axes)
+    p_outside, p_stacked = layerwise.split(params, rules.axes)
+    groups = [_Arrays("", outside, state.outside, p_outside)] + [
+        _Arrays(depth, group, state.stacked[depth], p_stacked[depth])
+        for depth, group in stacked.items()
+    ]
+    flat = flatten_dict(params, sep="/")
+    shapes = {name: (x[0] if isinstance(x, list) else x).shape for name, x in flat.items()}
+    if not any(_has_kernels(group, shapes, rules) for group in groups):
+        return plain(gradients, state, params, divisor)
+    first, *others = (_of_group(group, divisor, shapes, rules) for group in groups)
+    new, squares = dict(first.params), first.squares
+    for one in others:
+        new |= one.params
+        squares += one.squares
+    states = {depth: one.state for depth, one in zip(stacked, others, strict=True)}
+    new_params = layerwise.joined(new, params, rules.axes)
+    return Stepped(new_params, LayerwiseState(first.state, states), jnp.sqrt(squares))
+
+
+def _has_kernels(group: _Arrays, shapes: _Shapes, rules: _Rules) -> bool:
+    if isinstance(group.state, list):
+        group, *_ = group.layers()
+    return bool(_stacks(group, shapes, rules))
+
+
+def _stacks(group: _Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]:
+    """Returns the matrices of a group, not in the separate form, that have a kernel, by path."""
+    depth, gradients, state, params = group
+    factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
+    found = {}
+    for name, matrix in params.items():
+        size = matrix.shape[bool(depth) :]
+        if len(size) != 2 or min(size) < rules.smallest:
+            continue
+        kept = ends_with_heads(rules.axes.get(name, ()))
+        shape = shapes[name] if kept else matrix.shape
+        vectors = _ordered(factored.v_row[name], factored.v_col[name], size)
+        stack = _Stack(
+            gradients[name].reshape(shape), matrix.reshape(shape),
+            Moments(vectors[0], vectors[1], ema.ema[name]),
+        )  # fmt: skip
+        stack = stack if depth else jax.tree.map(lambda x: x[None], stack)
+        g, p, moments = stack
+        if has_kernel(g, p, moments, rules.implementation):
+            found[name] = stack
+    return found
+
+
+def _of_group(
+    group: _Arrays, divisor: Float[Array, ""], shapes: _Shapes, rules: _Rules
+) -> _Updated:
+    """Returns the new parameters and state of a group; optax updates matrices without kernels."""
+    if isinstance(group.state, list):
+        layers = [_of_group(layer, divisor, shapes, rules) for layer in group.layers()]
+        squares = jnp.sum(jnp.stack([one.squares for one in layers]))
+        new = layerwise.lists_of([one.params for one in layers])
+        return _Updated(new, [one.state for one in layers], squares)
+    depth, gradients, state, params = group
+    stacks = _stacks(group, shapes, rules)
+    others = params.keys() - stacks
+    update = jax.vmap(rules.transform.update) if depth else rules.transform.update
+    rest = divided(_restricted(gradients, others), divisor)
+    updates, after = update(rest, *(_restricted(tree, others) for tree in (state, params)))
+    new = {}
+    for name, change in updates.items():
+        factor = rules.factor(name)
+        scaled = change if factor == 1 else factor * change
+        new[name] = optax.apply_updates(params[name], scaled)
+    count = _part(state, optax.FactoredState).count
+    counts = count if depth else count[None]
+    decay = 1.0 - jnp.asarray(counts + 1, jnp.float32) ** _DECAY
+    scalars = decay, jax.vmap(rules.schedule)(counts)
+    moments, squares = {}, optax.tree.norm(rest, squared=True)
+    for name, stack in stacks.items():
+        found = adafactor(
+            *stack, *scalars, rules.factor(name), divisor, implementation=rules.implementation
+        )
+        squares += jnp.sum(found.squares)
+        found = found if depth else jax.tree.map(lambda x: x[0], found)
+        moments[name] = found.moments
+        new[name] = found.parameter.reshape(params[name].shape)
+    return _Updated(new, _with_moments(after, moments, depth), squares)
+
+
+def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """Returns the vectors of rows and columns; optax calls the shorter one v_row."""
+    rows, columns = shape
+    return (first, second) if rows <= columns else (second, first)
+
+
+def _part(state: Any, kind: type) -> Any:
+    return next(part for part in state if isinstance(part, kind))
+
+
+def _restricted(state: Any, names: Iterable[str]) -> Any:
+    """Returns the part of a group, or of its state, that belongs to parameters of these paths."""
+    return jax.tree.map(
+        lambda x: {n: x[n] for n in names} if isinstance(x, dict) else x, state,
+        is_leaf=lambda x: isinstance(x, dict),
+    )  # fmt: skip
+
+
+def _with_moments(state: Any, found: dict[str, Moments], depth: str) -> Any:
+    """Adds the moments of parameters with a kernel, by path, to optax's state of the others."""
+    vectors, unused, momenta = {}, {}, {}
+    for name, (rows, columns, momentum) in found.items():
+        vectors[name] = _ordered(rows, columns, momentum.shape[bool(depth) :])
+        # optax has an array of this shape for the second moments that are not factored.
+        unused[name] = jnp.zeros((*momentum.shape[: bool(depth)], 1), momentum.dtype)
+        momenta[name] = momentum
+
+    def completed(part: Any) -> Any:
+        if isinstance(part, optax.FactoredState):
+            short, long = ({n: pair[i] for n, pair in vectors.items()} for i in range(2))
+            return part._replace(
+                v_row=part.v_row | short, v_col=part.v_col | long, v=part.v | unused
+            )
+        return part._replace(ema=part.ema | momenta) if isinstance(part, optax.EmaState) else part
+
+    return tuple(map(completed, state))

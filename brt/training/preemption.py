@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
 from brt import output
 from brt.errors import Preempted
@@ -78,12 +77,7 @@ class StopSignal:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._active:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)

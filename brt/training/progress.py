@@ -1,4 +1,4 @@
-"""Shows the progress of a run.
+"""Shows the progress of a run, measures its speed, and records profiler traces.
 
 On a terminal the progress is shown as a moving bar, in other streams as lines. All lines are also
 written to log.txt in the run directory.
@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, NamedTuple
 
+import jax
 from tqdm import tqdm
 
 from brt import durable, output
 from brt.formatting import clock, one_line, printable, sentence, short
+from brt.training.workdir import Workdir, refuse_links
 
 # In these phases a run shows no sign of progress until the phase ends.
 WITHOUT_PROGRESS = (
@@ -164,12 +165,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def step(self, step: int) -> None:
@@ -279,3 +275,129 @@ def _has_width(stream: io.TextIOBase) -> bool:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:  # A stream that is not a file raises io.UnsupportedOperation, an OSError.
         return False
+
+
+class Rate(NamedTuple):
+    """Speed of training over an interval, without pauses."""
+
+    tokens_per_second: float
+    step_seconds: float  # mean over the steps
+    flops_per_second: float | None  # None if the FLOPs of a step are not known
+
+
+class Throughput:
+    """Measures the speed of training: tokens per second, without pauses.
+
+    Steps run asynchronously, so `rate` has to be called after waiting for the last step's result.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._created = self._started = clock()
+        self._paused = 0.0
+        self._tokens = self._steps = self._all_steps = 0
+        self._flops: int | None = 0
+
+    def step(self, tokens: int, flops: int | None = None) -> None:
+        """Counts a step; if its FLOPs are None, the FLOPs of the whole interval are unknown."""
+        self._tokens += tokens
+        self._flops = None if flops is None or self._flops is None else self._flops + flops
+        self._steps += 1
+        self._all_steps += 1
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context whose time does not count as training, such as the time of an evaluation."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            now = self._clock()
+            self._paused += now - begin
+            # Before its first step, the run compiles. This pause occurs only once, so the clock
+            # starts again after the pause, and `seconds_left` expects no further pauses of this
+            # length.
+            if not self._all_steps:
+                self._created, self._started, self._paused = now, now, 0.0
+
+    def rate(self) -> Rate:
+        """Returns the speed since the last call; at least one step has to be counted in between."""
+        now = self._clock()
+        seconds = now - self._started - self._paused
+        flops = None if self._flops is None else self._flops / seconds
+        rate = Rate(self._tokens / seconds, seconds / self._steps, flops)
+        self._started, self._paused = now, 0.0
+        self._tokens = self._steps = self._flops = 0
+        return rate
+
+    def seconds_left(self, steps: int) -> float:
+        """Returns the expected time of `steps` more steps, with pauses as so far."""
+        return (self._clock() - self._created) / self._all_steps * steps
+
+
+# The table gives the peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by the
+# name that jax gives to a kind of device.
+_PEAKS = {
+    # The data sheet of TPU v3 describes a chip, but a device of jax is one of the chip's two cores.
+    "TPU v3": 123e12 / 2,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """Returns the peak FLOP/s of a device for bfloat16 matmuls; None if not known, as for CPUs."""
+    kind = device.device_kind
+    if kind in _PEAKS:
+        return _PEAKS[kind]
+    names = [name for name in _PEAKS if kind.startswith(f"{name} ") or kind.startswith(f"{name}-")]
+    return _PEAKS[max(names, key=len)] if names and "TPU" not in kind else None
+
+
+def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
+    """Returns {"perf/mfu": FLOPs per second / peak of all devices}; {} if not known."""
+    peak = peak_flops(mesh.devices.flat[0])
+    if not (flops_per_second and peak):
+        return {}
+    return {"perf/mfu": flops_per_second / (peak * mesh.size)}
+
+
+class Profile:
+    """Records a profiler trace of steps: `steps` are the first and the last one; () for none."""
+
+    def __init__(self, steps: tuple[int, ...], workdir: Workdir):
+        self._steps, self._workdir, self._running = steps, workdir, False
+
+    def before(self, step: int) -> None:
+        """Starts the trace if `step`, which is about to run, is the first one to trace."""
+        if self._steps and step == self._steps[0] and not self._running:
+            # The profiler would follow symbolic links to places outside of the run directory.
+            refuse_links(self._workdir)
+            jax.profiler.start_trace(str(self._workdir.tensorboard))
+            self._running = True
+
+    def after(self, step: int, wait_for: object) -> bool:
+        """If `step` is the last one to trace, ends the trace after `wait_for`; returns True."""
+        if not (self._running and step >= self._steps[1]):
+            return False
+        jax.block_until_ready(wait_for)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Ends a trace that is still running."""
+        # If the run directory has been moved, the profiler would create it again.
+        if self._running and self._workdir.tensorboard.is_dir():
+            self._running = False
+            # jax raises RuntimeError if another part of the program has already stopped the trace.
+            with contextlib.suppress(RuntimeError):
+                jax.profiler.stop_trace()

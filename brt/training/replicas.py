@@ -82,12 +82,6 @@ def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 
 
-def gathered(tree: PyTree[Array]) -> PyTree[Array]:
-    """Constrains each array to be whole on every device."""
-    whole = PartitionSpec()
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), tree)
-
-
 def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
     """Returns specs that shard the axis "lanes" (rows of the batch), by the names of the axes."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from clu import parameter_overview
 
-from brt import tree_utils, untrusted, user_files
+from brt import durable, tree_utils, untrusted, user_files
 from brt.checkpointing.reader import steps
 from brt.config import Model
 from brt.errors import CheckpointError
@@ -75,11 +75,6 @@ def _memory(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-# A baseline is the name of a simpler method, such as the compression program xz, and the value of
-# the metric that this method reaches on the held-out data.
-Baseline = tuple[str, float]
-
-
 def parameters(run: Run | Shapes) -> str:
     """Returns a table, as text, of all parameters of a run with their shapes and sizes."""
     return parameter_overview.get_parameter_overview(run.state_shapes.params, include_stats=False)
@@ -92,6 +87,12 @@ def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
     that of `directory`; None for the current directory.
     """
     total, non_embedding = parameter_counts(run.state_shapes.params)
+    place, of_data = Path(directory or ".").absolute(), {}
+    if isinstance(run, Run):
+        of_data = {
+            "tokens_per_step": run.reader.positions(run.reader.largest()),
+            "steps_per_epoch": run.reader.steps_per_epoch,
+        }
     return {
         "parameters": total,
         "parameters_non_embedding": non_embedding,
@@ -99,29 +100,18 @@ def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
         "optimizer_bytes": tree_utils.required_bytes(run.state_shapes.optimizer),
         "state_bytes": tree_utils.required_bytes(run.state_shapes.carry),
         "checkpoint_bytes": tree_utils.required_bytes(run.state_shapes),
-        "free_disk_bytes": shutil.disk_usage(_existing(directory)).free,
-        **(_data_sizes(run) if isinstance(run, Run) else {}),
+        "free_disk_bytes": shutil.disk_usage(durable.nearest_existing(place)).free,
+        **of_data,
         "devices": run.mesh.size,
         "platform": jax.default_backend(),
     }
 
 
-def _data_sizes(run: Run) -> dict[str, Any]:
-    return {
-        "tokens_per_step": run.reader.positions(run.reader.largest()),
-        "steps_per_epoch": run.reader.steps_per_epoch,
-    }
-
-
-def _existing(directory: str | None) -> str:
-    path = Path(directory or ".").absolute()
-    return str(next(p for p in (path, *path.parents) if p.exists()))
-
-
-def draw(run: Run, workdir: Workdir) -> Baseline | None:
+def draw(run: Run, workdir: Workdir) -> tuple[str, float] | None:
     """Draws the plots of a run if Training.plots is True.
 
-    Returns the baseline that the plots show; None if the task has none.
+    Returns the baseline that the plots show, such as the compression program xz and its bits per
+    byte; None if the task has none.
     """
     baseline = run.task.baseline(run.config, run.dataset)
     if run.config.training.plots:

@@ -20,7 +20,7 @@ from brt.distributed import rules
 from brt.distributed.mesh import replicated
 from brt.distributed.rules import Names
 from brt.training import replicas, trainable
-from brt.training.matrices import Axes, matrix_names, matrix_shape
+from brt.training.layerwise import Axes, matrix_names, matrix_shape
 
 # The token embedding of a model has one of these paths in the tree of parameters.
 EMBEDDINGS = (
@@ -80,9 +80,7 @@ def constant_arrays(config: Config, state: TrainState) -> list[str]:
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:
     """Returns the number of all parameters, and the number without the token embedding."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    sizes = {jax.tree_util.keystr(path, simple=True, separator="/"): x.size for path, x in leaves}
-    return counts_of_sizes(sizes)
+    return counts_of_sizes({name: x.size for name, x in tree_utils.named(params).items()})
 
 
 def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:

@@ -5,7 +5,8 @@ Metrics of steps are accumulated one step late, so that the device never waits f
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, PyTree
 
 from brt import tasks
 from brt.config import Config
+from brt.distributed import rules
 from brt.tasks.interface import Aux, LossInputs
 from brt.training import layer_forms, replicas, trainable
 from brt.training.bad_steps import BadStep, RecentLosses
@@ -102,7 +104,7 @@ def _over_replicas(
     if replicas.count() == 1 or jax.tree.leaves(state.model_state):
         if optimizer_shards is not None:
             # Each replica may hold only a shard of the parameters.
-            state = state._replace(params=replicas.gathered(state.params))
+            state = state._replace(params=rules.replicated(state.params))
         return _loss_and_gradients(state, carry, batch, key, config)
 
     # A replica has its own rows of the batch. All results but the new carry are summed over the
@@ -240,17 +242,12 @@ class MetricAccumulator:
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Replaces all totals, by 0 if `saved` is None, and drops the metrics of a running step."""
-        self.tokens_seen = self.skipped = 0
-        self._restart()
-        self._recent = RecentLosses(self._factor, saved.get("usual", ()) if saved else ())
-        if saved:
-            self.tokens_seen, self._nats, self._tokens = (
-                saved["tokens_seen"], saved["nats"], saved["tokens"],
-            )  # fmt: skip
-            self._norms, self._steps = saved["norms"], saved["steps"]
-            self._others: Counter[str] = Counter(saved["others"])
-            self.skipped = saved.get("skipped", 0)
+        saved = saved or {}
+        self.tokens_seen: int = saved.get("tokens_seen", 0)
+        self.skipped: int = saved.get("skipped", 0)
+        self._recent = RecentLosses(self._factor, saved.get("usual", ()))
         self._pending: tuple[int, StepMetrics] | None = None
+        self._restart(saved)
 
     def limit(self, step: int) -> float:
         return self._recent.limit(step)
@@ -324,10 +321,13 @@ class MetricAccumulator:
         self._restart()
         return values
 
-    def _restart(self) -> None:
-        self._nats = self._tokens = self._norms = 0.0
-        self._steps = 0
-        self._others = Counter()
+    def _restart(self, saved: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Sets the totals since the last report to those of a checkpoint, or to 0."""
+        self._nats, self._tokens, self._norms = (
+            saved.get(name, 0.0) for name in ("nats", "tokens", "norms")
+        )
+        self._steps: int = saved.get("steps", 0)
+        self._others: Counter[str] = Counter(saved.get("others", {}))
 
     def state(self) -> dict[str, Any]:
         """Returns the totals as JSON, for a checkpoint; `flush` has to be called first."""

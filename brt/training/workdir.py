@@ -32,11 +32,14 @@ from brt.redaction import redacted
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: Path, *, existed: bool = False) -> Iterator[None]:
+def explain_write_errors(
+    path: Path, *, existed: bool = False, writable: bool = False
+) -> Iterator[None]:
     """Context that turns an OSError into an error whose message names a path and a remedy.
 
-    It is a CheckpointError if the same command may succeed later (the storage fails), or if a run
-    directory that `existed` when the command began is gone; otherwise a ConfigError.
+    It is a CheckpointError if the same command may succeed later (the storage fails, or the path
+    was `writable` before, so that permission may be restored), or if a run directory that `existed`
+    when the command began is gone; otherwise a ConfigError.
     """
     try:
         yield
@@ -48,21 +51,11 @@ def explain_write_errors(path: Path, *, existed: bool = False) -> Iterator[None]
             "this path; if the run was moved, run again with its new --workdir"
         ) from error
     except OSError as error:
+        if writable and isinstance(error, PermissionError):
+            raise CheckpointError(
+                f"cannot write to {path}: {error.strerror}; permit it again, then run again"
+            ) from error
         raise _unwritable(path, error) from error
-
-
-@contextlib.contextmanager
-def permission_errors_as_checkpoint_errors(path: Path) -> Iterator[None]:
-    """Context that turns a PermissionError into a CheckpointError.
-
-    The path was writable when the run started, so permission may be restored.
-    """
-    try:
-        yield
-    except PermissionError as error:
-        raise CheckpointError(
-            f"cannot write to {path}: {error.strerror}; permit it again, then run again"
-        ) from error
 
 
 def _unwritable(path: Path, error: OSError) -> BrtError:
@@ -140,33 +133,33 @@ def _git(checkout: Path) -> dict[str, Any] | None:
 _LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
 
+class _In:
+    """A path in a run directory, as an attribute of `Workdir`."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, workdir: "Workdir", owner: type) -> Path:
+        return workdir.path / self._name
+
+
 @dataclasses.dataclass(frozen=True)
 class Workdir:
     """Paths of the files and directories in a run directory; the object creates none of them."""
 
     path: Path
 
-    @property
-    def config_gin(self) -> Path:
-        return self.path / "config.gin"
-
-    @property
-    def config_json(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def provenance(self) -> Path:
-        """The description of the versions, machine and command that train the run."""
-        return self.path / "provenance.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def data(self) -> Path:
-        """The description of the run's data, with checksums."""
-        return self.path / "data.json"
+    config_gin = _In("config.gin")
+    config_json = _In("config.json")
+    provenance = _In("provenance.json")  # versions, machine and command that train the run
+    tokenizer = _In("tokenizer")
+    data = _In("data.json")  # the description of the run's data, with checksums
+    metrics = _In("metrics.jsonl")
+    tensorboard = _In("tensorboard")
+    samples = _In("samples")  # texts that the model generated during training
+    evaluations = _In("evaluations")
+    plots = _In("plots")
+    log = _In("log.txt")
 
     @property
     def checkpoints(self) -> Path:
@@ -182,34 +175,9 @@ class Workdir:
         return self.checkpoints.parent / "bad_batches.jsonl"
 
     @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def samples(self) -> Path:
-        """The directory of texts that the model generated during training."""
-        return self.path / "samples"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
     def heartbeat(self) -> Path:
         """The directory of files that say what each process is doing."""
         return self.path / "heartbeat"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +289,11 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
             file = stack.enter_context(durable.open_file(path, "ab+", buffering=0))
             holder = _acquire(workdir, path, file, warn)
             if holder:
-                warn(_takeover(holder))
+                elsewhere = f" on {socket.gethostname()}, " not in holder
+                warn(
+                    f"taking over from a trainer that was killed ({holder})"
+                    + "; it ran on another host, so make sure that it has ended" * elsewhere
+                )
             file.truncate(0)
             holder = f"process {os.getpid()} on {socket.gethostname()}, started {current_time()}"
             file.write(holder.encode())
@@ -329,7 +301,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 
         # An empty lock file shows that the trainer was not killed.
         def empty() -> None:
-            with explain_write_errors(path), permission_errors_as_checkpoint_errors(path):
+            with explain_write_errors(path, writable=True):
                 file.truncate(0)
 
         stack.enter_context(closing(empty))
@@ -375,22 +347,12 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
 
     No part of the path below the run directory `below` may be a link. None stands for the directory
     of the file, so that only the file itself may not be a link. Errors are those of
-    `explain_write_errors` and `permission_errors_as_checkpoint_errors`.
+    `explain_write_errors` for a writable path.
     """
-    with (
-        explain_write_errors(path, existed=below is not None),
-        permission_errors_as_checkpoint_errors(path),
-    ):
+    with explain_write_errors(path, existed=below is not None, writable=True):
         durable.write(path, content, below=below)
 
 
 def _holder(file: IO) -> str:
     file.seek(0)
     return file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
-
-
-def _takeover(holder: str) -> str:
-    message = f"taking over from a trainer that was killed ({holder})"
-    if f" on {socket.gethostname()}, " not in holder:
-        message += "; it ran on another host, so make sure that it has ended"
-    return message

@@ -92,13 +92,6 @@ def test_other_arrays_are_written_anew(tmp_path: Path, change: str) -> None:
     assert_restored(tmp_path, 2)
 
 
-def test_a_copy_of_one_checkpoint_is_complete(tmp_path: Path) -> None:
-    save(tmp_path / "run", range(1, 3))
-    shutil.copytree(tmp_path / "run/2", tmp_path / "copy/2")
-    shutil.rmtree(tmp_path / "run")
-    assert_restored(tmp_path / "copy", 2)
-
-
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK])
 def test_without_hard_links_every_checkpoint_has_its_own_files(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch

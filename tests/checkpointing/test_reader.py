@@ -251,12 +251,6 @@ def test_a_checkpoint_without_its_manifest_is_present_but_does_not_count(directo
         reader.find(directory, warn=lambda _: None)
 
 
-def test_a_renamed_checkpoint_is_noticed(directory: Path) -> None:
-    (directory / "3").rename(directory / "30")
-    assert reader.verify(directory, 30) == ["meta.json is of step 3"]
-    assert reader.find(directory, warn=lambda _: None).step == 2
-
-
 def test_nothing_whole_is_one_sentence(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there are no checkpoints, because .*nowhere does"):
         reader.find(tmp_path / "nowhere")

@@ -40,21 +40,14 @@ EVENTS = {
     "os.link": 2, "os.symlink": 2, "os.truncate": 1, "os.rmdir": 1, "os.chmod": 1, "os.chown": 1,
     "os.utime": 1, "shutil.rmtree": 1, "shutil.move": 2, "shutil.copyfile": 2, "os.chdir": 1,
 }  # fmt: skip
-FORBIDDEN = {
-    "subprocess.Popen",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "socket.connect",
-}
+FORBIDDEN = "subprocess.Popen os.system os.exec os.posix_spawn os.fork socket.connect".split()
 INSTALLED = [
     *sysconfig.get_paths().values(), *site.getsitepackages(), sys.prefix, sys.base_prefix,
     os.path.dirname(brt.__file__), "/proc", "/sys", "/dev/null", "/dev/urandom", "/usr", "/lib",
     "/etc",
 ]  # fmt: skip
 
-TRIALS = [["-P", "-m", name] for name in ("brt.checkpointing.stored", "brt.data.tokenizer_trial")]
+TRIALS = [["-P", "-m", name] for name in ("brt.checkpointing.manifest", "brt.data.tokenizer_trial")]
 
 
 class Trace:

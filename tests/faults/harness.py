@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from sharded_cases import CASES, documents, with_optimizer
+from sharded_cases import CASES, documents
 
 from brt.checkpointing import manifest, reader
 from brt.config import Checkpoint, Config, Evaluation, Mesh
@@ -36,8 +36,6 @@ TASKS: dict[str, Callable[[Path], Config]] = {
     "questions": CASES["questions"],
     "speech": CASES["speech"],
 }
-# This task compiles in a third of the time of "language". Only the quick case uses it.
-QUICK_TASK = "window"
 # Phases in the order in which successive starts reach them, and at which entry the fault strikes.
 PHASES = {
     "starting": 1, "compiling": 1, "stepping": 1, "saving": 1, "committing": 1, "restoring": 1,
@@ -79,15 +77,14 @@ class Runs:
 
     Args:
       place: a directory of its own.
-      task: one of TASKS, or QUICK_TASK.
+      task: one of TASKS.
       processes: number of processes of each run.
     """
 
     def __init__(self, place: Path, task: str, processes: int = 1):
         self.place, self.processes = place, processes
         place.mkdir(parents=True, exist_ok=True)
-        made = _quick_config(place) if task == QUICK_TASK else TASKS[task](place)
-        config = _config(made, processes)
+        config = _config(TASKS[task](place), processes)
         self.gin = place / "run.gin"
         self.gin.write_text(config_text(config))
         self._environment = os.environ | {
@@ -175,11 +172,6 @@ class Runs:
 
 def _flags() -> str:
     return os.environ.get("XLA_FLAGS", "") or "--xla_backend_optimization_level=0"
-
-
-def _quick_config(place: Path) -> Config:
-    """Returns a language model of one layer, whose caches are carried from step to step."""
-    return with_optimizer(documents(place, layers=1), "adamw", STEPS)
 
 
 def _config(config: Config, processes: int) -> Config:

@@ -36,5 +36,6 @@ def test_a_peer_whose_step_hangs_ends_both(two: Runs, tmp_path: Path) -> None:
     life = two.strike(tmp_path / "run", "evaluating", "sleep", 1, limit, process=1)
     assert life.struck and life.code in (70, 75)
     assert "no sign of life for" in life.said and "while evaluating after step 4" in life.said
+    assert "struck.py" in (tmp_path / "run/heartbeat/1.stacks.txt").read_text()
     two.finish(tmp_path / "run")
     two.assert_as_if_nothing_had_been(tmp_path / "run")

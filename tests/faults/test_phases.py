@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import PHASES, QUICK_TASK, TASKS, Runs, small_disk
+from .harness import PHASES, TASKS, Runs, small_disk
 
 
 @pytest.fixture(scope="module")
@@ -22,21 +22,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, i
             return self[key]
 
     return Made()
-
-
-@pytest.mark.slow
-def test_a_kill_and_a_hang_change_nothing(
-    runs: dict[tuple[str, int], Runs], tmp_path: Path
-) -> None:
-    """The quick case: the run is killed while it commits a checkpoint, and later hangs."""
-    one, workdir = runs[QUICK_TASK, 1], tmp_path / "run"
-    assert one.strike(workdir, "committing", "kill").struck
-    hung = one.strike(workdir, "stepping", "hang")
-    assert "brt: no sign of life for" in hung.said and "while stepping after step 0" in hung.said
-    assert "struck.py" in hung.said, "stacks"
-    assert "struck.py" in (workdir / "heartbeat/0.stacks.txt").read_text()
-    one.finish(workdir)
-    one.assert_as_if_nothing_had_been(workdir)
 
 
 @pytest.mark.slow

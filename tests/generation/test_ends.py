@@ -12,8 +12,8 @@ import brt
 from brt.api import Model
 from brt.config import Sampling
 from brt.errors import ConfigError
+from brt.generation.memory import NO_TOKEN
 from brt.generation.session import Session
-from brt.generation.steps import NO_TOKEN
 
 GREEDY = {"temperature": 0.0}
 # "d" is followed by "o", "o" by "t", and so on: the text after "x" is "dot é", and then an end.

@@ -14,8 +14,8 @@ import pytest
 from brt.config import Config, Decoding, Sampling, Training
 from brt.errors import DataError
 from brt.generation import memory
+from brt.generation.memory import CHUNK
 from brt.generation.session import Session
-from brt.generation.steps import CHUNK
 from brt.layers.runs import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder
@@ -137,7 +137,7 @@ def test_chunks_of_a_block_are_read_as_single_tokens(
     recurrent: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk has two tokens here, and a block four. The last read begins within a block."""
-    monkeypatch.setattr("brt.generation.steps.CHUNK", 2)
+    monkeypatch.setattr("brt.generation.memory.CHUNK", 2)
     monkeypatch.setattr("brt.generation.session._MIN_CHUNKS", 1)
     config = Config(
         model=MODELS["recurrent"], training=Training(batch_size=1, segment_length=SEGMENT)

@@ -10,15 +10,16 @@ from pathlib import Path
 
 from sharded_cases import CASES, MESHES, STEPS, curve, with_optimizer
 
-from brt.distributed import flags, processes
+from brt import distributed
+from brt.distributed import processes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--place", type=Path, required=True)
-    flags.add(parser)
+    distributed.add_flags(parser)
     args = parser.parse_args()
-    flags.start(args)
+    distributed.start(args)
     with processes.explain_peer_errors():
         train(args.place)
 

@@ -1,15 +1,24 @@
-"""A function that returns models with changed settings, those of their kinds of layers included."""
+"""Functions that return configs, and models with their kinds of layers, with changed settings."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import brt.models as models  # registers the kinds of layers
-from brt.config import Model
+from brt.config import Config, Model
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
 
-__all__ = ["with_settings", "models"]
+__all__ = ["changed", "with_settings", "models"]
+
+
+def changed(config: Config, **sections: Any) -> Config:
+    """Returns the config with other sections; a dictionary changes some settings of a section."""
+    made = {
+        name: dataclasses.replace(getattr(config, name), **new) if isinstance(new, dict) else new
+        for name, new in sections.items()
+    }
+    return dataclasses.replace(config, **made)
 
 
 def with_settings(model: Model, settings: Mapping[str, Any]) -> Model:

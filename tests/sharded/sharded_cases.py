@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from model_settings import with_settings
+from model_settings import changed, with_settings
 
 from brt.config import (
     Attention,
@@ -110,8 +110,7 @@ def masked(place: Path, **attention: Any) -> Config:
 
 def shared(config: Config) -> Config:
     """Returns the config with one projection for queries and keys."""
-    encoder = dataclasses.replace(config.encoder, shared_queries_keys=True)
-    return dataclasses.replace(config, encoder=encoder)
+    return changed(config, encoder={"shared_queries_keys": True})
 
 
 def pairs(place: Path, cross: CrossAttention | None = None, **seq2seq: Any) -> Config:
@@ -239,8 +238,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
 
 def with_optimizer(config: Config, name: str, steps: int) -> Config:
     optimizer = Optimizer(name=name, learning_rate=0.003, warmup_steps=2, clip_norm=1.0)
-    training = dataclasses.replace(config.training, steps=steps)
-    return dataclasses.replace(config, optimizer=optimizer, training=training)
+    return changed(config, optimizer=optimizer, training={"steps": steps})
 
 
 def factored() -> Any:
@@ -255,7 +253,7 @@ def curve(config: Config, mesh: Mesh, steps: int) -> tuple[list[float], Any]:
     processes.
     """
     with factored():
-        run = runs.build(dataclasses.replace(config, mesh=mesh), progress=False)
+        run = runs.build(changed(config, mesh=mesh), progress=False)
     state, step, nats = runs.new_state(run), runs.CompiledStep(run), []
     reader = runs.local_reader(run)
     for i in range(steps):

@@ -1,10 +1,10 @@
 """Tests the collectives of a train step: none of them reshards an array along another axis."""
 
-import dataclasses
 from pathlib import Path
 
 import jax
 import pytest
+from model_settings import changed
 from sharded_cases import CASES, factored, with_optimizer
 
 from brt.config import Mesh
@@ -32,11 +32,10 @@ def lowered(
 ) -> jax.stages.Lowered:
     """Returns the lowered train step of a case. `state` is the setting Optimizer.state."""
     config = with_optimizer(CASES[name](place), optimizer, 8)
-    section = dataclasses.replace(config.optimizer, state=state)
+    config = changed(config, mesh=mesh, optimizer={"state": state})
     with factored():
-        run = runs.build(dataclasses.replace(config, mesh=mesh, optimizer=section), progress=False)
-    shapes = runs.Shapes(run.mesh, run.optimizer, run.state_shapes)
-    return runs.lowered_step(run.config, shapes, run.reader.largest())
+        run = runs.build(config, progress=False)
+    return runs.lowered_step(run.config, run, run.reader.largest())
 
 
 def compiled(name: str, mesh: Mesh, place: Path, optimizer: str = "adafactor") -> str:

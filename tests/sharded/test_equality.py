@@ -1,6 +1,5 @@
 """Tests that a run gives the same results on any number of devices and along any axes of a mesh."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -8,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from model_settings import changed
 from sharded_cases import CASES, MESHES, STEPS, curve, worst
 
 from brt.config import Kernels, Mesh
@@ -58,8 +58,8 @@ def test_replicas_with_shards_of_separate_layers_equal_one_device(
 def test_what_is_learned_without_gradients_is_of_the_whole_batch(case: Callable) -> None:
     """A batch that is read in parts updates the model state only after its last part."""
     config, (nats, state) = case("routing")
-    training = dataclasses.replace(config.training, gradient_accumulation=2)
-    found, after = curve(dataclasses.replace(config, training=training), Mesh(), STEPS)
+    parts = changed(config, training={"gradient_accumulation": 2})
+    found, after = curve(parts, Mesh(), STEPS)
     assert worst(found, nats) < TOLERANCE
     assert worst(after.model_state, state.model_state) < TOLERANCE
     moved = jax.tree.leaves(state.model_state)
@@ -91,12 +91,11 @@ def test_replicas_may_share_what_the_optimizer_remembers(
     optimizer: str, mesh: str, case: Callable
 ) -> None:
     config, (nats, state) = case("window", optimizer)
-    sharing = dataclasses.replace(config.optimizer, state="shared")
-    config = dataclasses.replace(config, optimizer=sharing)
+    config = changed(config, optimizer={"state": "shared"})
     found, after = curve(config, MESHES[mesh], STEPS)
     assert worst(found, nats) < TOLERANCE
     assert worst(after.params, state.params) < TOLERANCE
-    run = runs.build(dataclasses.replace(config, mesh=MESHES[mesh]), progress=False)
+    run = runs.build(changed(config, mesh=MESHES[mesh]), progress=False)
     moments = [x for x in jax.tree.leaves(run.state_shapes.optimizer) if x.size > 512]
     assert moments and all(
         math.prod(x.sharding.shard_shape(x.shape)) * run.mesh.shape["data"] == x.size
@@ -117,11 +116,8 @@ def test_what_tpus_run_equals_one_device(
     policy = dispatch.policy()._replace(ties_gradients=True)
     monkeypatch.setattr(dispatch, "policy", lambda: policy)
     operations = "window_attention", "recurrent_attention", "softmax_attention", "cross_entropy"
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, unroll=8),
-        kernels=Kernels(use=tuple(f"{name}=pallas_interpret" for name in operations)),
-    )
+    kernels = Kernels(use=tuple(f"{name}=pallas_interpret" for name in operations))
+    config = changed(config, model={"unroll": 8}, kernels=kernels)
     found, after = curve(config, MESHES[mesh], STEPS)
     assert worst(found, nats) < KERNEL_TOLERANCE
     assert worst(after.carry, state.carry) < KERNEL_TOLERANCE

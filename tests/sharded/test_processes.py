@@ -231,11 +231,12 @@ def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> No
 # A program in which all processes but the first take four seconds to leave after the end.
 LATE = """
 import argparse, time, jax
-from brt.distributed import flags, processes
+from brt import distributed
+from brt.distributed import processes
 
 parser = argparse.ArgumentParser()
-flags.add(parser)
-flags.start(parser.parse_args())
+distributed.add_flags(parser)
+distributed.start(parser.parse_args())
 with processes.explain_peer_errors():
     processes.wait_for_all("end")
     if not processes.is_first():

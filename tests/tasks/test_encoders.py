@@ -15,9 +15,9 @@ from brt import tasks
 from brt.config import Attention, Config, Encoder, Questions, Sentences, Training
 from brt.errors import ConfigError
 from brt.interop.huggingface import convert
-from brt.training import warm_start
-from brt.training.config_changes import check_resumable
+from brt.training import run as runs
 from brt.training.run import prepare
+from brt.training.saved_model import check_resumable
 from brt.training.state import initial_params
 
 
@@ -145,7 +145,7 @@ def test_a_pretrained_encoder_gets_a_new_head_for_the_labels(sentences, tmp_path
         tokenizer=str(ours / "tokenizer.json"),
     )  # fmt: skip
     config = changed(config, "training", init_from=str(ours))
-    weights = warm_start.find_weights(config)
+    weights = runs.find_weights(config)
     found, dataset, reader = prepare(config, weights, progress=False)
     assert found.encoder.layers == 2 and found.encoder.classes == 3
     tokens = reader[0].tokens[0, :9].tolist()

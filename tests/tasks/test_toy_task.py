@@ -16,8 +16,7 @@ from brt import api, tasks
 from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Optimizer, Training
 from brt.errors import CheckpointError
-from brt.evaluation import job
-from brt.training import inspection, loop, run_summary, saved_model
+from brt.training import evaluations, inspection, loop, run_summary, saved_model
 from brt.training.workdir import Workdir
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +74,7 @@ def test_a_toy_task_is_trained_evaluated_and_writes(
     assert "validation: 0.0" in run_summary.finish(run, workdir, 0.0)
     place, found, theirs = saved_model.load_config(tmp_path)
     model = saved_model.load(place, found, theirs)
-    evaluated = job.evaluate(model, "test", None)
+    evaluated = evaluations.evaluate(model, "test", None)
     assert evaluated.report["bits_per_row"] < 0.1, "parity is learned"
     writer = api.Model(model)
     for bits, parity in PARITY.items():

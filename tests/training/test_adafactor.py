@@ -102,48 +102,51 @@ def trained(
     return jax.device_get((*map(layer_forms.stacked, (start, state)), norms))
 
 
-CASES = [
-    (Optimizer(**SETTINGS), "steps"),
-    (Optimizer(**SETTINGS), "clipped"),
-    (Optimizer(**SETTINGS), "zeros"),
-    (Optimizer(**SETTINGS, clip_norm=0.5), "steps"),
-    (Optimizer(**SETTINGS, rates=(("*queries", 0.5, 1.0), ("*mlp_in", 0.0, 1.0))), "steps"),
-]
-IDS = ["steps", "clipped", "zeros", "clip_norm", "rates"]
+CASES = {
+    "steps": (Optimizer(**SETTINGS), "steps"),
+    "clipped": (Optimizer(**SETTINGS), "clipped"),
+    "zeros": (Optimizer(**SETTINGS), "zeros"),
+    "clip_norm": (Optimizer(**SETTINGS, clip_norm=0.5), "steps"),
+    "rates": (
+        Optimizer(**SETTINGS, rates=(("*queries", 0.5, 1.0), ("*mlp_in", 0.0, 1.0))), "steps"
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def steps(case: str, implementation: str | None = None, lists: bool = False) -> tuple:
+    """Returns the results of `trained` for a case; without an implementation, those of optax."""
+    settings, gradients = CASES[case]
+    return trained(settings, GRADIENTS[gradients], implementation, tree(0), lists)
 
 
 @pytest.mark.slow_cases("clipped", "zeros", "clip_norm", "steps")
-@pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
-def test_a_step_with_a_list_of_layers_equals_one_with_a_stack(
-    settings: Optimizer, gradients: str
-) -> None:
-    expected = trained(settings, GRADIENTS[gradients], None, tree(0))
-    assert_equal(trained(settings, GRADIENTS[gradients], None, tree(0), lists=True), expected)
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_with_a_list_of_layers_equals_one_with_a_stack(case: str) -> None:
+    assert_equal(steps(case, lists=True), steps(case))
 
 
-@pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
-def test_a_step_on_cpus_is_bit_by_bit_that_of_optax(settings: Optimizer, gradients: str) -> None:
-    expected = trained(settings, GRADIENTS[gradients], None, tree(0))
-    actual = trained(settings, GRADIENTS[gradients], "auto", tree(0))
+@pytest.mark.slow_cases("clipped", "zeros")
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_on_cpus_is_bit_by_bit_that_of_optax(case: str) -> None:
+    actual, expected = steps(case, "auto"), steps(case)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.slow_cases(
-    "zeros-*", "rates-*", "clipped-*", "clip_norm-*", "steps-False", "steps-True"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("lists", [False, True])
-@pytest.mark.parametrize(("settings", "gradients"), CASES, ids=IDS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_step_by_the_kernel_equals_optax(
-    settings: Optimizer, gradients: str, lists: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, lists: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = steps(case)
     by_name = {one.name: one for one in api.OP.implementations}
     kernel = by_name["pallas_interpret"]._replace(auto=dispatch.ANY)
     monkeypatch.setattr(api, "OP", api.OP._replace(implementations=(kernel, by_name["xla"])))
     monkeypatch.setattr(pallas_tpu, "_SMALLEST", 0)
     monkeypatch.setattr(dispatch, "_auto_choices", {})
-    expected = trained(settings, GRADIENTS[gradients], None, tree(0))
-    actual = trained(settings, GRADIENTS[gradients], "auto", tree(0), lists)
+    actual = steps.__wrapped__(case, "auto", lists)
     # The matrix of 130 x 131 is left to XLA.
     assert dispatch.auto_choices() == {"adafactor": "pallas_interpret, xla"}
     assert_equal(actual, expected)

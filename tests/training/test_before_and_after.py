@@ -3,11 +3,14 @@
 import dataclasses
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 
 from brt.config import Config, Data, Mesh, Model, Training
+from brt.config.model import SelfAttention
 from brt.training import run as runs
 from brt.training import run_summary, workdir
 from brt.training.run import Run
@@ -65,3 +68,23 @@ def test_nothing_is_named_that_is_empty_or_absent(
         )
     )
     assert "plots" in text and "--split=test" in text and "pip install" not in text
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "devices", "said"),
+    [
+        (2, 8, "SelfAttention.kv_heads = 2 heads of keys and values cannot be shared by Mesh.tens"),
+        (2, 2, ""),
+        (0, 8, ""),
+    ],
+)
+def test_heads_of_keys_that_every_device_stores_are_said(
+    kv_heads: int, devices: int, said: str
+) -> None:
+    run: Any = SimpleNamespace(
+        config=Config(model=Model(heads=8, attention=SelfAttention(kv_heads=kv_heads))),
+        mesh=SimpleNamespace(shape={"data": 1, "tensor": devices}),
+        task=SimpleNamespace(model="model"),
+    )
+    found = run_summary.replicated_keys.__wrapped__(run)
+    assert found.startswith(said) and bool(found) == bool(said)

@@ -1,10 +1,12 @@
 """Tests that a run resumes with other settings only if allowed, and records the changes."""
 
-import dataclasses
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from model_settings import changed
 
 from brt import tasks, train
 from brt.checkpointing import reader
@@ -24,16 +26,20 @@ CONFIG = Config(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
-    exec(TOY.read_text(), {"__name__": "toy"})
+@pytest.fixture(scope="module", autouse=True)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Registers a task, and returns the directory of a run of CONFIG, which tests copy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+        exec(TOY.read_text(), {"__name__": "toy"})
+        place = tmp_path_factory.mktemp("trained") / "run"
+        loop.train(CONFIG, place)
+        yield place
 
 
-def changed(section: str, **changes: object) -> Config:
-    return dataclasses.replace(
-        CONFIG, **{section: dataclasses.replace(getattr(CONFIG, section), **changes)}
-    )
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def history(path: Path) -> list[dict]:
@@ -44,35 +50,33 @@ def history(path: Path) -> list[dict]:
     return provenance["config_changes"]
 
 
-def test_a_run_becomes_another_only_where_it_is_told_so(tmp_path: Path) -> None:
-    loop.train(CONFIG, tmp_path)
-    assert history(tmp_path) == []
-    config = changed("training", steps=6, batch_size=16)
+def test_a_run_becomes_another_only_where_it_is_told_so(copied: Path) -> None:
+    assert history(copied) == []
+    config = changed(CONFIG, training={"steps": 6, "batch_size": 16})
     with pytest.raises(
         ConfigError, match=r"batch_size was 8 and is 16; .* --allow_.*=Training.batch_size$"
     ):
-        loop.train(config, tmp_path)
+        loop.train(config, copied)
     with pytest.raises(ConfigError, match="batch_size was 8"):
-        loop.train(config, tmp_path, ["Optimizer.b1"])
-    run, place = loop.train(config, tmp_path, ["Training.batch_size", "Optimizer.b1"])
+        loop.train(config, copied, ["Optimizer.b1"])
+    run, place = loop.train(config, copied, ["Training.batch_size", "Optimizer.b1"])
     first = {
         "step": 4, "changed": ["Training.steps: 4 -> 6", "Training.batch_size: 8 -> 16"],
         "allowed": ["Training.batch_size"],
     }  # fmt: skip
-    assert history(tmp_path) == [first]
+    assert history(copied) == [first]
     said = run_summary.finish(run, place, 0.0)
     assert (
         "From step 4 on, as was allowed: Training.batch_size: 8 -> 16" in said
         and "4 -> 6" not in said
     )
     assert "documents are read in another order" in place.log.read_text()
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(CONFIG.optimizer, b1=0.5))
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=8))
-    loop.train(config, tmp_path, ["Optimizer.b1"])
-    assert [change["step"] for change in history(tmp_path)] == [4, 6]
-    assert history(tmp_path)[1]["allowed"] == ["Optimizer.b1"]
-    loop.train(config, tmp_path)
-    assert len(history(tmp_path)) == 2, "nothing else changed"
+    config = changed(config, optimizer={"b1": 0.5}, training={"steps": 8})
+    loop.train(config, copied, ["Optimizer.b1"])
+    assert [change["step"] for change in history(copied)] == [4, 6]
+    assert history(copied)[1]["allowed"] == ["Optimizer.b1"]
+    loop.train(config, copied)
+    assert len(history(copied)) == 2, "nothing else changed"
 
 
 @pytest.mark.parametrize(
@@ -84,15 +88,14 @@ def test_a_run_becomes_another_only_where_it_is_told_so(tmp_path: Path) -> None:
     ],
 )
 def test_what_changes_shapes_cannot_change(
-    section: str, changes: dict, name: str, tmp_path: Path
+    section: str, changes: dict, name: str, copied: Path
 ) -> None:
-    loop.train(CONFIG, tmp_path)
     with pytest.raises(ConfigError, match=rf"{name} was .* is .* another --workdir") as refused:
-        loop.train(changed(section, **changes), tmp_path)
+        loop.train(changed(CONFIG, **{section: changes}), copied)
     assert "--allow_config_change" not in str(refused.value), "it would not help"
     with pytest.raises(ConfigError, match=rf"^{name} cannot change in a run, not even with"):
-        loop.train(changed(section, **changes), tmp_path, [name])
-    assert history(tmp_path) == []
+        loop.train(changed(CONFIG, **{section: changes}), copied, [name])
+    assert history(copied) == []
 
 
 def test_a_name_that_is_none_is_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests the files that an evaluation writes into a run directory."""
+"""Tests the files that an evaluation writes into a run directory, and its progress lines."""
 
 import json
 import math
@@ -62,3 +62,18 @@ def test_another_way_of_reading_has_files_of_its_own(tmp_path: Path) -> None:
         for name in ("", "_full")
         for ending in ("_predictions.jsonl", ".txt", ".json")
     }
+
+
+def test_a_log_has_a_line_when_one_is_due(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with evaluations.display(5000, "reading test", "tok") as update:
+        for seconds in (30, 59, 61, 119, 122):
+            now[0] = float(seconds)
+            update(1000)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading test: 3,000 of 5,000 tokens",
+        "reading test: 5,000 of 5,000 tokens",
+    ]

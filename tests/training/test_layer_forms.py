@@ -1,6 +1,5 @@
 """Tests that steps with a separate array for each layer equal steps with stacks of layers."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from model_settings import changed
 
 from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Data, Mesh, Model, Optimizer, Training
@@ -55,17 +55,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
         (place / f"{i}.txt").write_text(text[250 * i : 250 * (i + 1) - 20 * i])
     train, validation, test = ((str(place / names),) for names in ("[0-5].txt", "6.txt", "7.txt"))
     return Data(train=train, validation=validation, test=test)
-
-
-def changed(config: Config, **sections: dict[str, Any]) -> Config:
-    """Returns a config with changes of settings, by section."""
-    return dataclasses.replace(
-        config,
-        **{
-            name: dataclasses.replace(getattr(config, name), **changes)
-            for name, changes in sections.items()
-        },
-    )
 
 
 def trained(config: Config) -> tuple[Any, list[Any]]:
@@ -117,9 +106,7 @@ def is_list(x: Any) -> bool:
 def test_steps_with_separate_layers_equal_those_with_stacks(
     changes: dict, data: Data, request: pytest.FixtureRequest
 ) -> None:
-    config = dataclasses.replace(changed(CONFIG, **changes), data=data, mesh=Mesh())
-    if mesh := changes.get("mesh"):
-        config = dataclasses.replace(config, mesh=Mesh(**mesh))
+    config = changed(CONFIG, **{**changes, "mesh": Mesh(**changes.get("mesh", {})), "data": data})
     expected = trained(config)
     request.getfixturevalue("separates")
     actual = trained(config)
@@ -132,7 +119,7 @@ def test_steps_with_separate_layers_equal_those_with_stacks(
 
 @pytest.mark.slow
 def test_a_conversion_to_lists_and_back_changes_no_number(separates: None, data: Data) -> None:
-    run = runs.build(dataclasses.replace(CONFIG, data=data), progress=False)
+    run = runs.build(changed(CONFIG, data=data), progress=False)
     forms = layer_forms.LayerForms(run.config, run.state_shapes, run.mesh)
     state = runs.new_state(run)
     expected = jax.device_get(state)
@@ -151,7 +138,7 @@ def test_a_conversion_to_lists_and_back_changes_no_number(separates: None, data:
 def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     separates: None, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = dataclasses.replace(CONFIG, data=data)
+    config = changed(CONFIG, data=data)
     loop.train(config, tmp_path / "whole")
     put: Callable[..., Any] = runs.put
     calls = []

@@ -1,15 +1,21 @@
+"""Tests metrics.jsonl, TensorBoard, the totals of metrics, and the speed of training."""
+
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from brt.errors import CheckpointError
+from brt.errors import CheckpointError, NonFiniteError
 from brt.training import workdir
-from brt.training.metrics import MetricsWriter, Throughput, read_metrics
+from brt.training.metrics import MetricsWriter, read_metrics
+from brt.training.progress import Throughput
+from brt.training.step import MetricAccumulator, StepMetrics
 
 
 @pytest.fixture
@@ -39,9 +45,12 @@ def write(run: workdir.Workdir, *steps: int, resume: int = 0) -> None:
 
 
 def test_one_line_a_step_however_many_calls(run: workdir.Workdir) -> None:
-    writer = MetricsWriter(run, 0, fail)
+    writer, begun = MetricsWriter(run, 0, fail), time.time()
     writer.write(10, {"train/loss": np.float32(0.5), "data/epoch": 1})
+    (first,) = read_metrics(run.metrics)
+    assert begun - 1 <= first["perf/time"] <= time.time() + 1
     writer.write(10, {"eval/test/bits_per_byte": 2.0, "train/loss": 7})
+    assert read_metrics(run.metrics)[0]["perf/time"] == first["perf/time"], "when it was begun"
     assert lines(run) == [
         {"step": 10, "train/loss": 7, "data/epoch": 1, "eval/test/bits_per_byte": 2.0}
     ], "and at once on disk"
@@ -113,17 +122,6 @@ def test_a_last_line_that_only_lacks_its_end_is_kept(run: workdir.Workdir) -> No
     run.metrics.write_bytes(run.metrics.read_bytes().rstrip(b"\n"))
     write(run, 20, resume=10)
     assert [line["step"] for line in lines(run)] == [10, 20]
-
-
-def test_what_is_not_finite_becomes_null(run: workdir.Workdir) -> None:
-    writer = MetricsWriter(run, 0, fail)
-    writer.write(1, {"a": math.nan, "b": math.inf, "c": 1.5})
-    writer.close()
-    assert lines(run) == [{"step": 1, "a": None, "b": None, "c": 1.5}]
-
-
-def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def events(run: workdir.Workdir) -> list[Event]:
@@ -247,3 +245,56 @@ def test_compiling_before_the_first_step_does_not_spoil_the_time_left() -> None:
         throughput.step(100)
     assert throughput.seconds_left(10) == 5
     assert throughput.rate() == (200.0, 0.5, None)
+
+
+def metrics(nats: float, tokens: float, norm: float) -> StepMetrics:
+    found = jnp.float32(nats), jnp.float32(tokens), jnp.float32(norm)
+    return StepMetrics(*found, {"probe/used": found[0] / 2})
+
+
+STEPS = [metrics(8.0, 4.0, 1.0), metrics(10.0, 2.0, 2.0), metrics(6.0, 6.0, 6.0)]
+
+
+def test_the_loss_is_a_mean_over_tokens_and_the_norm_over_steps() -> None:
+    accumulator = MetricAccumulator()
+    for step, values in enumerate(STEPS):
+        accumulator.add(step, values)
+    accumulator.flush()
+    assert accumulator.report() == {
+        "train/loss": 2.0,
+        "train/bits_per_token": pytest.approx(2 / math.log(2)),
+        "train/gradient_norm": 3.0,
+        "data/tokens": 12,
+        "train/probe/used": 4.0,  # an additional metric of the task, averaged over steps
+    }
+    accumulator.add(3, STEPS[1])
+    accumulator.flush()
+    assert accumulator.report()["train/loss"] == 5.0 and accumulator.tokens_seen == 14
+
+
+def test_an_accumulator_continues_from_its_saved_state() -> None:
+    accumulator = MetricAccumulator()
+    accumulator.add(0, STEPS[0])
+    accumulator.flush()
+    again = MetricAccumulator(json.loads(json.dumps(accumulator.state())))
+    for m in (accumulator, again):
+        m.add(1, STEPS[1])
+        m.flush()
+    assert again.state() == accumulator.state() and again.report() == accumulator.report()
+
+
+def test_metrics_count_one_step_late() -> None:
+    accumulator = MetricAccumulator()
+    accumulator.add(0, STEPS[0])
+    assert accumulator.tokens_seen == 0
+    accumulator.add(1, STEPS[1])
+    assert accumulator.tokens_seen == 4
+
+
+@pytest.mark.parametrize("bad", [metrics(math.nan, 4.0, 1.0), metrics(8.0, 4.0, math.inf)])
+def test_a_step_that_is_not_finite_is_named(bad: StepMetrics) -> None:
+    accumulator = MetricAccumulator()
+    accumulator.add(7, bad)
+    with pytest.raises(NonFiniteError, match=r"^step 7: .*is not finite; lower Optimizer") as error:
+        accumulator.flush()
+    assert error.value.exit_code == 5

@@ -1,6 +1,5 @@
 """Tests of run directories that are moved while they train, or that cannot be written."""
 
-import dataclasses
 import errno
 import os
 import tempfile
@@ -8,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from model_settings import changed
 
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Optimizer, Training
 from brt.errors import CheckpointError
-from brt.evaluation import follow, job
-from brt.training import loop, saved_model
+from brt.training import evaluations, loop, saved_model
 from brt.training.progress import PhaseTracker
 from brt.training.workdir import Workdir
 
@@ -83,7 +82,7 @@ def test_a_run_that_is_moved_ends_and_writes_nothing_at_the_old_path(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Workdir:
     place = tmp_path_factory.mktemp("trained")
-    loop.train(dataclasses.replace(config(place), checkpoint=Checkpoint(every=1)), place / "run")
+    loop.train(changed(config(place), checkpoint=Checkpoint(every=1)), place / "run")
     return Workdir(place / "run")
 
 
@@ -101,18 +100,18 @@ def test_commands_that_read_a_run_need_no_permission_to_write(
         return make(*args, **options)
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    job._say_once.cache_clear()
+    evaluations._say_once.cache_clear()
     before = {path: path.stat().st_mtime_ns for path in trained.path.rglob("*") if path.is_file()}
     model = saved_model.load(*saved_model.load_config(trained.path))
     if command == "follow":
-        follower = follow.Follower(trained, model.config, "test", None, print)
-        reports = [found.report for found in follower.reports(follow.Waiter(1.0, 0.0, print))]
+        follower = evaluations.Follower(trained, model.config, "test", None, print)
+        reports = [found.report for found in follower.reports(evaluations.Waiter(1.0, 0.0, print))]
         assert [report["step"] for report in reports] == [2, 3, 4], "each checkpoint once"
         (*_, figures) = reports
     elif command == "probe":
-        figures = job.inspect(model, "test", 0, lambda text: None)
+        figures = evaluations.inspect(model, "test", 0, lambda text: None)
     else:
-        figures = job.evaluate(
+        figures = evaluations.evaluate(
             model, "test", None, other=model if command == "compare" else None
         ).report
     assert figures["step"] == 4
@@ -131,4 +130,4 @@ def test_a_full_disk_still_ends_an_evaluation(
     model = saved_model.load(*saved_model.load_config(trained.path))
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(CheckpointError, match="make room"):
-        job.evaluate(model, "test", None)
+        evaluations.evaluate(model, "test", None)

@@ -8,7 +8,6 @@ import pytest
 
 from brt.config import Optimizer
 from brt.training import optimizer as optimizers
-from brt.training.matrices import matrix_shape
 from brt.training.optimizer import learning_rate
 
 AXES = {
@@ -96,19 +95,6 @@ def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
     assert_close(actual, jax.tree.map(expected, start, *gradients))
 
 
-@pytest.mark.parametrize(
-    ("axes", "shape", "expected"),
-    [
-        (("layers", "embed", "heads", "head_dim"), (3, 8, 2, 4), (3, 8, 8)),
-        (("stack", "heads", "head_dim", "embed"), (2, 2, 4, 8), (16, 8)),
-        (("heads", "clusters", None), (2, 3, 4), (2, 3, 4)),
-        (("embed", "mlp"), (8, 5), (8, 5)),
-    ],
-)
-def test_kernels_by_head_are_matrices(axes: tuple, shape: tuple, expected: tuple) -> None:
-    assert matrix_shape(axes, shape) == expected
-
-
 def test_adamw_decays_matrices_only() -> None:
     settings = {"name": "adamw", "schedule": "constant", "learning_rate": 0.1, "warmup_steps": 0}
     optimizer = optimizers.build(Optimizer(**settings, weight_decay=0.5), 1, AXES)
@@ -164,8 +150,3 @@ def test_learning_rates_are_positive_until_the_last_step_and_never_negative(sche
             assert np.all(rates[: steps - 1] > 0)
             if schedule in ("cosine", "linear"):
                 np.testing.assert_allclose(rates[steps - 1 :], 0, atol=1e-6 * top)
-
-
-def test_the_first_step_moves_without_warm_up() -> None:
-    rate = learning_rate(Optimizer(warmup_steps=0), steps=100)
-    assert [float(rate(jnp.int32(step))) for step in (1, 4)] == [1.0, 0.5]

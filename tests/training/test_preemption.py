@@ -72,16 +72,6 @@ def test_signal_handlers_are_restored() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_the_message_goes_where_it_is_asked_to_go() -> None:
-    messages: list[str] = []
-    with StopSignal(messages.append) as stop:
-        signal.raise_signal(signal.SIGTERM)
-        while not messages:
-            time.sleep(0.01)
-        assert stop.requested == "SIGTERM"
-    assert messages == ["SIGTERM: saving at the next step boundary (Ctrl-C quits at once)"]
-
-
 def test_other_threads_change_nothing() -> None:
     seen = []
 
@@ -95,10 +85,12 @@ def test_other_threads_change_nothing() -> None:
     assert seen == [(None, signal.getsignal(signal.SIGTERM))]
 
 
-def test_a_stop_signal_names_the_phase_that_it_waits_for() -> None:
+@pytest.mark.parametrize(("phase", "after"), [("", ""), ("compiling", ", after compiling")])
+def test_the_message_names_the_phase_that_it_waits_for(phase: str, after: str) -> None:
     messages: list[str] = []
-    with StopSignal(messages.append, uninterruptible=lambda: "compiling"):
-        signal.raise_signal(signal.SIGINT)
+    with StopSignal(messages.append, uninterruptible=lambda: phase) as stop:
+        signal.raise_signal(signal.SIGTERM)
         while not messages:
             time.sleep(0.01)
-    assert "at the next step boundary, after compiling (Ctrl-C" in messages[0]
+        assert stop.requested == "SIGTERM"
+    assert messages == [f"SIGTERM: saving at the next step boundary{after} (Ctrl-C quits at once)"]

@@ -1,14 +1,21 @@
+"""Tests the progress that a run shows on every kind of terminal, and the phases it reports."""
+
+import contextlib
 import errno
+import fcntl
 import io
 import os
 import re
+import struct
+import termios
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from brt import durable
 from brt.formatting import clock, counted, short
-from brt.training.progress import Progress, RunStatus
+from brt.training.progress import PhaseTracker, Progress, RunStatus
 
 
 def figures(progress: Progress, step: int) -> None:
@@ -23,6 +30,7 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
         progress.phase(RunStatus("stepping", 0, 0.0))
         for step in (99, 100):
             progress.step(step)
+        progress.report_first_step(99, 7.91)
         figures(progress, 100)
         progress.phase(RunStatus("evaluating", 100, 0.0))
         progress.evaluation(100, "validation 2.346 bits/byte")
@@ -30,6 +38,7 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     shown = stream.getvalue().splitlines()
     assert re.fullmatch(r"compiling: \d+\.\d s", shown[1])
     assert shown[2:] == [
+        "step 99/900  train 7.91 bits/token",
         "step 100/900  train 3.21 bits/token  41.2k tokens/s  ETA 1:20",
         "step 100/900  evaluating ...",
         "step 100/900  validation 2.346 bits/byte",
@@ -110,3 +119,80 @@ def test_numbers_and_times_for_people() -> None:
     ]  # fmt: skip
     assert [clock(s) for s in (0, 59.6, 80, 7509)] == ["0:00", "1:00", "1:20", "2:05:09"]
     assert (counted(1, "lane"), counted(1200, "row")) == ("1 lane", "1,200 rows")
+
+
+def test_a_phase_with_an_end_gives_way_to_the_one_before() -> None:
+    ticks = iter(range(100)).__next__
+    phases, heard = PhaseTracker(ticks), []
+    phases.listen(heard.append)
+    phases.enter("stepping", 3)
+    phases.progressed(4)
+    with phases.during("evaluating"):
+        assert phases.now == RunStatus("evaluating", 4, 3)
+        phases.progressed()
+        assert phases.now == RunStatus("evaluating", 4, 4)
+    assert [(now.phase, now.step) for now in heard] == [
+        ("stepping", 3), ("evaluating", 4), ("stepping", 4),
+    ]  # fmt: skip
+    with phases.in_background("committing"):
+        phases.enter("ending")
+    assert [(now.phase, now.background) for now in heard[3:]] == [
+        ("stepping", "committing"), ("ending", "committing"), ("ending", ""),
+    ]  # fmt: skip
+
+
+def test_what_fails_stays_in_its_phase() -> None:
+    phases = PhaseTracker()
+    with pytest.raises(KeyError), phases.during("restoring"):
+        raise KeyError
+    assert phases.now.phase == "restoring"
+
+
+def test_requests_to_stop_wait_for_what_nobody_interrupts() -> None:
+    phases = PhaseTracker()
+    for phase, waits in (("compiling", "compiling"), ("stepping", ""), ("evaluating", "")):
+        phases.enter(phase)
+        assert phases.uninterruptible == waits
+
+
+@pytest.fixture
+def shown_on(tmp_path: Path) -> Callable[[int], str]:
+    """Returns a function from a terminal's width to the output about the first step there."""
+
+    def show(columns: int) -> str:
+        try:
+            ours, theirs = os.openpty()
+        except OSError as error:
+            pytest.skip(f"this machine has no pseudo-terminals ({error})")
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        with (
+            open(theirs, "w", encoding="utf-8") as stream,
+            Progress(900, log=tmp_path / "log.txt", stream=stream) as progress,
+        ):
+            progress.step(1)
+            progress.report_first_step(1, 7.91)
+        return read_all(ours)
+
+    return show
+
+
+def read_all(terminal: int) -> str:
+    """Returns everything that was written to a pseudo-terminal whose other side is closed.
+
+    The kernel may deliver the text in several parts.
+    """
+    parts = []
+    with open(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):
+        # Linux reports the end as an error.
+        while part := file.read(100_000):
+            parts.append(part)
+    return b"".join(parts).decode()
+
+
+def test_a_terminal_has_a_bar_with_a_figure_at_once(shown_on: Callable[[int], str]) -> None:
+    text = shown_on(100)
+    assert "1/900" in text and "train 7.91 bits/token" in text and "\r" in text
+
+
+def test_one_of_unknown_width_has_lines(shown_on: Callable[[int], str]) -> None:
+    assert shown_on(0).split("\r\n")[0] == "step 1/900  train 7.91 bits/token"

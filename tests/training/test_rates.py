@@ -1,6 +1,5 @@
 """Tests Optimizer.rates: learning rates and weight decays by pattern of parameter paths."""
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
+from model_settings import changed
 from sharded_cases import CASES, curve, with_optimizer
 
 from brt import command_line
@@ -65,11 +65,6 @@ def assert_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_factors_of_one_change_nothing(name: str) -> None:
-    assert_equal(trained(settings(name, rates=(("*gate", 1.0, 1.0),))), trained(settings(name)))
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_rate_of_zero_leaves_parameters_as_they_are(name: str) -> None:
     result, plain = trained(settings(name, rates=(("*gate", 0.0, 1.0),))), trained(settings(name))
     np.testing.assert_array_equal(result["gate"], arrays(0)["stack"]["gate"])
@@ -103,11 +98,7 @@ def test_the_first_pattern_counts() -> None:
 def run_config(tmp_path: Path, own: tuple, trainable: tuple[str, ...] = ()) -> Config:
     """Returns the config of a run of two steps with these rates and trainable parameters."""
     made = with_optimizer(CASES["recurrent"](tmp_path), "adamw", 2)
-    return dataclasses.replace(
-        made,
-        optimizer=dataclasses.replace(made.optimizer, rates=own),
-        training=dataclasses.replace(made.training, trainable=trainable),
-    )
+    return changed(made, optimizer={"rates": own}, training={"trainable": trainable})
 
 
 def test_bad_patterns_are_refused(tmp_path: Path) -> None:

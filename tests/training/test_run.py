@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from model_settings import with_settings
+from model_settings import changed, with_settings
 
 from brt import tasks
 from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
@@ -17,8 +16,8 @@ from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.models.decoder import new_state
 from brt.training import run as runs
-from brt.training.config_changes import check_resumable
 from brt.training.run import Run
+from brt.training.saved_model import check_resumable
 from brt.training.state import TrainState
 
 TOLERANCE = 1e-5  # absolute tolerance of float32 values, which have magnitude 1
@@ -69,15 +68,15 @@ def trained(
         train, validation, test = (
             (str(documents / names),) for names in ("[0-5].txt", "6.txt", "7.txt")
         )
-        config = dataclasses.replace(
+        config = changed(
             CONFIG,
             model=with_settings(
                 CONFIG.model,
                 {"dropout": dropout, "Recurrence.layers": (0,) * (optimizer == "adamw")},
             ),
             data=Data(train=train, validation=validation, test=test),
-            optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer, offload=offload),
-            training=dataclasses.replace(CONFIG.training, gradient_accumulation=accumulation),
+            optimizer={"name": optimizer, "offload": offload},
+            training={"gradient_accumulation": accumulation},
             mesh=Mesh(data=devices),
         )
         run = runs.build(config, progress=False)
@@ -150,27 +149,21 @@ def resolved(config: Config) -> Config:
 
 @pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])
 def test_the_vocabulary_is_the_tokenizers_or_larger(setting: int, size: int) -> None:
-    model = dataclasses.replace(CONFIG.model, vocab_size=setting)
-    config = resolved(dataclasses.replace(CONFIG, model=model))
+    config = resolved(changed(CONFIG, model={"vocab_size": setting}))
     assert config.model.vocab_size == size
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
-    model = dataclasses.replace(CONFIG.model, vocab_size=200)
     with pytest.raises(ConfigError, match=r"^Model.vocab_size = 200 is too small .* with 256 ids"):
-        resolved(dataclasses.replace(CONFIG, model=model))
+        resolved(changed(CONFIG, model={"vocab_size": 200}))
 
 
 def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
-    longer = dataclasses.replace(CONFIG.training, steps=200)
-    assert check_resumable(CONFIG, dataclasses.replace(CONFIG, training=longer)) == [
-        "Training.steps: 100 -> 200"
-    ]
-    plain = dataclasses.replace(CONFIG, kernels=Kernels(use=("window_attention=xla",)))
+    longer = changed(CONFIG, training={"steps": 200})
+    assert check_resumable(CONFIG, longer) == ["Training.steps: 100 -> 200"]
+    plain = changed(CONFIG, kernels=Kernels(use=("window_attention=xla",)))
     assert check_resumable(CONFIG, plain) == ["Kernels.use: () -> ('window_attention=xla',)"]
-    other = dataclasses.replace(CONFIG.training, seed=1)
     with pytest.raises(ConfigError, match=r"another run: Training.seed was 0 and is 1; set"):
-        check_resumable(CONFIG, dataclasses.replace(CONFIG, training=other))
-    model = with_settings(CONFIG.model, {"Window.cache": False})
-    changed = dataclasses.replace(CONFIG, model=model)
-    assert check_resumable(CONFIG, changed, ("Window.cache",)) == ["Window.cache: True -> False"]
+        check_resumable(CONFIG, changed(CONFIG, training={"seed": 1}))
+    other = changed(CONFIG, model=with_settings(CONFIG.model, {"Window.cache": False}))
+    assert check_resumable(CONFIG, other, ("Window.cache",)) == ["Window.cache: True -> False"]

@@ -7,9 +7,11 @@ import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from model_settings import changed
 from tiny_decoder import TEXT, write_decoder
 
 from brt import api, tasks
@@ -29,10 +31,9 @@ from brt.config import (
 )  # fmt: skip
 from brt.config.model import Window
 from brt.errors import BrtError, CheckpointError, DataError
-from brt.evaluation import job
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.tasks.arguments import EvaluationRequest
-from brt.training import conversion, data_manifest, loop, run, run_summary, saved_model
+from brt.training import conversion, data_manifest, evaluations, loop, run, run_summary, saved_model
 from brt.training import workdir as workdirs
 from brt.training.metrics import read_metrics
 from brt.training.saved_model import SavedModel
@@ -90,8 +91,12 @@ def open_model(workdir: Path, **changes: object) -> SavedModel:
     """Loads a run's model, with changed settings of the section of its data."""
     place, found, config = saved_model.load_config(workdir)
     section = tasks.from_config(config).data
-    changed = dataclasses.replace(getattr(config, section), **changes)
-    return saved_model.load(place, found, dataclasses.replace(config, **{section: changed}))
+    return saved_model.load(place, found, changed(config, **{section: changes}))
+
+
+def evaluated(workdir: Path, **changes: object) -> dict[str, Any]:
+    """Returns the report of a run on the test split, with changed settings of the data."""
+    return evaluations.evaluate(open_model(workdir, **changes), "test", None).report
 
 
 def written(workdir: Path) -> str:
@@ -106,7 +111,7 @@ class Trained:
         self.config, self.place, self.workdir = config, place, place / "run"
         self.run, _ = loop.train(config, self.workdir)
         self.text = written(self.workdir)
-        self.bits = job.evaluate(open_model(self.workdir), "test", None).report["bits_per_token"]
+        self.bits = evaluated(self.workdir)["bits_per_token"]
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +207,7 @@ def test_a_copied_run_is_evaluated_if_only_its_prepared_data_are_left(
 ) -> None:
     run = trained(make)
     moved(make, "books")
-    report = job.evaluate(open_model(run.workdir), "test", None).report
-    assert report["bits_per_token"] == run.bits
+    assert evaluated(run.workdir)["bits_per_token"] == run.bits
 
 
 @BOTH
@@ -219,8 +223,7 @@ def test_a_copied_run_is_evaluated_on_new_data_with_its_tokenizer(
         (tmp_path / "new.jsonl").write_text(json.dumps(row))
         new = str(tmp_path / "new.jsonl")
     moved(make, "books", "cache")
-    model = open_model(run.workdir, test=(new,))
-    assert job.evaluate(model, "test", None).report["tokens"] > 0
+    assert evaluated(run.workdir, test=(new,))["tokens"] > 0
     made = [json.loads(path.read_text()) for path in own_cache.rglob("corpus.json")]
     assert [one["splits"] for one in made] == [["test"]]
     assert not (run.place / "cache").exists(), "what the run's config names is not written to"
@@ -232,7 +235,7 @@ def test_other_documents_are_never_held_out_in_silence(
 ) -> None:
     run = trained(make)
     moved(make, "cache")
-    assert job.evaluate(open_model(run.workdir), "test", None).report["bits_per_token"] == run.bits
+    assert evaluated(run.workdir)["bits_per_token"] == run.bits
     away = run.place / "books"
     moved(make, "books")
     away.mkdir()
@@ -241,13 +244,12 @@ def test_other_documents_are_never_held_out_in_silence(
         content = re.sub("the|was|and|grey|ship|deck", "lake", path.read_text())
         (away / path.name).write_text(content)
     with pytest.raises(DataError, match="test is 5% of .*, so that other data would be held out"):
-        job.evaluate(open_model(run.workdir), "test", None)
+        evaluated(run.workdir)
 
 
 def test_training_goes_on_with_the_same_data_only(trained: Callable, moved: Callable) -> None:
     run = trained(language_model)
-    steps = dataclasses.replace(run.config.training, steps=3)
-    config, books = dataclasses.replace(run.config, training=steps), run.place / "books"
+    config, books = changed(run.config, training={"steps": 3}), run.place / "books"
     moved(language_model, "books")
     shutil.copytree(run.place / "books.away", books)
     (books / "new.txt").write_text(text(7, 90))
@@ -300,12 +302,10 @@ def test_a_run_goes_on_without_what_it_started_from(
         shutil.rmtree(tmp_path / name, ignore_errors=True)
     (tmp_path / "run").rename(tmp_path / "moved")
     assert written(tmp_path / "moved") == before
-    assert job.evaluate(open_model(tmp_path / "moved"), "test", None).report["tokens"] > 0
-    steps = dataclasses.replace(config.training, steps=3)
+    assert evaluated(tmp_path / "moved")["tokens"] > 0
     saved = workdirs.saved_config(tmp_path / "moved")
-    loop.train(dataclasses.replace(config, training=steps), tmp_path / "moved")
-    steps = dataclasses.replace(saved.training, steps=4)
-    loop.train(dataclasses.replace(saved, training=steps), tmp_path / "moved")
+    loop.train(changed(config, training={"steps": 3}), tmp_path / "moved")
+    loop.train(changed(saved, training={"steps": 4}), tmp_path / "moved")
     (tmp_path / "exported").mkdir()
     exported = conversion.export(tmp_path / "moved")
     assert "tokenizer.json" in exported.copy_tokenizer(tmp_path / "exported")
@@ -317,21 +317,17 @@ def test_a_run_goes_on_with_its_copy_of_a_tokenizer(
 ) -> None:
     config = make(tmp_path)
     task = tasks.from_config(config)
-    section = getattr(config, task.data)
     name, content = task.open(config, progress=False).tokenizer.file
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content)
-    named = {task.data: dataclasses.replace(section, tokenizer=name)}  # It is a relative path.
-    run, _ = loop.train(dataclasses.replace(config, **named), tmp_path / "run")
+    named = {task.data: {"tokenizer": name}}  # It is a relative path.
+    run, _ = loop.train(changed(config, **named), tmp_path / "run")
     for steps, other in ((3, None), (4, b"another content")):
         Path(name).unlink()
         if other:
             Path(name).write_bytes(other)
         capsys.readouterr()
-        training = dataclasses.replace(config.training, steps=steps)
-        again, _ = loop.train(
-            dataclasses.replace(config, training=training, **named), tmp_path / "run"
-        )
+        again, _ = loop.train(changed(config, training={"steps": steps}, **named), tmp_path / "run")
         assert again.dataset.directory == run.dataset.directory, "nothing is prepared again"
         assert again.dataset.tokenizer.fingerprint == run.dataset.tokenizer.fingerprint
         assert ("has changed" in capsys.readouterr().err) == bool(other)
@@ -387,7 +383,7 @@ def test_sizes_need_no_data_where_the_vocabulary_is_known(tmp_path: Path) -> Non
     config = language_model(tmp_path)
     shutil.rmtree(tmp_path / "books")
     assert run.without_data(config) is None
-    known = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=290))
+    known = changed(config, model={"vocab_size": 290})
     sizes = run_summary.dry_run(run.without_data(known), None)
     assert sizes["parameters"] - sizes["parameters_non_embedding"] == 290 * 16
     assert not (tmp_path / "cache").exists()

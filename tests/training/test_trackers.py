@@ -15,17 +15,17 @@ import pytest
 import brt.tasks  # noqa: F401  # registers the kinds of layers
 from brt.config import Config, Logging
 from brt.errors import ConfigError
-from brt.training import trackers, workdir
+from brt.training import metrics, workdir
 from brt.training.metrics import MetricsWriter, read_metrics
 
 RECORDED = """
 from pathlib import Path
 from brt.config import Config, Logging
-from brt.training import trackers, workdir
+from brt.training import metrics, workdir
 
 run, said = workdir.create(Path("a")), []
 for step in (1, 2):
-    (tracker,) = trackers.start(Config(logging=Logging({}="all")), run, said.append)
+    (tracker,) = metrics.start_trackers(Config(logging=Logging({}="all")), run, said.append)
     tracker.write(step, {{"train/loss": 0.5}})
     tracker.close()
 assert not said, said
@@ -86,7 +86,7 @@ def test_all_trackers_get_the_same_metrics_and_resume(
 ) -> None:
     run, said = workdir.create(tmp_path / "a"), []
     for start in (0, 20):
-        found = trackers.start(CONFIG, run, said.append)
+        found = metrics.start_trackers(CONFIG, run, said.append)
         writer = MetricsWriter(run, start, said.append, found)
         writer.write(start + 10, {"train/loss": 0.5, "train/norm": float("inf")})
         writer.close()
@@ -107,7 +107,7 @@ def test_all_trackers_get_the_same_metrics_and_resume(
 
 def started_with(service: Service, path: Path, said: list[str]) -> str | None:
     """Starts the trackers of a run directory; returns the id of the run that W&B continues."""
-    for tracker in trackers.start(CONFIG, workdir.create(path), said.append):
+    for tracker in metrics.start_trackers(CONFIG, workdir.create(path), said.append):
         tracker.close()
     return service.begun[-1]["id"]
 
@@ -139,18 +139,11 @@ def test_a_copy_begins_new_runs_and_a_moved_run_keeps_its_own(
     assert started_with(wandb, first, said) is None, "a copy on another machine, at the same path"
 
 
-def test_a_run_of_an_earlier_version_continues_its_runs(
-    services: dict[str, Service], tmp_path: Path
-) -> None:
-    (tmp_path / "trackers.json").write_text('{"wandb": "w0"}')
-    assert started_with(services["wandb"], tmp_path, []) == "w0"
-
-
 def test_a_service_that_fails_is_off_after_one_warning(
     services: dict[str, Service], tmp_path: Path
 ) -> None:
     run, said = workdir.create(tmp_path), []
-    writer = MetricsWriter(run, 0, said.append, trackers.start(CONFIG, run, said.append))
+    writer = MetricsWriter(run, 0, said.append, metrics.start_trackers(CONFIG, run, said.append))
     services["wandb"].fails = True
     for step in (1, 2):
         writer.write(step, {"train/loss": 0.5})
@@ -168,7 +161,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
     setting = {"wandb": "wandb_project", "mlflow": "mlflow_experiment"}[name]
     config = dataclasses.replace(Config(), logging=Logging(**{setting: "books"}))
     with pytest.raises(ConfigError) as caught:
-        trackers.requested(config, print)
+        metrics.requested_trackers(config, print)
     assert str(caught.value) == (
         f"Logging.{setting} = 'books' needs the extra {name}: pip install 'brt[{name}]', or leave "
         "it out"
@@ -184,7 +177,7 @@ def test_mlflow_that_could_record_nothing_is_refused_before_training(
     services["mlflow"].MlflowClient = refuse
     services["mlflow"].get_tracking_uri = lambda: "file:///runs"
     with pytest.raises(ConfigError) as caught:
-        trackers.requested(CONFIG, print)
+        metrics.requested_trackers(CONFIG, print)
     text = str(caught.value)
     assert text.startswith(
         "Logging.mlflow_experiment = 'all': MLflow cannot record at file:///runs"
@@ -214,23 +207,3 @@ def test_the_real_wandb_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     subprocess.run([sys.executable, "-c", RECORDED_BY_WANDB], cwd=tmp_path, check=True)
     assert list(tmp_path.glob("a/wandb/offline-run-*/*.wandb"))
-
-
-def test_no_tracker_is_used_by_default(tmp_path: Path) -> None:
-    run = workdir.create(tmp_path)
-    assert trackers.start(Config(), run, print) == []
-    assert not (tmp_path / "trackers.json").exists()
-
-
-def test_a_line_of_metrics_says_when(tmp_path: Path) -> None:
-    import time
-
-    run, before = workdir.create(tmp_path), time.time()
-    writer = MetricsWriter(run, 0, print)
-    writer.write(1, {"train/loss": 0.5})
-    (first,) = read_metrics(run.metrics)
-    writer.write(1, {"eval/loss": 0.5})
-    writer.close()
-    (record,) = read_metrics(run.metrics)
-    assert before - 1 <= record["perf/time"] <= time.time() + 1
-    assert record["perf/time"] == first["perf/time"], "when it was begun"

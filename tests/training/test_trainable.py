@@ -1,12 +1,12 @@
 """Tests that frozen parameters (Training.trainable) never change and have no optimizer state."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from model_settings import changed
 from sharded_cases import CASES, curve, with_optimizer
 
 from brt.config import Config, Mesh
@@ -22,8 +22,7 @@ STEPS = 3
 def config(tmp_path: Any, optimizer: str = "adafactor", **training: Any) -> Config:
     """Returns the config of a recurrent model in which only the parameters in PATTERNS train."""
     made = with_optimizer(CASES["recurrent"](tmp_path), optimizer, STEPS)
-    changed = dataclasses.replace(made.training, trainable=PATTERNS, **training)
-    return dataclasses.replace(made, training=changed)
+    return changed(made, training={"trainable": PATTERNS, **training})
 
 
 @pytest.mark.slow_cases("adafactor-1-mesh0")
@@ -39,9 +38,9 @@ def test_only_the_named_parameters_change(
     before = flatten_dict(jax.device_get(runs.new_state(run).params), sep="/")
     _, state = curve(frozen, mesh, STEPS)
     after = flatten_dict(state.params, sep="/")
-    changed = {path for path in before if np.any(before[path] != after[path])}
-    assert changed and changed == {path for path in before if "/cell/" in path or "norm" in path}
-    assert not changed & {path for path in before if path.startswith("embedding")}
+    moved = {path for path in before if np.any(before[path] != after[path])}
+    assert moved and moved == {path for path in before if "/cell/" in path or "norm" in path}
+    assert not moved & {path for path in before if path.startswith("embedding")}
 
 
 @pytest.mark.slow
@@ -49,21 +48,20 @@ def test_only_the_named_parameters_change(
 @pytest.mark.parametrize("case", ["grouped_dense_memory", "grouped_memorizing"])
 def test_a_gate_that_begins_closed_is_trained_alone(case: str, tmp_path: Any) -> None:
     made = with_optimizer(CASES[case](tmp_path), "adamw", STEPS)
-    training = dataclasses.replace(made.training, trainable=("*/memory_gate",))
-    made = dataclasses.replace(made, training=training)
+    made = changed(made, training={"trainable": ("*/memory_gate",)})
     before = flatten_dict(
         jax.device_get(runs.new_state(runs.build(made, progress=False)).params), sep="/"
     )
     _, state = curve(made, Mesh(), STEPS)
     after = flatten_dict(state.params, sep="/")
-    (changed,) = {path for path in before if np.any(before[path] != after[path])}
-    assert changed.endswith("/memory_gate") and not np.any(before[changed])
-    assert np.all(after[changed])
+    (moved,) = {path for path in before if np.any(before[path] != after[path])}
+    assert moved.endswith("/memory_gate") and not np.any(before[moved])
+    assert np.all(after[moved])
 
 
 def test_frozen_parameters_have_no_optimizer_state(tmp_path: Any) -> None:
     frozen = config(tmp_path, "adamw")
-    whole = dataclasses.replace(frozen, training=dataclasses.replace(frozen.training, trainable=()))
+    whole = changed(frozen, training={"trainable": ()})
     sizes = [
         sum(x.size for x in jax.tree.leaves(runs.build(one, progress=False).state_shapes.optimizer))
         for one in (frozen, whole)
@@ -84,7 +82,6 @@ def test_trees_are_split_and_merged() -> None:
 def test_a_pattern_that_matches_nothing_is_refused_with_near_names(tmp_path: Any) -> None:
     made = config(tmp_path)
     for pattern, near in (("*/cel/*", "/cell/"), ("embeding", "embedding"), ("zzz", "there are")):
-        training = dataclasses.replace(made.training, trainable=(pattern,))
         with pytest.raises(ConfigError, match=f"has '{pattern}'".replace("*", r"\*")) as caught:
-            runs.build(dataclasses.replace(made, training=training), progress=False)
+            runs.build(changed(made, training={"trainable": (pattern,)}), progress=False)
         assert near in str(caught.value)

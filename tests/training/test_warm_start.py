@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from model_settings import changed
 
 from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
@@ -24,7 +25,6 @@ from brt.models import encoder
 from brt.tasks.speech_recognition.preparation import Vocabulary
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
-from brt.training import warm_start
 from brt.training.workdir import Workdir
 
 DATA = Path(__file__).resolve().parents[1] / "data/huggingface"
@@ -44,16 +44,16 @@ def config(objective: str, where: Path | str = "", **encoder: Any) -> Config:
 
 def ready(asked: Config) -> Config:
     """Returns the config with the model of the weights from which training starts."""
-    return warm_start.with_model(asked, warm_start.find_weights(asked))
+    return runs.with_model(asked, runs.find_weights(asked))
 
 
 def started(asked: Config, initial: Any) -> WarmStart:
-    return tasks.from_config(asked).start(asked, warm_start.find_weights(asked), initial)
+    return tasks.from_config(asked).start(asked, runs.find_weights(asked), initial)
 
 
 def known(asked: Config, tokenizer: Any) -> Config:
     """Returns the config with the vocabulary size that a tokenizer needs."""
-    return tasks.from_config(asked).with_weights(asked, warm_start.find_weights(asked), tokenizer)
+    return tasks.from_config(asked).with_weights(asked, runs.find_weights(asked), tokenizer)
 
 
 def drawn(model: Encoder, task: Any, seed: int = 0) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
         (tmp_path / f"{split}.txt").write_text(f"the text of {split}")
     data = Data(train=(f"{tmp_path}/train.txt",), validation=(f"{tmp_path}/validation.txt",),
                 test=(), validation_fraction=0.0, test_fraction=0.0)  # fmt: skip
-    run = runs.build(dataclasses.replace(config(MASKED, masked), data=data), progress=False)
+    run = runs.build(changed(config(MASKED, masked), data=data), progress=False)
     assert run.config.encoder.vocab_size == 257
     start, said = run.task.start, []
 
@@ -184,7 +184,7 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
         (
             SPEECH,
             {},
-            "masked.*read tokens, but Training.task = 'speech_recognition' needs .* read frames",
+            "masked.*read tokens, but Training.task = 'speech_.* needs .* read frames",
         ),
     ],
 )
@@ -198,28 +198,19 @@ def test_settings_that_the_weights_do_not_have_are_refused(
 def test_frames_are_no_tokens_and_positions_end(speech: Path, roberta: Path) -> None:
     with pytest.raises(ConfigError, match="read frames, but .* needs some that read tokens"):
         ready(config(MASKED, speech))
-    long = config(MASKED, roberta)
-    long = dataclasses.replace(long, training=dataclasses.replace(long.training, segment_length=40))
+    long = changed(config(MASKED, roberta), training={"segment_length": 40})
     with pytest.raises(ConfigError, match="segment_length = 40 is above .*--extend_positions"):
         tasks.check(ready(long))
 
 
 def test_another_vocabulary_is_refused(roberta: Path, masked: Path, speech: Path) -> None:
     pieces = Vocabulary("words", ["a", "b"])
+    other = "know another tokenizer than the words of the transcripts"
+    more = "know 64 ids, but the tokenizer bytes makes that 257, the mask"
     for where, objective, tokenizer, sentence in (
-        (
-            roberta,
-            MASKED,
-            ByteTokenizer(),
-            "know 64 ids, but the tokenizer bytes makes that 257, the mask",
-        ),
-        (masked, MASKED, pieces, "know another tokenizer than the words of the transcripts"),
-        (
-            speech,
-            SPEECH,
-            pieces,
-            "know another tokenizer than the words of the transcripts",
-        ),
+        (roberta, MASKED, ByteTokenizer(), more),
+        (masked, MASKED, pieces, other),
+        (speech, SPEECH, pieces, other),
     ):
         with pytest.raises(ConfigError, match=sentence):
             known(config(objective, where), tokenizer)
@@ -242,13 +233,13 @@ def test_known_tokenizers_pass_and_special_ids_are_added(
 
 def test_arrays_that_do_not_fit_are_named(masked: Path, tmp_path: Path) -> None:
     model = dataclasses.replace(SIZES, vocab_size=257)
-    for changed, sentence in (
+    for settings, sentence in (
         ({"mlp_dim": 10}, r"layers/mlp/wi/bias is \(1, 12\), but this model's is \(1, 10\); start"),
         ({"norm_first": True}, "lacks encoder/final_norm/bias, .*which this model has"),
         ({"positions": "none"}, r"pos_embed is \(22, 8\), but this model's is missing"),
         ({"vocab_size": 200}, r"embedding is \(257, 8\), but this model's is \(200, 8\)"),
     ):
-        new = drawn(dataclasses.replace(model, **changed), MASKED)
+        new = drawn(dataclasses.replace(model, **settings), MASKED)
         with pytest.raises(CheckpointError, match=sentence):
             started(config(MASKED, masked), new)
     with pytest.raises(CheckpointError, match="holds no encoder: neither what .*nor the checkp"):

@@ -33,7 +33,7 @@ from brt.models.flops import forward_flops_per_token
 from brt.ops import compiler_options
 from brt.training import run as runs
 from brt.training.layer_forms import LayerForms
-from brt.training.metrics import peak_flops
+from brt.training.progress import peak_flops
 
 PRODUCT = "product"
 CHAINED = 8  # number of products in one program, so that the time to start it does not matter

@@ -27,13 +27,11 @@ from brt.sweeping import report as results
 from brt.sweeping.directory import PointDirectory
 from brt.training import (
     bad_steps,
-    config_changes,
     data_manifest,
     inspection,
     metrics,
     run_summary,
     saved_model,
-    trackers,
 )
 from brt.training import workdir as workdirs
 from brt.training.state import initial_params
@@ -104,7 +102,7 @@ def readers(place: Path) -> dict[str, Reader]:
     add("run/metrics.jsonl", _lines(), lambda path: _numbers(run))
     bad = {"step": 4, "policy": "rollback", "from": 3, "reason": "a", "batch": [{"a": 1}]}
     add("run/bad_batches.jsonl", f"{json.dumps(bad)}\n", bad_steps.read)
-    add("run/trackers.json", {"wandb": "a"}, trackers.read)
+    add("run/trackers.json", {"wandb": "a"}, metrics.read_trackers)
     add("run/last_checkpoint.txt", f"{STEP}\n", lambda path: reader.last_saved(run.checkpoints))
     report = {
         "step": STEP, "bits_per_byte": 2.0, "answers": [{"windows": 1, "answers_exact": 0.5}],
@@ -188,10 +186,10 @@ def _meta(run: workdirs.Workdir) -> None:
     _verified(run)
     found = saved_model.newest_checkpoint(run.path)
     assert found
-    config_changes.history(found.meta, config_changes.ConfigChanges(["a"], []))
+    saved_model.config_history(found.meta, saved_model.ConfigChanges(["a"], []))
     _, found, read = saved_model.load_config(run.path)
     data_manifest.read_tokenizer(run, tasks.from_config(read), found.meta["tokenizer"])
-    config_changes.check_resumable(read, CONFIG, ())
+    saved_model.check_resumable(read, CONFIG, ())
     tree_utils.differences(found.meta["arrays"], {})
 
 

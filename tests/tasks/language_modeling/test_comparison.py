@@ -16,7 +16,6 @@ from brt import evaluate, tasks, train
 from brt.config import Config, Data, Evaluation, Model, Training
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import ConfigError
-from brt.evaluation import job
 from brt.layers.sections import Recurrence
 from brt.tasks.arguments import EvaluationRequest, OtherModel
 from brt.tasks.language_modeling import comparison
@@ -26,7 +25,7 @@ from brt.tasks.language_modeling.comparison import (
     token_classes,
 )
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
-from brt.training import saved_model
+from brt.training import evaluations, saved_model
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -200,6 +199,8 @@ def test_the_command_writes_a_report_a_plot_and_a_page(folder: Path, tmp_path: P
     assert "<pre>" in (tmp_path / "one/plots/test_comparison.html").read_text()
     one, two = (saved_model.load(*saved_model.load_config(tmp_path / n)) for n in ("one", "two"))
     with pytest.raises(ConfigError, match="both runs on the same mesh"):
-        job.evaluate(one, "test", None, other=two._replace(mesh=Mesh(np.array(jax.devices()), "d")))
+        evaluations.evaluate(
+            one, "test", None, other=two._replace(mesh=Mesh(np.array(jax.devices()), "d"))
+        )
     with pytest.raises(ConfigError, match="--compare evaluates one checkpoint"):
         evaluate.main(evaluate.parser().parse_args([*flags, "--follow"]))

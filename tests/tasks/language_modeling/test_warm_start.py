@@ -26,7 +26,6 @@ from brt.memories import Memorizing
 from brt.models.decoder import Decoder, new_state
 from brt.tasks.weights import WarmStart
 from brt.training import run as runs
-from brt.training import warm_start
 from brt.training.saved_model import load, load_config
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
@@ -55,13 +54,13 @@ def config(where: Path | str = "", kinds: Any = (), **model: Any) -> Config:
 
 def ready(asked: Config) -> Model:
     """Returns the model that a config gets from the weights from which training starts."""
-    return warm_start.with_model(asked, warm_start.find_weights(asked)).model
+    return runs.with_model(asked, runs.find_weights(asked)).model
 
 
 def start(where: Path, model: Model, initial: Any) -> WarmStart:
     """Returns the parameters with which training of a model starts from the weights at a path."""
     asked = dataclasses.replace(config(where), model=model)
-    return tasks.from_config(asked).start(asked, warm_start.find_weights(asked), initial)
+    return tasks.from_config(asked).start(asked, runs.find_weights(asked), initial)
 
 
 def drawn(model: Model, seed: int) -> Any:
@@ -186,7 +185,7 @@ def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> 
     found = load(*load_config(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, found.model_state, learnt)
     asked = dataclasses.replace(saved, training=config(tmp_path).training)
-    weights, new = warm_start.find_weights(asked), new_model_state(model)
+    weights, new = runs.find_weights(asked), new_model_state(model)
     started = tasks.from_config(asked).start_model_state(asked, weights, new)
     jax.tree.map(np.testing.assert_array_equal, started, learnt)
 
@@ -209,9 +208,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     where = write(tmp_path, MODEL, tokenizer="0" * 64)
     with pytest.raises(ConfigError, match="know another tokenizer than bytes .000000000000, not"):
         asked = config(where)
-        tasks.from_config(asked).with_weights(
-            asked, warm_start.find_weights(asked), ByteTokenizer()
-        )
+        tasks.from_config(asked).with_weights(asked, runs.find_weights(asked), ByteTokenizer())
 
 
 _ZERO = {"Recurrence.layers": (-1,), "Recurrence.output_init": "zero"}

@@ -7,8 +7,8 @@ import pytest
 
 from brt.config import Config, Encoder, Speech, Training
 from brt.errors import ConfigError
-from brt.training.config_changes import check_resumable
 from brt.training.run import prepare
+from brt.training.saved_model import check_resumable
 
 
 @pytest.fixture

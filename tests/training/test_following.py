@@ -4,7 +4,6 @@ The tests imitate the trainer: `time.sleep` is replaced, and each call of the fo
 removes checkpoints.
 """
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from model_settings import changed
 
 from brt import evaluate, tasks
 from brt.checkpointing.writer import CheckpointWriter
@@ -21,8 +21,7 @@ from brt.config import Checkpoint, Config, Data, Evaluation, Model, Training
 from brt.config_io import config_json
 from brt.data import preparation
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
-from brt.evaluation import follow, job
-from brt.training import data_manifest, saved_model
+from brt.training import data_manifest, evaluations, saved_model
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
 
@@ -72,7 +71,7 @@ class Followed:
         shutil.copytree(run.tokenizer, self.workdir.tokenizer, dirs_exist_ok=True)
         self.said: list[str] = []
         self.events: list[Callable[[], object]] = []
-        monkeypatch.setattr(follow.time, "sleep", lambda seconds: self.events.pop(0)())
+        monkeypatch.setattr(evaluations.time, "sleep", lambda seconds: self.events.pop(0)())
 
     def add(self, *steps: int) -> None:
         for step in steps:
@@ -85,9 +84,9 @@ class Followed:
 
     def reports(self, ablate: Any = None) -> list[int]:
         """Runs a follower to its end and returns the step of each report."""
-        waiter = follow.Waiter(1.0, 0.0, self.said.append)
-        config = follow.wait_for_config(self.workdir.path, waiter)
-        follower = follow.Follower(self.workdir, config, "test", ablate, self.said.append)
+        waiter = evaluations.Waiter(1.0, 0.0, self.said.append)
+        config = evaluations.wait_for_config(self.workdir.path, waiter)
+        follower = evaluations.Follower(self.workdir, config, "test", ablate, self.said.append)
         return [found.report["step"] for found in follower.reports(waiter)]
 
 
@@ -117,7 +116,7 @@ def test_each_checkpoint_is_evaluated_once_and_the_last_one_ends_it(followed: Fo
 def test_checkpoints_that_vanish_or_are_damaged_are_passed_over(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = follow.saved_model.load
+    load = evaluations.saved_model.load
 
     def trainer_removes_it(workdir: Workdir, found: Any, config: Config) -> Any:
         if found.step == 10:
@@ -127,7 +126,7 @@ def test_checkpoints_that_vanish_or_are_damaged_are_passed_over(
             followed.add(40)
         return load(workdir, found, config)
 
-    monkeypatch.setattr(follow.saved_model, "load", trainer_removes_it)
+    monkeypatch.setattr(evaluations.saved_model, "load", trainer_removes_it)
     shutil.copytree(followed.run.checkpoints / "20", followed.run.checkpoints / "40")
     try:
         followed.add(*STEPS)
@@ -151,11 +150,11 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
     assert followed.reports() == STEPS[-1:]
     assert followed.said == [f"waiting for a trainer to start in {followed.workdir.path}"]
     now = [0.0]
-    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(follow.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-    waiter = follow.Waiter(20.0, 1.0, followed.said.append)
-    with pytest.raises(CheckpointError, match="waited 1 minutes for a trainer to start in "):
-        follow.wait_for_config(tmp_path, waiter)
+    monkeypatch.setattr(evaluations.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(evaluations.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    waiter = evaluations.Waiter(20.0, 1.0, followed.said.append)
+    with pytest.raises(CheckpointError, match="waited 1 minutes .*/run, which does not exist yet"):
+        evaluations.wait_for_config(tmp_path / "run", waiter)
     assert now == [60]
 
 
@@ -163,8 +162,7 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
 @pytest.mark.slow
 def test_a_run_that_goes_on_further_is_followed_further(followed: Followed) -> None:
     saved = workdirs.saved_config(followed.workdir.path)
-    longer = dataclasses.replace(saved, training=dataclasses.replace(saved.training, steps=30))
-    shorter = dataclasses.replace(saved, training=dataclasses.replace(saved.training, steps=20))
+    longer, shorter = (changed(saved, training={"steps": steps}) for steps in (30, 20))
     workdirs.write_json(followed.workdir.config_json, config_json(shorter))
     followed.add(10)
 
@@ -187,7 +185,7 @@ def test_nothing_is_read_where_no_report_can_be_written(
         followed.reports()
     model = saved_model.load(*saved_model.load_config(followed.workdir.path))
     with pytest.raises(ConfigError, match="^cannot write to .*/evaluations: File exists; choose"):
-        job.inspect(model, "test", None, print)
+        evaluations.inspect(model, "test", None, print)
 
 
 def test_a_model_that_predicts_no_numbers_is_an_error(followed: Followed) -> None:
@@ -197,7 +195,7 @@ def test_a_model_that_predicts_no_numbers_is_an_error(followed: Followed) -> Non
     with pytest.raises(
         NonFiniteError, match="^bits_per_byte of test is nan at step 10 of .*another --step$"
     ):
-        job.evaluate(broken, "test", None)
+        evaluations.evaluate(broken, "test", None)
     assert not list(followed.workdir.evaluations.iterdir())
 
 
