@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Decoding, Sampling
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import SpecialTokens
 from brt.ops.top_k import top_k
 
 # The interface by which search and sampling call a model.

@@ -30,10 +30,10 @@ from brt.generation.search import Hypotheses, TextDecoder, search
 from brt.generation.steps import CHUNK, advance, end_block
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import SpecialTokens
 from brt.ops import dispatch
 from brt.ops.compiler_options import of_inference
-from brt.ops.layer_kernel import SeparateKernels
+from brt.ops.dense import SeparateKernels
 from brt.types import Variables
 
 # A beam search that continues the memory of a session.
@@ -89,9 +89,9 @@ def _advance_beams(
 
 # Parameters with a separate array for each layer, with which CPUs generate text faster.
 #
-# `brt.ops.layer_kernel` says why. The separate arrays are either views of the memory of the stacks,
+# `brt.ops.dense` says why. The separate arrays are either views of the memory of the stacks,
 # which need no memory of their own, or transposed copies, with which products of at least eight
-# texts are faster (`brt.ops.few_rows`).
+# texts are faster (`brt.ops.products`).
 
 
 # The separate kernels of a model, by the name of the run of layers and the name of the parameter.

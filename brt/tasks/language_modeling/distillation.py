@@ -17,8 +17,7 @@ from brt.config import Config
 from brt.config.checks import check
 from brt.errors import CheckpointError
 from brt.layers.runs import ModelState, StackState, new_stack_state, state_axes
-from brt.models.decoder import DecoderOutput, logit_scale, output_weights
-from brt.models.flops import forward_flops_per_token
+from brt.models.decoder import DecoderOutput, forward_flops_per_token, logit_scale, output_weights
 from brt.ops.distillation import summed_divergence
 from brt.tasks.language_modeling import warm_start
 from brt.tasks.language_modeling.forward import predict

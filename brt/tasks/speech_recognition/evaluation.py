@@ -19,7 +19,7 @@ from rapidfuzz.distance import Levenshtein
 
 from brt.config import Config
 from brt.generation import ctc
-from brt.ops.ctc import ctc_nats
+from brt.ops.speech import ctc_nats
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.encoders import EncoderTask, TimedFunction
 from brt.tasks.heads import HeadEvaluator, HeadResult
