@@ -40,7 +40,7 @@ class StateArray:
 
 
 def state_array(
-    shape: tuple[int, ...], axes: Names, dtype: str | None = None, fill: float = 0
+    shape: tuple[int, ...], axes: Names, dtype: str | None = None, fill: float = 0.0
 ) -> Any:
     """Describes an array of a layer's state, without its axis of rows.
 
