@@ -220,7 +220,8 @@ class DenseMemoryLayer(nn.Module):
 
     def _after(self, past: StateKV, length: Int[Array, " B"]) -> DenseState:
         size = self.model.of(DenseMemory).size
-        return DenseState(*(last_entries(z, size, length) for z in past), length)
+        keys, values = (last_entries(z, size, length) for z in past)
+        return DenseState(keys, values, length)
 
     def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
         m = self.model
