@@ -19,8 +19,7 @@ import jax
 
 from brt import command_line, sweep
 from brt.config import Config
-from brt.models.decoder import new_state
-from brt.models.flops import forward_flops_per_token
+from brt.models.decoder import forward_flops_per_token, new_state
 from brt.sweeping import points
 from brt.training.state import initial_params, parameter_counts
 

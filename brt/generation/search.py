@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Decoding, Sampling
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import SpecialTokens
 from brt.ops.top_k import top_k
 
 Step = Callable[[Array, Any], tuple[Array, Any]]

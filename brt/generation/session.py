@@ -28,10 +28,10 @@ from brt.generation.memory import CHUNK, Memory, advance, end_block, map_lanes
 from brt.generation.search import Hypotheses, TextDecoder, search
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import SpecialTokens
 from brt.ops import dispatch
 from brt.ops.compiler_options import of_inference
-from brt.ops.layer_kernel import SeparateKernels
+from brt.ops.dense import SeparateKernels
 from brt.types import Variables
 
 # The search gets this id, which no token has, as the id of the end token of models without one.

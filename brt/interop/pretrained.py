@@ -31,7 +31,7 @@ from brt.interop.huggingface.weights import (
     template,
     with_cross_attention,
 )
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import SpecialTokens
 
 PARAMS = "params.safetensors"
 MODEL = "model.json"

@@ -16,6 +16,7 @@ from brt.layers.basic import (
     FROM_HEADS,
     INTO_HEADS,
     INTO_KEY_HEADS,
+    MLP,
     ONES,
     SHARED,
     ZEROS,
@@ -27,13 +28,19 @@ from brt.layers.basic import (
     product_kernel,
     zero_for_states,
 )
-from brt.layers.cache import KVCache, TokenProjections
-from brt.layers.entries import NewEntries
-from brt.layers.mlp import MLP
-from brt.layers.reading import document_places, rotated_at, updated_sinks, window_part, with_sinks
+from brt.layers.cache import (
+    KVCache,
+    TokenProjections,
+    document_places,
+    rotated_at,
+    speeds_of,
+    updated_sinks,
+    window_part,
+)
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LocalState,
+    NewEntries,
     OpenBlock,
     Sinks,
     WindowState,
@@ -41,13 +48,14 @@ from brt.layers.state import (
     has_null_keys,
 )
 from brt.ops import dispatch
-from brt.ops.dense import dense
+from brt.ops.dense import LayerKernel, dense
 from brt.ops.dropout import Dropout
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import alibi_bias, relative_bias
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.reductions import add_shared
+from brt.ops.sink_attention import with_sinks
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import ReadyRing, ready_ring, ring_attention, ring_places
 
@@ -55,10 +63,6 @@ from brt.ops.window_attention import ReadyRing, ready_ring, ring_attention, ring
 # queries [B, T, H, K] and their attention to the window. It returns one output [B, T, H, K] for all
 # keys, either of attention with one softmax or of two attentions that a gate mixes.
 Mix = Callable[[Array, AttentionPart], Array]
-
-
-def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Array, "B T H K"]:
-    return x * scale.astype(x.dtype)[None, None, :, None]
 
 
 class TransformerBlock(nn.Module):
@@ -129,19 +133,18 @@ class TransformerBlock(nn.Module):
             kernels.append(self.cross_queries)
         kernels.append(self.values)
         tokens = self._along(h)
+
         # Separate products, because splitting a joint product would copy its parts.
-        queries, keys, *cross, values = (
-            constrain(product, "lanes", tokens, self._heads_name(product), None)
-            for product in (dense(h, kernel) for kernel in kernels)
-        )
+        def product(kernel: Array | LayerKernel) -> Float[Array, "B T H K"]:
+            heads = "heads" if kernel.shape[1] == self.model.heads else "kv_heads"
+            return constrain(dense(h, kernel), "lanes", tokens, heads, None)
+
+        queries, keys, *cross, values = map(product, kernels)
         if self.model.attention.bias != "none":
             queries = add_shared(queries, self.queries_bias)
             keys = add_shared(keys, self.keys_bias)
             values = add_shared(values, self.values_bias)
         return TokenProjections(queries, keys, values, cross[0] if cross else None, x)
-
-    def _heads_name(self, x: Float[Array, "B T H K"]) -> str:
-        return "heads" if x.shape[2] == self.model.heads else "kv_heads"
 
     def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
         """Returns keys (normalised) and values of vectors that are not tokens, such as summaries of
@@ -187,7 +190,7 @@ class TransformerBlock(nn.Module):
             return scaled_unit(queries, self.query_scale(name))
         if m.norm.queries_keys:
             queries = normed(m, queries, self.queries_norm)
-        return _scaled(queries, self.query_scale(name))
+        return queries * self.query_scale(name).astype(queries.dtype)[None, None, :, None]
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
         """Returns each head's factor: the absolute value of the parameter `name` for normalised
@@ -266,11 +269,16 @@ class TransformerBlock(nn.Module):
         self, part: AttentionPart, queries: Float[Array, "B T H K"], sinks: Sinks,
         places: Int[Array, "B T"],
     ) -> AttentionPart:  # fmt: skip
-        # `sinks` has the axes [B, N, S, G, K]; `places` are places of the tokens in their document.
-        bias = None if self.model.positions in ("rotary", "none") else self.far_bias()
-        unit = sinks._replace(keys=self.normalized_keys(sinks.keys))
-        scaled = self.scaled_queries(queries)
-        return with_sinks(self.model, part, scaled, unit, places, bias)
+        # Returns the attention of tokens to their window, which is `part`, and to sinks that have
+        # left it. `sinks` are those of the document of each block, [B, N, S, G, K]; `places` are
+        # the places of the tokens in their document, 0 for the first token.
+        m = self.model
+        bias = None if m.positions in ("rotary", "none") else self.far_bias()
+        return with_sinks(
+            part, self.scaled_queries(queries), self.normalized_keys(sinks.keys), sinks.values,
+            places, bias, farthest=m.window - 1 if m.sliding.attend_to_self else m.window,
+            speeds=speeds_of(m) if m.positions == "rotary" else None,
+        )  # fmt: skip
 
     def _attend_to_states(
         self, queries: Float[Array, "B T H K"] | None, memory: StateKV

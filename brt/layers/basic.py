@@ -1,5 +1,5 @@
-"""Functions that many layers use: creation of parameters whose axes have names, initialisers, the
-compute dtype, dropout, and the choices of unrolling and rematerialisation.
+"""What many layers use: creation of parameters whose axes have names, initialisers, the compute
+dtype, dropout, the MLP, and the choices of unrolling and rematerialisation.
 
 In shapes, *B stands for any leading axes, and D is the width of a vector.
 """
@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.config import Encoder, Model, Seq2Seq
 from brt.config.fields import RematPolicy
-from brt.distributed.rules import check_names, gathered
+from brt.distributed.rules import check_names, constrain, gathered
 from brt.errors import ConfigError
 from brt.ops import dispatch
+from brt.ops.dense import LayerKernel, activation, dense
 from brt.ops.dropout import Dropout
-from brt.ops.layer_kernel import LayerKernel
 from brt.ops.normalization import rms_norm
+from brt.ops.reductions import add_shared
 
 Initializer = Callable[..., Array]
 
@@ -214,3 +215,69 @@ def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Arra
     if rate == 0.0 or not module.training:
         return x
     return Dropout(module.make_rng("dropout"), rate)(x)
+
+
+def token_dropout(module: nn.Module) -> Dropout | None:
+    """Returns the dropout of a layer in training, by the stream "dropout"; None if it has none."""
+    rate = module.model.dropout
+    return Dropout(module.make_rng("dropout"), rate) if rate and module.training else None
+
+
+# These are the names of the axes of the MLP's kernels, by which kernels are sharded.
+INTO_MLP, FROM_MLP = ("embed", "mlp"), ("mlp", "embed")
+
+
+class MLP(nn.Module):
+    """A norm, a projection to `Model.mlp_dim`, an activation, and a projection back.
+
+    In gated MLPs, the activation is applied to a second projection `mlp_gate` of the input, and the
+    first projection is multiplied by the result.
+    """
+
+    model: Model
+    training: bool = False
+
+    def setup(self) -> None:
+        m = self.model
+        wide = m.model_dim, m.mlp_dim
+        self.mlp_norm = norm_parameter(self, m, "mlp_norm")
+        self.mlp_in = product_kernel(self, m, "mlp_in", wide, INTO_MLP)
+        if m.mlp.gated:
+            self.mlp_gate = product_kernel(self, m, "mlp_gate", wide, INTO_MLP)
+        if m.norm.outputs:
+            self.mlp_output_norm = norm_parameter(self, m, "mlp_output_norm")
+        self.mlp_out = product_kernel(self, m, "mlp_out", wide[::-1], FROM_MLP)
+        if m.mlp.bias:
+            self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
+            self.mlp_out_bias = parameter(self, "mlp_out_bias", (m.model_dim,), ("embed",), ZEROS)
+            if m.mlp.gated:
+                self.mlp_gate_bias = parameter(self, "mlp_gate_bias", (m.mlp_dim,), ("mlp",), ZEROS)
+
+    def __call__(self, x: Float[Array, "B T D"], tokens: str | None) -> Float[Array, "B T D"]:
+        """Returns x plus the MLP's output; `tokens` names the axis of tokens if it is sharded."""
+        m = self.model
+        h = normed(m, x, self.mlp_norm)
+        y = self._products(h, tokens)
+        if m.norm.outputs:
+            y = normed(m, y, self.mlp_output_norm)
+        return x + dropout(self, y, m.dropout)
+
+    def _products(self, h: Float[Array, "B T D"], tokens: str | None) -> Float[Array, "B T D"]:
+        m = self.model
+        hidden = dense(h, self.mlp_in)
+        if m.mlp.bias:
+            hidden = add_shared(hidden, self.mlp_in_bias)
+        if m.mlp.gated:
+            gate = dense(h, self.mlp_gate)
+            gate = add_shared(gate, self.mlp_gate_bias) if m.mlp.bias else gate
+            hidden *= activation(gate, m.activation)
+        else:
+            hidden = activation(hidden, m.activation)
+        hidden = constrain(hidden, "lanes", tokens, "mlp")
+        out = dense(hidden, self.mlp_out)
+        return add_shared(out, self.mlp_out_bias) if m.mlp.bias else out
+
+
+def mlp_flops(model: Model) -> int:
+    """Returns the FLOPs per token of an `MLP`."""
+    return (6 if model.mlp.gated else 4) * model.model_dim * model.mlp_dim

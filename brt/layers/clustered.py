@@ -12,20 +12,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.layers.attention import Mix, TransformerBlock
+from brt.layers.attention import Mix
 from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, with_cache
-from brt.layers.flops import window_flops
 from brt.layers.sections import Clustered
 from brt.layers.state import (
-    WINDOW_AXES,
     LayerOutput,
     OpenBlock,
     WindowState,
     cache_is_readable,
-    new_window_state,
+    state_array,
+    window_state,
 )
-from brt.layers.window import WindowLayer
+from brt.layers.window import WindowLayer, keys_before, window_flops
 from brt.ops.causal_clustered_attention import (
     CentroidMemory,
     Centroids,
@@ -59,26 +58,17 @@ class ClusteredState(NamedTuple):
         return CentroidMemory(*self[1:])
 
 
-_KEPT = ("lanes", "heads", None, None, None)
-CLUSTERED_AXES: Any = ClusteredState(WINDOW_AXES, _KEPT, _KEPT, _KEPT[:-1], _KEPT[:-2], ("lanes",))
-
-
-def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
+def clustered_state(model: Model) -> ClusteredState:
     section = model.of(Clustered)
-    shape = (
-        batch,
-        model.heads,
-        section.clusters,
-        section.top_k,
-        model.head_dim,
-    )
+    centroids, names = (model.heads, section.clusters), ("heads", None)
+    kept = state_array((*centroids, section.top_k, model.head_dim), (*names, None, None))
     return ClusteredState(
-        window=new_window_state(model, batch, dtype),
-        keys=jnp.zeros(shape, dtype),
-        values=jnp.zeros(shape, dtype),
-        rest=jnp.zeros((*shape[:3], model.head_dim), jnp.float32),
-        totals=jnp.zeros(shape[:3], jnp.float32),
-        filled=jnp.zeros((batch,), jnp.int32),
+        window_state(model),
+        kept,
+        kept,
+        rest=state_array((*centroids, model.head_dim), (*names, None), "float32"),
+        totals=state_array(centroids, names, "float32"),
+        filled=state_array((), (), "int32"),
     )
 
 
@@ -91,9 +81,8 @@ def clustered_flops(model: Model) -> int:
     """
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
-    # `left` is the number of keys of the previous block that have left a token's window, averaged
-    # over the tokens of a block.
-    left = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
+    # As many keys of the previous block left a token's window as keys of its own block entered it.
+    left = keys_before(m, m.window)
     reading = attention // 2 * section.clusters + attention * (left + section.top_k)
     taking_in = attention * section.clusters * (m.window + section.top_k) // m.window
     return window_flops(m) + reading + taking_in
@@ -109,11 +98,8 @@ class ClusteredLayer(WindowLayer):
     """
 
     def setup(self) -> None:
-        section = self.model.of(Clustered)
-        m = self.model
-        self.tokens = TransformerBlock(
-            m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
-        )
+        super().setup()
+        section, m = self.model.of(Clustered), self.model
         # Centroids are initialised with the distribution of queries before these are multiplied by
         # their scale: about unit vectors if queries are normalised, otherwise vectors whose entries
         # have variance 1. `_centroids` multiplies the centroids by the same scale.
@@ -169,7 +155,7 @@ class ClusteredLayer(WindowLayer):
         y = self.tokens.attend(projections, cached, feedback, attend_beyond_window)
         return LayerOutput(y, ClusteredState(window, *past))
 
-    def mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
+    def mix_step(self, state: ClusteredState, block: OpenBlock, position: Int[Array, ""]) -> Mix:
         """Returns the function that adds attention to keys beyond the window for one token."""
         m, window = self.model, state.window
 

@@ -4,6 +4,8 @@ A kind of layer consists of a Flax module and a `LayerKind` that describes the m
 `register_kind` adds a kind to the registry. The rest of brt handles all kinds in the same way.
 """
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -12,28 +14,32 @@ import jax
 import jax.numpy as jnp
 
 from brt.config import SECTIONS, Model
+from brt.config.fields import is_declared
 from brt.config.kinds import KindSection, register_section
 from brt.config.model import PARTS
 from brt.distributed.rules import check_names
 from brt.errors import ConfigError
-from brt.layers.clustered import (
-    CLUSTERED_AXES,
-    ClusteredLayer,
-    clustered_flops,
-    new_clustered_state,
-)
-from brt.layers.flops import window_flops
-from brt.layers.recurrent import (
-    RecurrentLayer,
-    new_recurrent_state,
-    recurrent_axes,
-    recurrent_flops,
-)
-from brt.layers.registration import check_kind
+from brt.layers.clustered import ClusteredLayer, clustered_flops, clustered_state
+from brt.layers.recurrent import RecurrentLayer, recurrent_flops, recurrent_state
 from brt.layers.sections import Clustered, Recurrence
-from brt.layers.state import LayerAux as LayerAux
-from brt.layers.state import LayerState, new_window_state, window_axes
-from brt.layers.window import WindowLayer
+from brt.layers.state import LayerState, StateArray, window_state
+from brt.layers.window import WindowLayer, window_flops
+
+# A state consists of these parts, each of which evaluation can reset or exchange.
+STATE_PARTS = ("state", "cache", "memory")
+# The first fields of every layer's module, in the order in which brt passes them.
+_FIELDS = ("model", "training", "kernels")
+# The class variables of a section.
+_CONSTANTS = ("kind", "any_window", "grouped_keys")
+# The keywords that brt passes to each method of a layer.
+_KEYWORDS: Mapping[str, tuple[str, ...]] = {
+    "__call__": ("state", "document_start", "feedback", "summaries", "model_state"),
+    "begin_block": ("state", "document_start", "summaries", "model_state"),
+    "decode_step": ("state", "block", "position", "feedback", "summaries", "model_state"),
+    "end_block": ("state", "block", "summaries", "model_state"),
+    "prepare_block": ("block", "position", "summaries", "model_state"),
+}
+_OPTIONAL = ("prepare_block",)
 
 
 class LayerKind(NamedTuple):
@@ -50,13 +56,13 @@ class LayerKind(NamedTuple):
 
     All arguments but x are passed by keyword, and every kind gets all of them. A module declares
     the keywords that it uses and takes the others as `**_`. The output x has the shape and the
-    dtype of the input x, and the state keeps the shapes and dtypes of `new_state`.
+    dtype of the input x, and the state keeps the shapes and dtypes of `LayerKind.state`.
 
     An open block has the data of a block whose tokens are read one by one. `begin_block` and
     `decode_step` return the open block in the field `state` of their output. A layer may change its
     open block with every token, so a recurrence over tokens keeps its state in the open block.
     Where the token changes only some entries of an array, `decode_step` may return these alone
-    (`brt.layers.entries.NewEntries`), so that the array is not copied. A module whose open block
+    (`brt.layers.state.NewEntries`), so that the array is not copied. A module whose open block
     contains a `brt.layers.state.OpenBlock` may have a fifth method, `prepare_block(None, block,
     position)`, which is called before several tokens are read one by one. It sets the field `ready`
     of the `OpenBlock`, which brt removes after these tokens.
@@ -76,16 +82,16 @@ class LayerKind(NamedTuple):
     """
 
     module: type[nn.Module]
-    # Returns, for (model, batch, dtype), the state of a layer that has read nothing.
-    new_state: Callable[[Model, int, jnp.dtype], LayerState]
-    # Returns a state whose fields are the names of the arrays' axes (`brt.distributed.rules`).
-    axes: Callable[[Model], LayerState]
+    # Returns the state of a layer with descriptions of arrays (`brt.layers.state.state_array`) in
+    # place of arrays.
+    state: Callable[[Model], LayerState]
     # The names of the state's fields that belong to the part "cache", "state" or "memory", each of
     # which evaluation can reset or exchange. None stands for all fields. A field belongs to at most
     # one part.
     parts: Mapping[str, tuple[str, ...] | None]
     # Returns the FLOPs per token of the forward pass, of which a multiplication and an addition are
-    # two. Kinds may add theirs to those of `window_flops` or `mlp_flops` (`brt.layers.flops`).
+    # two. Kinds may add theirs to those of `brt.layers.window.window_flops` or
+    # `brt.layers.basic.mlp_flops`.
     flops: Callable[[Model], int]
     # The section of settings, which also lists the indices of the kind's layers. None for sliding
     # windows: all layers that no section lists are sliding-window layers.
@@ -109,6 +115,10 @@ class LayerKind(NamedTuple):
     # step have returned.
     settle: Callable[[Model, Any], Any] = lambda model, model_state: model_state
 
+    def new_state(self, model: Model, batch: int, dtype: jnp.dtype) -> LayerState:
+        """Returns the state of a layer that has read nothing; caches have `dtype`."""
+        return jax.tree.map(lambda array: array.new(batch, dtype), self.state(model))
+
 
 KINDS: dict[str, LayerKind] = {}
 
@@ -117,12 +127,12 @@ def register_kind(name: str, kind: LayerKind) -> None:
     """Adds a kind of layer, and its section of settings, to the registry under a name.
 
     Raises:
-      ConfigError: the name is taken; the kind lacks something that every kind needs
-        (`brt.layers.registration`); or its section places layers of other kinds.
+      ConfigError: the name is taken; the kind lacks something that every kind needs; or its
+        section places layers of other kinds.
     """
     if name in KINDS:
         raise ConfigError(f"there is a kind of layers named {name!r} already; take another name")
-    check_kind(name, kind)
+    _check_kind(name, kind)
     if (section := kind.section) is not None:
         if section.__name__ in (*SECTIONS, *PARTS, "Sweep"):
             raise ConfigError(
@@ -138,43 +148,115 @@ def register_kind(name: str, kind: LayerKind) -> None:
     KINDS[name] = kind
 
 
+def _check_kind(name: str, kind: LayerKind) -> None:
+    """Raises ConfigError for mistakes in the section, the module or the parts of a kind."""
+    for part, fields in kind.parts.items():
+        if part not in STATE_PARTS:
+            raise ConfigError(
+                f"LayerKind.parts of the kind {name!r} has the part {part!r}; the parts of a state "
+                f"are {', '.join(map(repr, STATE_PARTS))}"
+            )
+        if isinstance(fields, str):
+            raise ConfigError(
+                f"LayerKind.parts of the kind {name!r} has {fields!r} as the fields of the part "
+                f"{part!r}; write ({fields!r},), with a comma"
+            )
+    if kind.section is not None:
+        _check_section(name, kind.section)
+    elif name != "window":
+        raise ConfigError(
+            f"the LayerKind {name!r} has no section, so no layer can be of this kind; set "
+            "LayerKind.section to a subclass of brt.config.kinds.KindSection"
+        )
+    _check_module(name, kind.module)
+
+
+def _check_section(name: str, section: Any) -> None:
+    if not (isinstance(section, type) and issubclass(section, KindSection)):
+        raise ConfigError(
+            f"LayerKind.section of the kind {name!r} is {section!r}; it must be a subclass of "
+            "brt.config.kinds.KindSection"
+        )
+    shown, fields = section.__name__, {field.name: field for field in dataclasses.fields(section)}
+    for constant in _CONSTANTS:
+        if constant in fields:
+            raise ConfigError(
+                f"{shown}.{constant} is no setting; annotate it as a class variable, "
+                f"`{constant}: ClassVar[...] = ...`"
+            )
+    if section.layers_by_kind is KindSection.layers_by_kind:
+        if not isinstance(getattr(section, "kind", None), str):
+            raise ConfigError(
+                f"the section {shown} does not say which kind it describes; add the class variable "
+                f"`kind: ClassVar[str] = {name!r}`"
+            )
+        if "layers" not in fields:
+            raise ConfigError(
+                f"the section {shown} has no field `layers`; decorate the class with "
+                "@dataclasses.dataclass(frozen=True, kw_only=True), and declare "
+                "`layers: tuple[int, ...] = adaptable(())`"
+            )
+    for field in fields.values():
+        if not is_declared(field):
+            raise ConfigError(
+                f"no function of brt.config.fields declares the field {field.name} of the section "
+                f"{shown}; write, for example, `{field.name}: ... = adaptable(...)`"
+            )
+
+
+def _check_module(name: str, module: Any) -> None:
+    if not (isinstance(module, type) and issubclass(module, nn.Module)):
+        raise ConfigError(
+            f"LayerKind.module of the kind {name!r} is {module!r}; it must be a subclass "
+            "of flax.linen.Module"
+        )
+    shown = f"the module {module.__name__} of the kind {name!r}"
+    fields = tuple(field.name for field in dataclasses.fields(module))
+    if fields[: len(_FIELDS)] != _FIELDS:
+        raise ConfigError(
+            f"{shown} must begin with the fields {', '.join(_FIELDS)}, because brt creates it as "
+            "module(model, training, kernels); it has the fields "
+            f"{', '.join(field for field in fields if field not in ('parent', 'name')) or 'none'}"
+        )
+    for method, keywords in _KEYWORDS.items():
+        # `getattr` would find the `__call__` of the class of classes.
+        found = next((vars(one)[method] for one in module.__mro__ if method in vars(one)), None)
+        if found is None and method in _OPTIONAL:
+            continue
+        if not callable(found):
+            raise ConfigError(
+                f"{shown} has no method {method}; help(brt.layers.kinds.LayerKind) describes the "
+                "four methods of a layer"
+            )
+        parameters = inspect.signature(found).parameters
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            continue
+        if missing := [keyword for keyword in keywords if keyword not in parameters]:
+            raise ConfigError(
+                f"{shown}: {method} does not accept the keyword {missing[0]!r}, which brt passes "
+                "to every kind; add **_ to its parameters"
+            )
+
+
 register_kind(
     "window",
-    LayerKind(
-        WindowLayer,
-        new_window_state,
-        window_axes,
-        {"cache": None},
-        window_flops,
-        reads_chunks=True,
-    ),
+    LayerKind(WindowLayer, window_state, {"cache": None}, window_flops, reads_chunks=True),
 )
 register_kind(
     "recurrent",
     LayerKind(
-        RecurrentLayer,
-        new_recurrent_state,
-        recurrent_axes,
-        {"cache": ("window",), "state": ("vectors", "valid")},
-        recurrent_flops,
-        Recurrence,
-        recurs=True,
-        loops=True,
-        reads_chunks=True,
+        RecurrentLayer, recurrent_state, {"cache": ("window",), "state": ("vectors", "valid")},
+        recurrent_flops, Recurrence, recurs=True, loops=True, reads_chunks=True,
     ),
-)
+)  # fmt: skip
 register_kind(
     "clustered",
     LayerKind(
-        ClusteredLayer,
-        new_clustered_state,
-        lambda model: CLUSTERED_AXES,
+        ClusteredLayer, clustered_state,
         {"cache": ("window",), "memory": ("keys", "values", "rest", "totals", "filled")},
-        clustered_flops,
-        Clustered,
-        loops=True,
+        clustered_flops, Clustered, loops=True,
     ),
-)
+)  # fmt: skip
 
 
 def of(name: str) -> LayerKind:
@@ -194,9 +276,9 @@ def fields_of(kind: LayerKind, part: str, state: LayerState) -> tuple[str, ...]:
 
 
 def check_state(name: str, model: Model) -> None:
-    """Raises ConfigError if a kind's `parts` or `axes` do not match the state of its layers."""
+    """Raises ConfigError if a kind's `parts` do not match its `state`, or an axis has no name."""
     kind = of(name)
-    state = jax.eval_shape(lambda: kind.new_state(model, 1, jnp.dtype("float32")))
+    state = kind.state(model)
     for part in kind.parts:
         for field in fields_of(kind, part, state):
             if field not in state._fields:
@@ -204,21 +286,18 @@ def check_state(name: str, model: Model) -> None:
                     f"the kind {name!r} counts a field {field!r} to the part {part!r}, but its "
                     f"state has the fields {', '.join(state._fields)}; correct LayerKind.parts"
                 )
-    names = jax.tree.map(lambda leaf: (None,) * leaf.ndim, state)
-    axes = jax.tree.map(lambda leaf: (None,) * len(leaf), kind.axes(model), is_leaf=is_names)
-    if axes != names:
-        raise ConfigError(
-            f"LayerKind.axes of the kind {name!r} returns {kind.axes(model)}, but the state has "
-            f"arrays of the shapes {jax.tree.map(lambda leaf: leaf.shape, state)}; give every axis "
-            "of every array a name or None"
-        )
-    for own in jax.tree.leaves(kind.axes(model), is_leaf=is_names):
-        check_names(own, f"LayerKind.axes of the kind {name!r}")
-
-
-def is_names(leaf: Any) -> bool:
-    """Returns True for a tuple of names of axes, not for a NamedTuple (`is_leaf` of `jax.tree`)."""
-    return type(leaf) is tuple
+    for array in jax.tree.leaves(state):
+        if not isinstance(array, StateArray):
+            raise ConfigError(
+                f"LayerKind.state of the kind {name!r} has a {type(array).__name__} among its "
+                "fields; describe every array by brt.layers.state.state_array"
+            )
+        if type(array.axes) is not tuple or len(array.axes) != len(array.shape):
+            raise ConfigError(
+                f"LayerKind.state of the kind {name!r} has an array of the shape {array.shape} "
+                f"with the names of axes {array.axes!r}; give every axis a name or None"
+            )
+        check_names(array.axes, f"LayerKind.state of the kind {name!r}")
 
 
 def replace_parts(

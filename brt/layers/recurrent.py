@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Kernels, Model
+from brt.config import Model
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
 from brt.layers.basic import (
@@ -24,7 +24,6 @@ from brt.layers.basic import (
     unrolled,
 )
 from brt.layers.cache import closed_window, with_cache
-from brt.layers.flops import state_attention_flops, window_flops
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
     LayerOutput,
@@ -32,12 +31,12 @@ from brt.layers.state import (
     WindowState,
     cache_is_readable,
     has_null_keys,
-    new_window_state,
     open_block,
-    window_axes,
+    state_array,
+    window_state,
     zero_where_invalid,
 )
-from brt.layers.window import WindowLayer
+from brt.layers.window import WindowLayer, state_attention_flops, window_flops
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
     CellWeights,
@@ -63,14 +62,10 @@ class RecurrentState(NamedTuple):
     valid: Bool[Array, " B"]  # False where the learned initial states replace `vectors`.
 
 
-def recurrent_axes(model: Model) -> Any:
-    return RecurrentState(window_axes(model), ("lanes", None, None), ("lanes",))
-
-
-def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
-    section = model.of(Recurrence)
-    vectors = jnp.zeros((batch, section.states, model.model_dim), jnp.float32)
-    return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
+def recurrent_state(model: Model) -> RecurrentState:
+    shape = (model.of(Recurrence).states, model.model_dim)
+    vectors = state_array(shape, (None, None), "float32")
+    return RecurrentState(window_state(model), vectors, state_array((), (), "bool"))
 
 
 def recurrent_flops(model: Model) -> int:
@@ -96,10 +91,7 @@ def recurrent_flops(model: Model) -> int:
 def _first_keeps(model: Model) -> nn.initializers.Initializer:
     section = model.of(Recurrence)
     if section.gate_horizon:
-        return gate_bias_until(
-            section.gate_horizon,
-            shift=0.0 if section.gate == "fixed" else 1.0,
-        )
+        return gate_bias_until(section.gate_horizon, 0.0 if section.gate == "fixed" else 1.0)
     return gate_bias(section.gate_bias)
 
 
@@ -111,31 +103,29 @@ class StateCell(nn.Module):
     model: Model
 
     def setup(self) -> None:
-        section = self.model.of(Recurrence)
         m = self.model
-        self.initial = parameter(
-            self, "initial", (section.states, m.model_dim), ("states", "embed"),
-            nn.initializers.normal(0.1),
-        )  # fmt: skip
+        self.section = m.of(Recurrence)
+        self.initial = self._by_state("initial", 0.1)
         self.weights = self._weights(m)
 
+    def _by_state(self, name: str, deviation: float) -> Float[Array, "S D"]:
+        shape, init = (self.section.states, self.model.model_dim), nn.initializers.normal(deviation)
+        return parameter(self, name, shape, ("states", "embed"), init)
+
     def _weights(self, m: Model) -> CellWeights:
-        section, by_head = m.of(Recurrence), (m.model_dim, m.heads, m.head_dim)
+        layout, by_head = self.section.gate_layout, (m.model_dim, m.heads, m.head_dim)
         attended = (2, m.heads, m.head_dim)
         weights = CellWeights(
             norm=parameter(self, "norm", (m.model_dim,), ("embed",), ONES),
-            ids=parameter(
-                self, "ids", (section.states, m.model_dim), ("states", "embed"),
-                nn.initializers.normal(section.id_init),
-            ),
+            ids=self._by_state("ids", self.section.id_init),
             keys=parameter(self, "keys", by_head, INTO_HEADS),
             values=parameter(self, "values", by_head, INTO_HEADS),
             queries=parameter(self, "queries", by_head, INTO_HEADS),
             cross_queries=parameter(self, "cross_queries", by_head, INTO_HEADS),
             scale=self._scale("scale"),
             cross_scale=self._scale("cross_scale"),
-        )  # fmt: skip
-        if section.gate_layout == "single":
+        )
+        if layout == "single":
             # This MLP reads the outputs of all heads, so every device has its whole first kernel.
             return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
@@ -144,7 +134,7 @@ class StateCell(nn.Module):
             ),
             output_gate=self._gate("output_gate", attended, FROM_HEADS[:-1]),
         )
-        if section.gate_layout == "skip":
+        if layout == "skip":
             return weights
         norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
         return self._mlp(weights._replace(mlp_norm=norm), (m.model_dim,), ("embed",))
@@ -169,8 +159,7 @@ class StateCell(nn.Module):
         )
 
     def _gate(self, name: str, inputs: tuple[int, ...], axes: tuple[str, ...]) -> GateWeights:
-        section = self.model.of(Recurrence)
-        kind, width = section.gate, self.model.model_dim
+        kind, width = self.section.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
             # `part` is a part of the name; with `keeps`, the settings of the initial bias apply.
@@ -191,7 +180,7 @@ class StateCell(nn.Module):
         )
 
 
-class RecurrentLayer(nn.Module):
+class RecurrentLayer(WindowLayer):
     """A block-recurrent layer (Block-Recurrent Transformers, section 3).
 
     Tokens attend to their window and to the state vectors before their block. The states are
@@ -199,19 +188,12 @@ class RecurrentLayer(nn.Module):
     block before it.
     """
 
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
-
     def setup(self) -> None:
-        self.tokens = TransformerBlock(
-            self.model, cross_attends=True, training=self.training, kernels=self.kernels
-        )
+        self.tokens = TransformerBlock(self.model, True, self.training, self.kernels)
         self.cell = StateCell(self.model)
 
     def _options(self) -> dict[str, object]:
-        section = self.model.of(Recurrence)
-        m = self.model
+        section, m = self.model.of(Recurrence), self.model
         return {
             "kind": section.gate,
             "tanh": section.gate_tanh,
@@ -269,8 +251,6 @@ class RecurrentLayer(nn.Module):
             dtype=state.window.keys.dtype,
         )  # fmt: skip
         return LayerOutput(x, open_block(state.window, memory))
-
-    prepare_block = WindowLayer.prepare_block
 
     def decode_step(
         self,

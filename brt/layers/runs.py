@@ -16,7 +16,7 @@ from brt.config.checks import check
 from brt.distributed.rules import Names
 from brt.layers import kinds
 from brt.layers.kinds import LayerKind
-from brt.layers.state import LayerState
+from brt.layers.state import LayerState, StateArray
 
 # The states of all layers: a tuple with an entry for each run. Arrays have the batch on axis 0 and
 # the layers of the run on axis 1.
@@ -61,7 +61,7 @@ def runs(model: Model) -> list[Run]:
 
 
 def check_states(model: Model) -> None:
-    """Raises ConfigError if `parts` or `axes` of a layer's `LayerKind` do not match its state."""
+    """Raises ConfigError if `parts` or `state` of a layer's `LayerKind` are wrong."""
     for run in runs(model):
         kinds.check_state(run.kind, run.model)
 
@@ -79,23 +79,21 @@ def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
 def state_axes(model: Model) -> StackState:
     """Returns a `StackState` with the names of each array's axes in place of the array."""
 
-    def stacked(leaf: Names) -> Names:
-        return (*leaf[:1], "layers", *leaf[1:])
+    def names(array: StateArray) -> Names:
+        return ("lanes", "layers", *array.axes)
 
-    axes = (run.layer_kind.axes(run.model) for run in runs(model))
-    return tuple(jax.tree.map(stacked, own, is_leaf=kinds.is_names) for own in axes)
+    return tuple(jax.tree.map(names, run.layer_kind.state(run.model)) for run in runs(model))
 
 
 def new_model_state(model: Model) -> ModelState:
-    result = {}
-    for run in runs(model):
-        if (new := run.layer_kind.new_model_state) is not None:
-            result[run.name] = _repeated(new(run.model), run.layers)
-    return result
+    def stacked(run: Run, layer: PyTree[Array]) -> PyTree[Array]:
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], run.layers, axis=0), layer)
 
-
-def _repeated(layer: PyTree[Array], layers: int) -> PyTree[Array]:
-    return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], layers, axis=0), layer)
+    return {
+        run.name: stacked(run, new(run.model))
+        for run in runs(model)
+        if (new := run.layer_kind.new_model_state) is not None
+    }
 
 
 def next_model_state(model: Model, model_state: ModelState) -> ModelState:

@@ -1,12 +1,42 @@
-"""Sections of settings of two kinds of layers: recurrent layers and clustered layers."""
+"""Settings of recurrent layers and of clustered layers, and checks of the model's settings that
+several kinds of layers need.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from brt.config import Model
 from brt.config.checks import check, check_positive
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
+
+
+def refuse_feedback(model: Model, field: str, layers: Sequence[int]) -> None:
+    """Raises ConfigError for layers, listed in the setting `field`, that cannot attend to recurrent
+    states in a model in which all layers do.
+    """
+    check(
+        not layers or not model.feedback,
+        "Model.feedback = True lets every layer attend to recurrent states, which "
+        f"{field} = {layers} cannot; set it to False",
+    )
+
+
+def refuse_rotary(model: Model, layers: Sequence[int], reason: str) -> None:
+    """Raises ConfigError if the model has rotary positions; `reason` says what these do."""
+    check(
+        not layers or model.positions != "rotary",
+        f"Model.positions = 'rotary' {reason}; use 't5', 'alibi' or 'none'",
+    )
+
+
+def require_cache(model: Model, field: str, layers: Sequence[int], read: str) -> None:
+    """Raises ConfigError if layers, listed in the setting `field`, have no cache to read."""
+    check(
+        not layers or model.sliding.cache,
+        f"{field} = {layers} attend to {read}, which needs Window.cache = True",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,14 +109,8 @@ class Clustered(KindSection):
         check_positive(self, "clusters", "top_k")
 
     def check_model(self, model: Model) -> None:
-        """Refuses rotary positions, by which queries would be rotated before they are clustered."""
-        check(
-            not self.layers or model.positions != "rotary",
-            "Model.positions = 'rotary' rotates the queries that Clustered.layers = "
-            f"{self.layers} assign to clusters; use 't5', 'alibi' or 'none'",
+        name, layers = "Clustered.layers", self.layers
+        refuse_rotary(
+            model, layers, f"rotates the queries that {name} = {layers} assign to clusters"
         )
-        check(
-            not self.layers or model.sliding.cache,
-            f"Clustered.layers = {self.layers} attend to tokens that left the window, which needs "
-            "Window.cache = True",
-        )
+        require_cache(model, name, layers, "tokens that left the window")

@@ -1,4 +1,8 @@
-"""Layers of the encoder-decoders T5 and BART."""
+"""Layers of the encoder-decoders T5 and BART.
+
+In shapes, B is the number of sources, S and T of (padded) source and target tokens, N of beams of a
+source, and L of layers. Masks are True for source tokens, False for padding.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -31,11 +35,7 @@ from brt.layers.transformer import (
 from brt.ops import cross_attention
 from brt.ops.cross_attention import CrossCache, CrossConfig
 from brt.ops.encoder_attention import global_blocks, global_key_bias
-from brt.ops.relative_bias import bias_row, bias_tile, offset_bias
-
-# Causal self-attention of the decoder.
-#
-# In shapes, B is the number of sources, N of beams of a source, and T of target tokens.
+from brt.ops.positions import bias_row, bias_tile, offset_bias
 
 
 class SelfCache(NamedTuple):
@@ -75,11 +75,6 @@ class DecoderAttention(Projections):
         seen = (jnp.arange(cache.keys.shape[2]) <= position)[None, None, None]
         y = self.attend(self.queries(x)[:, :, None], cache.keys, cache.values, bias, seen)
         return self.o(y[:, :, 0]), cache
-
-
-# Cross-attention of the decoder to the source, of the kind that `CrossAttention.kind` names.
-#
-# In shapes, B is the number of sources, S and T of source and target tokens, N of beams per source.
 
 
 def cross_config(config: CrossAttention) -> CrossConfig:
@@ -175,9 +170,6 @@ class SourceAttention(Projections):
         return self.o(y[:, :, 0]), cache
 
 
-# Embeddings of positions and norms around the layers of an encoder or a decoder.
-
-
 class Ends(nn.Module):
     """Base class of `Encoder` and `Decoder`: the computations before and after the layers.
 
@@ -237,9 +229,6 @@ def check_length(model: Seq2Seq, length: int, what: str) -> None:
         )
 
 
-# The encoder of an encoder-decoder. B is the number of sources, T of (padded) source tokens.
-
-
 class Encoder(Ends):
     """All layers of the encoder, which map embedded source tokens to hidden vectors."""
 
@@ -287,12 +276,6 @@ class Encoder(Ends):
             self.global_rel_bias.embedding, blocks, max_distance=m.relative_max_distance
         )
         return SharedInputs(mask, bias, blocks=blocks, global_bias=global_bias)
-
-
-# The decoder of an encoder-decoder, over whole targets or token by token.
-#
-# In shapes, B is the number of sources, S and T of source and target tokens, N of beams of a
-# source, L of layers. Masks are True for source tokens, False for padding.
 
 
 Metrics = dict[str, Float[Array, "*L"]]

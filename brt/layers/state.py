@@ -1,7 +1,7 @@
 """States of layers: what a layer carries from segment to segment and from token to token.
 
 Every layer is `(x, state) -> (y, state)`. The state of a layer is a NamedTuple of arrays with the
-batch on axis 0, and a new state needs no parameters. While tokens are read one at a time, an
+batch on axis 0, which `state_array` describes. While tokens are read one at a time, an
 `OpenBlock` holds the block that is being filled; the state itself changes only at the end of a
 block, exactly as in training.
 
@@ -13,6 +13,7 @@ document, which stay visible when they have left the window. Layers see the sett
 with their own window (`Model.for_layer`).
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,8 +22,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
-from brt.ops.recurrent_attention import StateKV
+from brt.distributed.rules import Names
 from brt.ops.window_attention import ReadyRing
+
+
+@dataclasses.dataclass(frozen=True)
+class StateArray:
+    """The description of an array of a layer's state (see `state_array`)."""
+
+    shape: tuple[int, ...]
+    axes: Names
+    dtype: str | None
+    fill: float
+
+    def new(self, batch: int, dtype: jnp.dtype) -> Array:
+        return jnp.full((batch, *self.shape), self.fill, self.dtype or dtype)
+
+
+def state_array(
+    shape: tuple[int, ...], axes: Names, dtype: str | None = None, fill: float = 0.0
+) -> Any:
+    """Describes an array of a layer's state, without its axis of rows.
+
+    Args:
+      axes: the name of each axis, by which `brt.distributed.rules` shards the array; None for an
+        axis that is never sharded. The axis of rows has the name "lanes".
+      dtype: None stands for the dtype of activations.
+      fill: the value of all elements before anything was read.
+    """
+    return StateArray(shape, axes, dtype, fill)
 
 
 class WindowState(NamedTuple):
@@ -33,12 +61,6 @@ class WindowState(NamedTuple):
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
     valid: Bool[Array, " B"]  # False if no block of the present document has been read yet.
-
-
-# The names of the axes of WindowState's arrays, by which `brt.distributed.rules` shards the arrays.
-WINDOW_AXES: Any = WindowState(
-    ("lanes", None, "kv_heads", None), ("lanes", None, "kv_heads", None), ("lanes",)
-)
 
 
 # The state of a layer: a NamedTuple of arrays with the batch on axis 0, whose fields depend on the
@@ -88,13 +110,15 @@ def _counts_tokens(model: Model) -> bool:
     return bool(model.sliding.sinks) or not model.window_is_block
 
 
-def window_axes(model: Model) -> Any:
-    """Returns the state of a sliding-window layer, with names of axes in place of arrays."""
+def window_state(model: Model) -> Any:
+    """Describes the state of a sliding-window layer, a `WindowState` or a `LocalState`."""
+    names = (None, "kv_heads", None)
+    keys = state_array((model.window, model.key_heads, model.head_dim), names)
     if not _counts_tokens(model):
-        return WINDOW_AXES
-    keys, values, lanes = WINDOW_AXES
-    sinks: Any = Sinks(keys, values) if model.sliding.sinks else None
-    return LocalState(keys, values, lanes, sinks)
+        return WindowState(keys, keys, state_array((), (), "bool"))
+    sink = state_array((model.sliding.sinks, model.key_heads, model.head_dim), names)
+    sinks = Sinks(sink, sink) if model.sliding.sinks else None
+    return LocalState(keys, keys, state_array((), (), "int32"), sinks)
 
 
 class LayerOutput(NamedTuple):
@@ -114,8 +138,9 @@ class OpenBlock(NamedTuple):
     # Ring buffers: the tokens of the block have replaced the oldest of the window before the block.
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
-    # Keys and values [B, S, H, K] of the recurrent states, in layers that have them.
-    memory: StateKV | None
+    # What else the layer keeps while a block is open. Layers that recur (`LayerKind.recurs`) have
+    # the keys and values [B, S, H, K] of their states here.
+    memory: Any = None
     sinks: Sinks | None = None
     # The same keys and values in the form in which attention reads them, while several tokens are
     # read in one program (`Decoder.prepare_block`).
@@ -130,19 +155,10 @@ def without_ready(block: PyTree[Array]) -> PyTree[Array]:
     )  # fmt: skip
 
 
-def open_block(state: WindowState | LocalState, memory: StateKV | None = None) -> OpenBlock:
+def open_block(state: WindowState | LocalState, memory: Any = None) -> OpenBlock:
     """Returns an open block without tokens, whose ring buffer has the window of `state`."""
     sinks = state.sinks if isinstance(state, LocalState) else None
     return OpenBlock(state.keys, state.values, memory, sinks)
-
-
-def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState | LocalState:
-    keys = jnp.zeros((batch, model.window, model.key_heads, model.head_dim), dtype)
-    if _counts_tokens(model):
-        first = jnp.zeros((batch, model.sliding.sinks, model.key_heads, model.head_dim), dtype)
-        sinks = Sinks(first, jnp.zeros_like(first)) if model.sliding.sinks else None
-        return LocalState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32), sinks)
-    return WindowState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), bool))
 
 
 def zero_where_invalid(window: WindowState) -> WindowState:
@@ -166,3 +182,67 @@ def cache_is_readable(model: Model, state: WindowState | LocalState) -> Bool[Arr
 def has_null_keys(model: Model) -> bool:
     """Returns True if a document's first block attends to zeros in place of the missing cache."""
     return model.sliding.cache and not model.sliding.mask_empty_cache
+
+
+class NewEntries(NamedTuple):
+    """Consecutive entries of an array of an open block, which a layer returns instead of the array.
+
+    A token changes one entry of an array such as a ring buffer of keys. If a layer returned the
+    whole array, the scan over the layers would copy it for every token. New entries are written
+    into the arrays of all layers at once, in place.
+
+    Attributes:
+      entries: an array with the shape and dtype of the array of the open block, except for one
+        axis, on which it has only the new entries.
+      index: the index of the first entry on this axis; the entries must end within the array.
+    """
+
+    entries: Array
+    index: Int[Array, "..."]  # type: ignore[assignment]  # hides a method of tuple
+
+
+def _is_new_entries(x: Any) -> bool:
+    return isinstance(x, NewEntries)
+
+
+def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
+    """Returns the open block after a layer's update, in which new entries replace old ones.
+
+    Both arguments may have an axis of layers; the indices of all layers are then equal.
+    """
+
+    def write(new: Any, array: Array) -> Array:
+        if not _is_new_entries(new):
+            return new
+        sizes = zip(new.entries.shape, array.shape, strict=True)
+        axis = next((i for i, (own, whole) in enumerate(sizes) if own != whole), None)
+        if axis is None:
+            return new.entries
+        index = new.index.reshape(-1)[0]
+        return jax.lax.dynamic_update_slice_in_dim(array, new.entries, index, axis=axis)
+
+    leaves, structure = jax.tree.flatten(update, is_leaf=_is_new_entries)
+    return jax.tree.unflatten(structure, map(write, leaves, jax.tree.leaves(block)))
+
+
+def with_token(block: PyTree[Array], new: PyTree[Array], position: Int[Array, ""]) -> PyTree[Array]:
+    """Returns arrays [B, W, ...] of an open block after a token, [B, 1, ...], at `position`."""
+    return jax.tree.map(
+        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1), block, new
+    )
+
+
+def with_whole_arrays(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Any]:
+    """Returns an update with the shapes of whole arrays in place of the shapes of new entries.
+
+    If the update has another number of arrays than the block, it is returned as it is.
+    """
+
+    def whole(new: Any, array: Array) -> Any:
+        return jax.ShapeDtypeStruct(array.shape, new.entries.dtype) if _is_new_entries(new) else new
+
+    leaves, structure = jax.tree.flatten(update, is_leaf=_is_new_entries)
+    old = jax.tree.leaves(block)
+    if len(old) != len(leaves):
+        return update
+    return jax.tree.unflatten(structure, map(whole, leaves, old))

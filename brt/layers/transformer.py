@@ -1,6 +1,7 @@
 """Layers that encoders and encoder-decoders share.
 
-The settings in `Block` distinguish the model families RoBERTa, T5 and BART.
+The settings in `Block` distinguish the model families RoBERTa, T5 and BART. In shapes, *B stands
+for any leading axes.
 """
 
 import math
@@ -18,16 +19,12 @@ from brt.distributed.rules import constrain
 from brt.layers import attention_kinds
 from brt.layers.basic import ONES, ZEROS, compute_dtype, dropout, parameter, unrolled
 from brt.ops import masked_attention
-from brt.ops.activations import relu
-from brt.ops.dense import dense
+from brt.ops.dense import dense, relu
 from brt.ops.dropout import Dropout
 from brt.ops.encoder_attention import GlobalBlocks, GlobalKeys, block_sums, local_attention
 from brt.ops.lookup import lookup
 from brt.ops.normalization import layer_norm, rms_norm
 from brt.ops.reductions import add_shared
-
-# Modules that own a matrix, an embedding or a norm. In shapes, *B stands for any leading axes.
-
 
 # In BART's and RoBERTa's tables of positions, the first two rows belong to no position of a token.
 POSITION_OFFSET = 2
@@ -91,10 +88,6 @@ class Embedding(nn.Module):
         if self.axes[1] != "embed":
             return jnp.take(self.embedding, ids, axis=0).astype(self.dtype)
         return lookup(self.embedding, ids, self.dtype, self.axes[0])
-
-
-# Settings that distinguish the layers of RoBERTa, T5 and BART, and a base class of layers with
-# residual connections. In shapes, *B stands for any leading axes.
 
 
 class Block(NamedTuple):
@@ -183,9 +176,6 @@ class Residual(nn.Module):
         return total if self.block.norm_first else norm(total)
 
 
-# The MLP of encoder layers and decoder layers.
-
-
 class Mlp(nn.Module):
     """An MLP with one hidden layer: the projection `wi`, an activation, and the projection `wo`. A
     gated MLP has two projections `wi_0` and `wi_1`, and multiplies the activation of the first by
@@ -215,9 +205,6 @@ class Mlp(nn.Module):
 
 def activated(kind: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
     return relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=False)
-
-
-# Self-attention of encoders, and the projections of attention.
 
 
 class Projections(nn.Module):
@@ -323,9 +310,6 @@ class SelfAttention(Projections):
         return GlobalKeys(self.k(sums), self.v(sums), bias, blocks.exist)
 
 
-# A layer of an encoder: of RoBERTa, or of the encoder of T5 or BART.
-
-
 class EncoderLayer(Residual):
     """`SelfAttention` and an MLP, each with a residual connection and a norm before or after it."""
 
@@ -352,10 +336,6 @@ class EncoderLayer(Residual):
         return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x))), None
 
 
-# A stack of equal layers as a scan over their stacked parameters; JAX traces the code of a layer
-# once, whatever the number of layers.
-
-
 def stacked(
     layer: type[nn.Module],
     count: int,
@@ -363,7 +343,8 @@ def stacked(
     remat: bool,
     methods: Sequence[str] = ("__call__",),
 ) -> type[nn.Module]:
-    """Returns a module class that calls `count` layers one after the other.
+    """Returns a module class that calls `count` layers one after the other, by a scan over their
+    stacked parameters. JAX traces the code of a layer once, whatever the number of layers.
 
     The class has the fields of `layer`, and its parameters have the layers on axis 0. The methods
     of the class and of `layer` have the arguments (x, each, shared) and return (x, outputs):

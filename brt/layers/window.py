@@ -9,7 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TransformerBlock
+from brt.layers.basic import mlp_flops
 from brt.layers.cache import closed_window, with_cache
+from brt.layers.sections import Recurrence
 from brt.layers.state import LayerOutput, LocalState, OpenBlock, WindowState, open_block
 from brt.ops.recurrent_attention import StateKV
 
@@ -17,9 +19,9 @@ from brt.ops.recurrent_attention import StateKV
 class WindowLayer(nn.Module):
     """A sliding-window layer: causal attention of each token to its window, followed by an MLP.
 
-    Layers whose tokens also attend to keys beyond the window are subclasses. A subclass defines
-    `mix_step`, `__call__` and `end_block`, inherits `begin_block` and `decode_step`, and has the
-    cache in the field `window` of its state.
+    Layers with a memory in addition to the window are subclasses, which have the cache in the field
+    `window` of their state, and further data of an open block in `OpenBlock.memory`. A subclass
+    whose tokens attend to keys beyond the window defines `mix_step`, `__call__` and `end_block`.
     """
 
     model: Model
@@ -27,10 +29,8 @@ class WindowLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.tokens = TransformerBlock(
-            self.model, cross_attends=self.model.feedback, training=self.training,
-            kernels=self.kernels,
-        )  # fmt: skip
+        m = self.model
+        self.tokens = TransformerBlock(m, m.feedback, self.training, self.kernels)
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ class WindowLayer(nn.Module):
         past, after = with_cache(self.model, state, projections, document_start)
         return LayerOutput(self.tokens.attend(projections, past, feedback), after)
 
-    def mix_step(self, state: Any, position: Int[Array, ""]) -> Mix | None:
+    def mix_step(self, state: Any, block: OpenBlock, position: Int[Array, ""]) -> Mix | None:
         """Returns the function that adds attention to keys beyond the window to that of one token,
         or None if the layer has no such keys. `state` is the state after the previous block.
         """
@@ -69,7 +69,7 @@ class WindowLayer(nn.Module):
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
-        cache, mix = _cache_of(state), self.mix_step(state, position)
+        cache, mix = _cache_of(state), self.mix_step(state, block, position)
         return LayerOutput(*self.tokens.attend_step(x, cache, block, position, feedback, mix))
 
     def end_block(self, x: None, *, state: Any, block: OpenBlock, **_: Any) -> LayerOutput:
@@ -78,3 +78,33 @@ class WindowLayer(nn.Module):
 
 def _cache_of(state: Any) -> WindowState | LocalState:
     return state if isinstance(state, (WindowState, LocalState)) else state.window
+
+
+def window_flops(model: Model) -> int:
+    """Returns the FLOPs per token of a sliding-window layer with its MLP.
+
+    Only matrix products are counted, 2 m n k for the product of an m x k and a k x n matrix. A
+    token counts as attending to exactly `Model.window` keys and to all sinks, even if an
+    implementation computes the logits of more keys.
+    """
+    m, width = model, model.heads * model.head_dim
+    projections = 4 * m.model_dim * (width + m.key_heads * m.head_dim)
+    # The factor 4 counts two products, with keys and with values, of 2 FLOPs per multiplication.
+    attention = 4 * width * (m.window + m.sliding.sinks)
+    state_attention = state_attention_flops(model) if m.feedback else 0
+    return projections + attention + mlp_flops(model) + state_attention
+
+
+def state_attention_flops(model: Model) -> int:
+    """Returns the FLOPs per token of the attention of tokens to recurrent states: two projections,
+    of queries and of the result, and the products with the states' keys and values.
+    """
+    width = model.heads * model.head_dim
+    return 4 * model.model_dim * width + 4 * width * model.of(Recurrence).states
+
+
+def keys_before(model: Model, block: int) -> int:
+    """Returns the number of keys of its own block of `block` tokens that a token sees, on average
+    over the block.
+    """
+    return (block + 1) // 2 if model.sliding.attend_to_self else (block - 1) // 2

@@ -1,43 +1,47 @@
 """Layers that remember older blocks in compressed form: a few tokens of an older block become one
-vector (Compressive Transformers, arXiv 1911.05507).
+vector (Compressive Transformers for Long-Range Sequence Modelling, arXiv 1911.05507, section 3).
+
+A slot is a vector that stands for R neighbouring tokens of an older block. In shapes, C is the
+number of slots of the memory, S of slots of a block of W tokens, and Q of queries of a block. The
+other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Kernels, Model
+from brt.config import Model
 from brt.config.checks import check, check_not_negative, check_positive
 from brt.config.fields import adaptable, free
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
-from brt.layers.attention import Mix, TransformerBlock
+from brt.layers.attention import Mix
 from brt.layers.basic import ZEROS, compute_dtype, kernel_init, parameter
 from brt.layers.cache import KVCache, closed_window, with_cache
-from brt.layers.flops import window_flops
 from brt.layers.kinds import LayerKind, register_kind
+from brt.layers.sections import refuse_rotary, require_cache
 from brt.layers.state import (
-    WINDOW_AXES,
     LayerAux,
     LayerOutput,
     OpenBlock,
     WindowState,
     cache_is_readable,
-    new_window_state,
     open_block,
+    state_array,
+    window_state,
+    with_token,
 )
+from brt.layers.window import WindowLayer, keys_before, window_flops
+from brt.memories.past_tokens import counts_before, last_entries
 from brt.ops.dense import dense
 from brt.ops.partial_attention import AttentionPart, attend_to_part, merge_parts
 from brt.ops.products import matmul_nt
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.reductions import add_shared
 from brt.ops.softmax import MASKED
-
-# Settings of compressive layers.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,30 +71,13 @@ class Compressive(KindSection):
 
     def check_model(self, model: Model) -> None:
         """Requires that the rate divides the window, no rotary positions, and a cache."""
-        if not self.layers:
-            return
+        name, layers = "Compressive.layers", self.layers
         check(
-            model.window % self.rate == 0,
+            not layers or model.window % self.rate == 0,
             f"Model.window = {model.window} must be a multiple of Compressive.rate = {self.rate}",
         )
-        check(
-            model.positions != "rotary",
-            "Model.positions = 'rotary' has no positions for the slots of Compressive.layers = "
-            f"{self.layers}; use 't5', 'alibi' or 'none'",
-        )
-        check(
-            model.sliding.cache,
-            f"Compressive.layers = {self.layers} attend to the previous block, which needs "
-            "Window.cache = True",
-        )
-
-
-# Compression of blocks of tokens, and attention to the window together with compressed blocks
-# (Compressive Transformers for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
-#
-# A slot is a vector that stands for R neighbouring tokens of an older block. In shapes, S is the
-# number of slots of a block of W tokens, and Q the number of queries of a block. The other letters
-# of shapes are those of `brt.layers.state`.
+        refuse_rotary(model, layers, f"has no positions for the slots of {name} = {layers}")
+        require_cache(model, name, layers, "the previous block")
 
 
 class Convolution(NamedTuple):
@@ -114,28 +101,6 @@ def compress(
     if how == "max":
         return jnp.max(groups, axis=-2).astype(jnp.float32)
     return jnp.mean(groups, axis=-2, dtype=jnp.float32)
-
-
-def visible_slot_counts(
-    length: Int[Array, " B"], cache_mask: Bool[Array, "B N"], *, added: int, size: int
-) -> Int[Array, "B N+1"]:
-    """Returns the number of slots that each block can read, for the N blocks of a segment and the
-    block after them.
-
-    The block after a block reads its tokens, and all later blocks of the document read the slots.
-
-    Args:
-      length: the number of slots that the first block of the segment can read if no document begins
-        with this block.
-      cache_mask: True if a block may read the block before it; False if a document begins.
-      added: the number of slots to which a block is compressed.
-      size: the largest number of slots that a block can read.
-    """
-    blocks = jnp.arange(cache_mask.shape[1] + 1)[None]
-    begins = jnp.pad(~cache_mask, ((0, 0), (0, 1)))
-    first = jax.lax.cummax(jnp.where(begins, blocks, -1), axis=1)
-    since = jnp.maximum(blocks - first - 1, 0) * added
-    return jnp.minimum(jnp.where(first < 0, length[:, None] + blocks * added, since), size)
 
 
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
@@ -200,12 +165,6 @@ def attention_reconstruction_error(
     return jnp.mean(jnp.square(attend(*slots) - attend(*exact)), axis=(2, 3, 4))
 
 
-# The compressive layer: attention to a window, to the whole previous block, and to C slots.
-#
-# A slot is a vector into which a few neighbouring tokens of an older block were compressed. The
-# letters of shapes are those of `brt.layers.state`.
-
-
 class CompressedState(NamedTuple):
     """The cache, the inputs of the cached block, and the compressed slots."""
 
@@ -218,43 +177,35 @@ class CompressedState(NamedTuple):
 
 
 class CompressedBlock(NamedTuple):
-    """An open block: its tokens, the layer's inputs for them, and the slots that they read."""
+    """Data of an open block: the layer's inputs for its tokens, and the slots that they read."""
 
-    tokens: OpenBlock
     inputs: Float[Array, "B W D"]
     slots: StateKV
 
 
-_VECTORS = ("lanes", None, None)
-COMPRESSED_AXES: Any = CompressedState(WINDOW_AXES, _VECTORS, _VECTORS, ("lanes",))
+def compressed_state(model: Model) -> CompressedState:
+    def vectors(count: int, dtype: str | None = None) -> Any:
+        return state_array((count, model.model_dim), (None, None), dtype)
 
-
-def new_compressed_state(model: Model, batch: int, dtype: jnp.dtype) -> CompressedState:
-    section = model.of(Compressive)
-    return CompressedState(
-        new_window_state(model, batch, dtype),
-        jnp.zeros((batch, model.window, model.model_dim), dtype),
-        jnp.zeros((batch, section.slots, model.model_dim), jnp.float32),
-        jnp.zeros((batch,), jnp.int32),
-    )
+    slots = vectors(model.of(Compressive).slots, "float32")
+    length = state_array((), (), "int32")
+    return CompressedState(window_state(model), vectors(model.window), slots, length)
 
 
 def compressive_flops(model: Model) -> int:
     """Returns the FLOPs per token of a sliding-window layer, of attention to slots and to keys that
     left the window, of the projections of slots to keys and values, and of the compression.
     """
-    section = model.of(Compressive)
-    m, width = model, model.heads * model.head_dim
-    # `left` is the number of keys of the previous block that have left the window of a token,
-    # averaged over the tokens of a block.
-    left = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
+    section, m, width = model.of(Compressive), model, model.heads * model.head_dim
+    # As many keys of the previous block left a token's window as keys of its own block entered it.
+    left = keys_before(m, m.window)
     keys = 4 * m.model_dim * width * section.slots // m.window
     # The FLOPs of the auxiliary loss that trains a learned compression are not included.
     learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
     return window_flops(m) + 4 * width * (section.slots + left) + keys + learned
 
 
-class CompressiveLayer(nn.Module):
+class CompressiveLayer(WindowLayer):
     """A layer of the Compressive Transformer.
 
     A token attends to its window as in a sliding-window layer, and also to keys that left the
@@ -267,16 +218,11 @@ class CompressiveLayer(nn.Module):
     block, or a transposed convolution should reconstruct the block from the slots.
     """
 
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
-
     def setup(self) -> None:
-        section = self.model.of(Compressive)
-        m = self.model
-        self.tokens = TransformerBlock(
-            m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
-        )
+        super().setup()
+        m, section = self.model, self.model.of(Compressive)
+        self.section = section
+        self.restores = section.compressor == "conv" and section.loss == "autoencoding"
         self.compressor: Any = section.compressor
         if section.compressor == "conv":
             shape = (section.rate, m.model_dim, m.model_dim)
@@ -285,15 +231,11 @@ class CompressiveLayer(nn.Module):
             )
             bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
             self.compressor = Convolution(kernel, bias)
-        if self._restores():
+        if self.restores:
             shape = (m.model_dim, section.rate, m.model_dim)
             kernel = parameter(self, "decompressor_kernel", shape, ("embed", None, None))
             bias = parameter(self, "decompressor_bias", (m.model_dim,), ("embed",), ZEROS)
             self.decompressor = Convolution(kernel, bias)
-
-    def _restores(self) -> bool:
-        section = self.model.of(Compressive)
-        return section.compressor == "conv" and section.loss == "autoencoding"
 
     def __call__(
         self,
@@ -305,8 +247,7 @@ class CompressiveLayer(nn.Module):
         **_: Any,
     ) -> LayerOutput:
         """All blocks attend at once, each to its own slice of all slots and of all tokens."""
-        section = self.model.of(Compressive)
-        m, blocks = self.model, document_start.shape[1]
+        m, blocks, size = self.model, document_start.shape[1], self.section.slots
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
         inputs = jnp.concatenate([state.inputs, constrain(x, "lanes", None, None)], axis=1)
@@ -314,22 +255,16 @@ class CompressiveLayer(nn.Module):
             sliding_windows(inputs, blocks, step=m.window, size=m.window)
         )
         made = self._compressed(before)
+        added = made.shape[2]
         vectors = jnp.concatenate([state.vectors, made.reshape(len(x), -1, m.model_dim)], axis=1)
-        length = visible_slot_counts(
-            state.length, past.cache_mask, added=made.shape[2], size=section.slots
-        )
-        slots = StateKV(
-            *(
-                sliding_windows(part, blocks, step=made.shape[2], size=section.slots)
-                for part in self._slots(vectors)
-            )
+        length = counts_before(state.length, ~past.cache_mask, added=added, size=size, delay=1)
+        slots = jax.tree.map(
+            lambda part: sliding_windows(part, blocks, step=added, size=size), self._slots(vectors)
         )
         keys, values = past.joined(projections)
-        tokens = StateKV(
-            *(
-                sliding_windows(part, blocks, step=m.window, size=m.window)
-                for part in (self.tokens.normalized_keys(keys), values)
-            )
+        tokens = jax.tree.map(
+            lambda part: sliding_windows(part, blocks, step=m.window, size=m.window),
+            StateKV(self.tokens.normalized_keys(keys), values),
         )
         left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
         mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
@@ -342,8 +277,7 @@ class CompressiveLayer(nn.Module):
         return 0 if self.model.sliding.attend_to_self else 1
 
     def _compressed(self, x: Float[Array, "*B W D"]) -> Float[Array, "*B S D"]:
-        section = self.model.of(Compressive)
-        return compress(x, section.rate, self.compressor)
+        return compress(x, self.section.rate, self.compressor)
 
     def _slots(self, vectors: Float[Array, "B S D"]) -> StateKV:
         # Keys and values of the slots are computed with the current weights.
@@ -357,12 +291,8 @@ class CompressiveLayer(nn.Module):
         vectors: Float[Array, "B Z D"],
         length: Int[Array, " B"],
     ) -> CompressedState:
-        section = self.model.of(Compressive)
-        size = section.slots
-        kept = jnp.arange(size)[None] >= size - length[:, None]
-        return CompressedState(
-            window, inputs, jnp.where(kept[..., None], vectors[:, -size:], 0), length
-        )
+        kept = last_entries(vectors, self.section.slots, length)
+        return CompressedState(window, inputs, kept, length)
 
     def _mix(
         self,
@@ -375,8 +305,7 @@ class CompressiveLayer(nn.Module):
         # The arguments are the slots, the previous block, the number of slots that each block can
         # read, whether it may read the previous block, and which of its keys have left the window
         # of a token.
-        section = self.model.of(Compressive)
-        size = section.slots
+        size = self.section.slots
         there = jnp.arange(size)[None, None] >= size - length[..., None]
         there = jnp.broadcast_to(there[:, :, None], (*length.shape, len(left), size))
         seen = jnp.concatenate([there, left[None, None] & cache_mask[..., None, None]], axis=-1)
@@ -401,11 +330,10 @@ class CompressiveLayer(nn.Module):
         past: KVCache,
     ) -> LayerAux:
         # The loss is over the blocks that can read the block before them.
-        section = self.model.of(Compressive)
-        m = self.model
+        m, section = self.model, self.section
         if section.compressor != "conv" or section.loss_weight == 0:
             return LayerAux()
-        if self._restores():
+        if self.restores:
             errors = reconstruction_error(inputs, made, self.decompressor)
         else:
             rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
@@ -419,48 +347,35 @@ class CompressiveLayer(nn.Module):
 
     def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
         """Computes the keys and values of the slots once for all tokens of the block."""
-        tokens, inputs = open_block(state.window), jnp.zeros_like(state.inputs)
-        return LayerOutput(x, CompressedBlock(tokens, inputs, self._slots(state.vectors)))
+        memory = CompressedBlock(jnp.zeros_like(state.inputs), self._slots(state.vectors))
+        return LayerOutput(x, open_block(state.window, memory))
 
-    def prepare_block(
-        self, x: None, *, block: CompressedBlock, position: Int[Array, ""], **_: Any
-    ) -> LayerOutput:
-        return LayerOutput(x, block._replace(tokens=self.tokens.prepared(block.tokens, position)))
-
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: CompressedState,
-        block: CompressedBlock,
-        position: Int[Array, ""],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
+    def mix_step(self, state: CompressedState, block: OpenBlock, position: Int[Array, ""]) -> Mix:
         window = state.window
-        slots, before = (
-            StateKV(*(part[:, None] for part in parts))
-            for parts in (block.slots, (self.tokens.normalized_keys(window.keys), window.values))
-        )
+        before = StateKV(self.tokens.normalized_keys(window.keys), window.values)
+        slots, before = jax.tree.map(lambda part: part[:, None], (block.memory.slots, before))
         cache_mask = cache_is_readable(self.model, window)
         left = (position >= jnp.arange(self.model.window) + self._nearest())[None]
         length = jnp.where(cache_mask, state.length, 0)
-        mix = self._mix(slots, before, length[:, None], cache_mask[:, None], left)
-        y, tokens = self.tokens.attend_step(x, window, block.tokens, position, feedback, mix)
-        inputs = jax.lax.dynamic_update_slice_in_dim(block.inputs, x, position, axis=1)
-        return LayerOutput(y, block._replace(tokens=tokens, inputs=inputs))
+        return self._mix(slots, before, length[:, None], cache_mask[:, None], left)
+
+    def decode_step(
+        self, x: Float[Array, "B 1 D"], *, position: Int[Array, ""], **given: Any
+    ) -> LayerOutput:
+        y, block, *_ = super().decode_step(x, position=position, **given)
+        inputs = with_token(block.memory.inputs, x, position)
+        return LayerOutput(y, block._replace(memory=block.memory._replace(inputs=inputs)))
 
     def end_block(
-        self, x: None, *, state: CompressedState, block: CompressedBlock, **_: Any
+        self, x: None, *, state: CompressedState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
         """Makes the block the cache; the block that was the cache is compressed to slots."""
-        section, m = self.model.of(Compressive), self.model
         made = self._compressed(state.inputs)
         vectors = jnp.concatenate([state.vectors, made], axis=1)
-        length = jnp.minimum(state.length + made.shape[1], section.slots)
-        length = jnp.where(cache_is_readable(m, state.window), length, 0)
-        window = closed_window(self.model, state.window, block.tokens)
-        return LayerOutput(x, self._after(window, block.inputs, vectors, length))
+        length = jnp.minimum(state.length + made.shape[1], self.section.slots)
+        length = jnp.where(cache_is_readable(self.model, state.window), length, 0)
+        window = closed_window(self.model, state.window, block)
+        return LayerOutput(x, self._after(window, block.memory.inputs, vectors, length))
 
 
 def _by_block(x: Float[Array, "B T ..."], blocks: int) -> Float[Array, "B N W ..."]:
@@ -470,11 +385,8 @@ def _by_block(x: Float[Array, "B T ..."], blocks: int) -> Float[Array, "B N W ..
 register_kind(
     "compressive",
     LayerKind(
-        CompressiveLayer,
-        new_compressed_state,
-        lambda model: COMPRESSED_AXES,
+        CompressiveLayer, compressed_state,
         {"cache": ("window", "inputs"), "memory": ("vectors", "length")},
-        compressive_flops,
-        Compressive,
+        compressive_flops, Compressive,
     ),
-)
+)  # fmt: skip

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -19,27 +18,27 @@ from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
-from brt.layers.basic import compute_dtype
-from brt.layers.flops import window_flops
+from brt.layers.basic import compute_dtype, token_dropout
 from brt.layers.kinds import LayerKind, register_kind
-from brt.layers.state import LayerOutput
+from brt.layers.sections import refuse_feedback
+from brt.layers.state import LayerOutput, state_array, with_token
+from brt.layers.window import keys_before, window_flops
 from brt.memories.past_tokens import (
     MemoryAndSegment,
     MemoryState,
     PastTokensLayer,
     Readers,
+    attend_by_block,
     check_reach,
-    empty_memory,
-    memory_axes,
-    tokens_before,
+    counts_before,
+    last_entries,
+    memory_state,
 )
 from brt.ops.dropout import Dropout
 from brt.ops.grouped_heads import spread_over_devices
 from brt.ops.masked_attention import attend_part
 from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.recurrent_attention import StateKV
-
-# Settings of dense-memory layers.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,11 +78,12 @@ class DenseMemory(KindSection):
         a gate need a cache whose empty places are masked, a window that is not smaller than a
         block, and a memory of more tokens than the window.
         """
-        if not self.layers:
+        name, layers = "DenseMemory.layers", self.layers
+        if not layers:
             return
         if self.gate == "tanh":
-            check_reach("DenseMemory.layers", self.layers, model)
-            widest = max(model.windows[layer] for layer in self.layers)
+            check_reach(name, layers, model)
+            widest = max(model.windows[layer] for layer in layers)
             check(
                 self.size > widest,
                 f"DenseMemory.size = {self.size} must be above the window of {widest} tokens where "
@@ -95,33 +95,20 @@ class DenseMemory(KindSection):
                 "True",
             )
             return
-        check(
-            not model.feedback,
-            "Model.feedback = True lets every layer attend to recurrent states, which "
-            f"DenseMemory.layers = {self.layers} cannot; set it to False",
-        )
+        refuse_feedback(model, name, layers)
         check(
             not model.sliding.sinks,
             f"Window.sinks = {model.sliding.sinks} needs DenseMemory.gate = 'tanh' for "
-            f"DenseMemory.layers = {self.layers}; set the gate, or no sinks",
+            f"{name} = {layers}; set the gate, or no sinks",
         )
-        for layer in self.layers:
+        for layer in layers:
             window = model.windows[layer]
             check(
                 window == model.block_length,
-                f"layer {layer} of DenseMemory.layers reads its block of {model.block_length} "
+                f"layer {layer} of {name} reads its block of {model.block_length} "
                 f"tokens instead of a window of {window}; set DenseMemory.gate = 'tanh' or "
                 "Window.block = 0",
             )
-
-
-# The dense-memory layer: attention, with one softmax, to a block and to the last M tokens before
-# it.
-#
-# The authors of MELODI (arXiv 2410.03156) compare their model with models of this layer, which they
-# call Memorizing Transformer. Unlike in the original Memorizing Transformer, a token attends to all
-# tokens of the memory instead of the results of a search, and there is no gate between memory and
-# block. The letters of shapes are those of `brt.layers.state`.
 
 
 class DenseState(NamedTuple):
@@ -134,31 +121,32 @@ class DenseState(NamedTuple):
     length: Int[Array, " B"]  # The number of tokens, which all belong to the current document.
 
 
-_VECTORS = ("lanes", None, "kv_heads", None)
+_BY_KEY_HEAD = ("lanes", None, "kv_heads", None)
 _BY_QUERY_HEAD = ("lanes", None, "heads", None)
-DENSE_AXES: Any = DenseState(_VECTORS, _VECTORS, ("lanes",))
 
 
-def new_dense_state(model: Model, batch: int, dtype: jnp.dtype) -> DenseState:
-    section = model.of(DenseMemory)
-    keys = jnp.zeros((batch, section.size, model.key_heads, model.head_dim), dtype)
-    return DenseState(keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
+def dense_state(model: Model) -> DenseState:
+    shape = (model.of(DenseMemory).size, model.key_heads, model.head_dim)
+    keys = state_array(shape, _BY_KEY_HEAD[1:])
+    return DenseState(keys, keys, state_array((), (), "int32"))
 
 
 def dense_memory_flops(model: Model) -> int:
     """Returns the FLOPs per token of a sliding-window layer, in which attention to the window is
     replaced by attention to the memory and to the tokens of the block up to the token itself.
     """
-    section = model.of(DenseMemory)
     m = model
-    # `own` is the number of keys of its own block that a token sees, on average over the block.
-    own = (m.window + 1) // 2 if m.sliding.attend_to_self else (m.window - 1) // 2
-    return window_flops(m) + 4 * m.heads * m.head_dim * (section.size + own - m.window)
+    keys = m.of(DenseMemory).size + keys_before(m, m.window) - m.window
+    return window_flops(m) + 4 * m.heads * m.head_dim * keys
 
 
 class DenseMemoryLayer(nn.Module):
-    """A layer whose tokens attend to their own block and to a memory of the last M tokens before
-    the block. The layer has no position biases.
+    """A layer whose tokens attend, with one softmax, to their own block and to a memory of the last
+    M tokens before the block. The layer has no position biases.
+
+    The authors of MELODI compare their model with models of this layer, which they call Memorizing
+    Transformer. Unlike in the original Memorizing Transformer, a token attends to all tokens of the
+    memory instead of the results of a search, and there is no gate between memory and block.
     """
 
     model: Model
@@ -166,10 +154,8 @@ class DenseMemoryLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.tokens = TransformerBlock(
-            dataclasses.replace(self.model, positions="none"), training=self.training,
-            kernels=self.kernels,
-        )  # fmt: skip
+        unplaced = dataclasses.replace(self.model, positions="none")
+        self.tokens = TransformerBlock(unplaced, False, self.training, self.kernels)
 
     def __call__(
         self,
@@ -180,40 +166,25 @@ class DenseMemoryLayer(nn.Module):
         **_: Any,
     ) -> LayerOutput:
         """Attends block by block, because a block has many attention weights."""
-        section = self.model.of(DenseMemory)
-        m, blocks = self.model, document_start.shape[1]
+        m, size = self.model, self.model.of(DenseMemory).size
         queries, own = self._projected(x)
-        pairs = (state.keys, own.keys), (state.values, own.values)
-        keys, values = (
-            jnp.concatenate([old, constrain(new, *_VECTORS)], axis=1) for old, new in pairs
-        )
+        own = StateKV(*(constrain(z, *_BY_KEY_HEAD) for z in own))
+        past = _followed_by(state, own)
         start = constrain(document_start, "lanes", None)
-        lengths = tokens_before(state.length, start, window=m.window, size=section.size)
-        queries = constrain(queries, *_BY_QUERY_HEAD)
-        drawn = self.make_rng("dropout") if m.dropout and self.training else None
+        lengths = counts_before(state.length, start, added=m.window, size=size)
 
-        # A block has W (M + W) attention weights for each head. The backward pass recomputes the
-        # weights, because storing them would take too much memory of the device.
-        @jax.checkpoint
-        def attend_in_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
-            first = n * m.window
-            own = jax.lax.dynamic_slice_in_dim(queries, first, m.window, axis=1)
-            seen = StateKV(
-                *(
-                    jax.lax.dynamic_slice_in_dim(z, first, section.size + m.window, axis=1)
-                    for z in (keys, values)
-                )
-            )
-            dropout = None
-            if drawn is not None:
-                dropout = Dropout(jax.random.fold_in(drawn, n), m.dropout)
+        def attend_in_block(
+            n: Int[Array, ""], own: Array, seen: list[Array], dropout: Dropout | None
+        ) -> Array:
             length = jnp.take(lengths, n, axis=1)
-            return self._read(own, seen, length, jnp.arange(m.window), dropout)
+            return self._read(own, StateKV(*seen), length, jnp.arange(m.window), dropout)
 
-        read = jax.lax.map(lambda n: attend_in_block(n, keys, values, queries), jnp.arange(blocks))
-        read = jnp.moveaxis(read, 0, 1).reshape(queries.shape)
+        read = attend_by_block(
+            attend_in_block, constrain(queries, *_BY_QUERY_HEAD), past, start.shape[1],
+            size=size + m.window, axis=1, dropout=token_dropout(self),
+        )  # fmt: skip
         y = self.tokens.finish(x, [read])
-        return LayerOutput(y, self._after(keys, values, lengths[:, -1]))
+        return LayerOutput(y, self._after(past, lengths[:, -1]))
 
     def _projected(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], StateKV]:
         projections = self.tokens.project(x)
@@ -230,17 +201,16 @@ class DenseMemoryLayer(nn.Module):
     ) -> Float[Array, "B Q H K"]:
         # Attends from the tokens at `places` of a block; `seen` holds the memory and then the
         # block.
-        section = self.model.of(DenseMemory)
-        m = self.model
+        m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(seen.keys.shape[1])[None]
-        there = (columns >= section.size) | (columns >= section.size - length[:, None])
+        there = (columns >= size) | (columns >= size - length[:, None])
         # If `Window.mask_empty_cache` is False, places of the memory without a token are attended
         # to as keys and values of zeros.
         if not m.sliding.mask_empty_cache:
             kept = there[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
             there = jnp.ones_like(there)
-        last = places + section.size - (0 if m.sliding.attend_to_self else 1)
+        last = places + size - (0 if m.sliding.attend_to_self else 1)
         mask = there[:, None] & (columns <= last[:, None])[None]
         keys, values = (spread_over_devices(z, m.heads, _BY_QUERY_HEAD) for z in seen)
         part = attend_part(
@@ -248,14 +218,9 @@ class DenseMemoryLayer(nn.Module):
         )
         return part.output
 
-    def _after(
-        self, keys: Float[Array, "B Z G K"], values: Float[Array, "B Z G K"],
-        length: Int[Array, " B"],
-    ) -> DenseState:  # fmt: skip
-        section = self.model.of(DenseMemory)
-        size = section.size
-        kept = (jnp.arange(size)[None] >= size - length[:, None])[:, :, None, None]
-        keys, values = (jnp.where(kept, z[:, -size:], 0) for z in (keys, values))
+    def _after(self, past: StateKV, length: Int[Array, " B"]) -> DenseState:
+        size = self.model.of(DenseMemory).size
+        keys, values = (last_entries(z, size, length) for z in past)
         return DenseState(keys, values, length)
 
     def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
@@ -275,34 +240,24 @@ class DenseMemoryLayer(nn.Module):
     ) -> LayerOutput:
         """The key and the value of the token enter the open block; the memory does not change."""
         queries, own = self._projected(x)
-        block = StateKV(
-            *(
-                jax.lax.dynamic_update_slice_in_dim(z, new, position, axis=1)
-                for z, new in zip(block, own, strict=True)
-            )
-        )
-        seen = StateKV(
-            *(jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True))
-        )
+        block = with_token(block, own, position)
+        seen = _followed_by(state, block)
         read = self._read(queries, seen, state.length, position[None])
         return LayerOutput(self.tokens.finish(x, [read]), block)
 
     def end_block(self, x: None, *, state: DenseState, block: StateKV, **_: Any) -> LayerOutput:
-        section, m = self.model.of(DenseMemory), self.model
-        keys, values = (
-            jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True)
-        )
-        length = jnp.minimum(state.length + m.window, section.size)
-        return LayerOutput(x, self._after(keys, values, length))
+        size = self.model.of(DenseMemory).size
+        length = jnp.minimum(state.length + self.model.window, size)
+        return LayerOutput(x, self._after(_followed_by(state, block), length))
 
 
-# The gated dense-memory layer: a sliding-window layer whose tokens also attend to all tokens of a
-# memory that have left their window. The memory has the last M tokens before the block of a token.
-# The letters of shapes are those of `brt.layers.state`.
+def _followed_by(state: DenseState, tokens: StateKV) -> StateKV:
+    keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(state[:2], tokens, strict=True))
+    return StateKV(keys, values)
 
 
-def new_gated_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
-    return empty_memory(model, model.of(DenseMemory).size, batch, dtype)
+def gated_state(model: Model) -> MemoryState:
+    return memory_state(model, model.of(DenseMemory).size)
 
 
 def gated_flops(model: Model) -> int:
@@ -310,8 +265,7 @@ def gated_flops(model: Model) -> int:
     memory that have left a token's window, on average over the tokens of a block.
     """
     m = model
-    own = (m.block_length + 1) // 2 if m.sliding.attend_to_self else (m.block_length - 1) // 2
-    beyond = max(m.of(DenseMemory).size + own - m.window, 0)
+    beyond = max(m.of(DenseMemory).size + keys_before(m, m.block_length) - m.window, 0)
     return window_flops(m) + 4 * m.heads * m.head_dim * beyond
 
 
@@ -325,8 +279,7 @@ class GatedMemoryLayer(PastTokensLayer):
     the farthest key of the window.
     """
 
-    def memory_size(self) -> int:
-        return self.model.of(DenseMemory).size
+    section_type: ClassVar[type[KindSection]] = DenseMemory
 
     def mix(
         self,
@@ -347,59 +300,37 @@ class GatedMemoryLayer(PastTokensLayer):
     ) -> AttentionPart:
         """Attends, block by block, to the keys of the memory that have left a token's window."""
         m, size = self.model, self.memory_size()
-        drawn = self.make_rng("dropout") if m.dropout and self.training else None
-        blocks, width = readers.counts.shape[1], len(readers.places)
-        queries = constrain(queries, "lanes", None, "heads", None)
         columns = jnp.arange(size)
         farthest = m.window - 1 if m.sliding.attend_to_self else m.window
         left = (readers.places[:, None] + size - columns[None]) > farthest
 
-        # A block has W M attention weights for each head. The backward pass recomputes the weights,
-        # because storing them would take too much memory of the device.
-        @jax.checkpoint
         def attend_in_block(
-            n: Int[Array, ""], past: MemoryAndSegment, queries: Array
+            n: Int[Array, ""], own: Array, seen: list[Array], dropout: Dropout | None
         ) -> AttentionPart:
-            first = n * width
-            own = jax.lax.dynamic_slice_in_dim(queries, first, width, axis=1)
-            keys, values = (
-                jax.lax.dynamic_slice_in_dim(part, first, size, axis=2).swapaxes(1, 2)
-                for part in past
-            )
+            keys, values = (part.swapaxes(1, 2) for part in seen)
             there = columns[None] >= size - jnp.take(readers.counts, n, axis=1)[:, None]
-            dropout = None
-            if drawn is not None:
-                dropout = Dropout(jax.random.fold_in(drawn, n), m.dropout)
             return attend_part(
                 own, keys, values, there[:, None] & left[None], dropout,
                 implementation=self.kernels.masked_attention,
             )  # fmt: skip
 
-        parts = jax.lax.map(lambda n: attend_in_block(n, past, queries), jnp.arange(blocks))
-        return AttentionPart(
-            *(jnp.moveaxis(x, 0, 1).reshape(*queries.shape[:2], *x.shape[3:]) for x in parts)
-        )
+        return attend_by_block(
+            attend_in_block, constrain(queries, *_BY_QUERY_HEAD), past, readers.counts.shape[1],
+            size=size, axis=2, dropout=token_dropout(self),
+        )  # fmt: skip
 
 
 register_kind(
     "dense_memory",
     LayerKind(
-        DenseMemoryLayer,
-        new_dense_state,
-        lambda model: DENSE_AXES,
-        {"memory": ("keys", "values", "length")},
-        dense_memory_flops,
-        DenseMemory,
+        DenseMemoryLayer, dense_state, {"memory": ("keys", "values", "length")},
+        dense_memory_flops, DenseMemory,
     ),
-)
+)  # fmt: skip
 register_kind(
     "gated_dense_memory",
     LayerKind(
-        GatedMemoryLayer,
-        new_gated_state,
-        memory_axes,
-        {"cache": ("window",), "memory": ("keys", "values", "length")},
-        gated_flops,
-        DenseMemory,
+        GatedMemoryLayer, gated_state,
+        {"cache": ("window",), "memory": ("keys", "values", "length")}, gated_flops, DenseMemory,
     ),
-)
+)  # fmt: skip

@@ -1,8 +1,12 @@
 """Layers whose memory is a matrix for each head, which every token changes by a gated delta rule
-(Gated DeltaNet, Yang, Kautz, Hatamizadeh 2024).
+(Gated DeltaNet, Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464, section 3).
 
 The kind "gated_delta_net" has this memory in place of attention, and the kind
 "window_gated_delta_net" has it in addition to attention to a window.
+
+In shapes, K and V are the numbers of channels of a key and a value, R = 2 K + V of channels of a
+head that are convolved, L of earlier tokens that the convolution reads, N of chunks, and C of
+tokens of a chunk. The other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
@@ -13,38 +17,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Kernels, Model
-from brt.config.checks import check, check_not_negative
+from brt.config import Model
+from brt.config.checks import check_not_negative
 from brt.config.fields import adaptable, inherited
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
-from brt.layers.attention import TransformerBlock
 from brt.layers.basic import (
     BLOCKS_AT_ONCE,
     FROM_HEADS,
     INTO_HEADS,
+    MLP,
     ZEROS,
     dropout,
     kernel_init,
+    mlp_flops,
     norm_parameter,
     normed,
     parameter,
     unrolled,
 )
 from brt.layers.cache import closed_window, with_cache
-from brt.layers.flops import mlp_flops, window_flops
 from brt.layers.kinds import LayerKind, register_kind
-from brt.layers.mlp import MLP
+from brt.layers.sections import refuse_feedback
 from brt.layers.state import (
     LayerOutput,
     LocalState,
     OpenBlock,
     WindowState,
-    new_window_state,
     open_block,
-    window_axes,
+    state_array,
+    window_state,
 )
-from brt.memories.gated_delta_rule import DeltaInputs, delta_rule, delta_step
+from brt.layers.window import WindowLayer, window_flops
 from brt.memories.token_state import (
     CONVOLVED,
     TokenStateLayer,
@@ -55,10 +59,8 @@ from brt.memories.token_state import (
 from brt.ops import dispatch
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, scaled_unit
+from brt.ops.products import matmul_nn, matmul_nt, matmul_tn
 from brt.ops.recurrent_attention import StateKV
-
-# Settings of Gated DeltaNet layers.
-
 
 _ALONE, _BESIDE = "gated_delta_net", "window_gated_delta_net"
 
@@ -99,18 +101,193 @@ class GatedDeltaNet(KindSection):
 
     def check_model(self, model: Model) -> None:
         """Refuses `Model.feedback`: layers without attention cannot attend to recurrent states."""
-        check(
-            not self.layers or not model.feedback,
-            "Model.feedback = True lets every layer attend to recurrent states, which "
-            f"GatedDeltaNet.layers = {self.layers} cannot; set it to False",
-        )
+        refuse_feedback(model, "GatedDeltaNet.layers", self.layers)
 
 
-# The memory of a Gated DeltaNet layer: tokens write to a matrix for each head, and read from it.
-#
-# In shapes, K and V are the numbers of channels of a key and a value, R = 2 K + V of channels of a
-# head that are convolved, and L of earlier tokens that the convolution reads. The other letters of
-# shapes are those of `brt.layers.state`.
+# Matrices with at most this many rows are inverted row by row. A larger matrix is inverted from the
+# inverses of its two halves, by products of matrices.
+_BY_ROWS = 8
+
+
+@jax.custom_vjp
+def unit_lower_inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+    """Returns the float32 inverse of I + A for each matrix A in `below`, which are zero on and
+    above the diagonal. C is a power of two.
+
+    XLA's own triangular solver is slow for many small matrices: it takes a hundred times as long on
+    CPUs, and computes one row after the other on accelerators.
+    """
+    return _inverse(below)
+
+
+def _inverse(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+    size = below.shape[-1]
+    if size <= _BY_ROWS:
+        return _inverse_by_rows(below)
+    half = size // 2
+    first, second = _inverse(jnp.stack([below[..., :half, :half], below[..., half:, half:]]))
+    corner = -_product(second, _product(below[..., half:, :half], first))
+    rows = [first, jnp.zeros_like(first)], [corner, second]
+    return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
+
+
+def _inverse_by_rows(below: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+    identity = jnp.broadcast_to(jnp.eye(below.shape[-1], dtype=below.dtype), below.shape)
+    rows: list[Array] = []
+    for i in range(below.shape[-1]):
+        earlier = (below[..., i, j, None] * row for j, row in enumerate(rows))
+        rows.append(identity[..., i, :] - sum(earlier, jnp.zeros_like(identity[..., i, :])))
+    return jnp.stack(rows, axis=-2)
+
+
+def _product(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
+    # The product is float32 on all hardware.
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _inverse_forward(below: Float[Array, "*B C C"]) -> tuple[Array, Array]:
+    inverse = _inverse(below)
+    return inverse, inverse
+
+
+def _inverse_backward(
+    inverse: Float[Array, "*B C C"], gradient: Float[Array, "*B C C"]
+) -> tuple[Float[Array, "*B C C"]]:
+    transposed = inverse.swapaxes(-1, -2)
+    return (-_product(transposed, _product(gradient, transposed)),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+class DeltaInputs(NamedTuple):
+    """The inputs of the gated delta rule for the tokens of a segment.
+
+    The state of a head is a matrix S [K, V] that maps keys to values. Token t multiplies the matrix
+    by a decay, and then changes it so that it maps the token's key closer to the token's value,
+
+        S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T
+
+    and then reads the vector S_t^T q_t from it. The equation equals S_t = a_t (I - b_t k_t k_t^T)
+    S_(t-1) + b_t k_t v_t^T, the transpose of the paper's equation 10.
+    """
+
+    queries: Float[Array, "B T H K"]  # q
+    keys: Float[Array, "B T H K"]  # k, of length 1
+    values: Float[Array, "B T H V"]  # v
+    log_decay: Float[Array, "B T H"]  # The logarithm of a, at most 0, in float32.
+    strength: Float[Array, "B T H"]  # b, between 0 and 1, in float32.
+
+
+def delta_step(
+    token: DeltaInputs, state: Float[Array, "B H K V"]
+) -> tuple[Float[Array, "B 1 H V"], Float[Array, "B H K V"]]:
+    """Computes the rule for one token of each row; returns what each head reads from the new state,
+    and the new state, both float32.
+    """
+    query, key, value = (x[:, 0].astype(jnp.float32) for x in token[:3])
+    state = jnp.exp(token.log_decay[:, 0])[..., None, None] * state
+    wrong = value - jnp.sum(key[..., None] * state, axis=-2)
+    written = token.strength[:, 0][..., None] * wrong
+    state = state + key[..., None] * written[..., None, :]
+    return jnp.sum(query[..., None] * state, axis=-2)[:, None], state
+
+
+def delta_rule(
+    tokens: DeltaInputs,
+    state: Float[Array, "B H K V"],
+    since_start: Int[Array, "B T"],
+    *,
+    chunk: int,
+    unroll: int = 1,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """Computes the gated delta rule for all tokens of a segment, in chunks. Returns the vectors
+    that the tokens read from the state, and the state after the segment, both float32.
+
+    The tokens of a chunk are computed at once (section 3.3 of the paper). Token t adds k_t u_t^T to
+    the decayed state. The rows u_t of a chunk, U [C, V], follow from the keys K and values V of the
+    chunk and from the state S before the chunk: U = X (b V) - X (b d K) S, where d is the decay
+    since the beginning of the chunk, and X the inverse of a unit lower triangular matrix of
+    products of the keys. X and all other terms without S are computed for all chunks at once, and
+    then a scan over the chunks computes the states. Every decay is computed as the factor from one
+    token of a chunk to a later one, which is never above 1, so nothing overflows.
+
+    Args:
+      since_start: the result of `brt.memories.token_state.tokens_since_start`. A document reads
+        nothing from before its start.
+      chunk: the largest number of tokens of a chunk, a power of two.
+      unroll: the number of chunks in one iteration of the scan.
+    """
+    length = tokens.queries.shape[1]
+    chunk = min(chunk, 1 << (length - 1).bit_length())
+    chunks = -(-length // chunk)
+    padding = chunks * chunk - length
+    queries, keys, values, log_decay, strength = (
+        _by_chunk(x, chunk, padding) for x in tokens
+    )  # Tokens of padding have the decay 1 and the strength 0, so they do not change the state.
+    places = since_start[:, -1:] + 1 + jnp.arange(padding)[None]
+    since = _by_chunk(jnp.concatenate([since_start, places], axis=1)[..., None], chunk, 0)
+    decay, since_chunk = _decays(log_decay, since)
+
+    dtype = queries.dtype
+    scores = matmul_nt(keys, keys)
+    below = jnp.tril(decay * scores * strength[..., None], -1)
+    inverse = unit_lower_inverse(below).astype(dtype)
+    written = matmul_nn(inverse, values * strength[..., None].astype(dtype))
+    scale = (strength * since_chunk)[..., None].astype(dtype)
+    erased = matmul_nn(inverse, keys * scale).astype(dtype)
+    attention = (decay * matmul_nt(queries, keys)).astype(dtype)
+    queries = queries * since_chunk[..., None].astype(dtype)
+    keys = keys * decay[..., -1, :, None].astype(dtype)
+
+    def body(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        # `written` and `erased` are X (b V) and X (b d K), and `kept` is the decay of the state
+        # over the chunk. The queries are multiplied by the decay since the chunk's beginning, the
+        # keys by that until its end.
+        queries, keys, attention, written, erased, kept = chunk
+        before = state.astype(dtype)
+        written = written - matmul_nn(erased, before)
+        own = written.astype(dtype)
+        read = matmul_nn(queries, before) + matmul_nn(attention, own)
+        return kept[..., None, None] * state + matmul_tn(keys, own), read
+
+    each = queries, keys, attention, written, erased, since_chunk[..., -1]
+    state, read = jax.lax.scan(body, state, each, unroll=unroll)
+    return _by_token(read, length), state
+
+
+def _decays(
+    log_decay: Float[Array, "N B H C"], since_start: Int[Array, "N B 1 C"]
+) -> tuple[Float[Array, "N B H C C"], Float[Array, "N B H C"]]:
+    # Returns the decay, up to each token of a chunk (axis -2), of what each token of the chunk
+    # (axis -1) wrote, which is 0 for later tokens and for tokens of another document; and the decay
+    # of the state before the chunk up to each token, which is 0 if the document started within the
+    # chunk.
+    place = jnp.arange(log_decay.shape[-1])[None, None, None]
+    distance = place[..., :, None] - place[..., None, :]
+    reads = (distance >= 0) & (distance <= since_start[..., None])
+    # Each sum begins at the start of the token's document. Only differences of two sums are used,
+    # so a sum could as well begin with the chunk, but then the numbers of the document before
+    # would change the rounding of the differences.
+    total = jnp.sum(jnp.where(reads, log_decay[..., None, :], 0), axis=-1)
+    within = _exp(total[..., :, None] - total[..., None, :], reads)
+    return within, _exp(total, since_start > place)
+
+
+def _exp(logs: Float[Array, "*B"], where: Bool[Array, "..."]) -> Float[Array, "*B"]:
+    return jnp.exp(jnp.where(where, logs, -jnp.inf))
+
+
+def _by_chunk(x: Array, chunk: int, padding: int) -> Array:
+    # [B, T, H] becomes [N, B, H, C], and [B, T, H, K] becomes [N, B, H, C, K].
+    x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+    x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
+
+
+def _by_token(x: Float[Array, "N B H C V"], length: int) -> Float[Array, "B T H V"]:
+    chunks, lanes, heads, chunk, size = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(lanes, chunks * chunk, heads, size)[:, :length]
 
 
 # The logarithm of the decay of a head is minus the product of a rate, which is a parameter, and a
@@ -126,17 +303,11 @@ class DeltaState(NamedTuple):
     inputs: Float[Array, "B L H R"]
 
 
-def new_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> DeltaState:
+def delta_state(model: Model) -> DeltaState:
     heads, key, value = model.of(GatedDeltaNet).sizes(model)
-    return DeltaState(
-        jnp.zeros((batch, heads, key, value), jnp.float32),
-        jnp.zeros((batch, CONVOLVED - 1, heads, 2 * key + value), dtype),
-    )
-
-
-def delta_axes(model: Model) -> DeltaState:
-    axes: Any = ("lanes", "heads", None, None), ("lanes", None, "heads", None)
-    return DeltaState(*axes)
+    matrices = state_array((heads, key, value), ("heads", None, None), "float32")
+    channels = (CONVOLVED - 1, heads, 2 * key + value)
+    return DeltaState(matrices, state_array(channels, (None, "heads", None)))
 
 
 def delta_flops(model: Model) -> int:
@@ -237,16 +408,6 @@ class DeltaMemory(nn.Module):
         return dense(read * jax.nn.silu(dense(h, self.gate)), self.output, inputs=2)
 
 
-# Layers with the memory of Gated DeltaNet, in place of attention or in addition to attention.
-#
-# The memory of a head is a matrix, which every token changes and then reads. The
-# letters of shapes are those of `brt.layers.state`.
-
-
-def gated_delta_net_flops(model: Model) -> int:
-    return delta_flops(model) + mlp_flops(model)
-
-
 class GatedDeltaNetLayer(TokenStateLayer):
     """A layer that consists of a norm, a `DeltaMemory` (in place of attention) and an MLP."""
 
@@ -268,12 +429,6 @@ class GatedDeltaNetLayer(TokenStateLayer):
         read, block = self.memory.read_token(self._normed(x), block)
         return LayerOutput(self._finish(x, read), block)
 
-    def _normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
-
-    def _finish(self, x: Float[Array, "B T D"], read: Float[Array, "B T D"]) -> Array:
-        return self.mlp(x + dropout(self, read, self.model.dropout), None)
-
 
 class WindowDeltaState(NamedTuple):
     """The cache, and the fields of the memory's `DeltaState`."""
@@ -282,28 +437,16 @@ class WindowDeltaState(NamedTuple):
     matrices: Float[Array, "B H K V"]
     inputs: Float[Array, "B L H R"]
 
-
-class WindowDeltaBlock(NamedTuple):
-    """The open block of a window, and the memory after the tokens that have been read so far."""
-
-    window: OpenBlock
-    memory: DeltaState
+    @property
+    def memory(self) -> DeltaState:
+        return DeltaState(*self[1:])
 
 
-def new_window_delta_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowDeltaState:
-    window = new_window_state(model, batch, dtype)
-    return WindowDeltaState(window, *new_delta_state(model, batch, dtype))
+def window_delta_state(model: Model) -> WindowDeltaState:
+    return WindowDeltaState(window_state(model), *delta_state(model))
 
 
-def window_delta_axes(model: Model) -> WindowDeltaState:
-    return WindowDeltaState(window_axes(model), *delta_axes(model))
-
-
-def window_delta_flops(model: Model) -> int:
-    return window_flops(model) + delta_flops(model)
-
-
-class WindowGatedDeltaNetLayer(nn.Module):
+class WindowGatedDeltaNetLayer(WindowLayer):
     """A sliding-window layer with a `DeltaMemory` in addition to its window. The output of the
     memory is added to the output of attention.
 
@@ -312,15 +455,8 @@ class WindowGatedDeltaNetLayer(nn.Module):
     same as that layer until training changes the memory.
     """
 
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
-
     def setup(self) -> None:
-        self.tokens = TransformerBlock(
-            self.model, cross_attends=self.model.feedback, training=self.training,
-            kernels=self.kernels,
-        )  # fmt: skip
+        super().setup()
         self.memory = DeltaMemory(self.model, zero_output=True)
 
     def __call__(
@@ -334,72 +470,52 @@ class WindowGatedDeltaNetLayer(nn.Module):
     ) -> LayerOutput:
         """Adds what the memory reads to the residual, so attention and MLP follow as usual."""
         since_start = tokens_since_start(document_start, x.shape[1])
-        memory = DeltaState(state.matrices, state.inputs)
-        read, memory = self.memory(self.tokens.normed(x), memory, since_start)
+        read, memory = self.memory(self.tokens.normed(x), state.memory, since_start)
         projections = self.tokens.project(x)
         past, window = with_cache(self.model, state.window, projections, document_start)
-        x = projections.residual + self._dropped(read)
+        x = projections.residual + dropout(self, read, self.model.dropout)
         y = self.tokens.attend(projections, past, feedback, residual=x)
         return LayerOutput(y, WindowDeltaState(window, *memory))
 
     def begin_block(self, x: None, *, state: WindowDeltaState, **_: Any) -> LayerOutput:
-        memory = DeltaState(state.matrices, state.inputs)
-        return LayerOutput(x, WindowDeltaBlock(open_block(state.window), memory))
-
-    def prepare_block(
-        self, x: None, *, block: WindowDeltaBlock, position: Int[Array, ""], **_: Any
-    ) -> LayerOutput:
-        return LayerOutput(x, block._replace(window=self.tokens.prepared(block.window, position)))
+        return LayerOutput(x, open_block(state.window, state.memory))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         *,
         state: WindowDeltaState,
-        block: WindowDeltaBlock,
+        block: OpenBlock,
         position: Int[Array, ""],
         feedback: StateKV | None = None,
         **_: Any,
     ) -> LayerOutput:
         read, memory = self.memory.read_token(self.tokens.normed(x), block.memory)
-        projections = self.tokens.project(x)
-        y, window = self.tokens.attend_step(
-            x + self._dropped(read), state.window, block.window, position, feedback,
-            projections=projections,
-        )  # fmt: skip
-        return LayerOutput(y, WindowDeltaBlock(window, memory))
+        residual, projections = dropout(self, read, self.model.dropout), self.tokens.project(x)
+        y, block = self.tokens.attend_step(
+            x + residual, state.window, block, position, feedback, projections=projections
+        )
+        return LayerOutput(y, block._replace(memory=memory))
 
     def end_block(
-        self, x: None, *, state: WindowDeltaState, block: WindowDeltaBlock, **_: Any
+        self, x: None, *, state: WindowDeltaState, block: OpenBlock, **_: Any
     ) -> LayerOutput:
-        window = closed_window(self.model, state.window, block.window)
+        window = closed_window(self.model, state.window, block)
         return LayerOutput(x, WindowDeltaState(window, *block.memory))
 
-    def _dropped(self, read: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return dropout(self, read, self.model.dropout)
-
 
 register_kind(
-    "gated_delta_net",
+    _ALONE,
     LayerKind(
-        GatedDeltaNetLayer,
-        new_delta_state,
-        delta_axes,
-        {"state": ("matrices", "inputs")},
-        gated_delta_net_flops,
-        GatedDeltaNet,
-        loops=True,
+        GatedDeltaNetLayer, delta_state, {"state": ("matrices", "inputs")},
+        lambda model: delta_flops(model) + mlp_flops(model), GatedDeltaNet, loops=True,
     ),
-)
+)  # fmt: skip
 register_kind(
-    "window_gated_delta_net",
+    _BESIDE,
     LayerKind(
-        WindowGatedDeltaNetLayer,
-        new_window_delta_state,
-        window_delta_axes,
+        WindowGatedDeltaNetLayer, window_delta_state,
         {"cache": ("window",), "state": ("matrices", "inputs")},
-        window_delta_flops,
-        GatedDeltaNet,
-        loops=True,
+        lambda model: delta_flops(model) + window_flops(model), GatedDeltaNet, loops=True,
     ),
-)
+)  # fmt: skip

@@ -1,33 +1,44 @@
 """Layers that also attend to a few tokens of a long memory, which a search selects for each query
-(Memorizing Transformers, arXiv 2203.08913).
+(Memorizing Transformers, arXiv 2203.08913, section 3).
+
+For each head of a query, the search selects the few keys of the memory with the largest products
+with the query. These keys are the query's neighbours. The memory gets no gradient: gradients reach
+the queries only.
+
+In shapes, M is the number of tokens of the memory, Q of queries, R of neighbours of a query, and Z
+of keys of the memory and the segment. Heads come before tokens in keys and values, because every
+head is searched separately. Each of G heads of keys serves H / G consecutive heads of queries. The
+other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
 from brt.config.checks import check, check_positive
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
-from brt.layers.flops import window_flops
 from brt.layers.kinds import LayerKind, register_kind
-from brt.memories.memory_attention import memory_attention
+from brt.layers.window import window_flops
 from brt.memories.past_tokens import (
     MemoryAndSegment,
     MemoryState,
     PastTokensLayer,
     Readers,
     check_reach,
-    empty_memory,
-    memory_axes,
+    memory_state,
 )
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
+from brt.ops.grouped_heads import heads_to_tokens, tokens_to_heads
 from brt.ops.partial_attention import AttentionPart
-
-# Settings of memorizing layers.
+from brt.ops.softmax import MASKED, safe_softmax
+from brt.ops.top_k import take, top_k
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,13 +87,246 @@ class Memorizing(KindSection):
         )
 
 
-# The memorizing layer: sliding-window attention, and attention to a few tokens of a memory of past
-# tokens, which a search selects for each query. The letters of shapes are those of
-# `brt.layers.state`.
+Search = Literal["exact", "bucketed"]
 
 
-def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
-    return empty_memory(model, model.of(Memorizing).size, batch, dtype)
+class Neighbors(NamedTuple):
+    """The neighbours of every query, in no particular order. `there` is False where a neighbour is
+    missing, because there are fewer than R keys or a bucket is empty; its index has no meaning.
+    """
+
+    indices: Int[Array, "B H Q R"]
+    there: Bool[Array, "B H Q R"]
+
+
+def find_neighbors(
+    queries: Float[Array, "B H Q K"],
+    keys: Float[Array, "B H M K"],
+    count: Int[Array, " B"],
+    *,
+    neighbors: int,
+    search: Search,
+) -> Neighbors:
+    """Returns the R = `neighbors` neighbours of every query among the last `count` of the M keys.
+
+    The scores are the products of queries and keys; a positive scale of the queries has no
+    influence. All [B, H, Q, M] scores are computed at once, so the caller limits Q.
+    """
+    scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
+    size = keys.shape[2]
+    mask = jnp.arange(size)[None] >= size - count[:, None]
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    best, indices = (top_k if search == "exact" else _top_of_buckets)(scores, neighbors)
+    return Neighbors(indices, best > -jnp.inf)
+
+
+def _top_of_buckets(scores: Float[Array, "B H Q M"], buckets: int) -> tuple[Array, Array]:
+    by_bucket = scores.reshape(*scores.shape[:3], -1, buckets)
+    place = jnp.argmax(by_bucket, axis=3).astype(jnp.int32)
+    return jnp.max(by_bucket, axis=3), place * buckets + jnp.arange(buckets)[None, None, None]
+
+
+def attend_to_neighbors(
+    queries: Float[Array, "B H Q K"],
+    keys: Float[Array, "B H Q R K"],
+    values: Float[Array, "B H Q R K"],
+    there: Bool[Array, "B H Q R"],
+    *,
+    null_keys: bool,
+) -> Float[Array, "B H Q K"]:
+    """Returns the attention output of every query, already scaled, over its R neighbours. With
+    `null_keys`, missing neighbours count as zero keys with zero values instead of being ignored.
+    """
+    logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
+    weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))
+    weights = jnp.where(there, weights, 0).astype(values.dtype)
+    return jnp.einsum("bhqr,bhqrk->bhqk", weights, values)
+
+
+def reference_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B H Z K"],
+    values: Float[Array, "B H Z K"],
+    counts: Int[Array, "B N"],
+    *,
+    window: int,
+    size: int,
+    neighbors: int,
+    search: Search,
+    null_keys: bool,
+) -> Float[Array, "B T H K"]:
+    """Computes `memory_attention` for blocks of `window` tokens, all scores of a block at once.
+
+    If S heads of queries share a head of keys, their S queries for a token are consecutive entries
+    of axis T, and T is S times the number of tokens.
+    """
+    blocks = counts.shape[1]
+    width = queries.shape[1] // blocks
+    outputs = []
+    for n in range(blocks):
+        q = queries[:, n * width : (n + 1) * width].swapaxes(1, 2)
+        seen = slice(n * window, n * window + size)
+        results = find_neighbors(
+            jax.lax.stop_gradient(q), keys[:, :, seen], counts[:, n],
+            neighbors=neighbors, search=search,
+        )  # fmt: skip
+        k, v = (take(x[:, :, seen], results.indices) for x in (keys, values))
+        outputs.append(attend_to_neighbors(q, k, v, results.there, null_keys=null_keys))
+    return jnp.concatenate(outputs, axis=2).swapaxes(1, 2)
+
+
+# For a row of the batch, an array of scores, of retrieved keys or of retrieved values has at most
+# this number of elements, which take 32 MiB in float32.
+AT_ONCE = 2**23
+
+
+def xla_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B H Z K"],
+    values: Float[Array, "B H Z K"],
+    counts: Int[Array, "B N"],
+    *,
+    window: int,
+    size: int,
+    neighbors: int,
+    search: Search,
+    null_keys: bool,
+) -> Float[Array, "B T H K"]:
+    """Computes `memory_attention` for blocks of `window` tokens, a few queries at a time to limit
+    the number of scores; T as in `reference_attention`.
+
+    The first of two passes searches and stores only the indices of the neighbours. The second pass
+    gathers the keys and values of the neighbours and attends to them. The gathered keys and values
+    take R times as much space as the queries. They are therefore not stored, and the backward pass
+    gathers them again.
+    """
+    by_head = queries.swapaxes(1, 2)
+    # The neighbours have no gradient. A layer that is recomputed in the backward pass stores them;
+    # otherwise it would store all scores, which are results of a product.
+    found = _find_in_blocks(
+        *jax.lax.stop_gradient((by_head, keys)), counts, window=window, size=size,
+        neighbors=neighbors, search=search,
+    )  # fmt: skip
+    results = jax.tree.map(dispatch.input_residual, found)
+
+    @jax.checkpoint
+    def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
+        k, v = take(keys, results.indices), take(values, results.indices)
+        return attend_to_neighbors(q, k, v, results.there, null_keys=null_keys)
+
+    _, heads, tokens, width = by_head.shape
+    rows = _rows(tokens, heads * neighbors * width)
+    return _by_rows(attend, rows, by_head, results).swapaxes(1, 2)
+
+
+def _find_in_blocks(
+    queries: Float[Array, "B H T K"],
+    keys: Float[Array, "B H Z K"],
+    counts: Int[Array, "B N"],
+    *,
+    window: int,
+    size: int,
+    neighbors: int,
+    search: Search,
+) -> Neighbors:
+    # The resulting indices refer to `keys`.
+    batch, heads, tokens, width = queries.shape
+    blocks = counts.shape[1]
+    rows = _rows(tokens // blocks, heads * size)
+
+    def search_block(n: Array, q: Float[Array, "B H Q K"], count: Int[Array, " B"]) -> Neighbors:
+        seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
+
+        def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
+            return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
+
+        results = _by_rows(search_rows, rows, q)
+        return results._replace(indices=results.indices + n * window)
+
+    split = jnp.moveaxis(queries.reshape(batch, heads, blocks, -1, width), 2, 0)
+    results = jax.lax.map(lambda block: search_block(*block), (jnp.arange(blocks), split, counts.T))
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, tokens, neighbors), results
+    )
+
+
+def _rows(queries: int, each: int) -> int:
+    # Returns the number of queries to process at once: the largest divisor of `queries` for which
+    # arrays with `each` elements per query have at most `AT_ONCE` elements, or 1.
+    most = min(queries, max(AT_ONCE // each, 1))
+    return next(rows for rows in range(most, 0, -1) if queries % rows == 0)
+
+
+def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:
+    # Applies the function to arrays [B, H, Q, ...], `rows` queries (axis 2) at a time.
+    def cut(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(*x.shape[:2], -1, rows, *x.shape[3:]), 2, 0)
+
+    def joined(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, 2)
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+    results = jax.lax.map(lambda part: function(*part), jax.tree.map(cut, arrays))
+    return jax.tree.map(joined, results)
+
+
+OP = Op(
+    "memory_attention",
+    (
+        Implementation("xla", xla_attention),
+        Implementation("reference", reference_attention, auto=()),
+    ),
+)
+
+
+def memory_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B G Z K"],
+    values: Float[Array, "B G Z K"],
+    counts: Int[Array, "B N"],
+    *,
+    size: int,
+    neighbors: int,
+    search: Search = "exact",
+    null_keys: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "B T H K"]:
+    """Returns the attention output of every token over its neighbours in the memory, in the dtype
+    of `values`; zeros where a query has no neighbours.
+
+    The queries belong to N blocks of W = T / N tokens. A block sees the M tokens before the block.
+    `keys` has the memory before the segment, followed by the segment's tokens, so the tokens that
+    block n sees begin at index n * W. With one block, `keys` may be the memory alone.
+
+    For each row of the batch, the temporary arrays have at most `AT_ONCE` float32 scores (or
+    the scores of one query in all heads, if these are more), the same number of elements of
+    retrieved keys and of values, and the indices [H, T, R] of neighbours. The limit also holds for
+    the backward pass.
+
+    Args:
+      queries: the queries, already scaled. A positive scale does not change the neighbours.
+      keys, values: the keys and values, oldest token first.
+      counts: for each block, the number of tokens that may be neighbours, at most M. These are the
+        last tokens before the block.
+      size, neighbors: M and R.
+      search: "exact" finds the keys with the largest products. "bucketed" divides the tokens among
+        R buckets and finds the best key of each bucket, for which M must be a multiple of R.
+      null_keys: True makes missing neighbours count as zero keys with zero values instead of being
+        ignored, as the original code does.
+      implementation: None selects the best implementation that supports the inputs.
+    """
+    keys, values = jax.lax.stop_gradient((keys, values))
+    heads = queries.shape[2]
+    found = dispatch.run(
+        OP, implementation, heads_to_tokens(queries, keys.shape[1]), keys, values, counts,
+        window=queries.shape[1] // counts.shape[1], size=size, neighbors=neighbors, search=search,
+        null_keys=null_keys,
+    )  # fmt: skip
+    return tokens_to_heads(found, heads)
+
+
+def memorizing_state(model: Model) -> MemoryState:
+    return memory_state(model, model.of(Memorizing).size)
 
 
 def memory_flops(model: Model) -> int:
@@ -104,8 +348,7 @@ class MemorizingLayer(PastTokensLayer):
     original recipe. With "tanh", the window has the model's positions.
     """
 
-    def memory_size(self) -> int:
-        return self.model.of(Memorizing).size
+    section_type: ClassVar[type[KindSection]] = Memorizing
 
     def window_positions(self) -> str:
         return self.model.positions if self.model.of(Memorizing).gate == "tanh" else "none"
@@ -137,11 +380,7 @@ class MemorizingLayer(PastTokensLayer):
 register_kind(
     "memorizing",
     LayerKind(
-        MemorizingLayer,
-        new_memory_state,
-        memory_axes,
-        {"cache": ("window",), "memory": ("keys", "values", "length")},
-        memory_flops,
-        Memorizing,
+        MemorizingLayer, memorizing_state,
+        {"cache": ("window",), "memory": ("keys", "values", "length")}, memory_flops, Memorizing,
     ),
-)
+)  # fmt: skip

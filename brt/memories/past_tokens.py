@@ -7,36 +7,35 @@ tokens and not on their distance. The letters of shapes are those of `brt.layers
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
 from brt.config.checks import check
+from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
-from brt.layers.cache import closed_window, with_cache
-from brt.layers.reading import document_places, speeds_of
+from brt.layers.cache import closed_window, document_places, speeds_of, with_cache
 from brt.layers.state import (
     LayerOutput,
     LocalState,
     OpenBlock,
     WindowState,
-    new_window_state,
-    window_axes,
+    state_array,
+    window_state,
 )
 from brt.layers.window import WindowLayer
+from brt.ops.dropout import Dropout
 from brt.ops.grouped_heads import spread_over_devices
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import rotate, rotations
 from brt.ops.recurrent_attention import StateKV
-
-# Checks of settings that several kinds of layers with a memory need.
 
 
 def check_reach(name: str, layers: Sequence[int], model: Model) -> None:
@@ -55,27 +54,76 @@ def check_reach(name: str, layers: Sequence[int], model: Model) -> None:
         )
 
 
-# Counts the tokens that each block of a segment may read in a memory of past tokens.
-
-
-def tokens_before(
-    length: Int[Array, " B"], document_start: Bool[Array, "B N"], *, window: int, size: int
+def counts_before(
+    length: Int[Array, " B"],
+    document_start: Bool[Array, "B N"],
+    *,
+    added: int,
+    size: int,
+    delay: int = 0,
 ) -> Int[Array, "B N+1"]:
-    """Returns the number of tokens of its document that each block, and the block after the
-    segment, can read in a memory of the last `size` tokens before the block.
+    """Returns the number of entries of its document that each block, and the block after the
+    segment, can read in a memory of the last `size` entries.
 
-    `length` is the number of tokens in the memory before the segment that belong to the document
-    that a row is reading, and `window` the number of tokens of a block.
+    Args:
+      length: the number of entries of the memory before the segment that belong to the document
+        that a row is reading.
+      added: the number of entries that a block adds.
+      delay: the number of blocks after which the entries of a block enter the memory.
     """
     blocks = jnp.arange(document_start.shape[1] + 1)[None]
     starts = jnp.pad(document_start, ((0, 0), (0, 1)))
     last = jax.lax.cummax(jnp.where(starts, blocks, -1), axis=1)
-    carried = length[:, None] + blocks * window
-    return jnp.minimum(jnp.where(last < 0, carried, (blocks - last) * window), size)
+    since = jnp.maximum(blocks - last - delay, 0) * added
+    return jnp.minimum(jnp.where(last < 0, length[:, None] + blocks * added, since), size)
 
 
-# The state of layers with a window and a memory of the last M tokens before a token's block. The
-# letters of shapes are those of `brt.layers.state`.
+def last_entries(x: Array, size: int, length: Int[Array, " B"], axis: int = 1) -> Array:
+    """Returns the last `size` entries of x [B, ...] along `axis`. In every row, the last `length`
+    of them are kept, and the others become zeros.
+    """
+    kept = jnp.arange(size)[None] >= size - length[:, None]
+    shape = [1] * x.ndim
+    shape[0], shape[axis] = kept.shape
+    last = jax.lax.slice_in_dim(x, x.shape[axis] - size, x.shape[axis], axis=axis)
+    return jnp.where(kept.reshape(shape), last, 0)
+
+
+def attend_by_block(
+    attend: Callable[[Int[Array, ""], Array, list[Array], Dropout | None], PyTree[Array]],
+    queries: Float[Array, "B T H K"],
+    past: Sequence[Array],
+    blocks: int,
+    *,
+    size: int,
+    axis: int,
+    dropout: Dropout | None,
+) -> PyTree[Array]:
+    """Returns the results [B, T, ...] of a function that attends from one block after the other.
+
+    The backward pass recomputes the attention weights, because storing those of all blocks would
+    take too much memory of the device.
+
+    Args:
+      attend: gets the index of a block, the queries of the block, the entries of each array of
+        `past` that the block reads, and its own dropout. It returns arrays [B, T / N, ...].
+      past: arrays, of which a block of T / N tokens reads `size` entries on `axis`, beginning with
+        the index of its first token.
+    """
+    width = queries.shape[1] // blocks
+
+    @jax.checkpoint
+    def attend_in_block(n: Int[Array, ""], past: Sequence[Array], queries: Array) -> PyTree[Array]:
+        first = n * width
+        own = jax.lax.dynamic_slice_in_dim(queries, first, width, axis=1)
+        seen = [jax.lax.dynamic_slice_in_dim(part, first, size, axis=axis) for part in past]
+        drop = dropout and Dropout(jax.random.fold_in(dropout.rng, n), dropout.rate)
+        return attend(n, own, seen, drop)
+
+    parts = jax.lax.map(lambda n: attend_in_block(n, past, queries), jnp.arange(blocks))
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(*queries.shape[:2], *x.shape[3:]), parts
+    )
 
 
 class MemoryState(NamedTuple):
@@ -90,18 +138,11 @@ class MemoryState(NamedTuple):
     length: Int[Array, " B"]
 
 
-_BY_HEAD = ("lanes", "kv_heads", None, None)
-
-
-def memory_axes(model: Model) -> Any:
-    return MemoryState(window_axes(model), _BY_HEAD, _BY_HEAD, ("lanes",))
-
-
-def empty_memory(model: Model, size: int, batch: int, dtype: jnp.dtype) -> MemoryState:
-    """Returns the state of a layer before the first token, with a memory of `size` tokens."""
-    keys = jnp.zeros((batch, model.key_heads, size, model.head_dim), dtype)
-    window = new_window_state(model, batch, dtype)
-    return MemoryState(window, keys, jnp.zeros_like(keys), jnp.zeros((batch,), jnp.int32))
+def memory_state(model: Model, size: int) -> MemoryState:
+    """Describes the state of a layer with a memory of `size` tokens."""
+    shape = (model.key_heads, size, model.head_dim)
+    keys = state_array(shape, ("kv_heads", None, None))
+    return MemoryState(window_state(model), keys, keys, state_array((), (), "int32"))
 
 
 class MemoryAndSegment(NamedTuple):
@@ -124,11 +165,10 @@ def memory_and_segment(
 def state_after_segment(
     past: MemoryAndSegment, length: Int[Array, " B"], window: WindowState | LocalState, *, size: int
 ) -> MemoryState:
-    """Returns the cache `window`, and the last `size` tokens of `past` as the memory. Of these, the
-    last `length` belong to the current document and are kept; other places become zeros.
+    """Returns the cache `window`, and the last `size` tokens of `past` as the memory, of which the
+    last `length` belong to the current document.
     """
-    kept = jnp.arange(size)[None] >= size - length[:, None]
-    keys, values = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
+    keys, values = (last_entries(part, size, length, axis=2) for part in past)
     return MemoryState(window, keys, values, length)
 
 
@@ -145,14 +185,17 @@ class Readers(NamedTuple):
 class PastTokensLayer(WindowLayer):
     """Base class of layers whose tokens attend to their window and to a memory of past tokens.
 
-    A subclass defines `memory_size` and `mix`, and may override `window_positions`. The parameter
-    `memory_gate` has a number for each head, initially zero, from which `mix` computes how much the
-    head takes from the memory.
+    A subclass defines `section_type`, the class of its settings with a field `size`, and `mix`, and
+    may override `window_positions`. The parameter `memory_gate` has a number for each head,
+    initially zero, from which `mix` computes how much the head takes from the memory.
     """
+
+    section_type: ClassVar[type[KindSection]]
 
     def memory_size(self) -> int:
         """Returns M, the number of tokens of the memory."""
-        raise NotImplementedError
+        section: Any = self.model.of(self.section_type)
+        return section.size
 
     def window_positions(self) -> str:
         """Returns the kind of positions of tokens in their window, a value of `Model.positions`."""
@@ -179,10 +222,8 @@ class PastTokensLayer(WindowLayer):
 
     def setup(self) -> None:
         m = self.model
-        self.tokens = TransformerBlock(
-            dataclasses.replace(m, positions=self.window_positions()), cross_attends=m.feedback,
-            training=self.training, kernels=self.kernels,
-        )  # fmt: skip
+        windowed = dataclasses.replace(m, positions=self.window_positions())
+        self.tokens = TransformerBlock(windowed, m.feedback, self.training, self.kernels)
         self.memory_gate = parameter(
             self, "memory_gate", (m.heads,), ("heads",), nn.initializers.zeros
         )
@@ -237,7 +278,7 @@ class PastTokensLayer(WindowLayer):
         past = memory_and_segment(
             state, self.tokens.normalized_keys(projections.keys), projections.values
         )
-        counts = tokens_before(state.length, document_start, window=m.block_length, size=size)
+        counts = counts_before(state.length, document_start, added=m.block_length, size=size)
         before = None
         if cached.first is not None:
             before = document_places(cached, x.shape[1])[:, :: m.block_length]
@@ -245,7 +286,7 @@ class PastTokensLayer(WindowLayer):
         y = self.tokens.attend(projections, cached, feedback, mix)
         return LayerOutput(y, state_after_segment(past, counts[:, -1], window, size=size))
 
-    def mix_step(self, state: MemoryState, position: Int[Array, ""]) -> Mix:
+    def mix_step(self, state: MemoryState, block: OpenBlock, position: Int[Array, ""]) -> Mix:
         window = state.window
         before = window.length[:, None] if isinstance(window, LocalState) else None
         past = MemoryAndSegment(state.keys, state.values)

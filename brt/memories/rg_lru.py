@@ -1,4 +1,9 @@
-"""Layers with a gated linear recurrence over tokens, RG-LRU (Griffin, De et al. 2024)."""
+"""Layers with a gated linear recurrence over tokens, RG-LRU (Griffin, De et al. 2024, arXiv
+2402.19427, section 2.4).
+
+In shapes, R is the number of channels of a head, and L of earlier tokens that the convolution
+reads. The other letters of shapes are those of `brt.layers.state`.
+"""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -16,17 +21,16 @@ from brt.distributed.rules import constrain
 from brt.layers.basic import (
     FROM_HEADS,
     INTO_HEADS,
+    MLP,
     ZEROS,
-    dropout,
     kernel_init,
+    mlp_flops,
     norm_parameter,
-    normed,
     parameter,
 )
-from brt.layers.flops import mlp_flops
 from brt.layers.kinds import LayerKind, register_kind
-from brt.layers.mlp import MLP
-from brt.layers.state import LayerOutput
+from brt.layers.sections import refuse_feedback
+from brt.layers.state import LayerOutput, state_array
 from brt.memories.token_state import (
     CONVOLVED,
     TokenStateLayer,
@@ -36,8 +40,6 @@ from brt.memories.token_state import (
 )
 from brt.ops.dense import dense
 from brt.ops.products import einsum_float32
-
-# Settings of RG-LRU layers.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,23 +63,13 @@ class RGLRU(KindSection):
 
     def check_model(self, model: Model) -> None:
         """Requires heads that divide the width, and no feedback, to which nothing would attend."""
-        if not self.layers:
-            return
         width = self.width_of(model)
         check(
-            width % model.heads == 0,
+            not self.layers or width % model.heads == 0,
             f"RGLRU.width = {width} must be a multiple of Model.heads = {model.heads}, because "
             "each head has gates of its own",
         )
-        check(
-            not model.feedback,
-            "Model.feedback = True lets every layer attend to recurrent states, which "
-            f"RGLRU.layers = {self.layers} cannot; set it to False",
-        )
-
-
-# The arithmetic of RG-LRU: a gated linear recurrence over tokens (Griffin, De et al. 2024, arXiv
-# 2402.19427, section 2.4). All arrays but the convolved inputs are float32.
+        refuse_feedback(model, "RGLRU.layers", self.layers)
 
 
 SHARPNESS = 8.0  # This is the constant c of the paper's equation 3.
@@ -142,13 +134,6 @@ def scan(
     return products * initial[:, None] + sums
 
 
-# A layer with the recurrent block of Griffin (De et al. 2024) in place of attention: the RG-LRU, a
-# gated linear recurrence over tokens.
-#
-# In shapes, R is the number of channels of a head, and L of earlier tokens that the convolution
-# reads. The other letters of shapes are those of `brt.layers.state`.
-
-
 # With every token, the hidden state of a channel is multiplied by a factor. The parameter `rate` of
 # a new layer is drawn so that this factor is between these two numbers while the gate is open.
 _SLOWEST, _FASTEST = 0.999, 0.9
@@ -161,17 +146,11 @@ class RGLRUState(NamedTuple):
     inputs: Float[Array, "B L H R"]
 
 
-def new_state(model: Model, batch: int, dtype: jnp.dtype) -> RGLRUState:
-    channels = _channels(model)
-    return RGLRUState(
-        jnp.zeros((batch, *channels), jnp.float32),
-        jnp.zeros((batch, CONVOLVED - 1, *channels), dtype),
-    )
-
-
-def state_axes(model: Model) -> RGLRUState:
-    axes: Any = ("lanes", "heads", None), ("lanes", None, "heads", None)
-    return RGLRUState(*axes)
+def rg_lru_state(model: Model) -> RGLRUState:
+    heads, size = _channels(model)
+    hidden = state_array((heads, size), ("heads", None), "float32")
+    inputs = state_array((CONVOLVED - 1, heads, size), (None, "heads", None))
+    return RGLRUState(hidden, inputs)
 
 
 def rg_lru_flops(model: Model) -> int:
@@ -237,18 +216,18 @@ class RGLRULayer(TokenStateLayer):
         a, b = self._steps(convolved)
         a = jnp.where((since_start == 0)[:, :, None, None], 0, a)
         hidden = scan(a, b, state.hidden)
-        return LayerOutput(self._finish(x, branch, hidden), RGLRUState(hidden[:, -1], last))
+        return LayerOutput(self._output(x, branch, hidden), RGLRUState(hidden[:, -1], last))
 
     def decode_step(self, x: Float[Array, "B 1 D"], *, block: RGLRUState, **_: Any) -> LayerOutput:
         branch, inputs = self._project(x)
         convolved, last = convolution_step(inputs, block.inputs, self.convolution)
         a, b = self._steps(convolved)
         hidden = a[:, 0] * block.hidden + b[:, 0]
-        y = self._finish(x, branch, hidden[:, None])
+        y = self._output(x, branch, hidden[:, None])
         return LayerOutput(y, RGLRUState(hidden, last))
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        h = dropout(self, normed(self.model, x, self.norm), self.model.dropout)
+        h = self._normed(x)
         branch, inputs = (
             constrain(dense(h, kernel), "lanes", None, "heads", None)
             for kernel in (self.branch, self.input)
@@ -262,21 +241,15 @@ class RGLRULayer(TokenStateLayer):
         )  # fmt: skip
         return recurrence_coefficients(x, gates)
 
-    def _finish(
+    def _output(
         self, x: Float[Array, "B T D"], branch: Array, hidden: Float[Array, "B T H R"]
     ) -> Float[Array, "B T D"]:
-        y = dense(branch * hidden.astype(branch.dtype), self.output[0], inputs=2)
-        return self.mlp(x + dropout(self, y, self.model.dropout), None)
+        return self._finish(
+            x, dense(branch * hidden.astype(branch.dtype), self.output[0], inputs=2)
+        )
 
 
 register_kind(
     "rg_lru",
-    LayerKind(
-        RGLRULayer,
-        new_state,
-        state_axes,
-        {"state": ("hidden", "inputs")},
-        rg_lru_flops,
-        RGLRU,
-    ),
+    LayerKind(RGLRULayer, rg_lru_state, {"state": ("hidden", "inputs")}, rg_lru_flops, RGLRU),
 )

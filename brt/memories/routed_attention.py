@@ -20,27 +20,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
-from brt.ops.gathering import take
 from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import attend_to_part
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED
-
-# The centroids of clusters of tokens: means of the tokens' queries, learned without gradients.
-# Queries are normalized to length 1.
-#
-# The number of a cluster's tokens and the sum of their queries are moving averages over train steps
-# (Routing Transformers, section 4.1, spherical k-means). Sums start as unit vectors and counts
-# start as 1, so that no sum is divided by a count near 0 at the start. Tokens are assigned to
-# clusters by the directions of the centroids alone, so the length of a centroid does not matter.
+from brt.ops.top_k import take
 
 
 class ClusterStatistics(NamedTuple):
-    """Float32 statistics of C clusters of each head; *L is an axis of layers, if any. The centroids
-    are `sums` / `counts`.
+    """Float32 statistics of C clusters of each head; *L is an axis of layers, if any.
+
+    A centroid, `sums` / `counts`, is the mean of the queries of a cluster's tokens, which have
+    length 1, and is learned without gradients (Routing Transformers, section 4.1, spherical
+    k-means). Sums start as unit vectors and counts start as 1, so that no sum is divided by a count
+    near 0 at the start. Tokens are assigned to clusters by the directions of the centroids alone,
+    so the length of a centroid does not matter.
     """
 
-    # Moving averages of the number of a cluster's tokens and of the sum of their queries.
+    # Moving averages, over train steps, of the number of a cluster's tokens and of the sum of their
+    # queries.
     counts: Float[Array, "*L H C"]
     sums: Float[Array, "*L H C K"]
     # The same since the last `update_averages`, which alone changes the averages.
@@ -109,19 +107,13 @@ def commitment(
     return jnp.mean(jnp.sum(jnp.square(queries.astype(jnp.float32) - own), axis=-1))
 
 
-# The last tokens of every cluster, which are carried from segment to segment.
-#
-# The last R tokens of a cluster are called the ring of the cluster. In shapes, C is the number of
-# clusters of a head. A segment reads M = C R + T places for tokens: first the places of all rings,
-# then one place for each token of the segment. The other letters of shapes are those of
-# `brt.layers.state`.
-
-
 NO_TOKEN = -1  # `ReadableTokens.groups` has this number for a place without a token.
 
 
 class Rings(NamedTuple):
-    """The last R tokens of every cluster, oldest token first."""
+    """The last R tokens of every cluster, oldest token first, which are carried from segment to
+    segment.
+    """
 
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
@@ -138,8 +130,8 @@ class RoutedTokens(NamedTuple):
 
 
 class ReadableTokens(NamedTuple):
-    """All tokens that the tokens of a segment may read: the rings, followed by the segment. The
-    tokens of a cluster stand in the order of the text.
+    """All tokens that the tokens of a segment may read: the M = C R + T places of all rings and of
+    the segment. The tokens of a cluster stand in the order of the text.
     """
 
     keys: Float[Array, "B H M K"]
@@ -202,10 +194,6 @@ def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, 
     return after._replace(keys=jnp.where(kept, keys, 0), values=jnp.where(kept, values, 0))
 
 
-# Reference implementation of routed attention: it computes the logits of all pairs
-# of a query and a key, in float32, and masks those that a query must not read.
-
-
 def reference_attention(
     queries: Float[Array, "B T H K"],
     tokens: RoutedTokens,
@@ -215,7 +203,7 @@ def reference_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `routed_attention` with a logit for every pair of a query and a key."""
+    """Computes `routed_attention` with a float32 logit for every pair of a query and a key."""
     visible = readable_tokens(tokens, rings, document_start)
     count, bias_length = queries.shape[1], bias.shape[1]
     total = visible.groups.shape[-1]
@@ -234,16 +222,6 @@ def reference_attention(
     logits = jnp.einsum("bhtk,bhmk->bhtm", q, k) + added.reshape(far.shape)
     y = attend_to_part(jnp.where(seen, logits, MASKED), visible.values.astype(jnp.float32)).output
     return y.swapaxes(1, 2).astype(tokens.values.dtype)
-
-
-# Routed attention in plain XLA: the tokens of a cluster are copied into small
-# chunks, so that attention to a cluster becomes attention to neighbouring chunks.
-#
-# A group is the tokens of one cluster in one document. The tokens of a group fill chunk after
-# chunk, and no chunk has tokens of two groups. The place of a token in its chunk, and the tokens
-# before it, therefore depend on earlier tokens alone, and the token's result is bitwise the same
-# for any later tokens. In shapes, M is the number of tokens of the rings and the segment, and P of
-# chunks of Q rows. The other letters of shapes are those of `brt.layers.state`.
 
 
 # A chunk has at least this number of rows, or R rows if R is smaller. Smaller chunks would save
@@ -267,7 +245,12 @@ def xla_attention(
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `routed_attention` in chunks of tokens of one cluster and one document."""
+    """Computes `routed_attention` in chunks, as attention to neighbouring chunks.
+
+    The tokens of one cluster in one document fill chunk after chunk. The place of a token in its
+    chunk, and the tokens before it, therefore depend on earlier tokens alone, and the token's
+    result is bitwise the same for any later tokens. In shapes, P is the number of chunks of Q rows.
+    """
     visible = readable_tokens(tokens, rings, document_start)
     count, blocks = queries.shape[1], document_start.shape[1]
     clusters, bias_length = rings.keys.shape[2], bias.shape[1]
@@ -407,6 +390,3 @@ def routed_attention_step(
     logits = matmul_nt(queries.swapaxes(1, 2), keys) + added[:, :, None]
     y = attend_to_part(jnp.where(seen[:, :, None], logits, MASKED), values).output
     return y.swapaxes(1, 2).astype(block.values.dtype)
-
-
-# Causal attention of every token to the last tokens of the token's cluster.

@@ -1,16 +1,20 @@
 """Layers in which some heads attend to tokens with similar queries, by clusters of queries (Routing
 Transformer, arXiv 2003.05997).
+
+A routed head divides the tokens into clusters by their queries. A cluster consists of the tokens
+whose queries are nearest to the cluster's centroid. The other heads attend to a window. In shapes,
+G is the number of routed heads, C of clusters of a routed head, and R of tokens of a cluster that a
+token reads. The other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Kernels, Model
+from brt.config import Model
 from brt.config.checks import check, check_not_negative, check_positive
 from brt.config.fields import adaptable, free, inherited
 from brt.config.kinds import KindSection
@@ -18,17 +22,19 @@ from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
 from brt.layers.basic import INTO_HEADS, kernel_init, parameter
 from brt.layers.cache import closed_window, with_cache
-from brt.layers.flops import window_flops
 from brt.layers.kinds import LayerKind, register_kind
+from brt.layers.sections import refuse_feedback, refuse_rotary, require_cache
 from brt.layers.state import (
-    WINDOW_AXES,
     LayerAux,
     LayerOutput,
     OpenBlock,
     WindowState,
-    new_window_state,
     open_block,
+    state_array,
+    window_state,
+    with_token,
 )
+from brt.layers.window import WindowLayer, window_flops
 from brt.memories.routed_attention import (
     ClusterStatistics,
     Rings,
@@ -45,8 +51,6 @@ from brt.memories.routed_attention import (
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.positions import relative_bias
-
-# Settings of routing layers.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,37 +81,17 @@ class Routing(KindSection):
 
     def check_model(self, model: Model) -> None:
         """Requires a head with a window, no rotary positions, a cache, and no `Model.feedback`."""
-        if not self.layers:
-            return
+        name, layers = "Routing.layers", self.layers
         check(
-            self.heads < model.heads,
+            not layers or self.heads < model.heads,
             f"Routing.heads = {self.heads} leaves none of Model.heads = {model.heads} for a "
             f"window; set it to {model.heads - 1} at most",
         )
-        check(
-            model.positions != "rotary",
-            "Model.positions = 'rotary' rotates the queries that Routing.layers = "
-            f"{self.layers} assign to clusters; use 't5', 'alibi' or 'none'",
+        refuse_rotary(
+            model, layers, f"rotates the queries that {name} = {layers} assign to clusters"
         )
-        check(
-            model.sliding.cache,
-            f"Routing.layers = {self.layers} attend to tokens that left the window, which needs "
-            "Window.cache = True",
-        )
-        check(
-            not model.feedback,
-            "Model.feedback = True lets every layer attend to recurrent states, which "
-            f"Routing.layers = {self.layers} cannot; set it to False",
-        )
-
-
-# The routing layer: some heads attend to a token's window, and the other heads, the routed heads,
-# attend to the last tokens of the token's cluster.
-#
-# A routed head divides the tokens into clusters by their queries. A cluster consists of the tokens
-# whose queries are nearest to the cluster's centroid. In shapes, G is the number of routed heads, C
-# of clusters of a routed head, and R of tokens of a cluster that a token reads. The other letters
-# of shapes are those of `brt.layers.state`.
+        require_cache(model, name, layers, "tokens that left the window")
+        refuse_feedback(model, name, layers)
 
 
 class RoutedState(NamedTuple):
@@ -123,30 +107,18 @@ class RoutedState(NamedTuple):
         return Rings(*self[1:])
 
 
-class RoutedBlock(NamedTuple):
-    """An open block: keys and values of the windowed heads, and tokens of the routed heads."""
-
-    tokens: OpenBlock
-    routed: RoutedTokens
-
-
-_RINGS = ("lanes", "heads", None, None, None)
-ROUTED_AXES: Any = RoutedState(WINDOW_AXES, _RINGS, _RINGS, _RINGS[:3])
-
-
 def _of_windows(model: Model) -> Model:
     # Returns the settings of a sliding-window layer that has only the windowed heads.
     section = model.of(Routing)
     return dataclasses.replace(model.without(Routing), heads=model.heads - section.heads)
 
 
-def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
+def routed_state(model: Model) -> RoutedState:
     section = model.of(Routing)
-    m = model
-    shape = (batch, section.heads, section.clusters, section.keep, m.head_dim)
-    keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-    window = new_window_state(_of_windows(m), batch, dtype)
-    return RoutedState(window, keys, values, jnp.zeros(shape[:3], jnp.int32))
+    clusters, names = (section.heads, section.clusters), ("heads", None)
+    kept = state_array((*clusters, section.keep, model.head_dim), (*names, None, None))
+    filled = state_array(clusters, names, "int32")
+    return RoutedState(window_state(_of_windows(model)), kept, kept, filled)
 
 
 def new_routing(model: Model) -> ClusterStatistics:
@@ -169,7 +141,7 @@ def routing_flops(model: Model) -> int:
     return window_flops(m) + reading - 4 * width * m.window - 2 * m.model_dim * width
 
 
-class RoutingLayer(nn.Module):
+class RoutingLayer(WindowLayer):
     """A layer with windowed heads and routed heads.
 
     In a routed head, a token belongs to the cluster whose centroid has the largest cosine to the
@@ -179,14 +151,10 @@ class RoutingLayer(nn.Module):
     model state is the statistics of the clusters, from which the centroids are computed.
     """
 
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
-
     def setup(self) -> None:
-        section = self.model.of(Routing)
-        m = self.model
-        self.tokens = TransformerBlock(_of_windows(m), training=self.training, kernels=self.kernels)
+        m, section = self.model, self.model.of(Routing)
+        self.section = section
+        self.tokens = TransformerBlock(_of_windows(m), False, self.training, self.kernels)
         by_head = (m.model_dim, section.heads, m.head_dim)
         self.queries = parameter(self, "routed_queries", by_head, INTO_HEADS)
         self.values = parameter(self, "routed_values", by_head, INTO_HEADS)
@@ -194,13 +162,8 @@ class RoutingLayer(nn.Module):
             self, "routed_output", (*by_head[1:], m.model_dim), ("heads", "head_dim", "embed"),
             kernel_init(inputs=2, variance=section.heads / m.heads),
         )  # fmt: skip
-        self.scale = parameter(
-            self,
-            "routed_scale",
-            by_head[1:2],
-            ("heads",),
-            nn.initializers.constant(m.attention.scale_init),
-        )
+        scale = nn.initializers.constant(m.attention.scale_init)
+        self.scale = parameter(self, "routed_scale", by_head[1:2], ("heads",), scale)
         if m.positions == "t5":
             self.relative_bias = parameter(
                 self, "routed_bias", (section.heads, m.relative_buckets), ("heads", "buckets"),
@@ -208,8 +171,7 @@ class RoutingLayer(nn.Module):
             )  # fmt: skip
 
     def _bias(self) -> Float[Array, "G R"]:
-        section = self.model.of(Routing)
-        m = self.model
+        m, section = self.model, self.section
         if m.positions != "t5":
             return jnp.zeros((section.heads, section.keep), jnp.float32)
         bias = relative_bias(
@@ -263,77 +225,56 @@ class RoutingLayer(nn.Module):
         return LayerOutput(y, RoutedState(window, *rings), self._aux(routed, statistics))
 
     def _aux(self, routed: RoutedTokens, statistics: ClusterStatistics) -> LayerAux:
-        section = self.model.of(Routing)
         after = add_tokens(statistics, routed.keys, routed.clusters)
         counts = after.new_counts - statistics.new_counts
         largest = jnp.max(counts / routed.clusters[..., 0].size, axis=-1)
         metrics = {"largest_cluster": jnp.mean(largest)}
-        weight = section.commitment
+        weight = self.section.commitment
         if weight == 0:
             return LayerAux(after, metrics=metrics)
         loss = weight * commitment(routed.keys, routed.clusters, statistics)
         return LayerAux(after, {"routing": loss}, metrics)
 
     def begin_block(self, x: None, *, state: RoutedState, **_: Any) -> LayerOutput:
-        section = self.model.of(Routing)
-        window, m = state.window, self.model
-        shape = (len(state.keys), m.window, section.heads, m.head_dim)
+        shape = (len(state.keys), self.model.window, self.section.heads, self.model.head_dim)
         keys = jnp.zeros(shape, state.keys.dtype)
-        routed = RoutedTokens(keys, keys, jnp.zeros(keys.shape[:3], jnp.int32))
-        return LayerOutput(x, RoutedBlock(open_block(window), routed))
-
-    def prepare_block(
-        self, x: None, *, block: RoutedBlock, position: Int[Array, ""], **_: Any
-    ) -> LayerOutput:
-        return LayerOutput(x, block._replace(tokens=self.tokens.prepared(block.tokens, position)))
+        routed = RoutedTokens(keys, keys, jnp.zeros(shape[:3], jnp.int32))
+        return LayerOutput(x, open_block(state.window, routed))
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         *,
         state: RoutedState,
-        block: RoutedBlock,
+        block: OpenBlock,
         position: Int[Array, ""],
         model_state: ClusterStatistics,
         **_: Any,
     ) -> LayerOutput:
         queries, routed = self._routed(x, model_state)
-        whole = RoutedTokens(
-            *(
-                jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
-                for old, new in zip(block.routed, routed, strict=True)
-            )
-        )
+        whole = with_token(block.memory, routed, position)
         read = routed_attention_step(
             queries, routed.clusters[:, 0], whole, state.rings, position, self._bias(),
             attend_to_self=self.model.sliding.attend_to_self,
         )  # fmt: skip
-        y, tokens = self.tokens.attend_step(
-            x + dense(read, self.output, inputs=2), state.window, block.tokens, position, None,
+        y, block = self.tokens.attend_step(
+            x + dense(read, self.output, inputs=2), state.window, block, position, None,
             projections=self.tokens.project(x),
         )  # fmt: skip
-        return LayerOutput(y, RoutedBlock(tokens, whole))
+        return LayerOutput(y, block._replace(memory=whole))
 
-    def end_block(
-        self, x: None, *, state: RoutedState, block: RoutedBlock, **_: Any
-    ) -> LayerOutput:
+    def end_block(self, x: None, *, state: RoutedState, block: OpenBlock, **_: Any) -> LayerOutput:
         """Makes the block the cache; its tokens become the last tokens of their clusters."""
         nowhere = jnp.zeros((len(state.keys), 1), bool)
-        window = closed_window(self.model, state.window, block.tokens)
-        rings = rings_after(block.routed, state.rings, nowhere)
+        window = closed_window(self.model, state.window, block)
+        rings = rings_after(block.memory, state.rings, nowhere)
         return LayerOutput(x, RoutedState(window, *rings))
 
 
 register_kind(
     "routing",
     LayerKind(
-        RoutingLayer,
-        new_routed_state,
-        lambda model: ROUTED_AXES,
-        {"cache": ("window",), "memory": ("keys", "values", "filled")},
-        routing_flops,
-        Routing,
-        new_model_state=new_routing,
-        settle=settled_routing,
+        RoutingLayer, routed_state, {"cache": ("window",), "memory": ("keys", "values", "filled")},
+        routing_flops, Routing, new_model_state=new_routing, settle=settled_routing,
     ),
-)
+)  # fmt: skip

@@ -1,7 +1,14 @@
 """Layers that compute a few vectors as a summary of every block, for the layer above and for the
 next block (MELODI, arXiv 2410.03156).
 
-Layers of the kind "long_summary" also collect vectors of many blocks in a long-term memory.
+A layer reads the W tokens of a block, followed by U vectors that summarise the block and come
+from the layer below. Each of these P = W + U places attends to the places of the block up to
+itself, and to the short-term memory: S vectors that the layer computed from the previous block. A
+layer of the kind "long_summary" also attends to a long-term memory of M vectors that it computed
+from many blocks; new vectors replace the oldest. All memory vectors are weighted sums of the
+layer's outputs at the places of a block. The memories are float32, whatever the dtype of caches.
+In shapes, O is the number of weighted sums. The other letters of shapes are those of
+`brt.layers.state`.
 """
 
 import dataclasses
@@ -18,19 +25,24 @@ from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
-from brt.layers.basic import BLOCKS_AT_ONCE, ONES, ZEROS, compute_dtype, parameter, unrolled
-from brt.layers.flops import window_flops
+from brt.layers.basic import (
+    BLOCKS_AT_ONCE,
+    ONES,
+    ZEROS,
+    compute_dtype,
+    parameter,
+    token_dropout,
+    unrolled,
+)
 from brt.layers.kinds import LayerKind, register_kind
-from brt.layers.state import LayerOutput
-from brt.ops.dropout import Dropout
+from brt.layers.sections import refuse_feedback, refuse_rotary
+from brt.layers.state import LayerOutput, state_array, with_token
+from brt.layers.window import window_flops
 from brt.ops.masked_attention import attend
 from brt.ops.normalization import rms_norm
 from brt.ops.products import einsum_float32
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.window_attention import circulant
-
-# Settings of summary layers.
-
 
 _SHORT, _LONG = "summary", "long_summary"
 
@@ -73,20 +85,9 @@ class Summaries(KindSection):
     def check_model(self, model: Model) -> None:
         """Refuses rotary positions and `Model.feedback`."""
         for kind, layers in self.layers_by_kind().items():
-            check(
-                not layers or model.positions != "rotary",
-                "Model.positions = 'rotary' has no positions for the vectors of "
-                f"{self.field_of(kind)} = {layers}; use 't5', 'alibi' or 'none'",
-            )
-            check(
-                not layers or not model.feedback,
-                "Model.feedback = True lets every layer attend to recurrent states, which "
-                f"{self.field_of(kind)} = {layers} cannot; set it to False",
-            )
-
-
-# States of summary layers: the short-term memory of S vectors, and for some layers a long-term
-# memory of M vectors. Both are float32, whatever the dtype of caches.
+            name = self.field_of(kind)
+            refuse_rotary(model, layers, f"has no positions for the vectors of {name} = {layers}")
+            refuse_feedback(model, name, layers)
 
 
 class SummaryState(NamedTuple):
@@ -111,30 +112,19 @@ class LongSummaryState(NamedTuple):
     length: Int[Array, " B"]  # The number of vectors of the current document, in the last places.
 
 
-_VECTORS = ("lanes", None, None)
-SUMMARY_AXES: Any = SummaryState(_VECTORS, ("lanes",))
-LONG_SUMMARY_AXES: Any = LongSummaryState(SUMMARY_AXES, _VECTORS, ("lanes",))
+def summary_state(model: Model) -> SummaryState:
+    shape = (model.of(Summaries).short_memory, model.model_dim)
+    return SummaryState(state_array(shape, (None, None), "float32"), state_array((), (), "bool"))
 
 
-def new_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> SummaryState:
-    section = model.of(Summaries)
-    vectors = jnp.zeros((batch, section.short_memory, model.model_dim), jnp.float32)
-    return SummaryState(vectors, jnp.zeros((batch,), bool))
-
-
-def new_long_summary_state(model: Model, batch: int, dtype: jnp.dtype) -> LongSummaryState:
-    section = model.of(Summaries)
-    vectors = jnp.zeros((batch, section.long_memory, model.model_dim), jnp.float32)
-    short = new_summary_state(model, batch, dtype)
-    return LongSummaryState(short, vectors, jnp.zeros((batch,), jnp.int32))
+def long_summary_state(model: Model) -> LongSummaryState:
+    shape = (model.of(Summaries).long_memory, model.model_dim)
+    vectors = state_array(shape, (None, None), "float32")
+    return LongSummaryState(summary_state(model), vectors, state_array((), (), "int32"))
 
 
 def number_of_summaries(model: Model) -> int:
-    section = model.of(Summaries)
-    return section.summaries
-
-
-# FLOPs of summary layers, computed from the sizes of the model.
+    return model.of(Summaries).summaries
 
 
 def summary_flops(model: Model) -> int:
@@ -145,12 +135,8 @@ def summary_flops(model: Model) -> int:
     the summaries of the layer below, which are processed like tokens, and the FLOPs of the weighted
     sums that become the next memory and the summaries for the layer above.
     """
-    section = model.of(Summaries)
-    m, width, places = (
-        model,
-        model.heads * model.head_dim,
-        model.window + section.summaries,
-    )
+    section, m, width = model.of(Summaries), model, model.heads * model.head_dim
+    places = m.window + section.summaries
     projection, attention = 2 * m.model_dim * width, 4 * width
     dense = 4 * projection + 4 * m.model_dim * m.mlp_dim
     # A block has `places` tokens and summaries. `keys` is the number of keys that each of them
@@ -168,59 +154,11 @@ def long_summary_flops(model: Model) -> int:
     The projection of the long-term memory to keys and values at the start of a segment is not
     counted, because it is computed only once per segment.
     """
-    section = model.of(Summaries)
-    m, width, places = (
-        model,
-        model.heads * model.head_dim,
-        model.window + section.summaries,
-    )
+    section, m, width = model.of(Summaries), model, model.heads * model.head_dim
+    places = m.window + section.summaries
     reading = 4 * width * section.long_memory + 2 * m.model_dim * section.long_increment
     new_keys = 4 * m.model_dim * width * section.long_increment
     return summary_flops(m) + (places * reading + new_keys) // m.window
-
-
-# Learned weighted sums over the positions of a block, which summarise the block (MELODI, arXiv
-# 2410.03156).
-#
-# The inputs are the vectors of the W tokens of a block, and the U vectors with which the layer
-# below has summarised the same tokens. In shapes, P = W + U, and O is the number of weighted sums.
-# The other letters of shapes are those of `brt.layers.state`.
-
-
-class MixWeights(NamedTuple):
-    """Weights of O weighted sums over P input positions; norms imply a residual connection."""
-
-    kernel: Float[Array, "P O"]
-    bias: Float[Array, " O"]
-    token_norm: Float[Array, " D"] | None = None
-    summary_norm: Float[Array, " D"] | None = None
-
-
-def mix_tokens(
-    tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"], weights: MixWeights
-) -> Float[Array, "B O D"]:
-    """Returns O weighted sums over the tokens and summaries of a block, in float32.
-
-    If the weights have norms, the inputs are normalized first, and the summaries are added to the
-    result, so O must equal U.
-    """
-    mixed = tokens, summaries
-    if weights.token_norm is not None:
-        mixed = rms_norm(tokens, weights.token_norm), rms_norm(summaries, weights.summary_norm)
-    z = jnp.concatenate(mixed, axis=1)
-    product = einsum_float32("bpd,po->bod", z, weights.kernel.astype(z.dtype))
-    y = product + weights.bias[None, :, None]
-    return y if weights.token_norm is None else y + summaries
-
-
-# Summary layers (MELODI, arXiv 2410.03156), which carry summaries of blocks instead of a cache.
-#
-# A layer reads the W tokens of a block, followed by U vectors that summarise the block and come
-# from the layer below. Each of these P = W + U places attends to the places of the block up to
-# itself, and to the short-term memory: S vectors that the layer computed from the previous block. A
-# layer with a long-term memory also attends to M vectors that it computed from many blocks; new
-# vectors replace the oldest. All memory vectors are weighted sums of the layer's outputs at the
-# places of a block. The letters of shapes are those of `brt.layers.state`.
 
 
 class Memories(NamedTuple):
@@ -253,7 +191,8 @@ class Tokens(NamedTuple):
 
 class TokenMix(nn.Module):
     """A module that computes O = `size` learned weighted sums over the W tokens and U summaries of
-    a block. `residual` = True normalises the inputs and adds the summaries to the sums (O = U).
+    a block, in float32. `residual` = True normalises the inputs and adds the summaries to the sums,
+    so O must equal U.
     """
 
     model: Model
@@ -264,19 +203,19 @@ class TokenMix(nn.Module):
     def __call__(
         self, tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"]
     ) -> Float[Array, "B O D"]:
-        section = self.model.of(Summaries)
-        places = self.model.window + section.summaries
-        weights = MixWeights(
-            parameter(self, "kernel", (places, self.size), (None, None)),
-            parameter(self, "bias", (self.size,), (None,), ZEROS),
-        )
+        places = self.model.window + self.model.of(Summaries).summaries
+        kernel = parameter(self, "kernel", (places, self.size), (None, None))
+        bias = parameter(self, "bias", (self.size,), (None,), ZEROS)
+        mixed = tokens, summaries
         if self.residual:
-            norms = (
+            token_norm, summary_norm = (
                 parameter(self, name, (self.model.model_dim,), ("embed",), ONES)
                 for name in ("token_norm", "summary_norm")
             )
-            weights = MixWeights(*weights[:2], *norms)
-        return mix_tokens(tokens, summaries, weights)
+            mixed = rms_norm(tokens, token_norm), rms_norm(summaries, summary_norm)
+        z = jnp.concatenate(mixed, axis=1)
+        y = einsum_float32("bpd,po->bod", z, kernel.astype(z.dtype)) + bias[None, :, None]
+        return y + summaries if self.residual else y
 
 
 class SummaryLayer(nn.Module):
@@ -288,15 +227,12 @@ class SummaryLayer(nn.Module):
     remembers: ClassVar[bool] = False  # True for layers with a long-term memory.
 
     def setup(self) -> None:
-        section = self.model.of(Summaries)
-        m = self.model
-        self.tokens = TransformerBlock(m, training=self.training, kernels=self.kernels)
+        m, section = self.model, self.model.of(Summaries)
+        self.section = section
+        self.tokens = TransformerBlock(m, False, self.training, self.kernels)
         self.summary_mix = TokenMix(m, section.summaries, residual=True)
-        self.short_mix = TokenMix(
-            m,
-            section.short_memory,
-            residual=section.short_memory == section.summaries,
-        )
+        same = section.short_memory == section.summaries
+        self.short_mix = TokenMix(m, section.short_memory, residual=same)
         if self.remembers:
             self.long_mix = TokenMix(m, section.long_increment, residual=False)
             self.memory_gate = parameter(
@@ -371,7 +307,7 @@ class SummaryLayer(nn.Module):
         first: Int[Array, ""],
     ) -> Float[Array, "B Q H K"]:
         # Attends from consecutive places of the block, from place `first` on.
-        section = self.model.of(Summaries)
+        section = self.section
         m, state, implementation = self.model, memories.state, self.kernels.masked_attention
         # If `Window.mask_empty_cache` is False, places without a vector count as keys of zeros.
         nulls = not m.sliding.mask_empty_cache
@@ -381,13 +317,13 @@ class SummaryLayer(nn.Module):
         there = (columns >= section.short_memory)[None] | state.short.valid[:, None] | nulls
         seen = (distance >= 0)[None] & there[:, None]
         y = attend(
-            queries, keys, values, bias, seen, self._dropout(), implementation=implementation
+            queries, keys, values, bias, seen, token_dropout(self), implementation=implementation
         )
         if memories.long is None:
             return y
         there = jnp.arange(section.long_memory)[None] >= section.long_memory - state.length[:, None]
         far = attend(
-            queries, *memories.long, None, (there | nulls)[:, None], self._dropout(),
+            queries, *memories.long, None, (there | nulls)[:, None], token_dropout(self),
             implementation=implementation,
         )  # fmt: skip
         # `kept` is the weight of attention to the block and the short-term memory. It is 1 if the
@@ -399,7 +335,7 @@ class SummaryLayer(nn.Module):
         self, memories: Memories, x: Float[Array, "B W D"], u: Float[Array, "B U D"]
     ) -> tuple[Memories, Float[Array, "B U D"]]:
         # Returns the memories after a block, and the summaries for the layer above.
-        section = self.model.of(Summaries)
+        section = self.section
         state, long, above = memories.state, memories.long, self.summary_mix(x, u).astype(u.dtype)
         short = SummaryState(self.short_mix(x, u), jnp.ones_like(state.short.valid))
         if not isinstance(state, LongSummaryState):
@@ -420,27 +356,20 @@ class SummaryLayer(nn.Module):
     def _long(self, state: Any) -> StateKV | None:
         return self._memory(state.vectors) if self.remembers else None
 
-    def _dropout(self) -> Dropout | None:
-        rate = self.model.dropout
-        return Dropout(self.make_rng("dropout"), rate) if rate and self.training else None
-
     def _distance(self, places: Int[Array, " Q"]) -> Int[Array, "Q Z"]:
         # Returns the distance of every key from the nearest key that each place attends to. The
         # keys of the short-term memory come before those of the block.
-        section = self.model.of(Summaries)
-        m = self.model
+        m, section = self.model, self.section
         columns = jnp.arange(section.short_memory + m.window + section.summaries)
         nearest = 0 if m.sliding.attend_to_self else 1
         return places[:, None] + (section.short_memory - nearest) - columns[None]
 
     def _row(self) -> Float[Array, "H Z"] | None:
-        section = self.model.of(Summaries)
-        m = self.model
-        return self.tokens.bias(section.short_memory + m.window + section.summaries)
+        section = self.section
+        return self.tokens.bias(section.short_memory + self.model.window + section.summaries)
 
     def _bias(self) -> Float[Array, "H P Z"] | None:
-        section = self.model.of(Summaries)
-        m, row = self.model, self._row()
+        m, section, row = self.model, self.section, self._row()
         if row is None:
             return None
         # `last` is the distance between place 0 of the block and key 0, which is the first vector
@@ -465,24 +394,18 @@ class SummaryLayer(nn.Module):
         position: Int[Array, ""],
         **_: Any,
     ) -> LayerOutput:
-        section = self.model.of(Summaries)
-        queries, keys, values = self._projected(x)
-
-        def with_token(whole: Array, z: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
-
-        own = StateKV(with_token(block.keys, keys), with_token(block.values, values))
+        queries, *kv = self._projected(x)
+        own = with_token(StateKV(block.keys, block.values), StateKV(*kv), position)
         bias = self._row()
         if bias is not None:
-            columns = section.short_memory + self.model.window
+            columns = self.section.short_memory + self.model.window
             distance = self._distance(position[None])[0, :columns]
             bias = jnp.take(bias, jnp.maximum(distance, 0), axis=1)[:, None]
         memories = Memories(state, block.long)
         y = self._attend(queries, own, block.short, memories, bias, position)
         y = self.tokens.finish(x, [y])
-        block = block._replace(
-            keys=own.keys, values=own.values, outputs=with_token(block.outputs, y)
-        )
+        outputs = with_token(block.outputs, y, position)
+        block = block._replace(keys=own.keys, values=own.values, outputs=outputs)
         return LayerOutput(y, block)
 
     def end_block(
@@ -524,28 +447,17 @@ def _appended(old: Float[Array, "B M *X"], new: Float[Array, "B L *X"]) -> Float
 
 
 register_kind(
-    "summary",
+    _SHORT,
     LayerKind(
-        SummaryLayer,
-        new_summary_state,
-        lambda model: SUMMARY_AXES,
-        {"state": ("vectors", "valid")},
-        summary_flops,
-        Summaries,
-        loops=True,
-        summaries=number_of_summaries,
+        SummaryLayer, summary_state, {"state": ("vectors", "valid")}, summary_flops, Summaries,
+        loops=True, summaries=number_of_summaries,
     ),
-)
+)  # fmt: skip
 register_kind(
-    "long_summary",
+    _LONG,
     LayerKind(
-        LongSummaryLayer,
-        new_long_summary_state,
-        lambda model: LONG_SUMMARY_AXES,
-        {"state": ("short",), "memory": ("vectors", "length")},
-        long_summary_flops,
-        Summaries,
-        loops=True,
-        summaries=number_of_summaries,
+        LongSummaryLayer, long_summary_state,
+        {"state": ("short",), "memory": ("vectors", "length")}, long_summary_flops, Summaries,
+        loops=True, summaries=number_of_summaries,
     ),
-)
+)  # fmt: skip

@@ -1,4 +1,9 @@
-"""The base class of layers whose state changes with every token, such as linear recurrences."""
+"""The base class of layers whose state changes with every token, such as linear recurrences, and
+their short causal convolution over the tokens of a document.
+
+In shapes, R is the number of channels of a head, C of tokens that the convolution reads, and L =
+C - 1. The other letters of shapes are those of `brt.layers.state`.
+"""
 
 from typing import Any
 
@@ -8,15 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
+from brt.layers.basic import dropout, normed
 from brt.layers.state import LayerOutput
-
-# A short causal convolution over the tokens of a document, for layers that recur over tokens.
-#
-# The output of a token is a weighted sum of the inputs of the token and of the L tokens before it,
-# with separate weights for each channel. In shapes, R is the number of channels of a head, C of
-# tokens that the convolution reads, and L = C - 1; the last factor of a kernel belongs to the token
-# itself. The other letters of shapes are those of `brt.layers.state`.
-
 
 CONVOLVED = 4  # The convolution reads this many tokens, including the token itself.
 
@@ -44,6 +42,10 @@ def convolution(
 ) -> tuple[Float[Array, "B T H R"], Float[Array, "B L H R"]]:
     """Returns the causal convolution of a segment, in which no token reads another document, and
     the inputs of the last L tokens, which are `earlier` for the next segment.
+
+    The output of a token is a weighted sum of the inputs of the token and of the L tokens before
+    it, with separate weights for each channel. The last factor of `kernel` belongs to the token
+    itself.
 
     The next segment continues the last document of this segment, so inputs of earlier documents are
     replaced by zeros. `since_start` is the result of `tokens_since_start`.
@@ -75,13 +77,22 @@ class TokenStateLayer(nn.Module):
     """Base class of layers whose state changes with every token, and not with every block.
 
     When such a layer reads token by token, its open block is the state after the tokens that have
-    been read so far. A subclass defines `setup`, `__call__` and `decode_step`. `kernels` is unused,
-    because each operation of the subclasses has a single implementation.
+    been read so far. A subclass defines `setup`, which creates `norm` and `mlp`, `__call__` and
+    `decode_step`. `kernels` is unused, because each operation of the subclasses has a single
+    implementation.
     """
 
     model: Model
     training: bool = False
     kernels: Kernels = Kernels()
+
+    def _normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
+
+    def _finish(
+        self, x: Float[Array, "B T D"], read: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        return self.mlp(x + dropout(self, read, self.model.dropout), None)
 
     def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
         return LayerOutput(x, state)

@@ -17,10 +17,17 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.basic import compute_dtype, dropout, norm_parameter, normed, parameter
-from brt.layers.runs import ModelState, StackBlock, StackState, new_stack_state, replace_parts
+from brt.layers.runs import (
+    ModelState,
+    StackBlock,
+    StackState,
+    new_stack_state,
+    replace_parts,
+    runs,
+)
 from brt.layers.stack import Stack
-from brt.ops.few_rows import transposed_product
 from brt.ops.lookup import lookup
+from brt.ops.products import transposed_product
 from brt.types import Tokens
 
 
@@ -163,3 +170,14 @@ def logits(
 ) -> Float[Array, "B T V"]:
     """Returns the float32 logits of `DecoderOutput.hidden` for the matrix `output_weights`."""
     return transposed_product(hidden, weights.astype(hidden.dtype)) * logit_scale(model)
+
+
+def forward_flops_per_token(model: Model) -> int:
+    """Returns the FLOPs per token of a forward pass; a train step takes about three times as many.
+
+    Only matrix products are counted, 2 m n k for the product of an m x k and a k x n matrix. The
+    step times in Table 1 of Block-Recurrent Transformers therefore do not follow from these FLOPs:
+    the authors' code also computed products whose results it did not use.
+    """
+    layers = sum(run.layers * run.layer_kind.flops(run.model) for run in runs(model))
+    return layers + 2 * model.model_dim * model.vocab_size

@@ -8,6 +8,7 @@ In shapes, B is the number of sources, S and T of tokens of a source and a targe
 source, and L of layers. Masks are False for padding, which is at the end of a row.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -22,9 +23,42 @@ from brt.layers.basic import ZEROS, compute_dtype, parameter
 from brt.layers.seq2seq import Decoder, Encoder, Metrics, SelfCache
 from brt.layers.transformer import DEVIATION, POSITION_OFFSET, Embedding
 from brt.ops.cross_attention import CrossCache
-from brt.ops.few_rows import transposed_product
+from brt.ops.products import transposed_product
 
 Params = dict[str, Any]
+
+
+IGNORED = -100  # The loss ignores tokens with this label, as in Hugging Face datasets.
+
+
+class SpecialTokens(NamedTuple):
+    """Token ids. In T5, pad and start are 0, and eos is 1. In BART, bos is 0, pad is 1, and start
+    and eos are 2.
+    """
+
+    pad: int
+    start: int  # The first input of the decoder.
+    eos: int  # At the end of sources and targets.
+    bos: int | None = None  # At the beginning of sources and targets, if they have one.
+    forced_bos: int | None = None  # Generation must write this id first.
+    forced_eos: int | None = None  # Generation must write this id at the maximum length.
+    ends: tuple[int, ...] = ()  # Further ids that end a generated text, as `eos` does.
+
+    @property
+    def stops(self) -> Int[np.ndarray, " E"]:
+        return np.array((self.eos, *self.ends), np.int32)
+
+
+def shift_right(
+    labels: Int[Array | np.ndarray, "B T"], special: SpecialTokens
+) -> Int[np.ndarray, "B T"]:
+    """Returns the start token, followed by all labels (which the decoder has to predict: `... </s>`
+    for T5, `<s> ... </s>` for BART) except the last. Ignored labels become padding.
+    """
+    labels = np.asarray(labels)
+    start = np.full_like(labels[:, :1], special.start)
+    shifted = np.concatenate([start, labels[:, :-1]], axis=1)
+    return np.where(shifted == IGNORED, special.pad, shifted)
 
 
 class DecodeState(NamedTuple):
@@ -135,46 +169,25 @@ def init(network: Seq2Seq, key: Array) -> Params:
     return network.init(key, tokens, mask, tokens)["params"]
 
 
-def encode(
-    network: Seq2Seq, params: Params, source: Int[Array, "B S"], mask: Bool[Array, "B S"]
-) -> Float[Array, "B S D"]:
-    """Calls the method `Seq2Seq.encode` without dropout."""
-    found: Any = network.apply({"params": params}, source, mask, method="encode")
-    return found
+def _calling(method: str) -> Callable[..., Any]:
+    """Returns a function that calls a method of `Seq2Seq`, without dropout. Its arguments are the
+    network, the parameters, and the arguments of the method.
+    """
+
+    def call(network: Seq2Seq, params: Params, *inputs: Any) -> Any:
+        return network.apply({"params": params}, *inputs, method=method)
+
+    return call
 
 
-def decode(
-    network: Seq2Seq,
-    params: Params,
-    encoded: Float[Array, "B S D"],
-    mask: Bool[Array, "B S"],
-    targets_in: Int[Array, "B T"],
-) -> Decoded:
-    """Calls the method `Seq2Seq.decode` without dropout."""
-    found: Any = network.apply({"params": params}, encoded, mask, targets_in, method="decode")
-    return found
-
-
-def prefill(
-    network: Seq2Seq,
-    params: Params,
-    encoded: Float[Array, "B S D"],
-    mask: Bool[Array, "B S"],
-    beams: int,
-    max_length: int,
-) -> DecodeState:
-    """Calls the method `Seq2Seq.prefill`."""
-    variables, given = {"params": params}, (encoded, mask, beams, max_length)
-    found: Any = network.apply(variables, *given, method="prefill")
-    return found
+encode, decode, prefill = map(_calling, ("encode", "decode", "prefill"))
 
 
 def step(
     network: Seq2Seq, params: Params, tokens: Int[Array, "B N"], state: DecodeState
 ) -> tuple[Float[Array, "B N V"], DecodeState]:
     """Reads the next token of every beam; returns the float32 logits of the token that follows."""
-    found: Any = network.apply({"params": params}, tokens, state, method="step")
-    hidden, state = found
+    hidden, state = _calling("step")(network, params, tokens, state)
     return logits(readout(network.model, params), hidden), state
 
 
@@ -244,3 +257,24 @@ def _extended(table: np.ndarray, length: int, method: str) -> np.ndarray:
     low = np.minimum(places.astype(int), known - 2) if known > 1 else np.zeros(length, int)
     share = (places - low)[:, None]
     return table[low] * (1 - share) + table[np.minimum(low + 1, known - 1)] * share
+
+
+def seq2seq_flops(model: config.Seq2Seq, source: int, target: int) -> int:
+    """Returns the FLOPs of the forward pass of an encoder-decoder, including the logits, for one
+    pair. Only matrix products are counted.
+
+    Attention is counted as full attention, except the encoder's attention to a window around each
+    token (LongT5), which is counted with the keys of the window.
+    """
+    d, width = model.model_dim, model.heads * model.head_dim
+    projections = 4 * 2 * d * width
+    mlp = (6 if model.activation == "gated_gelu" else 4) * d * model.mlp_dim
+    seen = source
+    if model.encoder_attention != "full":
+        seen = min(source, 2 * model.encoder_radius + 1)
+    encoder = source * model.encoder_layers * (projections + 4 * seen * width + mlp)
+    # The decoder's cross-attention projects the source to keys and values.
+    of_source = source * projections // 2
+    of_target = target * (projections + projections // 2 + 4 * (target + source) * width + mlp)
+    logits = 2 * target * d * model.vocab_size
+    return encoder + model.decoder_layers * (of_source + of_target) + logits

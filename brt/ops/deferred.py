@@ -19,8 +19,7 @@ from jaxtyping import Array, Float
 
 from brt.distributed.rules import partitioned
 from brt.ops import dispatch
-from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
-from brt.ops.layer_kernel import LayerKernel
+from brt.ops.dense import LayerKernel, dense, dense_forward, input_gradient, weight_gradient
 from brt.ops.layout import transpose_copy
 
 

@@ -1,23 +1,86 @@
-"""Products with weights, which are matrices or kernels with several input or output axes.
+"""Products with weights, which are matrices or kernels with several input or output axes, and
+activations.
 
 XLA's CPU backend transposes and copies the factors of a product that sums over several axes, so
 they are merged by a reshape. They stay separate where heads are sharded, because a merge with
 another axis would move data between devices.
+
+Models have the kernels of equal layers in one array with an axis of layers. In a loop over layers,
+XLA's CPU backend copies a layer's kernel out of this array. If few tokens are read at a time, the
+copies take as long as the products. A conditional with a branch per layer needs no copy: a
+`LayerKernel` is the kernel of one layer, which the program chooses while it runs.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PyTree
 
 from brt.distributed.rules import can_merge_axes, is_sharded
 from brt.ops import dispatch
-from brt.ops.few_rows import product_of_columns
-from brt.ops.layer_kernel import LayerKernel
 from brt.ops.layout import transposed
+from brt.ops.products import product_of_columns
 from brt.ops.tpu import LANES
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SeparateKernels:
+    """The kernels of equal layers, as a separate array for each layer."""
+
+    # the kernel of each layer, all of the same shape and dtype
+    arrays: tuple[Float[Array, "..."], ...]
+    # The shape of the kernel of one layer, [*inputs, *outputs].
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    # The number of axes in *inputs if the arrays are transposed matrices [outputs, inputs], whose
+    # axes are merged; 0 if the arrays have the shape `shape`.
+    transposed: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerKernel:
+    """The kernel of the layer with the index `layer`.
+
+    `dense` takes a `LayerKernel` in place of an array. Products with it have no gradients.
+    """
+
+    kernels: SeparateKernels
+    layer: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernels.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.kernels.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.kernels.arrays[0].dtype
+
+    def product(self, multiply: Callable[[Array], Array]) -> Array:
+        branches = [partial(multiply, kernel) for kernel in self.kernels.arrays]
+        return jax.lax.switch(self.layer, branches)
+
+
+def are_separate(kernels: PyTree[Array]) -> bool:
+    return isinstance(kernels, SeparateKernels)
+
+
+def of_layer(kernels: Array | SeparateKernels, layer: Int[Array, ""]) -> Array | LayerKernel:
+    """Returns the parameter of a layer from those of all layers.
+
+    An array has an axis of layers in front.
+    """
+    if isinstance(kernels, SeparateKernels):
+        return LayerKernel(kernels, layer)
+    return jax.lax.dynamic_index_in_dim(kernels, layer, keepdims=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -132,3 +195,29 @@ def _matrix(kernel: Array, inputs: int) -> Array:
 
 
 dense.defvjp(dense_forward, _backward)
+
+
+@jax.custom_vjp
+def relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns max(x, 0); the backward pass reads only the result."""
+    return jnp.maximum(x, 0)
+
+
+def _relu_forward(x: Array) -> tuple[Array, Array]:
+    y = relu(x)
+    return y, y
+
+
+relu.defvjp(_relu_forward, lambda y, gradient: (jnp.where(y > 0, gradient, 0),))
+
+
+def activation(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
+    """Returns the activation of every number of x.
+
+    `name` is "relu", "gelu" (exact), "gelu_tanh" (its approximation by a tanh) or "silu".
+    """
+    if name == "relu":
+        return relu(x)
+    if name == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")

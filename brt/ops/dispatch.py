@@ -96,7 +96,7 @@ class BackendPolicy(NamedTuple):
     # The compiled step has a separate array for each layer of a stack (`brt.training.layer_forms`).
     separates_layers: bool = True
     # Products of a few vectors with a matrix need other forms than products of many vectors
-    # (`brt.ops.few_rows`).
+    # (`brt.ops.products`).
     rewrites_few_rows: bool = False
     # A loop over layers copies a layer's kernels before it multiplies with them.
     copies_layers: bool = False

@@ -1,4 +1,4 @@
-"""Top-k of each row of a sharded array without communication.
+"""Top-k of each row of a sharded array without communication, and gathering of chosen vectors.
 
 XLA gathers the input of `jax.lax.top_k` onto every device, even if only leading axes are sharded. A
 custom partitioning tells XLA that rows are independent.
@@ -45,3 +45,12 @@ def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], In
     if rules.in_replica():
         return _local_top_k(x, count)
     return _top_k(x, count)
+
+
+def take(x: Float[Array, "B H Z K"], indices: Int[Array, "B H Q R"]) -> Float[Array, "B H Q R K"]:
+    """Returns the vectors [K] of x at each head's own Q x R indices, from 0 to Z - 1."""
+
+    def take_in_head(x: Array, indices: Array) -> Array:
+        return x.at[indices].get(mode="promise_in_bounds")
+
+    return jax.vmap(jax.vmap(take_in_head))(x, indices)

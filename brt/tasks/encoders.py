@@ -27,7 +27,7 @@ from brt.interop.huggingface.roberta.config import KEPT, Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
-from brt.models.flops import encoder_flops
+from brt.models.encoder import encoder_flops
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.interface import Dataset, LossInputs, Task
 from brt.tasks.report import EvaluationResult, example_indices

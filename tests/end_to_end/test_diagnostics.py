@@ -8,7 +8,7 @@ import pytest
 
 from brt import inspect
 from brt.errors import ConfigError
-from brt.layers.registration import STATE_PARTS
+from brt.layers.kinds import STATE_PARTS
 from brt.tasks.language_modeling.probe.interventions import METHODS
 from brt.training.metrics import read_metrics
 from brt.training.saved_model import load_config

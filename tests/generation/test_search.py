@@ -25,7 +25,7 @@ from brt.generation.search import (
     sample,
     search,
 )
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import SpecialTokens
 
 TOLERANCE = 1e-5  # of float32 scores
 RECORDED = arrays(Path(__file__).parent.parent / "data" / "beam_search.npz")

@@ -13,7 +13,7 @@ from brt.config import Config, Sampling, Training
 from brt.generation import session as separate
 from brt.generation.session import Session
 from brt.layers.runs import new_model_state
-from brt.ops.layer_kernel import are_separate
+from brt.ops.dense import are_separate
 from brt.types import Variables
 
 TOLERANCE = 1e-5  # of float32 logits and states of magnitude 1

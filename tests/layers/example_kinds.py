@@ -22,7 +22,7 @@ from brt.config.kinds import KindSection
 from brt.layers import kinds
 from brt.layers.basic import ONES, parameter
 from brt.layers.kinds import LayerKind
-from brt.layers.state import LayerAux, LayerOutput
+from brt.layers.state import LayerAux, LayerOutput, state_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,7 @@ class Toy(nn.Module):
 
 TOY = LayerKind(
     Toy,
-    lambda model, batch, dtype: ToyState(jnp.zeros((batch, model.model_dim), jnp.float32)),
-    lambda model: ToyState(("lanes", None)),  # type: ignore[arg-type]
+    lambda model: ToyState(state_array((model.model_dim,), (None,), "float32")),
     parts={"state": ("total",)},
     flops=lambda model: 3 * model.model_dim,
     section=ToySection,

@@ -7,7 +7,8 @@ from model_settings import with_settings
 from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.cache import TokenProjections, with_cache
-from brt.layers.state import WindowState, new_window_state
+from brt.layers.kinds import KINDS
+from brt.layers.state import WindowState
 from brt.layers.window import WindowLayer
 
 MODEL = Model(window=2, heads=1, head_dim=1)
@@ -49,7 +50,7 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
 )
 def test_positions_have_parameters_of_their_own(positions: str, shapes: dict) -> None:
     model = Model(window=4, model_dim=8, heads=3, head_dim=2, mlp_dim=8, positions=positions)
-    x, state = jnp.zeros((1, 4, 8)), new_window_state(model, 1, jnp.dtype("float32"))
+    x, state = jnp.zeros((1, 4, 8)), KINDS["window"].new_state(model, 1, jnp.dtype("float32"))
     key, start = jax.random.key(0), jnp.ones((1, 1), bool)
     tree = jax.eval_shape(
         lambda: WindowLayer(model).init(key, x, state=state, document_start=start)

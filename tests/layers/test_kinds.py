@@ -19,10 +19,9 @@ from model_settings import with_settings
 from brt import command_line
 from brt.config import Model
 from brt.errors import ConfigError
-from brt.layers.flops import window_flops
 from brt.layers.runs import new_model_state, parts, runs
-from brt.models.decoder import Decoder, DecoderOutput, new_state
-from brt.models.flops import forward_flops_per_token
+from brt.layers.window import window_flops
+from brt.models.decoder import Decoder, DecoderOutput, forward_flops_per_token, new_state
 from brt.ops.cross_entropy import cross_entropy
 
 TOLERANCE = 1e-4  # absolute, float32; hidden vectors and logits have magnitude 1

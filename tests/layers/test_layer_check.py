@@ -3,7 +3,7 @@ breaks.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -19,7 +19,7 @@ from brt.config.kinds import KindSection
 from brt.errors import ConfigError
 from brt.layers import kinds
 from brt.layers.basic import ONES, parameter
-from brt.layers.state import LayerOutput
+from brt.layers.state import LayerOutput, state_array
 
 Layer, State = token_recurrence.DecayLayer, token_recurrence.DecayState
 MODEL = Model(
@@ -44,44 +44,23 @@ def test_correct_kinds_are_accepted() -> None:
     brt.check_layers(dataclasses.replace(MODEL, kinds=(my_layers.Echo(layers=(0,)),)))
 
 
-class DecodesAnother(Layer):
-    """A wrong layer that decodes a token to another output than it gives it in a segment."""
+def wrong(method: str, change: Callable[[LayerOutput, Any], Any]) -> type[Layer]:
+    """Returns a layer whose `method` returns what `change` makes of its output and its input x."""
 
-    def decode_step(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
-        y, state, *_ = super().decode_step(x, block=block)
-        return LayerOutput(y + 0.1 * x**2, state)
+    def changed(self: Layer, x: Any, **keywords: Any) -> Any:
+        return change(getattr(Layer, method)(self, x, **keywords), x)
 
-
-class ForgetsAfterBlock(Layer):
-    """A wrong layer that loses its state at the end of a block in decoding."""
-
-    def end_block(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
-        return LayerOutput(x, State(jnp.zeros_like(block.total)))
+    return type("Wrong", (Layer,), {method: changed})
 
 
-class ReadsLater(Layer):
-    """A wrong layer in which tokens read later tokens of their block."""
-
-    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
-        y, state, *_ = super().__call__(x, **keywords)
-        blocks = x.reshape(len(x), -1, self.model.block_length, x.shape[-1])
-        means = jnp.broadcast_to(blocks.mean(axis=2, keepdims=True), blocks.shape)
-        return LayerOutput(y + means.reshape(x.shape), state)
-
-    def begin_block(self, x: Any, *, state: Any, **_: Any) -> LayerOutput:
-        return super().begin_block(x, state=state)
+def with_zeros(output: LayerOutput, x: Any) -> LayerOutput:
+    return output._replace(state=State(jnp.zeros_like(output.state.total)))
 
 
-class ReadsOtherRows(Layer):
-    """A wrong layer in which rows of the batch read each other."""
-
-    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
-        y, state, *_ = super().__call__(x, **keywords)
-        return LayerOutput(y + x[::-1], state)
-
-    def decode_step(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
-        y, state, *_ = super().decode_step(x, block=block)
-        return LayerOutput(y + x[::-1], state)
+def with_later_tokens(output: LayerOutput, x: Any) -> LayerOutput:
+    blocks = x.reshape(len(x), -1, MODEL.block_length, x.shape[-1])
+    means = jnp.broadcast_to(blocks.mean(axis=2, keepdims=True), blocks.shape)
+    return output._replace(x=output.x + means.reshape(x.shape))
 
 
 class ReadsEarlierDocuments(Layer):
@@ -91,12 +70,12 @@ class ReadsEarlierDocuments(Layer):
         return super().__call__(x, document_start=document_start & False, **keywords)
 
 
-class DropsState(Layer):
-    """A wrong layer that loses its state at the end of a segment."""
+class ReadsOtherRows(wrong("__call__", lambda y, x: y._replace(x=y.x + x[::-1]))):
+    """A wrong layer in which rows of the batch read each other."""
 
-    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
-        y, state, *_ = super().__call__(x, **keywords)
-        return LayerOutput(y, State(jnp.zeros_like(state.total)))
+    def decode_step(self, x: Any, **keywords: Any) -> LayerOutput:
+        y = super().decode_step(x, **keywords)
+        return y._replace(x=y.x + x[::-1])
 
 
 class ReadsNextToken(Layer):
@@ -104,35 +83,6 @@ class ReadsNextToken(Layer):
 
     def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
         return super().__call__(jnp.roll(x, -1, axis=1), **keywords)
-
-
-class ReturnsTuple(Layer):
-    """A wrong layer that returns a tuple of its output and its state."""
-
-    def __call__(self, x: Any, **keywords: Any) -> Any:
-        return tuple(super().__call__(x, **keywords)[:2])
-
-
-class ReturnsFloat32(Layer):
-    """A wrong layer whose output is float32 even if its input is bfloat16."""
-
-    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
-        y, state, *_ = super().__call__(x, **keywords)
-        return LayerOutput(y.astype(jnp.float32), state)
-
-
-class ChangesDtypeOfState(Layer):
-    """A wrong layer that decodes to a state of integers."""
-
-    def end_block(self, x: Any, *, block: Any, **_: Any) -> LayerOutput:
-        return LayerOutput(x, State(block.total.astype(jnp.int32)))
-
-
-class ForgetsState(Layer):
-    """A wrong layer that returns no state at the end of a block."""
-
-    def end_block(self, x: Any, **_: Any) -> LayerOutput:
-        return LayerOutput(x, None)
 
 
 class NamesOneAxis(Layer):
@@ -150,17 +100,22 @@ class NamesNoAxis(Layer):
         self.weight = parameter(self, "weight", (self.model.model_dim,), ("width",), ONES)
 
 
+ONE_CALL = "two calls of __call__, one after the other, must return what one call"
+TOKEN_BY_TOKEN = "begin_block, decode_step and end_block together must return what"
+
+
 @pytest.mark.parametrize(
     ("module", "rule"),
     [
-        (DropsState, "two calls of __call__, one after the other, must return what one call"),
+        (wrong("__call__", with_zeros), ONE_CALL),
         (ReadsNextToken, "__call__ must not let a token read a later one"),
-        (ReadsLater, "__call__ must not let a token read a later one"),
+        (wrong("__call__", with_later_tokens), "__call__ must not let a token read a later one"),
         (ReadsOtherRows, "__call__ must not let a row of the batch read another one"),
         (ReadsEarlierDocuments, "__call__ must not read anything from before a block with"),
-        (DecodesAnother, "begin_block, decode_step and end_block together must return what"),
-        (ForgetsAfterBlock, "begin_block, decode_step and end_block together must return what"),
+        (wrong("decode_step", lambda y, x: y._replace(x=y.x + 0.1 * x**2)), TOKEN_BY_TOKEN),
+        (wrong("end_block", with_zeros), TOKEN_BY_TOKEN),
     ],
+    ids=str,
 )
 def test_the_rule_that_a_kind_breaks_is_named(module: Any, rule: str) -> None:
     replace_kind(module=module)
@@ -178,13 +133,18 @@ def test_a_kind_that_reads_only_the_first_token_of_a_chunk_is_refused() -> None:
     ("module", "sentence"),
     [
         (NamesOneAxis, r"the parameter 'weight' of NamesOneAxis has the shape \(16, 16\) and the"),
-        (ForgetsState, r"end_block returned NoneType in place of state, which was DecayState\(tot"),
-        (ReturnsTuple, "ReturnsTuple.__call__ returned a tuple; it must return a brt.layers"),
-        (ReturnsFloat32, r"got x as bfloat16\[.* and returned float32\[.*astype\(bfloat16\)"),
-        (ChangesDtypeOfState, r"ChangesDtypeOfState.end_block got state.total as .* int32\["),
+        (wrong("end_block", lambda y, x: LayerOutput(x, None)),
+         r"end_block returned NoneType in place of state, which was DecayState\(tot"),
+        (wrong("__call__", lambda y, x: tuple(y[:2])),
+         "Wrong.__call__ returned a tuple; it must return a brt.layers"),
+        (wrong("__call__", lambda y, x: y._replace(x=y.x.astype(jnp.float32))),
+         r"got x as bfloat16\[.* and returned float32\[.*astype\(bfloat16\)"),
+        (wrong("end_block", lambda y, x: y._replace(state=State(y.state.total.astype(jnp.int32)))),
+         r"Wrong.end_block got state.total as .* int32\["),
         (NamesNoAxis, "the parameter 'weight' of NamesNoAxis has an axis named 'width'; the names"),
     ],
-)
+    ids=str,
+)  # fmt: skip
 def test_an_output_of_another_form_is_refused_while_the_model_is_traced(
     module: Any, sentence: str
 ) -> None:
@@ -248,24 +208,12 @@ class WithoutDecorator(KindSection):
         ({"section": None}, "the LayerKind 'wrong' has no section, so no layer can be of this"),
         ({"section": WithoutKind}, "add the class variable `kind: ClassVar\\[str\\] = 'wrong'`"),
         ({"section": PlainField}, "declares the field width of the section PlainField; write, for"),
-        (
-            {"section": KindAsField},
-            "KindAsField.kind is no setting; annotate it as a class variable",
-        ),
-        (
-            {"section": WithoutDecorator},
-            "has no field `layers`; decorate the class with @dataclass",
-        ),
-        (
-            {"section": PlainField()},
-            "of the kind 'wrong' is PlainField.*; it must be a subclass of",
-        ),
+        ({"section": KindAsField}, "KindAsField.kind is no setting; annotate it as a class varia"),
+        ({"section": WithoutDecorator}, "has no field `layers`; decorate the class with @datacl"),
+        ({"section": PlainField()}, "of the kind 'wrong' is PlainField.*; it must be a subclass"),
         ({"parts": {"state": "total"}}, r"as the fields of the part 'state'; write \('total',\), "),
         ({"module": Layer.__call__}, "it must be a subclass of flax.linen.Module"),
-        (
-            {"module": HasNoBeginning},
-            "HasNoBeginning of the kind 'wrong' has no method begin_block",
-        ),
+        ({"module": HasNoBeginning}, "HasNoBeginning of the kind 'wrong' has no method begin_bl"),
         ({"module": HasOtherFields}, "must begin with the fields model, training, kernels"),
         ({"module": AcceptsFewKeywords}, "__call__ does not accept the keyword 'feedback'.*add"),
     ],
@@ -282,13 +230,13 @@ def test_a_state_without_the_fields_of_a_part_is_refused_before_training() -> No
     replace_kind(parts={"state": ("sums",)})
     with pytest.raises(ConfigError, match=r"counts a field 'sums' to the part 'state', but its"):
         brt.check_layers(MODEL)
-    replace_kind(axes=lambda model: State(("batch", None)))
-    with pytest.raises(ConfigError, match="of the kind 'decay' has an axis named 'batch'; the na"):
-        brt.check_layers(MODEL)
-    for names in ("lanes", ("lanes",)):  # The first is a tuple without its comma.
-        replace_kind(axes=lambda model, names=names: State(names))
-        with pytest.raises(ConfigError, match=r"LayerKind.axes of the kind 'decay' returns"):
+    for axes, sentence in (
+        (("batch",), "of the kind 'decay' has an axis named 'batch'; the na"),
+        (("embed", None), r"the shape \(16,\) with the names of axes \('embed', None\); give e"),
+    ):
+        replace_kind(state=lambda model, axes=axes: State(state_array((16,), axes)))
+        with pytest.raises(ConfigError, match=sentence):
             brt.check_layers(MODEL)
-    replace_kind(axes=lambda model: State(("lanes",)))
-    with pytest.raises(ConfigError, match=r"LayerKind.axes of the kind 'decay' returns"):
+    replace_kind(state=lambda model: State(jnp.zeros((1, 16))))
+    with pytest.raises(ConfigError, match="describe every array by brt.layers.state.state_array"):
         brt.check_layers(MODEL)

@@ -232,7 +232,7 @@ def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
 ) -> None:
     """All blocks share the dropout mask of attention weights, with and without feedback."""
     if only_attention:
-        for module in ("attention", "mlp"):
+        for module in ("attention", "basic"):
             monkeypatch.setattr(f"brt.layers.{module}.dropout", lambda module, x, rate: x)
     model = with_settings(
         MODEL, {"layers": 1, "Recurrence.layers": (0,), "feedback": True, "dropout": 0.5}

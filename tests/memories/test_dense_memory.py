@@ -1,5 +1,8 @@
+"""Tests layers whose tokens attend to all tokens of a memory, and the gate of memorizing layers,
+which gated dense-memory layers have, too.
+"""
+
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,57 +11,63 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import with_settings
+from one_layer import (
+    LANES,
+    NOWHERE,
+    TOKENS,
+    WINDOW,
+    assert_close,
+    dependence,
+    inputs,
+    kind_of,
+    layer_params,
+    new_state,
+    one_layer,
+    read,
+)
 
 from brt.config import Model
-from brt.errors import ConfigError
+from brt.config.model import SelfAttention
 from brt.layers.kinds import KINDS
-from brt.memories import DenseMemory
-from brt.memories.dense_memory import DenseMemoryLayer, DenseState, new_dense_state
-from brt.models.flops import forward_flops_per_token
+from brt.memories import DenseMemory, Memorizing
+from brt.memories.past_tokens import counts_before
 
-TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
-LANES, WINDOW, BLOCKS = 2, 4, 4
-TOKENS = WINDOW * BLOCKS
-MODEL = Model(
-    layers=1,
-    model_dim=16,
-    heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    window=WINDOW,
-    vocab_size=8,
-    kinds=(DenseMemory(layers=(0,), size=6),),
-)
-NOWHERE = np.zeros((LANES, BLOCKS), bool)
+SIZE = 10
+MODEL = one_layer(DenseMemory(layers=(0,), size=6))
+_GATED = {
+    "heads": 4, "head_dim": 4, "positions": "rotary",
+    "attention": SelfAttention(kv_heads=2, normalize_qk=False),
+}  # fmt: skip
+# These layers read their memory through a gate, which is closed at first.
+GATED = {
+    "memorizing": one_layer(Memorizing(layers=(0,), size=32, neighbors=3, gate="tanh"), **_GATED),
+    "dense": one_layer(DenseMemory(layers=(0,), size=SIZE, gate="tanh"), **_GATED),
+}
+each_gated = pytest.mark.parametrize("model", GATED.values(), ids=GATED)
 
 
 @pytest.fixture(scope="module")
 def params(random_params: Callable) -> Any:
-    return jax.tree.map(lambda x: x[0], random_params(MODEL)["stack"]["dense_memory_0"])
+    return layer_params(random_params, MODEL)
 
 
-def inputs(seed: int = 0) -> jax.Array:
-    shape = (LANES, TOKENS, MODEL.model_dim)
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+@pytest.fixture(scope="module")
+def gated_params(random_params: Callable) -> Callable[[Model, float], Any]:
+    """Returns random parameters of a layer in which all heads have this value of the gate."""
+
+    def make(model: Model, gate: float = 0.5) -> Any:
+        found = layer_params(random_params, model)
+        return {**found, "memory_gate": jnp.full((model.heads,), gate)}
+
+    return make
 
 
-def new_state() -> DenseState:
-    return new_dense_state(MODEL, LANES, jnp.dtype("float32"))
-
-
-@functools.cache
-def compiled(model: Model) -> Callable:
-    return jax.jit(DenseMemoryLayer(model).apply)
-
-
-def read(
-    params: Any, x: jax.Array, state: DenseState, start: np.ndarray = NOWHERE,
-    model: Model = MODEL,
-) -> tuple:  # fmt: skip
-    """Returns the output and the next state of the layer for a segment."""
-    start = jnp.asarray(start)
-    output = compiled(model)({"params": params}, x, state=state, document_start=start)
-    return output[:2]
+def test_blocks_find_the_entries_of_their_document_that_fit() -> None:
+    start = jnp.array([[False, False, False], [True, False, False], [False, True, False]])
+    counts = counts_before(jnp.array([2, 5, 9]), start, added=4, size=9)
+    np.testing.assert_array_equal(counts, [[2, 6, 9, 9], [0, 4, 8, 9], [9, 0, 4, 8]])
+    counts = counts_before(jnp.array([3, 5, 6]), start, added=2, size=6, delay=1)
+    np.testing.assert_array_equal(counts, [[3, 5, 6, 6], [0, 0, 2, 4], [6, 0, 0, 2]])
 
 
 def test_a_token_reads_its_block_and_as_many_tokens_before_it_as_there_are_places(
@@ -66,47 +75,102 @@ def test_a_token_reads_its_block_and_as_many_tokens_before_it_as_there_are_place
 ) -> None:
     start = NOWHERE.copy()
     start[1, 2] = True
-    base, state = read(params, inputs(), new_state(), start)
-    changed = [
-        np.any(read(params, inputs().at[:, t].add(1.0), new_state(), start)[0] != base, -1)
-        for t in range(TOKENS)
-    ]
-    # `depends` is [lane, reading token, token that is read].
-    depends, place = np.stack(changed, axis=2), np.arange(TOKENS)
+    depends = dependence(lambda x: read(MODEL, params, x, start=start).x)
+    place = np.arange(TOKENS)
     first = place // WINDOW * WINDOW - MODEL.of(DenseMemory).size
     expected = (place[None] <= place[:, None]) & (place[None] >= first[:, None])
     np.testing.assert_array_equal(depends[0], expected)
     document = place // WINDOW >= 2
     np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
-    assert state.length.tolist() == [6, 6]
+    assert read(MODEL, params, inputs(), start=start).state.length.tolist() == [6, 6]
 
 
 def test_a_memory_of_all_is_a_window_of_all(params: Any) -> None:
     """Without positions, one softmax over the block and the memory equals that of a sliding
     window.
     """
-    model = with_settings(MODEL, {"Memorizing.size": TOKENS, "DenseMemory.size": TOKENS})
-    state = new_dense_state(model, LANES, jnp.dtype("float32"))
-    y, _ = read(params, inputs(), state, model=model)
+    model = with_settings(MODEL, {"DenseMemory.size": TOKENS})
     wide = dataclasses.replace(MODEL, window=TOKENS)
-    expected, _ = read(params, inputs(), new_state(), NOWHERE[:, :1], wide)
-    np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+    assert_close(read(model, params, inputs()).x, read(wide, params, inputs()).x)
 
 
 def test_empty_places_are_masked_or_count_as_zeros(params: Any) -> None:
-    noise = new_state()._replace(keys=new_state().keys + 1, values=new_state().values + 1)
+    new = new_state(MODEL)
+    noise = new._replace(keys=new.keys + 1, values=new.values + 1)
     for masked in (True, False):
         model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
-        y, noisy = (read(params, inputs(), s, model=model)[0] for s in (new_state(), noise))
+        y, noisy = (read(model, params, inputs(), state).x for state in (new, noise))
         np.testing.assert_array_equal(noisy, y)
-    assert np.any(read(params, inputs(), new_state())[0] != y), "zeros are looked at"
+    assert np.any(read(MODEL, params, inputs()).x != y), "zeros are looked at"
 
 
-def test_it_has_a_memory_and_no_cache_and_its_arithmetic_is_counted() -> None:
+def test_a_memory_without_a_gate_takes_the_place_of_the_cache() -> None:
     assert set(KINDS["dense_memory"].parts) == {"memory"}
-    base = Model(vocab_size=32000)
-    dense = with_settings(base, {"DenseMemory.layers": (5,), "DenseMemory.size": 8192})
-    found = forward_flops_per_token(dense) - forward_flops_per_token(base)
-    assert found == 4 * 1024 * (8192 + 256 - 512)
-    with pytest.raises(ConfigError, match=r"DenseMemory.layers = \(0,\) cannot"):
-        with_settings(MODEL, {"layers": 2, "Recurrence.layers": (1,), "feedback": True})
+
+
+@each_gated
+def test_tokens_beyond_the_window_are_read_by_their_content(
+    model: Model, gated_params: Callable
+) -> None:
+    """The order of the memory's tokens has no effect, although the window has rotary positions."""
+    params = gated_params(model)
+    state = read(model, params, inputs(1)).state
+    old = state.keys.shape[2] - WINDOW
+    order = np.r_[np.random.default_rng(0).permutation(old), old : old + WINDOW]
+    # All tokens of the memory belong to the document.
+    noise = jnp.asarray(np.random.default_rng(1).normal(size=state.keys.shape), jnp.float32)
+    full = state._replace(keys=noise, values=noise, length=jnp.full(LANES, state.keys.shape[2]))
+    moved = full._replace(keys=full.keys[:, :, order], values=full.values[:, :, order])
+    block = inputs()[:, :WINDOW]
+    y = read(model, params, block, full).x
+    assert_close(read(model, params, block, moved).x, y)
+    other = full._replace(values=full.values.at[:, :, :old].multiply(2))
+    assert np.abs(read(model, params, block, other).x - y).max() > 0.01
+
+
+@pytest.mark.parametrize("attend_to_self", [True, False])
+def test_the_memory_stands_right_behind_the_window(
+    attend_to_self: bool, gated_params: Callable
+) -> None:
+    """The token that has just left the window is read as in a window that is one token longer."""
+    settings = {"Window.block": 1, "Window.attend_to_self": attend_to_self}
+    gated = with_settings(GATED["dense"], settings)
+    longer = with_settings(gated, {"window": WINDOW + 1, "DenseMemory.layers": ()})
+    params = gated_params(gated, 100.0)
+    tokens = inputs()[:, : WINDOW + (1 if attend_to_self else 2)]
+    expected = read(longer, {"tokens": params["tokens"]}, tokens).x
+    assert_close(read(gated, params, tokens).x, expected)
+    shut = read(gated, {**params, "memory_gate": 0 * params["memory_gate"]}, tokens).x
+    assert np.abs(shut - expected)[:, -1].max() > 0.01
+
+
+def test_an_open_gate_and_no_positions_are_the_layer_without_a_gate(
+    gated_params: Callable,
+) -> None:
+    """Both layers then take one softmax over the block and the memory."""
+    gated = dataclasses.replace(GATED["dense"], positions="none")
+    dense, params = with_settings(gated, {"DenseMemory.gate": "none"}), gated_params(gated, 100.0)
+    expected = read(dense, {"tokens": params["tokens"]}, inputs()).x
+    assert_close(read(gated, params, inputs()).x, expected)
+
+
+@each_gated
+def test_sinks_are_not_read_a_second_time(model: Model, gated_params: Callable) -> None:
+    """The sinks are the first block of the document, so that the memory has no other token for the
+    second block.
+    """
+    model = with_settings(model, {"Window.sinks": WINDOW})
+    shut, wide = (read(model, gated_params(model, gate), inputs()).x for gate in (0.0, 100.0))
+    assert_close(wide[:, : 2 * WINDOW], shut[:, : 2 * WINDOW])
+    assert np.abs(wide[:, -WINDOW:] - shut[:, -WINDOW:]).max() > 0.01
+
+
+@each_gated
+def test_a_gate_per_head_begins_closed_and_the_window_has_positions(model: Model) -> None:
+    model = dataclasses.replace(model, positions="t5")
+    tree = jax.eval_shape(
+        kind_of(model).module(model).init, jax.random.key(0), inputs(), state=new_state(model),
+        document_start=jnp.asarray(NOWHERE),
+    )["params"]  # fmt: skip
+    assert tree["memory_gate"].value.shape == (model.heads,)
+    assert "relative_bias" in tree["tokens"]

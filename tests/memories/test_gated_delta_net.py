@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from model_settings import with_settings
+from one_layer import layer_params, new_state
 
 from brt.config import Model
-from brt.errors import ConfigError
-from brt.layers.kinds import KINDS
-from brt.memories import GatedDeltaNet, gated_delta_net, gated_delta_rule, token_state
+from brt.memories import GatedDeltaNet, gated_delta_net, token_state
 
 HEADS, KEY, VALUE = 3, 4, 6
 MODEL = Model(
@@ -65,8 +64,7 @@ def oracle(h: np.ndarray, learned: dict[str, np.ndarray], starts: np.ndarray) ->
 
 @pytest.fixture(scope="module")
 def learned(random_params: Any) -> dict[str, jax.Array]:
-    run = random_params(MODEL)["stack"]["gated_delta_net_0"]["memory"]
-    return jax.tree.map(lambda leaf: leaf[0], run)
+    return layer_params(random_params, MODEL)["memory"]
 
 
 def document_starts() -> np.ndarray:
@@ -82,7 +80,7 @@ def test_outputs_are_those_of_the_recurrence(learned: dict[str, jax.Array]) -> N
     h = np.random.default_rng(0).normal(size=(LANES, TOKENS, MODEL.model_dim))
     starts = document_starts()
     since = token_state.tokens_since_start(jnp.asarray(starts), TOKENS)
-    state = gated_delta_net.new_delta_state(MODEL, LANES, jnp.dtype("float32"))
+    state = new_state(MODEL, LANES)
     apply = jax.jit(gated_delta_net.DeltaMemory(MODEL).apply)
     found, _ = apply({"params": learned}, jnp.asarray(h, jnp.float32), state, since)
     arrays = {name: np.asarray(value, np.float64) for name, value in learned.items()}
@@ -90,7 +88,7 @@ def test_outputs_are_those_of_the_recurrence(learned: dict[str, jax.Array]) -> N
     np.testing.assert_allclose(found, oracle(h, arrays, first), atol=TOLERANCE)
 
 
-def writes(tokens: int, seed: int = 0, *, similar: bool = False) -> gated_delta_rule.DeltaInputs:
+def writes(tokens: int, seed: int = 0, *, similar: bool = False) -> gated_delta_net.DeltaInputs:
     """Returns random tokens; `similar` ones have the same key, full strength and no decay."""
     normal = np.random.default_rng(seed).normal
     queries, keys = normal(size=(2, LANES, tokens, HEADS, KEY))
@@ -102,7 +100,21 @@ def writes(tokens: int, seed: int = 0, *, similar: bool = False) -> gated_delta_
     units = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (queries, keys))
     values = normal(size=(LANES, tokens, HEADS, VALUE))
     arrays = (*units, values, decay, strength)
-    return gated_delta_rule.DeltaInputs(*(jnp.asarray(x, jnp.float32) for x in arrays))
+    return gated_delta_net.DeltaInputs(*(jnp.asarray(x, jnp.float32) for x in arrays))
+
+
+def delta_rule_by_token(tokens: Any, state: jax.Array, since_start: jax.Array) -> tuple:
+    """Computes `delta_rule` token by token."""
+
+    def body(state: jax.Array, inputs: tuple) -> tuple[jax.Array, jax.Array]:
+        token, since = inputs
+        state = jnp.where((since == 0)[:, None, None, None], 0, state)
+        read, state = gated_delta_net.delta_step(jax.tree.map(lambda x: x[:, None], token), state)
+        return state, read[:, 0]
+
+    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, since_start))
+    state, read = jax.lax.scan(body, state, by_token)
+    return jnp.moveaxis(read, 0, 1), state
 
 
 @pytest.mark.parametrize("similar", [False, True])
@@ -115,7 +127,7 @@ def test_chunks_have_the_values_and_gradients_of_single_tokens(
     state = np.random.default_rng(1).normal(size=(LANES, HEADS, KEY, VALUE)).astype(np.float32)
 
     def by_chunks(*arguments: Any) -> Any:
-        return gated_delta_rule.delta_rule(*arguments, chunk=chunk)
+        return gated_delta_net.delta_rule(*arguments, chunk=chunk)
 
     def results(rule: Any) -> Any:
         def loss(tokens: Any, state: Any) -> tuple:
@@ -126,7 +138,7 @@ def test_chunks_have_the_values_and_gradients_of_single_tokens(
         (_, outputs), gradients = jax.jit(graded)(writes(tokens, similar=similar), state)
         return outputs, gradients
 
-    one, other = results(by_chunks), results(gated_delta_rule.delta_rule_by_token)
+    one, other = results(by_chunks), results(delta_rule_by_token)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE), one, other)
 
 
@@ -139,9 +151,9 @@ def test_extreme_decays_and_keys_of_zeros_give_finite_gradients() -> None:
 
     @jax.jit
     @jax.grad
-    def gradients(tokens: gated_delta_rule.DeltaInputs) -> jax.Array:
+    def gradients(tokens: gated_delta_net.DeltaInputs) -> jax.Array:
         state = jnp.ones((LANES, HEADS, KEY, VALUE))
-        return sum(jnp.sum(x) for x in gated_delta_rule.delta_rule(tokens, state, since, chunk=16))
+        return sum(jnp.sum(x) for x in gated_delta_net.delta_rule(tokens, state, since, chunk=16))
 
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients(tokens)))
 
@@ -151,12 +163,12 @@ def test_the_inverse_of_a_triangular_matrix_has_its_gradient(size: int) -> None:
     below = np.tril(np.random.default_rng(0).uniform(-1, 1, size=(2, size, size)), -1) / 2
     exact = np.linalg.inv(np.eye(size)[None] + below)
     below = jnp.asarray(below, jnp.float32)
-    np.testing.assert_allclose(gated_delta_rule.unit_lower_inverse(below), exact, atol=TOLERANCE)
+    np.testing.assert_allclose(gated_delta_net.unit_lower_inverse(below), exact, atol=TOLERANCE)
 
     def loss(inverse: Any) -> Any:
         return lambda x: jnp.sum(jnp.sin(inverse(x)))
 
-    one = jax.grad(loss(gated_delta_rule.unit_lower_inverse))(below)
+    one = jax.grad(loss(gated_delta_net.unit_lower_inverse))(below)
     other = jax.grad(loss(lambda x: jnp.linalg.inv(jnp.eye(size)[None] + x)))(below)
     np.testing.assert_allclose(one, other, atol=1e-4 * np.abs(other).max())
 
@@ -166,7 +178,7 @@ def test_bfloat16_keeps_matrices_in_float32(learned: dict[str, jax.Array]) -> No
     since = token_state.tokens_since_start(jnp.asarray(document_starts()), TOKENS)
     found = []
     for dtype in ("float32", "bfloat16"):
-        state = gated_delta_net.new_delta_state(MODEL, LANES, jnp.dtype(dtype))
+        state = new_state(MODEL, LANES, dtype)
         apply = jax.jit(gated_delta_net.DeltaMemory(MODEL).apply)
         read, state = apply({"params": learned}, jnp.asarray(h, dtype), state, since)
         assert (read.dtype, state.matrices.dtype, state.inputs.dtype) == (dtype, "float32", dtype)
@@ -178,19 +190,8 @@ def test_bfloat16_keeps_matrices_in_float32(learned: dict[str, jax.Array]) -> No
 def test_heads_decay_at_different_rates_at_first() -> None:
     m = with_settings(MODEL, {"GatedDeltaNet.heads": 64})
     since = jnp.zeros((1, 4), jnp.int32)
-    state = gated_delta_net.new_delta_state(m, 1, jnp.dtype("float32"))
+    state = new_state(m, 1)
     h = jnp.zeros((1, 4, m.model_dim))
     params = nn.meta.unbox(gated_delta_net.DeltaMemory(m).init(jax.random.key(0), h, state, since))
     log = -np.exp(params["params"]["rate"]) * jax.nn.softplus(params["params"]["step_bias"])
     assert (-1.6 <= log).all() and (log <= -1e-3 * 0.99).all() and np.log(-log).std() > 0.5
-
-
-def test_feedback_is_refused_and_the_flops_of_a_memory_are_counted() -> None:
-    with pytest.raises(ConfigError, match="which GatedDeltaNet.layers"):
-        with_settings(MODEL, {"layers": 2, "Recurrence.layers": (1,), "feedback": True})
-    own = 2 * 16 * HEADS * (2 * KEY + 3 * VALUE + 2) + 8 * HEADS * (2 * KEY + VALUE)
-    own += 6 * HEADS * KEY * VALUE
-    assert KINDS["gated_delta_net"].flops(MODEL) == own + 4 * 16 * 16
-    beside = with_settings(MODEL, {"GatedDeltaNet.layers": (), "GatedDeltaNet.window_layers": (0,)})
-    window = KINDS["window"].flops(beside)
-    assert KINDS["window_gated_delta_net"].flops(beside) == own + window

@@ -1,5 +1,4 @@
 import functools
-import inspect
 import re
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from brt.layers.basic import remat_policy
-from brt.memories import memory_attention as xla
-from brt.memories.memory_attention import find_neighbors, memory_attention
+from brt.memories import memorizing as xla
+from brt.memories.memorizing import find_neighbors, memory_attention
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, HEADS, SIZE, WIDTH, WINDOW, BLOCKS, NEIGHBORS = 2, 2, 24, 4, 6, 3, 4
@@ -148,15 +147,6 @@ def test_scores_never_exist_at_once() -> None:
     # At most a third of the bytes of all scores.
     allowed = slice_of_keys + 3 * 4 * xla.AT_ONCE + 2**24
     assert compiled.memory_analysis().temp_size_in_bytes < allowed < 4 * heads * size * tokens / 3
-
-
-def test_an_unknown_implementation_is_refused() -> None:
-    # The suite's type checks would reject the name first.
-    unchecked = inspect.unwrap(memory_attention)
-    with pytest.raises(NotImplementedError, match="no implementation 'pallas'; it has .*'xla'"):
-        unchecked(
-            *arrays(), jnp.asarray(COUNTS), size=SIZE, neighbors=NEIGHBORS, implementation="pallas"
-        )
 
 
 @pytest.mark.parametrize("search", ["exact", "bucketed"])

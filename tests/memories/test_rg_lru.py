@@ -6,16 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_settings import with_settings
 
-from brt.config import Model
-from brt.errors import ConfigError
-from brt.memories import RGLRU, rg_lru, token_state
+from brt.memories import rg_lru, token_state
 
-MODEL = Model(
-    layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=4, dtype="float32",
-    vocab_size=32, kinds=(RGLRU(layers=(0,), width=12),),
-)  # fmt: skip
 LANES, BLOCKS, LENGTH, HEADS, SIZE = 2, 4, 4, 2, 6
 TOKENS = BLOCKS * LENGTH
 
@@ -113,10 +106,3 @@ def test_closed_gates_give_finite_gradients() -> None:
         return sum(jnp.sum(part) for part in rg_lru.recurrence_coefficients(*given))
 
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients((x, gates))))
-
-
-def test_widths_that_heads_cannot_share_are_refused() -> None:
-    with pytest.raises(ConfigError, match="RGLRU.width = 13 must be a multiple of Model.heads = 2"):
-        with_settings(MODEL, {"RGLRU.width": 13})
-    with pytest.raises(ConfigError, match="which RGLRU.layers"):
-        with_settings(MODEL, {"layers": 2, "Recurrence.layers": (1,), "feedback": True})

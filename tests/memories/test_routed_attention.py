@@ -135,24 +135,6 @@ def test_the_public_codes_routing_fails_the_same_test() -> None:
     assert not np.all(np.any(top_w(q, w=TOKENS // CLUSTERS), axis=1)), "some tokens read nothing"
 
 
-def test_a_document_does_not_depend_on_what_was_read_before_it() -> None:
-    start = NOWHERE.copy()
-    start[0, 0] = start[1, 2] = True
-    results = []
-    for seed in (1, 2):
-        _, rings = read(routed(queries(seed)))
-        first = np.where(np.arange(TOKENS) < 2 * WINDOW, seed, 0)[None, :, None, None]
-        first = np.where(np.arange(LANES)[:, None, None, None] == 1, first, 0)
-        results.append(read(routed(jnp.where(first > 0, queries(seed), queries())), rings, start))
-    (y, rings), (other, others) = results
-    np.testing.assert_array_equal(y[0], other[0])
-    np.testing.assert_array_equal(y[1, 2 * WINDOW :], other[1, 2 * WINDOW :])
-    assert np.any(y[1, : 2 * WINDOW] != other[1, : 2 * WINDOW])
-    jax.tree.map(np.testing.assert_array_equal, rings, others)
-    fresh, _ = read(routed(queries()))
-    np.testing.assert_array_equal(y[0], fresh[0])
-
-
 def test_there_is_room_for_documents_of_a_block_each_behind_full_rings() -> None:
     """Uses the most clusters and documents possible, none of which fills its last chunk."""
     rings = Rings(*(x + 1 for x in new_rings()[:2]), new_rings().filled + KEPT)

@@ -12,9 +12,9 @@ import pytest
 from brt.config import Attention, Encoder, Kernels
 from brt.errors import ConfigError
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES, kind_of_length
-from brt.layers.encoder import Inputs
 from brt.layers.transformer import EncoderLayer, SharedInputs, of_encoder
 from brt.models import encoder, seq2seq
+from brt.models.encoder import Inputs, depthwise_convolution
 
 KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])
 TOKENS = Encoder(
@@ -294,3 +294,35 @@ def test_inputs_that_do_not_fit_are_refused(
 def test_settings_that_cannot_work_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Encoder(**settings)
+
+
+@pytest.mark.slow_cases("9")
+@pytest.mark.parametrize("tokens", [9, 2])
+def test_each_channel_is_convolved_on_its_own(tokens: int) -> None:
+    """Compares with NumPy's `convolve`, which reverses the kernel. One case has fewer tokens than
+    the kernel is wide.
+    """
+    rng = np.random.default_rng(0)
+    x, kernel, ct = (rng.normal(size=s) for s in ((2, tokens, 3), (5, 3), (2, tokens, 3)))
+    arrays = [jnp.asarray(a, jnp.float32) for a in (x, kernel)]
+    expected, of_x, of_kernel = np.zeros_like(x), np.zeros_like(x), np.zeros_like(kernel)
+    for b, d in np.ndindex(2, 3):
+        expected[b, :, d] = np.convolve(x[b, :, d], kernel[::-1, d])[2 : 2 + tokens]
+        of_x[b, :, d] = np.convolve(ct[b, :, d], kernel[:, d])[2 : 2 + tokens]
+        of_kernel[:, d] += np.correlate(np.pad(x[b, :, d], 2), ct[b, :, d], "valid")
+
+    @jax.jit
+    def both_passes(ct: jax.Array, *arrays: jax.Array) -> tuple:
+        y, backward = jax.vjp(depthwise_convolution, *arrays)
+        return y, *backward(ct)
+
+    y, dx, dk = both_passes(jnp.asarray(ct, jnp.float32), *arrays)
+    for found, wanted in ((y, expected), (dx, of_x), (dk, of_kernel)):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_what_is_computed_has_the_dtype_of_the_inputs() -> None:
+    x, kernel = jnp.ones((1, 4, 2), jnp.bfloat16), jnp.ones((3, 2))
+    y = depthwise_convolution(x, kernel)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(y[0, :, 0], np.float32), [2, 3, 3, 2])

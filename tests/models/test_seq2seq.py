@@ -15,7 +15,7 @@ from brt.config import Attention, Config, CrossAttention, Seq2Seq, Training
 from brt.config import Pairs as Documents
 from brt.errors import ConfigError
 from brt.models import seq2seq
-from brt.models.targets import SpecialTokens, shift_right
+from brt.models.seq2seq import SpecialTokens, shift_right
 from brt.ops.cross_entropy import token_scores
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1

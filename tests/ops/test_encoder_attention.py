@@ -11,7 +11,7 @@ from brt.ops.encoder_attention import (
     global_key_bias,
     reference,
 )
-from brt.ops.relative_bias import bias_tile, relative_buckets
+from brt.ops.positions import bias_tile, relative_buckets
 
 HEADS, SIZE, GLOBALS = 2, 4, 3
 

@@ -19,7 +19,7 @@ from brt.config import Attention, CrossAttention
 from brt.config.kernels import OPERATIONS
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq import cross_config
-from brt.memories.memory_attention import memory_attention
+from brt.memories.memorizing import memory_attention
 from brt.memories.routed_attention import Rings, RoutedTokens, rings_after, routed_attention
 from brt.ops import (
     attention_baselines,

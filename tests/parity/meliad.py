@@ -34,20 +34,15 @@ _TOKENS = {
     "mlp_in": "tbase/ffn/hidden0/kernel",
     "mlp_out": "tbase/ffn/output_layer/kernel",
 }
+# A cell has most of these arrays, too.
 _CELL = {
     "initial": "recurrent_initial_state",
-    "norm": "recurrent_tbase/_kvq/pre_attn_layernorm/scale",
     "ids": "recurrent_tbase/_kvq/position_embeddings",
-    "keys": "recurrent_tbase/_kvq/keys_layer/kernel",
-    "values": "recurrent_tbase/_kvq/values_layer/kernel",
-    "queries": "recurrent_tbase/_kvq/queries_layer/kernel",
-    "cross_queries": "recurrent_tbase/_kvq/queries2_layer/kernel",
-    "scale": "recurrent_tbase/_kvq/attention_scale",
-    "cross_scale": "recurrent_tbase/attention_scale2",
-    "output": "recurrent_tbase/post_attn_mlp/output_layer/kernel",
-    "mlp_norm": "recurrent_tbase/pre_ffn_layernorm/scale",
-    "mlp_in": "recurrent_tbase/ffn/hidden0/kernel",
-    "mlp_out": "recurrent_tbase/ffn/output_layer/kernel",
+    **{
+        ours: f"recurrent_{theirs}"
+        for ours, theirs in _TOKENS.items()
+        if theirs.startswith("tbase")
+    },
 }
 _GATE = {
     "bias": ("gate_bias", "gate_layer/bias"),

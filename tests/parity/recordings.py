@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # The names of the files of each kind begin with these prefixes. The keys are the arguments of the
@@ -60,3 +62,20 @@ def assert_close(
     scale = max(scale or float(np.abs(expected).max()), 1e-3)
     error = float(np.abs(np.asarray(actual) - expected).max()) / scale
     assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"
+
+
+def assert_trees_close(actual: Any, expected: Any, name: str) -> None:
+    """Compares two trees of equal structure, as `assert_close` does."""
+
+    def compare(path: tuple, one: jax.Array, other: np.ndarray) -> None:
+        assert_close(one, other, f"{name} of {jax.tree_util.keystr(path)}")
+
+    jax.tree.map_with_path(compare, actual, expected)
+
+
+def nats_of_next_tokens(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the loss of the original codes: the sum of nats over pairs of tokens above 0."""
+    targets = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
+    scored = (tokens > 0) & (targets > 0)
+    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+    return jnp.sum(nats[..., 0] * scored)

@@ -14,17 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
 from model_settings import with_settings
-from recordings import Golden, assert_close
+from recordings import Golden, assert_close, assert_trees_close, nats_of_next_tokens
 from test_melodi import layer_parameters, starts
 
 from brt.config import Model
 from brt.config.model import MLP
-from brt.layers.state import new_window_state
+from brt.layers.kinds import KINDS
 from brt.layers.window import WindowLayer
 from brt.memories import DenseMemory
-from brt.memories.dense_memory import DenseMemoryLayer, DenseState, new_dense_state
+from brt.memories.dense_memory import DenseMemoryLayer, DenseState
 from brt.models import decoder
 from brt.ops.normalization import rms_norm
 
@@ -86,9 +85,7 @@ def test_a_dense_memory_layer_equals_the_recordings(dense_layer_file: Path) -> N
     scale = float(np.abs(golden["ys"] * golden["ct"]).sum())
     assert_close(value, golden["loss"], "loss", scale)
     assert_close(grad_xs, golden["grad_xs"], "gradient of xs")
-    expected = flatten_dict(layer_parameters(golden.under("grad_params"), model), sep="/")
-    for name, gradient in flatten_dict(grads, sep="/").items():
-        assert_close(gradient, expected[name], f"gradient of {name}")
+    assert_trees_close(grads, layer_parameters(golden.under("grad_params"), model), "gradient")
     (_, (ys, state)), _ = value_and_grad(
         params, jnp.asarray(golden["xs2"]), state, starts(golden["start2"], tokens, model)
     )
@@ -133,16 +130,13 @@ def test_a_stack_with_dense_memory_equals_the_recordings(dense_stack_file: Path)
             x = x + y if model is dense else y
             after.append(own)
         logits = decoder.logits(xl, params["embedding"], rms_norm(x, params["norm"]))
-        targets = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
-        scored = (tokens > 0) & (targets > 0)
-        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
-        return jnp.sum(nats[..., 0] * scored), (logits, tuple(after))
+        return nats_of_next_tokens(logits, tokens), (logits, tuple(after))
 
     params, kind = parameters(golden.under("params")), jnp.dtype("float32")
     batch = len(golden["start1"])
-    fresh = new_window_state(xl, batch, kind)
+    fresh = KINDS["window"].new_state(xl, batch, kind)
     states: tuple = tuple(
-        new_dense_state(dense, batch, kind) if model is dense else fresh
+        KINDS["dense_memory"].new_state(dense, batch, kind) if model is dense else fresh
         for model in layers.values()
     )
     for segment, gradients in (("1", "grad_params"), ("2", "grad_params2")):
@@ -152,6 +146,4 @@ def test_a_stack_with_dense_memory_equals_the_recordings(dense_stack_file: Path)
         assert_close(value, golden["loss" + segment], "loss")
         folder = f"state{segment}/layer_stack/side_layer"
         check_memory(states[[*layers].index("side_layer")], golden.under(folder), folder)
-        expected = flatten_dict(parameters(golden.under(gradients)), sep="/")
-        for name, gradient in flatten_dict(grads, sep="/").items():
-            assert_close(gradient, expected[name], f"gradient {segment} of {name}")
+        assert_trees_close(grads, parameters(golden.under(gradients)), f"gradient {segment}")

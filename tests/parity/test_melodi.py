@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
-from recordings import Golden, assert_close
+from flax.traverse_util import unflatten_dict
+from recordings import Golden, assert_close, assert_trees_close, nats_of_next_tokens
 
 from brt.config import Model
 from brt.config.model import MLP
@@ -154,9 +154,7 @@ def test_summary_layers_equal_the_recordings(melodi_layer_file: Path) -> None:
     assert_close(grad_stream.x, golden["grad_xs"], "gradient of xs")
     grad_us = grad_stream.summaries.reshape(golden["us"].shape)
     assert_close(grad_us, golden["grad_us"], "gradient of summaries")
-    expected = flatten_dict(layer_parameters(golden.under("grad_params"), model), sep="/")
-    for name, gradient in flatten_dict(grads, sep="/").items():
-        assert_close(gradient, expected[name], f"gradient of {name}")
+    assert_trees_close(grads, layer_parameters(golden.under("grad_params"), model), "gradient")
 
     (_, (ys, us, state)), _ = value_and_grad(
         params, stream("2"), state, starts(golden["start2"], tokens, model)
@@ -197,10 +195,7 @@ def test_stacks_of_summary_layers_equal_the_recordings(melodi_stack_file: Path) 
     def value_and_grad(params: Any, state: Any, tokens: jax.Array, start: jax.Array) -> tuple:
         hidden, state, *_ = Decoder(model).apply({"params": params}, tokens, state, start)
         logits = decoder.logits(model, params["embedding"], hidden)
-        targets = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
-        scored = (tokens > 0) & (targets > 0)
-        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
-        return jnp.sum(nats[..., 0] * scored), (logits, state)
+        return nats_of_next_tokens(logits, tokens), (logits, state)
 
     params = parameters(golden.under("params"))
     state = decoder.new_state(model, len(golden["start1"]))
@@ -215,6 +210,4 @@ def test_stacks_of_summary_layers_equal_the_recordings(melodi_stack_file: Path) 
                 own = jax.tree.map(lambda leaf, place=place: leaf[:, place], run_state)
                 folder = f"state{segment}/layer_stack/melodi_layers_{i}"
                 check_state(own, golden.under(folder), folder)
-        expected = flatten_dict(parameters(golden.under(gradients)), sep="/")
-        for name, gradient in flatten_dict(grads, sep="/").items():
-            assert_close(gradient, expected[name], f"gradient {segment} of {name}")
+        assert_trees_close(grads, parameters(golden.under(gradients)), f"gradient {segment}")

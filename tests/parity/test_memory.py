@@ -7,11 +7,11 @@ import numpy as np
 from recordings import arrays
 
 from brt.config import Model
-from brt.memories import DenseMemory, Memorizing
-from brt.memories.memorizing import new_memory_state
-from brt.memories.memory_attention import attend_to_neighbors, find_neighbors
+from brt.layers.kinds import KINDS
+from brt.memories import Memorizing
+from brt.memories.memorizing import attend_to_neighbors, find_neighbors
 from brt.memories.past_tokens import MemoryState, memory_and_segment, state_after_segment
-from brt.ops.gathering import take
+from brt.ops.top_k import take
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 
@@ -34,12 +34,9 @@ def test_bucketed_search_equals_the_recordings(knn_file: Path) -> None:
         heads=heads,
         head_dim=width,
         window=written,
-        kinds=(
-            Memorizing(size=3 * written, neighbors=neighbors, search="bucketed"),
-            DenseMemory(size=3 * written),
-        ),
+        kinds=(Memorizing(size=3 * written, neighbors=neighbors, search="bucketed"),),
     )
-    state = new_memory_state(model, lanes, jnp.dtype("float32"))
+    state = KINDS["memorizing"].new_state(model, lanes, jnp.dtype("float32"))
     for n in (1, 2):
         past = memory_and_segment(state, jnp.asarray(golden[f"k{n}"]), jnp.asarray(golden[f"v{n}"]))
         state = state_after_segment(

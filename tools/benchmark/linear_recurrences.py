@@ -21,7 +21,7 @@ from brt.config import Model
 from brt.layers.sections import Recurrence
 from brt.memories.gated_delta_net import GatedDeltaNet
 from brt.memories.rg_lru import RGLRU
-from brt.models.flops import forward_flops_per_token
+from brt.models.decoder import forward_flops_per_token
 from brt.training.state import parameter_counts
 
 LAYER = (2,)

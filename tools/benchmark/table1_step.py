@@ -18,7 +18,7 @@ from lm_step import Contestant
 from brt import allocator
 from brt.config import Model
 from brt.layers.sections import Recurrence
-from brt.models.flops import forward_flops_per_token
+from brt.models.decoder import forward_flops_per_token
 from brt.training.state import parameter_counts
 
 SIZES = {

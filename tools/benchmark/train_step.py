@@ -29,7 +29,7 @@ from brt import command_line
 from brt.config import Config
 from brt.distributed.mesh import by_lane, use
 from brt.errors import ConfigError
-from brt.models.flops import forward_flops_per_token
+from brt.models.decoder import forward_flops_per_token
 from brt.ops import compiler_options
 from brt.training import run as runs
 from brt.training.layer_forms import LayerForms

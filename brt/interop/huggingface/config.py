@@ -14,7 +14,7 @@ from brt.config_io import checked_field, config_from_json, config_json
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import unread
 from brt.interop.huggingface.causal.config import FAMILIES
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import SpecialTokens
 
 # An export writes brt's settings of cross-attention into config.json under this key. transformers
 # ignores keys that it does not know, but writes them again when it saves the model.

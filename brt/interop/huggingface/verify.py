@@ -15,7 +15,7 @@ import numpy as np
 from brt.errors import CheckpointError
 from brt.interop.huggingface.config import Described
 from brt.models import seq2seq
-from brt.models.targets import shift_right
+from brt.models.seq2seq import shift_right
 
 # Float32 logits of the same weights may differ by this number, relative to the largest logit.
 LOGIT_TOLERANCE = 1e-4

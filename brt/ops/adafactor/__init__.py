@@ -2,5 +2,5 @@
 
 from brt.ops.adafactor.api import adafactor as adafactor
 from brt.ops.adafactor.api import has_kernel as has_kernel
-from brt.ops.adafactor.reference import MOMENTUM as MOMENTUM
-from brt.ops.adafactor.reference import Moments as Moments
+from brt.ops.adafactor.xla import MOMENTUM as MOMENTUM
+from brt.ops.adafactor.xla import Moments as Moments

@@ -3,8 +3,8 @@
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
-from brt.ops.adafactor import pallas_tpu, reference, xla
-from brt.ops.adafactor.reference import Moments, Updated
+from brt.ops.adafactor import pallas_tpu, xla
+from brt.ops.adafactor.xla import Moments, Updated
 from brt.ops.dispatch import Implementation, Op
 
 OP = Op(
@@ -15,7 +15,7 @@ OP = Op(
         Implementation(
             "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=pallas_tpu.refusal
         ),
-        Implementation("reference", reference.adafactor, auto=()),
+        Implementation("reference", xla.reference, auto=()),
     ),
 )
 

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.gathering import take
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.top_k import top_k
+from brt.ops.top_k import take, top_k
 
 
 class Centroids(NamedTuple):

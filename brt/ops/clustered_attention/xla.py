@@ -23,11 +23,10 @@ from brt.ops.clustered_attention.members import (
 )
 from brt.ops.clustered_attention.relative import mean_bias, pair_bias
 from brt.ops.dropout import Dropout
-from brt.ops.gathering import take
 from brt.ops.partial_attention import AttentionPart, attend_to_part
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
-from brt.ops.top_k import top_k
+from brt.ops.top_k import take, top_k
 
 
 class BestKeys(NamedTuple):

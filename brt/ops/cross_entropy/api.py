@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.cross_entropy import pallas_tpu, reference, xla, xla_cpu
-from brt.ops.cross_entropy.scored import TokenScores
+from brt.ops.cross_entropy.chunks import TokenScores
 from brt.ops.dispatch import Implementation, Op
 
 SCORES = Op(

@@ -1,13 +1,22 @@
-"""Chunks of C tokens of a row, whose logits are computed one chunk after the other."""
+"""Scores of tokens, and chunks of C tokens of a row, whose logits are computed one by one."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed.rules import shard_count
-from brt.ops.cross_entropy.scored import TokenScores
+
+
+class TokenScores(NamedTuple):
+    """Scores of the target tokens."""
+
+    nats: Float[Array, "B T"]  # the negative log probability of the target
+    # Whether the target is the most probable token. If another token is equally probable, the value
+    # depends on the implementation.
+    right: Bool[Array, "B T"]
 
 
 def chunk_length(tokens: int, limit: int) -> int:

@@ -6,6 +6,16 @@ the gradient of the tokens' vectors needs. The kernel computes this mean as atte
 embedding as keys and values. The backward kernel recomputes each tile for the gradient of the
 embedding. Plain XLA reads and writes all logits four times, which takes longer than the additional
 matrix product of the kernels.
+
+The logits have rows (tokens) and columns (entries of the vocabulary). For each group of rows, the
+forward kernel processes the tiles of all columns one after the other. For each row, the kernel
+keeps a running maximum, which is equal in all lanes of a register, and sums of exponentials
+relative to this maximum. The sums are over all entries of the vocabulary except the target.
+Otherwise 1 - p, where p is the probability of the target, and the gradient would be differences of
+two nearly equal numbers if the target is likely.
+
+For each group of columns, the backward kernel processes the tiles of all rows one after the other.
+Its tiles are transposed, columns x rows, so that an array with a number per token is a row vector.
 """
 
 import functools
@@ -20,8 +30,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
 from brt.ops import tpu
-from brt.ops.cross_entropy import tpu_kernels
-from brt.ops.cross_entropy.scored import TokenScores
+from brt.ops.cross_entropy.chunks import TokenScores
+from brt.ops.softmax import MASKED
+from brt.ops.tpu import NN, NT, dot_float32
 
 # These are upper limits of the rows (tokens) and columns (entries of the vocabulary) of a tile of
 # logits. Each combination of a limit of rows and a limit of columns gives a size of tiles. The
@@ -174,7 +185,7 @@ def _run_forward(
 
     Returns:
       The results of tokens, and what gradients need in addition: the probability of all other
-        tokens, and with `learns` their mean embedding (see `tpu_kernels.forward`).
+        tokens, and with `learns` their mean embedding (see `_forward_kernel`).
     """
     rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
     grid = targets.size // rows, len(embedding) // columns
@@ -184,7 +195,7 @@ def _run_forward(
     mean = jax.ShapeDtypeStruct((targets.size, width), hidden.dtype)
     wide = pltpu.VMEM((rows, width), jnp.float32)
     results = pl.pallas_call(
-        functools.partial(tpu_kernels.forward, scale=scale),
+        functools.partial(_forward_kernel, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
             grid=grid,
@@ -214,7 +225,7 @@ def _embedding_gradient(
     table = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
     row_spec = pl.BlockSpec((1, rows), lambda j, i: (0, i))
     return pl.pallas_call(
-        functools.partial(tpu_kernels.backward, scale=scale),
+        functools.partial(_backward_kernel, scale=scale),
         grid=grid,
         in_specs=[pl.BlockSpec((rows, width), lambda j, i: (i, 0)), table, *[row_spec] * 4],
         out_specs=table,
@@ -283,3 +294,99 @@ def _largest(size: int, limit: int) -> int:
     """Returns the largest divisor of `size` up to `limit`, a multiple of 128 if possible."""
     unit = tpu.LANES if size % tpu.LANES == 0 else 1
     return next(n for n in range(limit - limit % unit, 0, -unit) if size % n == 0)
+
+
+def _forward_kernel(
+    hidden: Any, embedding: Any, targets: Any, lse: Any, chosen: Any, top: Any, rest: Any,
+    *places: Any, scale: float,
+) -> None:  # fmt: skip
+    """Adds the contribution of a tile of logits, of R tokens and C columns of the vocabulary, to
+    sums in scratch memory.
+
+    The tile with the first columns of the vocabulary resets the sums beforehand, and the tile with
+    the last columns writes the outputs afterwards.
+
+    Args:
+      hidden: [R, D], the vectors of the tokens.
+      embedding: [C, D], the embeddings of the columns.
+      targets: [R, 1], as are the outputs `lse`, `chosen`, `top` and `rest`.
+      lse: the log-sum-exp of all logits.
+      chosen: the target's logit.
+      top: the largest logit of the other tokens of the vocabulary.
+      rest: the sum of the probabilities of the other tokens of the vocabulary.
+      *places: float32 scratch memory for the largest logits, the sums of exponentials and the
+        logits of the targets. If the mean of the other tokens' embeddings, weighted by probability,
+        is computed as well, its output comes before these three, and scratch memory for it after
+        them.
+    """
+    mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
+    column, lanes = pl.program_id(1), highest.shape[1]
+    columns = len(embedding)
+
+    @pl.when(column == 0)
+    def _() -> None:
+        highest[...] = jnp.full_like(highest, MASKED)
+        for x in (others, results, sums):
+            if x is not None:
+                x[...] = jnp.zeros_like(x)
+
+    tile = dot_float32(hidden[...], embedding[...], NT) * scale
+    starts = range(0, columns, lanes)
+    own = targets[...] - column * columns
+    own = own - jax.lax.broadcasted_iota(jnp.int32, (len(hidden), lanes), 1)
+    parts = [(tile[:, i : i + lanes], own == i) for i in starts]
+    results[...] += sum(jnp.where(hit, part, 0.0) for part, hit in parts)
+    rivals = [jnp.where(hit, MASKED, part) for part, hit in parts]
+    before = highest[...]
+    row_max = jnp.max(functools.reduce(jnp.maximum, rivals), axis=1, keepdims=True)
+    after = jnp.maximum(before, row_max)
+    decay, weights = jnp.exp(before - after), [jnp.exp(part - after) for part in rivals]
+    highest[...] = after
+    others[...] = others[...] * decay + sum(weights)
+    if sums is not None:
+        weight = jnp.concatenate([part.astype(embedding.dtype) for part in weights], axis=1)
+        sums[...] = sums[...] * decay[:, :1] + dot_float32(weight, embedding[...], NN)
+
+    @pl.when(column == pl.num_programs(1) - 1)
+    def _() -> None:
+        rival = highest[...][:, :1]
+        target = jnp.sum(results[...], axis=1, keepdims=True)
+        most = jnp.maximum(rival, target)
+        others_total = jnp.sum(others[...], axis=1, keepdims=True) * jnp.exp(rival - most)
+        total = others_total + jnp.exp(target - most)
+        lse[...], chosen[...], top[...] = most + jnp.log(total), target, rival
+        rest[...] = others_total / total
+        if mean is not None:
+            mean[...] = (sums[...] * (jnp.exp(rival - most) / total)).astype(mean.dtype)
+
+
+def _backward_kernel(
+    hidden: Any, embedding: Any, targets: Any, lse: Any, d_others: Any, d_target: Any,
+    d_embedding: Any, *, scale: float,
+) -> None:  # fmt: skip
+    """Adds the contribution of a tile of logits, of C columns of the vocabulary and R tokens, to
+    the gradient of the embedding.
+
+    The tile with the first tokens sets this gradient to zero beforehand. Arrays with a number per
+    token are [1, R].
+
+    Args:
+      hidden: [R, D], the vectors of the tokens.
+      embedding: [C, D], the embeddings of the columns.
+      d_others: a factor for each token: the gradient of the product of the token's vector and the
+        embedding of an entry other than the target is this factor times the probability of the
+        entry. A logit is `scale` times such a product.
+      d_target: the gradient of the product of the token's vector and the target's embedding.
+      d_embedding: [C, D], float32 output.
+    """
+    columns = len(embedding)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        d_embedding[...] = jnp.zeros_like(d_embedding)
+
+    tile = dot_float32(embedding[...], hidden[...], NT) * scale
+    own = targets[...] - pl.program_id(0) * columns
+    hit = own == jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
+    gradient = jnp.where(hit, d_target[...], jnp.exp(tile - lse[...]) * d_others[...])
+    d_embedding[...] += dot_float32(gradient.astype(hidden.dtype), hidden[...], NN)

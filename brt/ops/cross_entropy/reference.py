@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.cross_entropy.scored import TokenScores
+from brt.ops.cross_entropy.chunks import TokenScores
 
 
 def _log_p(

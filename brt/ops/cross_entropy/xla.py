@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.distributed.rules import constrain
 from brt.ops import dispatch
 from brt.ops.cross_entropy.chunks import (
+    TokenScores,
     chunk_length,
     join_chunks,
     scores_by_chunk,
     split_chunks,
 )
-from brt.ops.cross_entropy.scored import TokenScores
 from brt.ops.dense import weight_gradient
 from brt.ops.layout import transposed
 from brt.ops.reductions import sum_leading
@@ -78,10 +78,8 @@ def token_scores(
     scale: float,
     chunk: int,
 ) -> TokenScores:
-    chunk, product = (
-        chunk_length(hidden.shape[1], chunk),
-        _embedding_product(embedding, hidden.dtype),
-    )
+    chunk = chunk_length(hidden.shape[1], chunk)
+    product = _embedding_product(embedding, hidden.dtype)
 
     def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
         results = _logits(product(piece[0]), piece[1], bias, scale)
@@ -116,10 +114,8 @@ def _cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Array, Array]:
-    chunk, product = (
-        chunk_length(hidden.shape[1], chunk),
-        _embedding_product(embedding, hidden.dtype),
-    )
+    chunk = chunk_length(hidden.shape[1], chunk)
+    product = _embedding_product(embedding, hidden.dtype)
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
@@ -149,10 +145,8 @@ def _forward(
     chunk: int,
     smoothing: float,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
-    chunk, product = (
-        chunk_length(hidden.shape[1], chunk),
-        _embedding_product(embedding, hidden.dtype),
-    )
+    chunk = chunk_length(hidden.shape[1], chunk)
+    product = _embedding_product(embedding, hidden.dtype)
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed.rules import partitioned
-from brt.ops.cross_entropy.chunks import chunk_length, scores_by_chunk
-from brt.ops.cross_entropy.scored import TokenScores
+from brt.ops.cross_entropy.chunks import TokenScores, chunk_length, scores_by_chunk
 from brt.ops.layout import row_major, transposed
 
 # The tokens of a tile. Tiles of 512 to 1,024 tokens take the least time.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.relative_bias import relative_buckets
+from brt.ops.positions import relative_buckets
 
 
 class GlobalBlocks(NamedTuple):

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.distributed.rules import constrain
 from brt.ops import deferred
-from brt.ops.activations import relu
 from brt.ops.deferred import Tap
+from brt.ops.dense import relu
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV, TokenKV, tokens_by_head

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.ops.few_rows import stacked_products
 from brt.ops.partial_attention import AttentionPart
+from brt.ops.products import stacked_products
 from brt.ops.softmax import MASKED, softmax_and_lse
 
 

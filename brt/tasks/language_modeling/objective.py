@@ -21,8 +21,12 @@ from brt.config import Config
 from brt.config.checks import check
 from brt.errors import CheckpointError
 from brt.layers.runs import ModelState, StackState, new_stack_state, state_axes
-from brt.models.decoder import DecoderOutput, logit_scale, output_weights
-from brt.models.flops import forward_flops_per_token
+from brt.models.decoder import (
+    DecoderOutput,
+    forward_flops_per_token,
+    logit_scale,
+    output_weights,
+)
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.distillation import summed_divergence
 from brt.tasks.interface import Aux, LossInputs, count_scored

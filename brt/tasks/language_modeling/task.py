@@ -42,8 +42,7 @@ from brt.layers.runs import (
     state_axes,
 )
 from brt.layers.scan import unrolls_layers
-from brt.models.decoder import Decoder, new_state
-from brt.models.flops import forward_flops_per_token
+from brt.models.decoder import Decoder, forward_flops_per_token, new_state
 from brt.tasks.arguments import Evaluator
 from brt.tasks.interface import (
     Aux,

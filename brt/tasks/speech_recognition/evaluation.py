@@ -19,7 +19,7 @@ from rapidfuzz.distance import Levenshtein
 
 from brt.config import Config
 from brt.generation import ctc
-from brt.ops.ctc import ctc_nats
+from brt.ops.speech import ctc_nats
 from brt.tasks.encoders import HeadEvaluator, HeadResult
 from brt.tasks.speech_recognition.preparation import units
 from brt.types import SpeechBatch

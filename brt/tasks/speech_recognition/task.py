@@ -15,8 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
 from brt.errors import ConfigError, DataError
-from brt.ops.ctc import ctc_nats
-from brt.ops.spec_augment import spec_augment
+from brt.ops.speech import ctc_nats, spec_augment
 from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
 from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric

@@ -20,8 +20,7 @@ from brt.distributed import rules
 from brt.errors import NonFiniteError
 from brt.generation.search import Hypotheses, TextDecoder, sample, search
 from brt.models import seq2seq
-from brt.models.seq2seq import Readout
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import Readout, SpecialTokens
 from brt.tasks.arguments import UNCONTROLLED, Control
 from brt.tasks.summarization.preparation import Encoder, PairReader, PairStore
 from brt.tasks.summarization.scores import Summary

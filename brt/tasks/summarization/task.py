@@ -18,7 +18,7 @@ from brt.interop.huggingface import convert, kept
 from brt.interop.huggingface.config import STOPPING, Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
-from brt.models.flops import seq2seq_flops
+from brt.models.seq2seq import seq2seq_flops
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.interface import (
     Aux,

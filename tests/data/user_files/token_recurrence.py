@@ -13,7 +13,7 @@ from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.layers.basic import ONES, parameter
 from brt.layers.kinds import LayerKind
-from brt.layers.state import LayerOutput
+from brt.layers.state import LayerOutput, state_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,7 @@ class DecayLayer(nn.Module):
 
 DECAY = LayerKind(
     DecayLayer,
-    lambda model, batch, dtype: DecayState(jnp.zeros((batch, model.model_dim), jnp.float32)),
-    lambda model: DecayState(("lanes", None)),  # type: ignore[arg-type]
+    lambda model: DecayState(state_array((model.model_dim,), (None,), "float32")),
     parts={"state": ("total",)},
     flops=lambda model: 2 * model.model_dim,
     section=Decay,

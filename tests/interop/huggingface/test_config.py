@@ -7,7 +7,7 @@ import pytest
 from brt.config import CrossAttention, Decoding
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import config, files
-from brt.models.targets import SpecialTokens
+from brt.models.seq2seq import SpecialTokens
 
 # Like the file on the Hugging Face hub, with settings of generation and task_specific_params.
 BART_BASE = {

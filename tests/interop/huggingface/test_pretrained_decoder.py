@@ -17,7 +17,7 @@ from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.causal.config import WindowChoice
-from brt.models.flops import forward_flops_per_token
+from brt.models.decoder import forward_flops_per_token
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from brt import tasks
 from brt.config import Attention, Config, Encoder, Evaluation, Speech, Training
 from brt.errors import DataError, NonFiniteError
 from brt.generation import ctc
-from brt.ops.ctc import ctc_nats
+from brt.ops.speech import ctc_nats
 from brt.tasks.arguments import Control, EvaluationRequest
 from brt.tasks.encoders import with_exact_attention
 from brt.tasks.speech_recognition import preparation

@@ -27,7 +27,7 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.interop.pretrained import parameter_count
 from brt.layers.attention import TransformerBlock
-from brt.layers.reading import speeds_of
+from brt.layers.cache import speeds_of
 from brt.layers.recurrent import StateCell
 from brt.layers.runs import Run, runs
 from brt.layers.sections import Recurrence

@@ -26,7 +26,7 @@ from brt.data.stores import InMemory
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import place_like
-from brt.layers.registration import STATE_PARTS
+from brt.layers.kinds import STATE_PARTS
 from brt.layers.runs import StackState, parts, replace_parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats

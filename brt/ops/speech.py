@@ -1,10 +1,35 @@
-"""SpecAugment: masks bands of time and of features of a spectrogram (Park et al., 2019)."""
+"""The loss of speech recognition (CTC), and random masks of spectrograms (SpecAugment).
+
+In shapes, X is the number of frames of a row, F of features of a frame, C of classes (the last is
+the blank), and T of targets.
+"""
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed.rules import lane_keys
+
+
+def ctc_nats(
+    logits: Float[Array, "B X C"],
+    valid: Bool[Array, "B X"],
+    targets: Int[Array, "B T"],
+    scored: Bool[Array, "B T"],
+) -> Float[Array, " B"]:
+    """Returns the negative log probability of each row's targets; 0 for a row without frames.
+
+    This is the loss of connectionist temporal classification (CTC; Graves et al., 2006). The
+    probability is a sum over all alignments of frames with targets and blanks. `valid` and
+    `scored` are True for the first frames and targets of a row and False for padding.
+    """
+    logits = jnp.where(valid[..., None], logits.astype(jnp.float32), 0.0)
+    nats = optax.ctc_loss(
+        logits, 1.0 - valid, jnp.where(scored, targets, 0), 1.0 - scored,
+        blank_id=logits.shape[-1] - 1,
+    )  # fmt: skip
+    return jnp.where(valid.any(axis=1), nats, 0.0)
 
 
 def spec_augment(
@@ -17,7 +42,8 @@ def spec_augment(
     feature_masks: int,
     feature_mask_width: int,
 ) -> Float[Array, "B X F"]:
-    """Returns the features with random bands set to 0, which is the mean of normalized features.
+    """Returns the features of a spectrogram with random bands of time and of features set to 0,
+    which is the mean of normalized features (SpecAugment, Park et al., 2019).
 
     Each row of the batch draws its own bands. The width of a band is drawn uniformly from 0 to its
     maximum, and a band covers at most half of the row's valid frames or of the features. The

@@ -1,0 +1,144 @@
+"""Tests what all kinds of layers with a memory have in common.
+
+`tests/layers/test_every_kind.py` tests that they read a text in every way alike, and that each part
+of their states matters.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_settings import with_settings
+from one_layer import (
+    NOWHERE,
+    assert_close,
+    inputs,
+    kind_of,
+    layer_params,
+    new_state,
+    one_layer,
+    read,
+)
+
+from brt.config import Mesh
+from brt.distributed.mesh import build
+from brt.errors import ConfigError
+from brt.layers.sections import Clustered
+from brt.memories import (
+    RGLRU,
+    Compressive,
+    DenseMemory,
+    GatedDeltaNet,
+    Memorizing,
+    Routing,
+    Summaries,
+)
+
+MODELS = {
+    "clustered": one_layer(Clustered(layers=(0,), clusters=3, top_k=2)),
+    "compressive": one_layer(Compressive(layers=(0,), slots=5)),
+    "dense": one_layer(DenseMemory(layers=(0,), size=6)),
+    "gated": one_layer(DenseMemory(layers=(0,), size=10, gate="tanh")),
+    "delta": one_layer(GatedDeltaNet(layers=(0,))),
+    "memorizing": one_layer(Memorizing(layers=(0,), size=32, neighbors=3)),
+    "rg_lru": one_layer(RGLRU(layers=(0,), width=12)),
+    "routing": one_layer(Routing(layers=(0,), heads=1, clusters=3, keep=5)),
+    "summary": one_layer(Summaries(long_layers=(0,), summaries=2, short_memory=3, long_memory=6,
+                                   long_increment=2)),
+}  # fmt: skip
+FEEDBACK = {"layers": 2, "Recurrence.layers": (1,), "feedback": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "sentence"),
+    [
+        ("clustered", {"positions": "rotary"}, "'rotary' rotates the queries .* use 't5', 'alibi'"),
+        ("clustered", {"Window.cache": False}, "which needs Window.cache = True"),
+        ("clustered", {"Clustered.clusters": 0}, "Clustered.clusters = 0 must be above 0"),
+        ("clustered", {"Clustered.top_k": 0}, "Clustered.top_k = 0 must be above 0"),
+        ("clustered", {"Memorizing.layers": (-1,)},
+         r"Memorizing.layers = \(-1,\) and Clustered.layers both name"),
+        ("compressive", {"positions": "rotary"}, "has no positions for the slots .* use 't5', 'al"),
+        ("compressive", {"Window.cache": False}, "which needs Window.cache = True"),
+        ("compressive", {"Compressive.rate": 3}, "= 4 must be a multiple of Compressive.rate = 3"),
+        ("compressive", {"Compressive.slots": 0}, "Compressive.slots = 0 must be above 0"),
+        ("compressive", {"Compressive.loss_weight": -1.0}, "weight = -1.0 must not be negative"),
+        ("dense", FEEDBACK, r"DenseMemory.layers = \(0,\) cannot; set it to False"),
+        ("dense", {"Window.sinks": 2}, "Window.sinks = 2 needs DenseMemory.gate = 'tanh'"),
+        ("dense", {"Window.block": 2},
+         "layer 0 of DenseMemory.layers reads its block of 2 tokens instead of a window of 4"),
+        ("gated", {"DenseMemory.size": 4}, "DenseMemory.size = 4 must be above the window of 4"),
+        ("gated", {"Window.cache": False}, "'tanh' needs Window.cache"),
+        ("gated", {"Window.block": 8}, "window of 4 tokens must not be below the block of 8"),
+        ("delta", FEEDBACK, r"which GatedDeltaNet.layers = \(0,\) cannot"),
+        ("memorizing", {"Window.block": 8}, "window of 4 tokens must not be below the block of 8"),
+        ("rg_lru", {"RGLRU.width": 13}, "RGLRU.width = 13 must be a multiple of Model.heads = 2"),
+        ("rg_lru", FEEDBACK, r"which RGLRU.layers = \(0,\) cannot"),
+        ("routing", {"positions": "rotary"}, r"rotates the queries .*Routing.layers = \(0,\)"),
+        ("routing", {"Window.cache": False}, "which needs Window.cache = True"),
+        ("routing", {"Routing.heads": 2},
+         "Routing.heads = 2 leaves none of Model.heads = 2 for a window; set it to 1 at most"),
+        ("routing", {"Routing.keep": 0}, "Routing.keep = 0 must be above 0"),
+        ("routing", {"Routing.decay": 1.0}, r"Routing.decay = 1.0 must be in \(0, 1\)"),
+        ("routing", FEEDBACK, r"which Routing.layers = \(0,\) cannot; set it to False"),
+        ("summary", {"positions": "rotary"}, r"has no positions .* Summaries.long_layers = \(0,\)"),
+        ("summary", FEEDBACK, r"which Summaries.long_layers = \(0,\) cannot; set it to False"),
+        ("summary", {"Summaries.long_increment": 4},
+         "Summaries.long_memory = 6 must be a multiple of Summaries.long_increment = 4"),
+        ("summary", {"Summaries.short_memory": 0}, "Summaries.short_memory = 0 must be above 0"),
+        ("summary", {"Summaries.layers": (0,)}, "both name layer 0"),
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(kind: str, changes: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        with_settings(MODELS[kind], changes)
+
+
+@pytest.mark.parametrize("kind", ["memorizing", "gated", "summary"])
+def test_bfloat16_goes_through(kind: str, random_params: Callable) -> None:
+    """The memories of summary layers stay float32."""
+    model, dtype = MODELS[kind], "float32" if kind == "summary" else "bfloat16"
+    low, params = dataclasses.replace(model, dtype="bfloat16"), layer_params(random_params, model)
+    given = [inputs()]
+    if kind == "summary":
+        given.append(jnp.zeros((*NOWHERE.shape, 2, model.model_dim)))
+    names = ("summaries",) * (len(given) - 1)
+    exact = read(model, params, given[0], **dict(zip(names, given[1:], strict=True))).x
+    x, *others = (part.astype(jnp.bfloat16) for part in given)
+    state = new_state(low, dtype="bfloat16")
+    y, after, *_ = read(low, params, x, state, **dict(zip(names, others, strict=True)))
+    memory = after.vectors if kind == "summary" else after.keys
+    assert y.dtype == jnp.bfloat16 and memory.dtype == dtype
+    assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
+
+
+@pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.
+@pytest.mark.parametrize("kind", ["clustered", "memorizing"])
+def test_lanes_on_many_devices_stay_where_they_are(kind: str, random_params: Callable) -> None:
+    model, mesh = MODELS[kind], build(Mesh(data=2), {})
+    params = layer_params(random_params, model)
+    arguments = inputs(), read(model, params, inputs(1)).state, jnp.asarray(NOWHERE)
+    placed = jax.device_put(arguments, jax.NamedSharding(mesh, jax.P("data")))
+
+    @jax.jit
+    def value_and_grad(params: Any, x: Any, state: Any, start: Any) -> tuple:
+        def total(params: Any) -> tuple:
+            y, after, *_ = (
+                kind_of(model)
+                .module(model)
+                .apply({"params": params}, x, state=state, document_start=start)
+            )
+            return jnp.sum(y**2), (y, after)
+
+        return jax.grad(total, has_aux=True)(params)
+
+    expected = value_and_grad(params, *arguments)
+    with jax.set_mesh(mesh):
+        spread = value_and_grad.lower(params, *placed).compile()
+        assert_close(spread(params, *placed), expected)
+    text = spread.as_text()
+    assert "all-reduce" in text and "all-gather" not in text and "all-to-all" not in text
