@@ -22,7 +22,8 @@ from brt.errors import CheckpointError, ConfigError
 from brt.interop.exporting import ExportSource
 from brt.interop.huggingface import convert as converting
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import reading, verify
+from brt.interop.huggingface.causal import export as exporting
+from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.tasks.language_modeling.task import LanguageModeling
 from brt.training import trainable
@@ -262,7 +263,7 @@ def test_adapters_of_a_run_are_read_as_they_were(
     exported = LanguageModeling().export(source)
     list(converting.to_hf(exported, tmp_path / "adapter", verified=False))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors",
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
     }  # fmt: skip
     described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(base)
@@ -325,9 +326,9 @@ def test_peft_computes_what_brt_computes(
     assert any(line.startswith("logits against transformers") for line in lines)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
-    tokens = verify.document(source.config.model)
+    tokens = exporting.document(source.config.model)
     found = model(torch.tensor(tokens[None], dtype=torch.long)).logits[0].detach().numpy()
-    expected = verify.brt_logits(source.params, source.config.model, tokens)
+    expected = exporting.brt_logits(source.params, source.config.model, tokens)
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
     settings = peft.LoraConfig(
@@ -338,6 +339,6 @@ def test_peft_computes_what_brt_computes(
     model = peft.get_peft_model(model, settings).eval()
     model.save_pretrained(tmp_path / "theirs")
     decoder = reading.describe(tmp_path / "theirs", WindowChoice(64, 0))
-    found = verify.brt_logits(decoder.params(), decoder.model, tokens)
+    found = exporting.brt_logits(decoder.params(), decoder.model, tokens)
     expected = model(torch.tensor(tokens[None], dtype=torch.long)).logits[0].detach().numpy()
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
