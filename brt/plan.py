@@ -7,7 +7,7 @@ python -m brt.plan --gin_file=configs/runs/quickstart.gin --devices=8   # fake C
 
 import argparse
 
-from brt import command_line, output, platforms
+from brt import command_line, output, runtime
 from brt.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def _choose_platform(args: argparse.Namespace) -> None:
         if args.devices < 1:
             raise ConfigError(f"--devices={args.devices} must be above 0")
     if args.topology or args.devices is not None:
-        platforms.use_cpus(args.devices)
+        runtime.use_cpus(args.devices)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -58,7 +58,7 @@ def test_platforms_are_chosen_by_one_file() -> None:
     sets = re.compile(r"environ(\.setdefault\(|\[)\"(JAX_|XLA_)\w+\"(, |\] *\+?= )")
     files = [f for f in SOURCES if "tests" not in f.relative_to(ROOT).parts]
     found = {str(f.relative_to(ROOT)) for f in files if sets.search(f.read_text("utf-8"))}
-    assert found == {"brt/platforms.py", "tools/benchmark/compile_time.py"}
+    assert found == {"brt/runtime.py", "tools/benchmark/compile_time.py"}
 
 
 @functools.cache

@@ -167,7 +167,9 @@ class EncoderTask(Task):
             return kept.write(tokenizer.file, tokenizer.beside, target) if known else []
 
         def write(encoder_with_task: Pretrained, dtype: str) -> ExportFormat:
-            return convert.to_format(encoder_with_task, dtype, source.tokenizer().beside)
+            content = convert.to_format(encoder_with_task, dtype)
+            beside = source.tokenizer().beside
+            return kept.with_settings(content, beside, encoder_with_task.described.stated)
 
         return ExportableModel(source.path, encoder_with_task, write, copy, tuple(notes))
 

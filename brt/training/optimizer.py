@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Optimizer
-from brt.config.kernels import AUTO
+from brt.config.training import AUTO
 from brt.errors import ConfigError
 from brt.ops.adafactor import MOMENTUM
 from brt.training import adafactor, muon, trainable

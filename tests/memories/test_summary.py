@@ -260,7 +260,8 @@ def test_dropout_is_anothers_in_every_block(params: Any) -> None:
 )
 def test_the_flops_of_summary_layers_are_counted(sizes: tuple, millions: tuple) -> None:
     names = ("summaries", "short_memory", "long_memory", "long_increment")
-    model = PAPER.with_kinds(Summaries(**dict(zip(names, sizes, strict=True))))
+    summaries = Summaries(**dict(zip(names, sizes, strict=True)))
+    model = dataclasses.replace(PAPER, kinds=(summaries,))
     plain = forward_flops_per_token(model)
     short = forward_flops_per_token(with_settings(model, {"Summaries.layers": (5,)})) - plain
     long = forward_flops_per_token(with_settings(model, {"Summaries.long_layers": (5,)})) - plain

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from conditions import report
 
-from brt import command_line, platforms
+from brt import command_line, runtime
 from brt.errors import ConfigError
 from brt.planning.topologies import CHIPS, Chip
 from brt.training import workdir
@@ -89,7 +89,7 @@ class Case(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> int:
-    platforms.use_cpus()  # Nothing runs here, so other processes can use the accelerators.
+    runtime.use_cpus()  # Nothing runs here, so other processes can use the accelerators.
     if args.baseline:
         return beside_baseline(args)
     if not args.topology:

@@ -115,8 +115,13 @@ class EncoderDecoder(NamedTuple):
     generation: dict[str, Any]
     tasks: dict[str, dict[str, Any]]
 
-    stated = STATED
-    transformers_class = "AutoModelForSeq2SeqLM"
+    @property
+    def stated(self) -> Collection[str]:
+        return STATED
+
+    @property
+    def transformers_class(self) -> str:
+        return "AutoModelForSeq2SeqLM"
 
     @classmethod
     def from_theirs(

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from brt import config
+from brt.config.checks import column
 from brt.data import manifests, sources, tokenizer_training
 from brt.data.rows import ragged, store, tables
 from brt.data.rows.batches import RowReader, padded
@@ -339,8 +340,8 @@ class Preparation(TokenizedPreparation):
         return describe_store(opened)
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
-        pairs = self.section
-        return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
+        chosen = (column(self.section, role) for role in ("source", "target", "id"))
+        return columns.read(names, Columns(*chosen))
 
     def content(self, row: Pair) -> str:
         """Returns the document, so that all pairs with the same document are in one split."""

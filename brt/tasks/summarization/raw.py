@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import places, untrusted
+from brt import untrusted, user_files
 from brt.data import contents
 from brt.data.rows import tables
 from brt.data.rows.tables import Row
@@ -359,7 +359,7 @@ def default_directory() -> Path:
     """Returns the directory in which TFDS keeps all datasets."""
     from tensorflow_datasets.core import constants
 
-    return Path(places.local(constants.DATA_DIR, "TFDS_DATA_DIR"))
+    return Path(user_files.local(constants.DATA_DIR, "TFDS_DATA_DIR"))
 
 
 def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) -> dict[str, Tally]:

@@ -91,17 +91,17 @@ def choose_columns(table: str, header: Collection[str], section: config.Sentence
             raise DataError(
                 f"{table} has no column '{name}' as Data.columns says for '{role}'; {exist}"
             )
-    configured = tuple(filter(None, (section.first_field, section.second_field)))
+    configured = tuple(filter(None, (column(section, "first"), column(section, "second"))))
     common = (names for names in SENTENCES if all(name in header for name in names))
     texts = configured or next(common, ())
-    label = section.label_field or next((name for name in LABELS if name in header), "")
+    label = column(section, "label") or next((name for name in LABELS if name in header), "")
     if not texts or not label:
         what, role = ("label", "label") if texts else ("sentence", "first")
         raise DataError(
             f"{table} has no {what} under a usual name; {exist}: name one with Data.columns = "
             f"('{role}=COLUMN',)"
         )
-    id = section.id_field or next((name for name in IDS if name in header), "")
+    id = column(section, "id") or next((name for name in IDS if name in header), "")
     return Columns(texts, label, id)
 
 

@@ -415,7 +415,9 @@ def test_losses_and_hidden_states_are_those_of_transformers(
 
 
 @of_torch
-def test_masks_and_options_that_cannot_be_read_are_refused(opened_by_transformers: Callable) -> None:
+def test_masks_and_options_that_cannot_be_read_are_refused(
+    opened_by_transformers: Callable,
+) -> None:
     opened = opened_by_transformers("feedback")
     ids = torch().tensor([[0, 5, 6, 7]])
     for mask in ([1, 0, 1, 1], [0, 1, 0, 1]):

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from recordings import arrays
 from brt.config import Attention
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
-from brt.interop.huggingface import convert, files, roberta, verify
+from brt.interop.huggingface import convert, files, verify
 from brt.interop.huggingface.convert import load_converted
 from brt.interop.huggingface.roberta import EncoderWithHead
 from brt.models import encoder, seq2seq
@@ -226,27 +225,3 @@ def test_pickles_missing_arrays_and_other_encoders_are_refused(source: Path) -> 
     (source / files.FILE).rename(source / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="a pickle that can run code"):
         convert.read(source)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Torch and transformers themselves cause warnings.
-@each_model
-def test_converted_models_have_the_logits_of_transformers_in_both_directions(
-    model: str, tmp_path: Path
-) -> None:
-    """The test compares with the library itself, and is skipped where it is not installed."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    settings = transformers.RobertaConfig(
-        vocab_size=40, hidden_size=24, num_hidden_layers=2, num_attention_heads=3,
-        intermediate_size=20, max_position_embeddings=66, initializer_range=0.3,
-        type_vocab_size=1, pad_token_id=1, num_labels=3 if model == "roberta_classification" else 2,
-    )  # fmt: skip
-    theirs = getattr(transformers, roberta.HEADS[TASKS[model]][1])(settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs.save_pretrained(tmp_path / "theirs")
-        lines = list(convert.from_hf(tmp_path / "theirs", tmp_path / "ours", verified=True))
-        lines += convert.to_hf(load_converted(tmp_path / "ours"), tmp_path / "again", verified=True)
-    assert sum(line.startswith("logits against transformers: largest") for line in lines) == 2
