@@ -68,10 +68,10 @@ class Case(NamedTuple):
         Raises:
           ConfigError: a setting or the machine is unknown, or the compiler refuses the program.
         """
-        from brt.planning import plan, report, topologies
+        from brt.planning import plan, topologies
 
         config = command_line.read(self.gin_file, [*self.gin_bindings, *more]).config
-        found = report.plan_json(plan.plan(config, topologies.named(self.topology)))
+        found = plan.plan_json(plan.plan(config, topologies.named(self.topology)))
         shown = ", ".join(more) or self.topology
         print(f"{shown}: compiled in {found['compile_seconds']:.0f} s", file=sys.stderr)
         return found

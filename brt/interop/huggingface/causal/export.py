@@ -11,15 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from brt.config import Adapter, Model
 from brt.config.model import Rotary
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import adapters, weights
+from brt.interop.huggingface.causal import reading, weights
 from brt.interop.huggingface.causal.config import ACTIVATIONS, FAMILIES, LLAMA3, QWEN
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder
 from brt.interop.huggingface.verify import check_logits, compare_arrays
+from brt.interop.huggingface.weights import Arrays
 from brt.interop.pretrained import parameter_count
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
@@ -194,11 +196,11 @@ def to_adapter(
       dtype: not used, because adapter_config.json has no dtype.
     """
     del dtype
-    arrays = adapters.exported(changed, trained.params, trained.model)
-    config = adapters.config(settings, arrays, base)
+    arrays = _adapter_arrays(changed, trained.params, trained.model)
+    config = _adapter_config(settings, arrays, base)
 
     def verify(directory: Path) -> Iterator[str]:
-        written = files.read_file(directory / adapters.FILE)
+        written = files.read_file(directory / reading.FILE)
         if base:
             yield from compare(trained.params, trained.model, directory, arrays, written)
             return
@@ -209,9 +211,44 @@ def to_adapter(
     if whole := len(arrays) - 2 * matrices:
         summary += f", {whole} arrays that were trained as a whole"
     return ExportFormat(
-        summary, {adapters.CONFIG: config}, arrays, verify, notes=_notes(trained.model),
-        file=adapters.FILE,
+        summary, {reading.CONFIG: config}, arrays, verify, notes=_notes(trained.model),
+        file=reading.FILE,
     )  # fmt: skip
+
+
+def _adapter_arrays(
+    trained: Mapping[str, Any], params: Mapping[str, Any], model: Model
+) -> dict[str, np.ndarray]:
+    # Returns the arrays of an adapter by PEFT's names. `trained` has the factors of brt's adapters
+    # by the names of their kernels, and the parameters that were trained as a whole; `params` are
+    # the parameters of the model, with the adapters added.
+    arrays, all_arrays = {}, dict(weights.export_arrays(params, model))
+    for path, array in flatten_dict(dict(trained), sep="/").items():
+        kernel, _, factor = path.rpartition("/")
+        if factor not in ("a", "b"):
+            names = weights.their_names(path, model)
+            arrays |= {f"{reading.PREFIX}{name}": all_arrays[name] for name in names}
+            continue
+        for name, row in zip(weights.their_names(kernel, model), np.asarray(array), strict=True):
+            module = name.removesuffix(".weight")
+            theirs = f"{reading.PREFIX}{module}.lora_{factor.upper()}.weight"
+            arrays[theirs] = np.ascontiguousarray(row.T)
+    return arrays
+
+
+def _adapter_config(adapter: Adapter, arrays: Arrays, base: str) -> dict[str, Any]:
+    # Returns the content of adapter_config.json for the result of `_adapter_arrays`. `base` is the
+    # directory of the trained model in Hugging Face's format, or "".
+    names = [name.removeprefix(reading.PREFIX) for name in arrays]
+    factors = [match[1] for name in names if (match := reading.FACTOR.fullmatch(name))]
+    whole = {name.rpartition(".")[0] for name in names if not reading.FACTOR.fullmatch(name)}
+    alpha = adapter.alpha
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
+        "r": adapter.rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": sorted(set(factors)), "modules_to_save": sorted(whole) or None,
+    }  # fmt: skip
 
 
 def document(model: Model) -> np.ndarray:
@@ -249,14 +286,14 @@ def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray | Non
     """Returns the float32 logits [T, V] that transformers computes for a document [T]; None if
     torch, transformers or, for the directory of an adapter, PEFT is not installed.
     """
-    adapter = (directory / adapters.CONFIG).is_file()
+    adapter = (directory / reading.CONFIG).is_file()
     needed = ("torch", "transformers", *(["peft"] if adapter else []))
     if any(importlib.util.find_spec(name) is None for name in needed):
         return None
     torch = importlib.import_module("torch")
     kind = importlib.import_module("transformers").AutoModelForCausalLM
     safe = {"trust_remote_code": False, "use_safetensors": True}
-    base = adapters.base_of(directory) if adapter else directory
+    base = reading.base_of(directory) if adapter else directory
     model = kind.from_pretrained(base, dtype=torch.float32, **safe).eval()
     if adapter and base != directory:  # transformers itself adds an adapter beside the model.
         model.load_adapter(str(directory))
