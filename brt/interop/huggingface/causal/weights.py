@@ -115,9 +115,10 @@ def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str
         rows = rows[None] if ours in _TOP else rows
         for theirs, row in zip(their_names(ours, model), rows, strict=True):
             shape = _their_shape(ours, row.shape)
-            transposed = _is_transposed(ours, row.shape)
-            matrix = row.reshape(shape[::-1]).T if transposed else row.reshape(shape)
-            yield theirs, np.ascontiguousarray(matrix)
+            if _is_transposed(ours, row.shape):
+                yield theirs, np.ascontiguousarray(row.reshape(shape[::-1]).T)
+            else:
+                yield theirs, row.reshape(shape)
 
 
 def their_names(ours: str, model: Model) -> list[str]:
