@@ -29,8 +29,7 @@ def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], Imported]:
     counterpart.
     """
     settings = files.read_json(directory / "config.json")
-    path = directory / "generation_config.json"
-    generation = files.read_json(path) if path.is_file() else {}
+    generation = files.read_json_if_any(directory / "generation_config.json")
     kind = _kind(settings)
     arrays = kind.normalize_names(files.read_tensors(directory), settings)
     described = kind.from_theirs(settings, generation, arrays)

@@ -18,10 +18,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from brt.errors import CheckpointError
+from brt.formatting import listed
 from brt.interop.exporting import Described
 
 Arrays = Mapping[str, np.ndarray]
-_SHOWN = 4  # An error message lists at most this number of names.
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 
 
@@ -175,11 +175,3 @@ def mismatches(imported: Imported) -> Iterator[str]:
     ):
         if names_of_arrays:
             yield f"{what}: {', '.join(names_of_arrays)}"
-
-
-def listed(all_names: list[str]) -> str:
-    """Returns a list of names for an error message: the first few names, and the number of the
-    others.
-    """
-    more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
-    return ", ".join(all_names[:_SHOWN]) + more

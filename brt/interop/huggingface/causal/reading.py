@@ -169,7 +169,8 @@ def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ..
     There are no ids if the file is missing or names none. The settings are brt's defaults if the
     file is missing, lacks them, or does not set `do_sample`.
     """
-    path, content = directory / "generation_config.json", _generation(directory)
+    path = directory / "generation_config.json"
+    content = files.read_json_if_any(path)
     try:
         untrusted.check(content, _GENERATION)
     except ValueError as error:
@@ -179,11 +180,6 @@ def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ..
     for name in given.keys() & {"temperature", "top_p"}:
         given[name] = float(given[name])
     return config.end_ids(content, vocab_size), Sampling(**given)
-
-
-def _generation(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
-    return files.read_json(path) if path.is_file() else {}
 
 
 def _files(directory: Path) -> list[Path]:

@@ -18,7 +18,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from brt.config import Model
 from brt.errors import CheckpointError
-from brt.interop.huggingface.weights import Arrays, listed
+from brt.formatting import listed
+from brt.interop.huggingface.weights import Arrays
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder, new_state
 
