@@ -44,6 +44,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+def run(*flags: str) -> None:
+    convert.main(convert.parser().parse_args(flags))
+
+
 def write_adapter(place: Path, described: dict[str, Any] | None = None, rank: int = 4) -> None:
     rng = np.random.default_rng(0)
     shapes = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 48)}
@@ -101,10 +105,8 @@ def test_the_tokenizer_of_an_adapter(
     (adapter / "README.md").write_text("something")
     if whole:
         shutil.copy(base / "tokenizer.json", adapter)
-    flags = ["--from=hf", str(adapter), "--to=brt", str(tmp_path / "run")]
-    convert.main(convert.parser().parse_args(flags))
-    flags = ["--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "back"), "--plain"]
-    convert.main(convert.parser().parse_args(flags))
+    run("--from=hf", str(adapter), "--to=brt", str(tmp_path / "run"))
+    run("--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "back"), "--plain")
     said = capsys.readouterr().out
     assert brt.load(tmp_path / "run").tokenizer.bos_id == (2 if whole else 1)
     assert (f"those of the adapter, {adapter}" in said) == whole
@@ -135,8 +137,7 @@ def test_commands_and_python_read_an_adapter(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     write_adapter(tmp_path / "a", {"base_model_name_or_path": str(base)})
-    flags = ["--from=hf", str(tmp_path / "a"), "--to=brt", str(tmp_path / "run")]
-    convert.main(convert.parser().parse_args(flags))
+    run("--from=hf", str(tmp_path / "a"), "--to=brt", str(tmp_path / "run"))
     assert f"note: the adapter in {tmp_path / 'a'} is added to {base}" in capsys.readouterr().out
     loaded = brt.load(tmp_path / "a", bindings={"Model.window": 32})
     assert f"the adapter in {tmp_path / 'a'} is added" in capsys.readouterr().err
@@ -279,7 +280,7 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
 ) -> None:
     source, base = adapters_of_run
     start = tmp_path / "the run"
-    convert.main(convert.parser().parse_args(["--from=hf", str(base), "--to=brt", str(start)]))
+    run("--from=hf", str(base), "--to=brt", str(start))
 
     def export(place: Path) -> list[str]:
         training = dataclasses.replace(source.config.training, init_from=str(place))
@@ -291,7 +292,7 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
     command = shlex.split(note.partition("brt.convert ")[2].partition(" writes it")[0])
     target = tmp_path / "BASE"
     flags = [str(target) if word == "BASE" else word for word in command]
-    convert.main(convert.parser().parse_args(flags))
+    run(*flags)
     path = tmp_path / "of the run/adapter_config.json"
     files.write_json(path, files.read_json(path) | {"base_model_name_or_path": str(target)})
     read = reading.describe(path.parent, WindowChoice(64, 0))
@@ -304,11 +305,10 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
 
 
 def test_runs_that_trained_more_than_adapters_are_refused(base: Path, tmp_path: Path) -> None:
-    flags = ["--from=hf", str(base), "--to=brt", str(tmp_path / "run")]
-    convert.main(convert.parser().parse_args(flags))
+    run("--from=hf", str(base), "--to=brt", str(tmp_path / "run"))
     flags = ["--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "out"), "--adapter"]
     with pytest.raises(ConfigError, match="has no low-rank adapters"):
-        convert.main(convert.parser().parse_args(flags))
+        run(*flags)
     assert not (tmp_path / "out").exists()
 
 
