@@ -35,10 +35,9 @@ each_model = pytest.mark.parametrize("model", TASKS)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    # Only slow tests compare with transformers; results of others must not depend on installation.
-    if "slow" not in request.keywords:
-        monkeypatch.setattr(verify, "transformers_logits", lambda *_: None)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Results must not depend on whether transformers is installed.
+    monkeypatch.setattr(verify, "transformers_logits", lambda *_: None)
 
 
 @pytest.fixture
