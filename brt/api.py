@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree
 
-from brt import command_line, places, tasks
+from brt import command_line, tasks, user_files
 from brt.config import Config
 from brt.config_io import model_settings
 from brt.data import losses, plain_text
@@ -61,7 +61,7 @@ def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str
     """
     from brt.training import loop, run_summary  # Only training needs what they import.
 
-    run, place = loop.train(config, Path(places.local(workdir, "workdir")), allow_config_change)
+    run, place = loop.train(config, Path(user_files.local(workdir, "workdir")), allow_config_change)
     run_summary.draw(run, place)
     return load(workdir)
 
@@ -85,7 +85,7 @@ def load(
       CheckpointError: there is no complete checkpoint (of this step), or no readable decoder.
     """
     change = lambda base: config_from_gin((), bindings, base=base)  # noqa: E731
-    return Model(conversion.open_model(Path(places.local(workdir, "workdir")), step, change))
+    return Model(conversion.open_model(Path(user_files.local(workdir, "workdir")), step, change))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Memory:
 
     def save(self, path: StrPath) -> None:
         """Writes the state to an .npz file that `Model.load_memory` and --load_state can read."""
-        memories.save(self.state, Path(places.local(path, "path")), self._model._identity)
+        memories.save(self.state, Path(user_files.local(path, "path")), self._model._identity)
 
 
 class Text(Iterator[str]):
@@ -246,7 +246,7 @@ class Model:
         DataError is raised if the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
-        session.load(Path(places.local(path, "path")), self._identity)
+        session.load(Path(user_files.local(path, "path")), self._identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from brt import allocator, bindings, durable, hanging, output, places, platforms, user_files
+from brt import bindings, durable, output, runtime, user_files
 from brt.bindings import Binding, Resolved, Source
 from brt.config import Config
 from brt.config.names import field_types, section_types
@@ -97,7 +97,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def path(name: str) -> str:
     """Returns the local path that a flag names; every flag of a file or directory has this type."""
     try:
-        return places.local(name)
+        return user_files.local(name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -249,8 +249,8 @@ def main(
     output.open_streams()
     output.silence_later_errors()
     output.say_warnings()
-    allocator.collect_garbage_rarely()
-    platforms.use_cpu_without_accelerator()
+    runtime.collect_garbage_rarely()
+    runtime.use_cpu_without_accelerator()
     # XLA's log is hidden, because it reports slow compilations as errors. Real failures raise
     # exceptions anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -259,9 +259,9 @@ def main(
         # `use_huge_pages` restarts the process. This must not happen if another program has
         # imported the command and calls it.
         if function.__module__ == "__main__":
-            allocator.use_huge_pages()
-        allocator.keep_memory()
-        allocator.disable_async_dispatch()
+            runtime.use_huge_pages()
+        runtime.keep_memory()
+        runtime.disable_async_dispatch()
         code = function(arguments) or 0
         sys.stdout.flush()
     except Preempted as stop:
@@ -277,11 +277,11 @@ def main(
     except Exception as error:
         if isinstance(error, OSError) and durable.storage_refuses(error):
             code = _say(f"error: {durable.describe_error(error)}", CheckpointError.exit_code)
-        elif allocator.exhausted(error):
+        elif runtime.exhausted(error):
             code = _say(f"error: {_OUT_OF_MEMORY}", ConfigError.exit_code)
         else:
             raise
-    hanging.leave(code)
+    runtime.leave(code)
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:

@@ -4,6 +4,7 @@ import html as markup
 import json
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 # Controls, marks of direction and other invisible characters, line separators, lone surrogates.
@@ -31,6 +32,12 @@ def size(count: int) -> str:
 
 def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Returns the first names, at most this number, separated by commas, and how many are left."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def printable(text: str) -> str:

@@ -7,7 +7,7 @@ python -m brt.plan --gin_file=configs/runs/quickstart.gin --devices=8   # fake C
 
 import argparse
 
-from brt import command_line, output, platforms
+from brt import command_line, output, runtime
 from brt.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def main(args: argparse.Namespace) -> None:
     if args.topology and args.devices is not None:
         raise ConfigError("--topology and --devices name two machines; use one of them")
     _choose_platform(args)
-    from brt.planning import plan, report, topologies
+    from brt.planning import plan, topologies
     from brt.training import workdir
 
     base = workdir.saved_config(args.workdir) if args.workdir and not args.gin_file else None
@@ -24,12 +24,12 @@ def main(args: argparse.Namespace) -> None:
     machine = topologies.named(args.topology) if args.topology else topologies.present()
     if args.sweep_mesh:
         tried = plan.sweep(config, machine, lambda line: output.say(f"brt: {line}"))
-        output.show(report.best_meshes(tried))
-        content = {"best": [report.plan_json(one) for one in tried]}
+        output.show(plan.best_meshes(tried))
+        content = {"best": [plan.plan_json(one) for one in tried]}
     else:
         planned = plan.plan(config, machine, low_effort=args.effort == "low")
-        output.show(report.plan_text(planned, config))
-        content = report.plan_json(planned)
+        output.show(plan.plan_text(planned, config))
+        content = plan.plan_json(planned)
     if args.json:
         command_line.write_json(args.json, content, args.workdir)
 
@@ -40,7 +40,7 @@ def _choose_platform(args: argparse.Namespace) -> None:
         if args.devices < 1:
             raise ConfigError(f"--devices={args.devices} must be above 0")
     if args.topology or args.devices is not None:
-        platforms.use_cpus(args.devices)
+        runtime.use_cpus(args.devices)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     documents = flags.add_argument_group("with --documents")
     documents.add_argument("--tokenizer", type=path, help="bytes (default), path/to/file.model, "
                            "path/to/tokenizer.json or train:VOCAB_SIZE")  # fmt: skip
-    documents.add_argument("--text_field", help=f"default: {defaults.text_field}")
+    documents.add_argument("--text_field", help="default: text")
     documents.add_argument("--max_bad_records", type=int, metavar="N",
                            help="leave out up to N unreadable documents; default: 0")  # fmt: skip
     for split in ("validation", "test"):

@@ -27,9 +27,8 @@ COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "s
 # Modules about files, processes and errors. Every module may import them, and they import nothing
 # else of brt.
 FOUNDATION = {
-    "allocator", "bounded", "drawing", "durable", "errors", "formatting", "hanging",
-    "jax_versions", "output", "places", "platforms", "redaction", "tree_utils", "types",
-    "untrusted", "user_cache", "user_files",
+    "bounded", "drawing", "durable", "errors", "formatting", "jax_versions", "output", "redaction",
+    "runtime", "tree_utils", "types", "untrusted", "user_cache", "user_files",
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}

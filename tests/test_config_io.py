@@ -62,9 +62,7 @@ def test_text_reads_back_as_the_same_config(config: Config, tmp_path: Any) -> No
         annotated_text(config, dict.fromkeys(field_types(), "default")),
     ):
         file.write_text(text, encoding="utf-8")
-        parser = command_line.parser(None)
-        command_line.add_config_flags(parser)
-        resolved = command_line.resolve(parser.parse_args([f"--gin_file={file}"]))
+        resolved = command_line.read([str(file)], [])
         assert resolved.config == config
         assert set(resolved.origins) == set(field_types())
 

@@ -26,11 +26,8 @@ CHANGES = {
 
 
 def preset(name: str) -> CrossAttention:
-    parser = command_line.parser("test")
-    command_line.add_config_flags(parser)
-    file = f"--gin_file={PRESETS / name}.gin"
-    flags = [file, "--gin_bindings=Training.task = 'summarization'"]
-    return command_line.resolve(parser.parse_args(flags)).config.cross_attention
+    task = "Training.task = 'summarization'"
+    return command_line.read([f"{PRESETS / name}.gin"], [task]).config.cross_attention
 
 
 def test_presets_change_only_the_listed_settings() -> None:
@@ -151,16 +148,12 @@ def test_lengths_that_fit_are_accepted() -> None:
 
 
 def test_settings_that_nothing_reads_are_refused() -> None:
-    parser = command_line.parser("test")
-    command_line.add_config_flags(parser)
-
-    def resolve(*bindings: str) -> None:
-        command_line.resolve(parser.parse_args([f"--gin_bindings={b}" for b in bindings]))
-
+    task = "Training.task = 'summarization'"
     forgotten = "Pairs.prefix has no effect if Training.task = 'language_modeling'; set"
     with pytest.raises(ConfigError, match=forgotten):
-        resolve("Pairs.prefix = 'summarize: '")
+        command_line.read((), ["Pairs.prefix = 'summarize: '"])
     with pytest.raises(ConfigError, match="Model.layers has no effect if Training.task"):
-        resolve("Training.task = 'summarization'", "Model.layers = 2")
-    resolve("Pairs.max_target_length = 128", "Decoding.beams = 1")  # These are the defaults.
-    resolve("Training.task = 'summarization'", "Data.cache_dir = 'cache'", "Decoding.beams = 4")
+        command_line.read((), [task, "Model.layers = 2"])
+    # These are the defaults.
+    command_line.read((), ["Pairs.max_target_length = 128", "Decoding.beams = 1"])
+    command_line.read((), [task, "Data.cache_dir = 'cache'", "Decoding.beams = 4"])

@@ -5,6 +5,7 @@ written into them.
 """
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -308,3 +309,27 @@ def test_a_lock_on_a_failing_disk_is_one_sentence(
     if moment == "end":
         with pytest.raises(RuntimeError, match="first"), workdirs.lock(run, print):
             raise RuntimeError("first")
+
+
+def test_a_lock_is_held_until_its_file_is_closed(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("ab") as other:
+        with (tmp_path / "a").open("ab") as first:
+            assert durable.acquire_lock(first)
+            with pytest.raises(BlockingIOError):
+                durable.acquire_lock(other)
+        assert durable.acquire_lock(other, wait=True)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_):
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (tmp_path / "a").open("ab") as file:
+        assert not durable.acquire_lock(file)
+        code = errno.EIO
+        with pytest.raises(OSError, match="no"):
+            durable.acquire_lock(file)

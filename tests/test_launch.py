@@ -7,58 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted(LAUNCH.rglob("*.sh"))
-# The schema of the JobSet controller, for the fields that the file uses.
-JOBSET = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "additionalProperties": False,
-    "properties": {
-        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
-        "kind": {"const": "JobSet"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "required": ["replicatedJobs"],
-            "properties": {
-                "failurePolicy": {
-                    "type": "object",
-                    "properties": {"maxRestarts": {"type": "integer", "minimum": 0}},
-                    "additionalProperties": False,
-                },
-                "replicatedJobs": {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "required": ["name", "template"],
-                        "properties": {
-                            "name": {"type": "string"},
-                            "replicas": {"type": "integer"},
-                            "template": {
-                                "type": "object",
-                                "required": ["spec"],
-                                "properties": {
-                                    "spec": {
-                                        "type": "object",
-                                        "required": ["template", "parallelism", "completions"],
-                                    }
-                                },
-                            },
-                        },
-                        "additionalProperties": False,
-                    },
-                },
-            },
-        },
-    },
-}
 
 
 def dry(script: str, *flags: str, **variables: str) -> str:
@@ -135,8 +89,43 @@ def test_the_jobset_is_one() -> None:
     )
     assert linted.returncode == 0, linted.stdout
     found: Any = yaml.safe_load(path.read_text())
-    jsonschema.validate(found, JOBSET)
-    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert found["metadata"]["name"] and found["spec"]["failurePolicy"].keys() == {"maxRestarts"}
+    (replicated,) = found["spec"]["replicatedJobs"]
+    assert replicated.keys() == {"name", "replicas", "template"}
+    job = replicated["template"]["spec"]
     assert job["parallelism"] == job["completions"]
     (container,) = job["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "brt.train", "--distributed"]
+
+
+@pytest.mark.slow_cases("*-[01]")
+@pytest.mark.parametrize("code", [0, 1, 75])
+@pytest.mark.parametrize(
+    ("script", "started", "job"),
+    [
+        ("train.sh", "-m brt.train --gin_file=a b.gin\n", "17"),
+        ("sweep.sh", "-m brt.sweep --gin_file=a b.gin --array_index=2\n", "17_2"),
+    ],
+    ids=["train", "sweep"],
+)
+def test_a_job_of_slurm_passes_the_signal_on_and_queues_itself_again(
+    script: str, started: str, job: str, code: int, tmp_path: Path
+) -> None:
+    python = (
+        f'echo "$@" > started; trap "sleep 0.2; exit {code}" TERM; sleep 0.1; kill -TERM "$PPID"; '
+        "for i in {1..100}; do sleep 0.05; done; exit 9"
+    )
+    for name, body in (("scontrol", 'echo "$@" > requeued'), ("python", python)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17",
+        "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2",
+    }  # fmt: skip
+    words = ["bash", str(LAUNCH / "slurm" / script), "--gin_file=a b.gin"]
+    assert subprocess.run(words, env=environment, cwd=tmp_path).returncode == code
+    assert (tmp_path / "started").read_text() == started
+    assert (tmp_path / "requeued").exists() == (code == 75)
+    if code == 75:
+        assert (tmp_path / "requeued").read_text() == f"requeue {job}\n"

@@ -58,7 +58,7 @@ def test_platforms_are_chosen_by_one_file() -> None:
     sets = re.compile(r"environ(\.setdefault\(|\[)\"(JAX_|XLA_)\w+\"(, |\] *\+?= )")
     files = [f for f in SOURCES if "tests" not in f.relative_to(ROOT).parts]
     found = {str(f.relative_to(ROOT)) for f in files if sets.search(f.read_text("utf-8"))}
-    assert found == {"brt/platforms.py", "tools/benchmark/compile_time.py"}
+    assert found == {"brt/runtime.py", "tools/benchmark/compile_time.py"}
 
 
 @functools.cache
@@ -88,7 +88,7 @@ PLANTED = [
     ("brt.checkpointing.writer", "from brt.tasks.summarization import rouge"),
     ("brt.checkpointing.writer", "from brt import tasks"),
     ("brt.generation.search", "from brt.interop import meliad"),
-    ("brt.layers.attention", "from brt.ops.window_attention.xla_cpu import _attend"),
+    ("brt.layers.attention", "from brt.ops.window_attention.xla import _attend"),
     ("brt.layers.attention", "from brt.ops.window_attention import xla_cpu"),
     ("brt.training.loop", "from brt.data import lanes\nlanes._rows()"),
     ("brt.layers.basic", "x = 1 if dispatch.backend() == 'cpu' else 2"),

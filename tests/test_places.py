@@ -14,7 +14,7 @@ import pytest
 from import_rules import COMMANDS
 
 import brt
-from brt import places
+from brt import user_files
 from brt.config import Config
 from brt.config.fields import settings
 from brt.config.names import field_types, section_types
@@ -111,13 +111,13 @@ def test_every_setting_of_a_file_expands_the_home_and_refuses_urls(
 )  # fmt: skip
 def test_local_names(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert places.local(name) == path
+    assert user_files.local(name) == path
 
 
 def test_no_directory_is_called_like_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.path.expanduser", lambda name: name)
     with pytest.raises(ConfigError, match="home directory"):
-        places.local("~/a")
+        user_files.local("~/a")
 
 
 @pytest.mark.parametrize("url", [URLS[0], Path(URLS[0])])

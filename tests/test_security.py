@@ -19,7 +19,7 @@ FORBIDDEN = {
     "unpickles": r"^\s*(import|from) (pickle|dill|cloudpickle|shelve|marshal)\b",
     "lets NumPy unpickle": r"allow_pickle\s*=\s*True",
     "runs text": r"(?<![\w.])(eval|exec)\(",
-    "fails where there is no home (places.local)": r"\)\.expanduser\(\)",
+    "fails where there is no home (user_files.local)": r"\)\.expanduser\(\)",
     "runs a shell": r"shell\s*=\s*True|os\.system\(",
 }  # fmt: skip
 

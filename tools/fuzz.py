@@ -47,7 +47,6 @@ from brt.errors import BrtError
 from brt.generation.memory import Memory, save
 from brt.generation.session import Session
 from brt.interop.huggingface import files, kept
-from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
 from brt.sweeping import points
 from brt.tasks.speech_recognition import filter_bank, sources
 
@@ -114,7 +113,7 @@ def targets(place: Path) -> dict[str, Target]:
     found["state.npz"] = Target(
         place / "state.npz", lambda path: _session(memory).load(path, identity)
     )
-    level = byte_tokenizer()
+    level = kept.byte_tokenizer()
     level["model"]["vocab"]["\u0100"] = 256
     level["added_tokens"][0]["content"] = "<s>"
     level["model"]["vocab"] |= {"<s>": level["model"]["vocab"].pop("<|bos|>")}

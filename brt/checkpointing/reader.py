@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging as absl_logging
 
-from brt import allocator, output, tree_utils, untrusted
+from brt import output, runtime, tree_utils, untrusted
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
@@ -254,7 +254,7 @@ def restore(
     Raises:
       CheckpointError: no checkpoint is intact, or its arrays do not match `target`.
       NonFiniteError: an array holds NaN or infinity, which no trainer saves.
-      Exception: there is not enough memory; `brt.allocator.exhausted` recognizes such errors.
+      Exception: there is not enough memory; `brt.runtime.exhausted` recognizes such errors.
     """
     while True:
         checkpoint = checkpoint or find(directory, step, warn=warn)
@@ -274,7 +274,7 @@ def restore(
             raise
         # For damaged files, tensorstore raises errors of many classes, so all are caught.
         except Exception as error:
-            if allocator.exhausted(error):
+            if runtime.exhausted(error):
                 raise
             if checkpoint.step in present(directory):
                 raise CheckpointError(

@@ -12,17 +12,16 @@ settings that it reads.
 import dataclasses
 
 from brt.config.checks import check
-from brt.config.data import Data
-from brt.config.encoder import Attention, Encoder, Questions, Sentences
-from brt.config.kernels import Kernels
+from brt.config.data import Data, Pairs, Questions, Sentences, Speech
+from brt.config.encoder import Attention, Encoder
 from brt.config.model import Model
-from brt.config.seq2seq import CrossAttention, Decoding, Pairs, Seq2Seq
-from brt.config.speech import Speech
+from brt.config.seq2seq import CrossAttention, Decoding, Seq2Seq
 from brt.config.training import (
     Adapter,
     Checkpoint,
     Distillation,
     Evaluation,
+    Kernels,
     Logging,
     Mesh,
     Optimizer,

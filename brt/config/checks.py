@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from brt import places
+from brt import user_files
 from brt.config.fields import fill_held_out, settings
 from brt.config.shared import public_name
 from brt.errors import ConfigError
@@ -150,12 +150,12 @@ def check_finite(section: Any) -> None:
 
 
 def settle_paths(section: Any) -> None:
-    """Replaces the names of files and directories in a section by local paths; see `brt.places`."""
+    """Replaces names of files and directories in a section by local paths (`brt.user_files`)."""
     for field, setting in settings(type(section)).items():
         if setting.path:
             value, asked = getattr(section, field), name_of(section, field)
             many = isinstance(value, tuple)
-            paths = tuple(places.local(name, asked) for name in (value if many else (value,)))
+            paths = tuple(user_files.local(name, asked) for name in (value if many else (value,)))
             object.__setattr__(section, field, paths if many else paths[0])
 
 
@@ -175,6 +175,17 @@ def check_not_negative(section: object, *names: str) -> None:
         if not value >= 0:
             raise ConfigError(f"{name_of(section, name)} = {value} must not be negative")
         _check_counts(section, name)
+
+
+def check_shares(section: object, *names: str, like: str = "") -> None:
+    """Refuses fields that are not in [0, 1). If `like` names a setting, -1 stands for its value."""
+    for name in names:
+        value = getattr(section, name)
+        check(
+            0 <= value < 1 or bool(like and value == -1),
+            f"{name_of(section, name)} = {value} must be in [0, 1)"
+            + f", or -1 for the value of {like}" * bool(like),
+        )
 
 
 def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
@@ -207,29 +218,31 @@ def _check_counts(section: object, name: str) -> None:
         raise ConfigError(f"{name_of(section, name)} = {value} must be at most {LARGEST}")
 
 
-def check_buckets(section: Any) -> None:
-    """Refuses buckets (padded lengths) unless they ascend from above 0 to `max_length`."""
-    buckets, limit = section.buckets, section.max_length
+def check_rows(section: Any, longest: str = "") -> None:
+    """Checks what the sections of the data of rows have in common, and settles paths and sources.
+
+    If the user named training rows but no rows for the validation or the test split, the split
+    becomes 5 % of the training rows. If the training rows are the default or generated, the split
+    has the default sources that the section declares. Buckets (padded lengths) must ascend to the
+    value of the field `longest`, if there is one.
+    """
+    check_finite(section)
+    settle_paths(section)
+    fill_held_out(section, (f"{PART}0.05",))
+    for split in ("validation", "test"):
+        share_of(section, split)
+    check(bool(section.train), "Data.train names no source")
+    buckets = section.buckets
     check(
         not buckets or (min(buckets) > 0 and list(buckets) == sorted({*buckets})),
         f"Data.buckets = {buckets} must ascend and be above 0",
     )
-    check(
-        not buckets or buckets[-1] == limit,
-        f"the last of Data.buckets = {buckets} must be Data.max_length = {limit}",
-    )
-
-
-def fill_held_out_rows(section: Any) -> None:
-    """Sets and checks the sources of the validation and the test split of a section.
-
-    If the user named training rows but no rows for a split, the split becomes 5 % of the training
-    rows. If the training rows are the default or generated, the split has the default sources that
-    the section declares.
-    """
-    fill_held_out(section, (f"{PART}0.05",))
-    for split in ("validation", "test"):
-        share_of(section, split)
+    if longest and buckets:
+        limit = getattr(section, longest)
+        check(
+            buckets[-1] == limit,
+            f"the last of Data.buckets = {buckets} must be {name_of(section, longest)} = {limit}",
+        )
 
 
 def share_of(section: Any, split: str) -> float:
@@ -255,7 +268,9 @@ def column(section: Any, role: str, usual: str = "") -> str:
 
 
 def check_columns(section: Any, *roles: str) -> None:
-    """Refuses `columns` unless each item is ROLE=COLUMN, with a role of its own."""
+    """Refuses `columns` unless each item is ROLE=COLUMN, with a role of its own; brings the items
+    into the order of the roles.
+    """
     form = " or ".join(f"'{role}=COLUMN'" for role in roles)
     for pair in section.columns:
         role, _, name = pair.partition("=")
@@ -265,3 +280,5 @@ def check_columns(section: Any, *roles: str) -> None:
         )
     named = [pair.partition("=")[0] for pair in section.columns]
     check(len({*named}) == len(named), f"Data.columns = {section.columns} names a column twice")
+    ordered = tuple(sorted(section.columns, key=lambda pair: roles.index(pair.partition("=")[0])))
+    object.__setattr__(section, "columns", ordered)

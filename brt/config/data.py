@@ -1,4 +1,4 @@
-"""Settings of the documents of language models."""
+"""Settings of the data of all tasks."""
 
 import dataclasses
 import re
@@ -9,10 +9,15 @@ from brt.config.checks import (
     check_columns,
     check_finite,
     check_not_negative,
+    check_positive,
+    check_rows,
+    check_shares,
     column,
     settle_paths,
 )
 from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sources
+
+SPECIAL = 4  # A window has at most this number of special tokens, such as separators.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,7 @@ class Data:
     tokenizer: str = free("bytes", cached=True, path="read")
     # 'text=FIELD' names the field (JSON), column (tables) or feature (TFDS) that contains the text;
     # () takes the name 'text'.
-    columns: tuple[str, ...] = free((), cached=("text_field",))
+    columns: tuple[str, ...] = free((), cached=True)
     # 'strict' treats NULs and bytes that are not UTF-8 as errors; 'replace' reads them as U+FFFD.
     errors: Literal["strict", "replace"] = free("strict", cached=True)
     # This number of unreadable documents may be left out. They are listed in quarantine.jsonl. More
@@ -76,19 +81,9 @@ class Data:
                 object.__setattr__(self, split, self._memory_tasks(split))
         check(bool(self.train or self.store), "Data.train names no source and Data.store is empty")
         self._check_curriculum()
-        check(
-            self.max_document_bytes > 0,
-            f"Data.max_document_bytes = {self.max_document_bytes} must be above 0",
-        )
+        check_positive(self, "max_document_bytes")
         check_not_negative(self, "max_bad_records")
-        for name in ("validation_fraction", "test_fraction"):
-            value = getattr(self, name)
-            check(0 <= value < 1, f"Data.{name} = {value} must be in [0, 1)")
-
-    @property
-    def text_field(self) -> str:
-        """Name of the JSON field, the column or the TFDS feature that contains the text."""
-        return column(self, "text", "text")
+        check_shares(self, "validation_fraction", "test_fraction")
 
     def _check_curriculum(self) -> None:
         steps, memory_only = self.curriculum, all(name.startswith(MEMORY) for name in self.train)
@@ -119,3 +114,264 @@ class Data:
             for task in tasks
             if task and share
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Settings that name documents with their summaries and make tokens of them.
+
+    A source is a .jsonl, .json, .csv or .parquet file (also compressed as .gz, .xz or .zst), a
+    directory or pattern of them, `corpus:NAME/SPLIT` (part of brt), or `tfds:NAME/SPLIT`
+    (prepared on this machine, see `brt.prepare --pairs`).
+    """
+
+    # The training pairs are read from these sources.
+    train: tuple[str, ...] = sources(("corpus:summaries/train",))
+    # The validation pairs are read from these sources. 'part:SHARE' holds out this share of the
+    # training rows, and () means no validation. The default is 'auto'. It stands for
+    # 'corpus:summaries/validation', the argument of `held_out`, if `train` has its default, and
+    # otherwise for 'part:0.05'.
+    validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
+    # The test pairs are read from these sources, with the same rules as for validation.
+    test: tuple[str, ...] = held_out(("corpus:summaries/test",))
+    # These are the columns of the documents, the summaries and the ids: 'source=COLUMN',
+    # 'target=COLUMN', 'id=COLUMN'. If a column is not named, usual names are tried. If there are no
+    # ids, the rows are numbered.
+    columns: tuple[str, ...] = free((), cached=True)
+    # The tokenizer is a sentencepiece .model file or a tokenizer.json file. 'train:VOCAB_SIZE'
+    # trains a tokenizer on the training pairs.
+    tokenizer: str = free("train:4000", cached=True, path="read")
+    # This text is put before every document. T5 has "summarize: ".
+    prefix: str = fixed("", cached=True)
+    # A document has at most this number of tokens, including the end token.
+    max_source_length: int = fixed(1024, cached=True)
+    # A summary has at most this number of tokens, including the end token.
+    max_target_length: int = fixed(128, cached=True)
+    # If a document is longer than max_source_length, it is an error, only the head is read, or only
+    # the head and the tail are read. Summaries always keep their head.
+    truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
+    # Batches are padded to one of these ascending source lengths in tokens; () pads all batches to
+    # max_source_length.
+    buckets: tuple[int, ...] = fixed(())
+    # If a row is empty, damaged or not UTF-8, the file is refused or the row is skipped.
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    cache_dir: str = free("", path="written")
+
+    def __post_init__(self) -> None:
+        check_columns(self, "source", "target", "id")
+        check_rows(self, "max_source_length")
+        for name in ("max_source_length", "max_target_length"):
+            value = getattr(self, name)
+            check(value >= 3, f"Pairs.{name} = {value} must be at least 3: begin, a token, end")
+            check_positive(self, name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sentences:
+    """Settings that name labelled sentences, or pairs of sentences, and make tokens of them.
+
+    A source is one of
+
+        PATH                  JSON lines, CSV, Parquet, or tab-separated values
+                              (.jsonl .json .csv .parquet .tsv); a directory or pattern of them
+        tfds:NAME/SPLIT       prepared on this machine
+        generated:NAME/COUNT  generated by brt/tasks/text_classification/preparation.py
+    """
+
+    # The training rows are read from these sources.
+    train: tuple[str, ...] = sources(("generated:train/2000",))
+    # The validation rows are read from these sources. 'part:SHARE' holds out this share of the
+    # training rows, and () means no validation. The default is 'auto'. It stands for
+    # 'generated:validation/200', the argument of `held_out`, if `train` has its default or names
+    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    validation: tuple[str, ...] = held_out(("generated:validation/200",))
+    # The test rows are read from these sources, with the same rules as for validation.
+    test: tuple[str, ...] = held_out(("generated:test/200",))
+    # These are the columns of the first sentence, of the second sentence of a pair, of the label,
+    # and of the id that names a row in predictions: 'first=COLUMN', 'second=COLUMN',
+    # 'label=COLUMN', 'id=COLUMN'. If a column is not named, usual names are tried. If only 'first'
+    # is named, a row has a single sentence.
+    columns: tuple[str, ...] = free((), cached=True)
+    # The columns have these names in .tsv files that have no header line.
+    header: tuple[str, ...] = free((), cached=True)
+    # These are all labels, in the order of the classifier's outputs; () sorts the labels of train.
+    labels: tuple[str, ...] = fixed(())
+    # The tokenizer is 'bytes', a sentencepiece .model file or a tokenizer.json file.
+    # 'train:VOCAB_SIZE' trains a tokenizer on the training texts.
+    tokenizer: str = free("bytes", cached=True, path="read")
+    # A row is truncated to this number of tokens. Of a pair, the longer sentence is truncated
+    # first.
+    max_length: int = fixed(128, cached=True)
+    # Batches are padded to one of these ascending lengths in tokens; () pads all batches to
+    # max_length.
+    buckets: tuple[int, ...] = fixed(())
+    # If a row has no sentence or an unknown label, the file is refused ('refuse') or the row is
+    # skipped ('skip').
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    cache_dir: str = free("", path="written")
+
+    def __post_init__(self) -> None:
+        check_columns(self, "first", "second", "label", "id")
+        check_rows(self, "max_length")
+        check(
+            self.max_length >= 8,
+            f"Data.max_length = {self.max_length} must be at least 8, for the special ids",
+        )
+        check_positive(self, "max_length")
+        check(
+            bool(column(self, "first")) or not column(self, "second"),
+            f"Data.columns = {self.columns} names a second sentence; name the first one, too: "
+            "'first=COLUMN'",
+        )
+        check(
+            len(set(self.labels)) == len(self.labels),
+            f"Sentences.labels = {self.labels} contains a label twice",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Settings that name questions about texts and divide the texts into windows of tokens.
+
+    A source is one of
+
+        PATH                  .json in the format of SQuAD, or a table with its columns id, context,
+                              question and answers; a directory or a pattern of files
+        generated:NAME/COUNT  generated by brt/tasks/extractive_qa/preparation.py
+
+    The answer to a question is a part of the text that the question is about. A window is an input
+    of the model: the question and a part of the text. The windows of a long text overlap.
+    """
+
+    # The training questions are read from these sources.
+    train: tuple[str, ...] = sources(("generated:train/2000",))
+    # The validation questions are read from these sources. 'part:SHARE' holds out this share of the
+    # training rows, and () means no validation. Users get the default 'auto'. If `train` has only
+    # sources 'generated:NAME/COUNT', 'auto' stands for the sources that are named here; otherwise,
+    # it stands for 'part:0.05'.
+    validation: tuple[str, ...] = held_out(("generated:validation/200",))
+    # The test questions are read from these sources, with the same rules as for validation.
+    test: tuple[str, ...] = held_out(("generated:test/200",))
+    # The tokenizer is 'bytes', a sentencepiece .model file or a tokenizer.json file.
+    # 'train:VOCAB_SIZE' trains a tokenizer on the training texts.
+    tokenizer: str = free("bytes", cached=True, path="read")
+    # A window, which contains the question and a part of the text, has at most this number of
+    # tokens.
+    max_length: int = fixed(384, cached=True)
+    # Neighbouring windows of a text share this number of tokens.
+    stride: int = fixed(128, cached=True)
+    # A question is truncated to this number of tokens.
+    max_question_length: int = fixed(64, cached=True)
+    max_answer_length: int = free(30)  # A predicted answer has at most this number of tokens.
+    # True allows questions without an answer, as in SQuAD 2.0.
+    no_answer: bool = fixed(False, cached=True)
+    # A question is predicted to have no answer if the logit of "no answer" exceeds the logit of the
+    # best span by more than this number.
+    no_answer_margin: float = free(0.0)
+    # Batches are padded to one of these ascending lengths in tokens; () pads all batches to
+    # max_length.
+    buckets: tuple[int, ...] = fixed(())
+    # If an answer is not at the position that the file gives, the file is refused or the row is
+    # skipped.
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    cache_dir: str = free("", path="written")
+
+    def __post_init__(self) -> None:
+        check_rows(self, "max_length")
+        check_positive(self, "max_length", "max_question_length", "max_answer_length")
+        check_not_negative(self, "stride")
+        taken = self.stride + self.max_question_length + SPECIAL
+        check(
+            taken < self.max_length,
+            f"Data.max_length = {self.max_length} must be above Questions.stride + "
+            f"Questions.max_question_length + {SPECIAL} = {taken}, or windows would not move on",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speech:
+    """Settings that name utterances with transcripts and make frames and tokens of them.
+
+    A source is one of
+
+        PATH.npz              arrays `features` (frames, width), `lengths`, `ids`, `transcripts`,
+                              and optionally `speakers`; the utterances are concatenated
+        PATH.tsv[:SPLIT]      a table of WAV files with the columns `file` and `transcript`,
+                              and optionally `speaker` and `split`, which selects rows
+        PATH                  a Kaldi-style directory: `text`, `wav.scp` or `feats.scp`, and
+                              optionally `utt2spk`
+        generated:NAME/COUNT  generated by brt/tasks/speech_recognition/generated.py
+    """
+
+    # The training utterances are read from these sources.
+    train: tuple[str, ...] = sources(("generated:train/1000",))
+    # The validation utterances are read from these sources. 'part:SHARE' holds out this share of
+    # the training rows, and () means no validation. The default is 'auto'. It stands for
+    # 'generated:validation/100', the argument of `held_out`, if `train` has its default or names
+    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
+    validation: tuple[str, ...] = held_out(("generated:validation/100",))
+    # The test utterances are read from these sources, with the same rules as for validation.
+    test: tuple[str, ...] = held_out(("generated:test/100",))
+    # A token is a character or a word of the transcript.
+    unit: Literal["characters", "words"] = fixed("characters", cached=True)
+    # This number of recordings of a speaker, in random order, is joined to one utterance.
+    join: int = fixed(1, cached=True)
+    # All training recordings are joined in this number of random orders, if join is above 1.
+    join_orders: int = fixed(1, cached=True)
+    # WAV files must have this number of samples per second; other files are refused. 0 takes the
+    # rate of the training data.
+    sample_rate: int = fixed(0, cached=True)
+    # A frame of a WAV file has this number of mel bands as its features.
+    mel_bands: int = fixed(40, cached=True)
+    # A frame of a WAV file covers this number of milliseconds.
+    window_ms: float = fixed(25.0, cached=True)
+    # A frame starts this number of milliseconds after the frame before. This is also true of
+    # features that are read from files.
+    shift_ms: float = fixed(10.0, cached=True)
+    # Each feature is normalised to mean 0 and deviation 1 over the frames of an utterance or of a
+    # speaker, or not at all.
+    normalization: Literal["none", "utterance", "speaker"] = fixed("utterance", cached=True)
+    # This number of consecutive normalised frames is concatenated to one frame.
+    stack: int = fixed(1, cached=True)
+    # Of this number of consecutive stacked frames, only the first is read.
+    stride: int = fixed(1, cached=True)
+    # Batches are padded to one of these ascending lengths, which count the frames that remain after
+    # `stack` and `stride`. () pads all batches to the longest utterance.
+    buckets: tuple[int, ...] = fixed((), cached="longest")
+    # If utterances are too short for CTC, or too long, the file is refused or the utterances are
+    # skipped.
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    # SpecAugment masks this number of intervals of time in an utterance; 0 masks none.
+    time_masks: int = free(0)
+    # An interval of time that SpecAugment masks has at most this number of frames.
+    time_mask_frames: int = free(20)
+    # SpecAugment masks this number of bands of features; 0 masks none.
+    feature_masks: int = free(0)
+    # A band that SpecAugment masks has at most this number of features.
+    feature_mask_width: int = free(8)
+    # Prefix beam search has this number of beams; 1 takes the most probable token of every frame.
+    beams: int = free(1)
+    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
+    cache_dir: str = free("", path="written")
+
+    def __post_init__(self) -> None:
+        check_rows(self)
+        check_positive(
+            self, "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
+            "time_mask_frames", "feature_mask_width", "beams",
+        )  # fmt: skip
+        check_not_negative(self, "sample_rate", "time_masks", "feature_masks")
+        check(
+            self.join > 1 or self.join_orders == 1,
+            f"Speech.join_orders = {self.join_orders} is the number of orders in which recordings "
+            "are joined; set Speech.join above 1, or leave it out",
+        )
+
+    @property
+    def longest(self) -> int:
+        """Number of frames of the longest utterance that is read; 0 means no limit."""
+        # Buckets count the frames after `stack` and `stride`.
+        return self.buckets[-1] if self.buckets else 0

@@ -15,8 +15,8 @@ A `derived` field is no setting: the data or converted weights determine its val
 contain derived fields, and .gin files cannot bind them.
 
 The argument `cached` marks settings that determine prepared data (tokens and features), which are
-cached under a hash of these settings. True hashes the value of the field itself. Names of
-properties of the section hash the values of these properties instead.
+cached under a hash of these settings. True hashes the value of the field itself. The name of a
+property of the section hashes the value of this property instead.
 
 The argument `path` marks settings that name files or directories, because the config of a
 stranger's run may name any path. The argument is "read" if brt reads the files, and "written" if
@@ -45,13 +45,13 @@ class Setting(NamedTuple):
     # Where a run that starts from weights takes the value from: its config ("own"), the weights
     # ("inherited"), or the weights unless the config sets another value ("adaptable").
     warm_start: Literal["own", "inherited", "adaptable"]
-    # True if the value determines prepared data; or the names of properties that do so instead.
-    cached: bool | str | tuple[str, ...]
+    # True if the value determines prepared data; or the name of a property that does so instead.
+    cached: bool | str
     path: Path = ""  # "read" or "written" if the value names files that brt reads or writes
     derived: bool = False  # True if the data or converted weights determine the value
 
 
-def free(default: T, *, cached: bool | str | tuple[str, ...] = False, path: Path = "") -> T:
+def free(default: T, *, cached: bool | str = False, path: Path = "") -> T:
     """Declares a field that a resumed run may change."""
     return _field(default, Setting(True, "own", cached, path))
 
@@ -138,8 +138,7 @@ def cached_settings(section: Any) -> dict[str, Any]:
     names: set[str] = set()
     for name, setting in settings(type(section)).items():
         if setting.cached and setting.cached != _SOURCES:
-            other = setting.cached if isinstance(setting.cached, tuple) else (setting.cached,)
-            names |= {name if one is True else str(one) for one in other}
+            names.add(name if setting.cached is True else str(setting.cached))
     values = {name: getattr(section, name) for name in sorted(names)}
     for name in names & {name for name, setting in settings(type(section)).items() if setting.path}:
         values[name] = os.path.splitext(values[name])[1] or values[name]

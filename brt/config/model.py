@@ -4,7 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
-from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
+from brt.config.checks import (
+    check,
+    check_finite,
+    check_layers,
+    check_not_negative,
+    check_positive,
+    check_shares,
+)
 from brt.config.fields import RematPolicy, adaptable, derived, fixed, free, inherited, nested
 from brt.config.kinds import KindSection, layer_kinds
 
@@ -82,8 +89,7 @@ class Rotary:
     def __post_init__(self) -> None:
         check_finite(self)
         check_positive(self, "base", "factor", "original_length")
-        check_not_negative(self, "context")
-        check(self.local_base >= 0, f"Rotary.local_base = {self.local_base} must not be negative")
+        check_not_negative(self, "context", "local_base")
         check(
             self.scaling != "llama3" or 0 < self.low_frequency < self.high_frequency,
             f"Rotary.low_frequency = {self.low_frequency} must be above 0 and below "
@@ -241,7 +247,7 @@ class Model:
             self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "relative_max_distance"
         )
         check_not_negative(self, "vocab_size", "unroll")
-        check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
+        check_shares(self, "dropout")
         half = self.relative_buckets // 2
         check(
             half >= 1 and self.relative_max_distance > half,
@@ -383,25 +389,10 @@ class Model:
         """Returns the model's section of this class in `kinds`, or one with all defaults."""
         return next((own for own in self.kinds if type(own) is section), section())
 
-    def with_kinds(self, *sections: KindSection) -> "Model":
-        """Returns the same model with these sections, in place of those of the same classes."""
-        new = {type(section): section for section in (*self.kinds, *sections)}
-        return dataclasses.replace(self, kinds=tuple(new.values()))
-
     def without(self, *sections: type[KindSection]) -> "Model":
         """Returns the same model in which layers of some kinds become sliding-window layers."""
         left = tuple(section for section in self.kinds if type(section) not in sections)
         return dataclasses.replace(self, kinds=left)
-
-    def parity(self) -> "Model":
-        """Returns the same model with the arithmetic of the authors' code, for comparisons."""
-        # The code of Block-Recurrent Transformers is google-research/meliad.
-        return dataclasses.replace(
-            self,
-            attention=dataclasses.replace(self.attention, bias_before_scale=True, scale_init=1.0),
-            embedding=dataclasses.replace(self.embedding, logit_scale="model_dim"),
-            sliding=dataclasses.replace(self.sliding, attend_to_self=False, mask_empty_cache=False),
-        )
 
 
 # The keys are the names of the sections that every decoder has besides `Model`. The values are the

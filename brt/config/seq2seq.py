@@ -1,22 +1,18 @@
-"""Settings of summarisation: the encoder-decoder, its data, and beam search."""
+"""Settings of summarisation: the encoder-decoder and beam search."""
 
 import dataclasses
 from typing import Literal
 
 from brt.config.checks import (
     check,
-    check_columns,
     check_finite,
     check_items,
     check_layers,
     check_not_negative,
     check_positive,
-    column,
-    fill_held_out_rows,
-    name_of,
-    settle_paths,
+    check_shares,
 )
-from brt.config.fields import derived, fixed, free, held_out, inherited, sources
+from brt.config.fields import derived, fixed, free, inherited
 from brt.errors import ConfigError
 
 # With CrossAttention.raf_parameters = 'bounded', the thresholds at which neurons fire are above
@@ -85,13 +81,8 @@ class Seq2Seq:
             f"Model.relative_buckets = {self.relative_buckets} must be at least 4, and "
             f"Model.relative_max_distance = {self.relative_max_distance} above half of it",
         )
-        check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
-        for name in ("attention_dropout", "activation_dropout"):
-            value, setting = getattr(self, name), name_of(self, name)
-            check(
-                value == -1 or 0 <= value < 1,
-                f"{setting} = {value} must be in [0, 1), or -1 for that of Model.dropout",
-            )
+        check_shares(self, "dropout")
+        check_shares(self, "attention_dropout", "activation_dropout", like="Model.dropout")
         check(
             self.family == "t5" or self.encoder_attention != "transient_global",
             "Seq2Seq.encoder_attention = 'transient_global' needs Seq2Seq.family = 't5'; bart has "
@@ -217,85 +208,6 @@ class CrossAttention:
             f"decoder would read only {positions}; set CrossAttention.segment_size = {size} or "
             f"{more}, or allow it by CrossAttention.allow_skipped_segments = True"
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """Settings that name documents with their summaries and make tokens of them.
-
-    A source is a .jsonl, .json, .csv or .parquet file (also compressed as .gz, .xz or .zst), a
-    directory or pattern of them, `corpus:NAME/SPLIT` (part of brt), or `tfds:NAME/SPLIT`
-    (prepared on this machine, see `brt.prepare --pairs`).
-    """
-
-    # The training pairs are read from these sources.
-    train: tuple[str, ...] = sources(("corpus:summaries/train",))
-    # The validation pairs are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. The default is 'auto'. It stands for
-    # 'corpus:summaries/validation', the argument of `held_out`, if `train` has its default, and
-    # otherwise for 'part:0.05'.
-    validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
-    # The test pairs are read from these sources, with the same rules as for validation.
-    test: tuple[str, ...] = held_out(("corpus:summaries/test",))
-    # These are the columns of the documents, the summaries and the ids: 'source=COLUMN',
-    # 'target=COLUMN', 'id=COLUMN'. If a column is not named, usual names are tried. If there are no
-    # ids, the rows are numbered.
-    columns: tuple[str, ...] = free((), cached=("source_field", "target_field", "id_field"))
-    # The tokenizer is a sentencepiece .model file or a tokenizer.json file. 'train:VOCAB_SIZE'
-    # trains a tokenizer on the training pairs.
-    tokenizer: str = free("train:4000", cached=True, path="read")
-    # This text is put before every document. T5 has "summarize: ".
-    prefix: str = fixed("", cached=True)
-    # A document has at most this number of tokens, including the end token.
-    max_source_length: int = fixed(1024, cached=True)
-    # A summary has at most this number of tokens, including the end token.
-    max_target_length: int = fixed(128, cached=True)
-    # If a document is longer than max_source_length, it is an error, only the head is read, or only
-    # the head and the tail are read. Summaries always keep their head.
-    truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
-    # Batches are padded to one of these ascending source lengths in tokens; () pads all batches to
-    # max_source_length.
-    buckets: tuple[int, ...] = fixed(())
-    # If a row is empty, damaged or not UTF-8, the file is refused or the row is skipped.
-    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
-    cache_dir: str = free("", path="written")
-
-    def __post_init__(self) -> None:
-        check_finite(self)
-        settle_paths(self)
-        check_columns(self, "source", "target", "id")
-        fill_held_out_rows(self)
-        check(bool(self.train), "Data.train names no source")
-        for name in ("max_source_length", "max_target_length"):
-            value = getattr(self, name)
-            check(value >= 3, f"Pairs.{name} = {value} must be at least 3: begin, a token, end")
-            check_positive(self, name)
-        check(
-            not self.buckets
-            or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),
-            f"Data.buckets = {self.buckets} must ascend and be above 0",
-        )
-        check(
-            not self.buckets or self.buckets[-1] == self.max_source_length,
-            f"Data.buckets = {self.buckets} must end with Pairs.max_source_length = "
-            f"{self.max_source_length}",
-        )
-
-    @property
-    def source_field(self) -> str:
-        """Column of the documents; "" tries the usual names."""
-        return column(self, "source")
-
-    @property
-    def target_field(self) -> str:
-        """Column of the summaries; "" tries the usual names."""
-        return column(self, "target")
-
-    @property
-    def id_field(self) -> str:
-        """Column of the ids; "" takes the column `id`, or numbers the rows."""
-        return column(self, "id")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from brt import config
+from brt.config.checks import column
 from brt.data import documents
 from brt.data.documents import Document
 from brt.data.quarantine import Quarantine
@@ -81,7 +82,7 @@ class Plan:
 
     def _read(self, split: str) -> Iterator[Document]:
         return documents.read(
-            getattr(self._data, split), text_field=self._data.text_field,
+            getattr(self._data, split), text_field=column(self._data, "text", "text"),
             errors=self._data.errors, max_bytes=self._data.max_document_bytes,
             bad=self.bad,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from brt import durable, hanging, output
+from brt import durable, output, runtime
 from brt.errors import ConfigError, PeerError
 
 HEARTBEAT_SECONDS = 30  # A process is considered dead after this many seconds without a heartbeat.
@@ -70,8 +70,8 @@ class Heartbeat:
         self._over.set()
         for thread in self._threads:
             # Python aborts if it exits while a thread is inside the code of the key-value service
-            # (see `hanging.leave`).
-            hanging.join(thread, JOIN_SECONDS)
+            # (see `runtime.leave`).
+            runtime.join(thread, JOIN_SECONDS)
 
     def _beat(self) -> None:
         beats = 0
@@ -422,7 +422,7 @@ def _leave() -> None:
     if is_first():
         gone = threading.Thread(target=_wait_for_others_to_leave, daemon=True)
         gone.start()
-        hanging.join(gone, _LEAVING_SECONDS)
+        runtime.join(gone, _LEAVING_SECONDS)
     else:
         with contextlib.suppress(Exception):
             jax.distributed.shutdown()
@@ -522,8 +522,8 @@ class AgreedRequest:
         self._over = True
         self._done.set()
         # Python aborts if it exits while a thread is inside the code of the key-value service (see
-        # `hanging.leave`).
-        hanging.join(self._thread, JOIN_SECONDS)
+        # `runtime.leave`).
+        runtime.join(self._thread, JOIN_SECONDS)
 
     def _watch(self) -> None:
         number = 0

@@ -40,7 +40,7 @@ def _accepts_all(*_: Any, **__: Any) -> None:
 class Implementation(NamedTuple):
     """One way to compute an op."""
 
-    name: str  # one of `brt.config.kernels.IMPLEMENTATIONS`
+    name: str  # one of `brt.config.training.IMPLEMENTATIONS`
     function: Callable[..., Any]
     auto: tuple[str, ...] = ANY  # the backends on which `auto` may select this implementation
     backends: tuple[str, ...] = ANY  # the backends on which this implementation can run
@@ -120,7 +120,7 @@ _POLICIES = {
 class Op(NamedTuple):
     """An operation and its implementations, in the order in which `auto` prefers them."""
 
-    # the name in errors and profiles; one of `brt.config.kernels.OPERATIONS` if a setting selects
+    # the name in errors and profiles; one of `brt.config.training.OPERATIONS` if a setting selects
     # the implementation
     name: str
     implementations: tuple[Implementation, ...]

@@ -27,15 +27,11 @@ from brt.training.preemption import StopSignal
 from brt.training.progress import clock
 from brt.training.workdir import Workdir, explain_write_errors
 
-# Starts brt.train and brt.evaluate for a point of a sweep, and explains why they fail.
-#
-# A point is one run of the sweep. Several points can run in parallel, as jobs.
-
-
 _KINDS = {2: "config", 3: "data", 4: "checkpoint", 5: "diverged", 70: "hung"}
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|MemoryError|std::bad_alloc|out of memory", re.I)
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _TAIL_BYTES = 20_000
+_POLL_SECONDS = 0.2
 
 
 class Command(NamedTuple):
@@ -136,14 +132,6 @@ def explain(code: int, text: str) -> str:
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
     return f"crashed (exit code {code}): {last}"
-
-
-# Runs the points of a sweep as subprocesses, several in parallel.
-#
-# A point is one run of the sweep.
-
-
-_POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass
@@ -298,15 +286,22 @@ def run(
       Preempted: a signal arrived; the progress of all points is saved.
       BrtError: some points failed; the others are finished.
     """
-    _check_jobs(jobs)
+    if jobs < 1:
+        raise ConfigError(f"--jobs={jobs} must be at least 1")
+    if jobs > cores():
+        output.say(
+            f"warning: --jobs={jobs} is more than the {cores()} cores of this machine; "
+            "the points will slow each other down, and their step times are not meaningful"
+        )
     check_unchanged(workdir, points)
-    runner = Runner(workdir, sweep.split, jobs, _say)
+    runner = Runner(workdir, sweep.split, jobs, output.say)
     todo = [point for point in chosen if not runner.finished(point)]
     if len(todo) < len(chosen):
-        _say(f"{len(chosen) - len(todo)} of {len(chosen)} points are finished already")
+        output.say(f"{len(chosen) - len(todo)} of {len(chosen)} points are finished already")
     if todo:
         _prepare(workdir, todo, sweep.split)
-        _create(workdir)
+        workdirs.check_writable(workdir)
+        workdirs.refuse_links(Workdir(workdir))
         runner.run(todo)
     text = write_report(workdir, points, sweep)
     _conclude(workdir, chosen, runner)
@@ -321,16 +316,6 @@ def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
     with _report_lock(workdir):
         table = report.write(workdir, points, sweep)
     return f"{table}\n\nreport: {workdir / 'report.md'}"
-
-
-def _check_jobs(jobs: int) -> None:
-    if jobs < 1:
-        raise ConfigError(f"--jobs={jobs} must be at least 1")
-    if jobs > cores():
-        _say(
-            f"warning: --jobs={jobs} is more than the {cores()} cores of this machine; "
-            "the points will slow each other down, and their step times are not meaningful"
-        )
 
 
 def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
@@ -348,11 +333,6 @@ def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
         datasets[task.name, getattr(config, task.data)] = task, config
     for task, config in datasets.values():
         task.open(config).split(split)
-
-
-def _create(workdir: Path) -> None:
-    workdirs.check_writable(workdir)
-    workdirs.refuse_links(Workdir(workdir))
 
 
 def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
@@ -382,7 +362,3 @@ def _report_lock(workdir: Path) -> Iterator[None]:
             durable.acquire_lock(file, wait=True)
             durable.remove_abandoned(workdir)
         yield
-
-
-def _say(line: str) -> None:
-    output.say(line)

@@ -267,14 +267,10 @@ _HASH = 8
 Resolve = Callable[[Sequence[Binding], Sequence[str]], Resolved]
 
 
-# Determines the names, directories and configs of all points of a sweep before the first run.
-#
-# A point is one run of the sweep. It combines a named point (a set of bindings that the sweep file
-# names), a random sample of some settings, and a combination of values from the grid.
-
-
 class Point(NamedTuple):
-    """One run of a sweep."""
+    """One run of a sweep, which combines a named point (a set of bindings that the sweep file
+    names), a random sample of some settings, and a combination of values from the grid.
+    """
 
     number: int  # the index of the point in the sweep, from 0
     name: str  # the name for people, which contains the values that distinguish the point

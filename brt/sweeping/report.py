@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, ScalarFormatter
@@ -31,11 +32,6 @@ from brt.tasks.report import BITS_PER_BYTE, EXACT_ANSWERS, Metric
 from brt.training import evaluations, inspection
 from brt.training.metrics import read_metrics
 from brt.training.workdir import check_writable, write_bytes, write_text
-
-# Reads the results of the points of a sweep, and computes their means over seeds.
-#
-# A point is one run of the sweep. A group consists of the points that differ only in their seed.
-
 
 T = TypeVar("T")
 _REPORT = {"answers?": [{"windows": int, EXACT_ANSWERS.name: untrusted.NUMBER}]}
@@ -83,11 +79,6 @@ class Group(NamedTuple):
     rows: list[Row]  # the results of all points
 
 
-def read(workdir: Path, points: Sequence[Point], split: str) -> list[Row]:
-    """Returns the results of every point, including points that have not started."""
-    return [_row(point, PointDirectory(workdir / point.directory), split) for point in points]
-
-
 def group(rows: Sequence[Row], baseline: str) -> list[Group]:
     """Returns groups of rows that differ only in their seed, in the order of their first points."""
     members: dict[str, list[Row]] = {}
@@ -125,10 +116,18 @@ def reference(groups: Sequence[Group], baseline: str) -> Group:
     return groups[0]
 
 
+def read(workdir: Path, points: Sequence[Point], split: str) -> list[Row]:
+    """Returns the results of every point, including points that have not started."""
+    return [_row(point, PointDirectory(workdir / point.directory), split) for point in points]
+
+
 def _row(point: Point, directory: PointDirectory, split: str) -> Row:
     progress, run = directory.progress(), directory.run
     evaluation = directory.evaluation(split) if progress.status == "finished" else None
-    content = report(evaluation, tasks.from_config(point.config)) if evaluation else {}
+    task = tasks.from_config(point.config)
+    content = report(evaluation, task) if evaluation else {}
+    known = {**content, **task.select_metrics(content)} if content else {}
+    metrics = {metric.name: known.get(metric.name) for metric in task.table_metrics}
     records = read_metrics(run.metrics)
     steps = reader.steps(run.checkpoints)
     total = rest = None
@@ -139,7 +138,7 @@ def _row(point: Point, directory: PointDirectory, split: str) -> Row:
         point=point,
         status="trained" if status == "finished" and not evaluation else status,
         reason=progress.reason,
-        metrics=_point_metrics(point, content),
+        metrics={name: value for name, value in metrics.items() if value is not None},
         answers={row["windows"]: row[EXACT_ANSWERS.name] for row in content.get("answers", [])},
         step_seconds=median(records, "perf/step_seconds"),
         tokens_per_second=median(records, "perf/tokens_per_second"),
@@ -151,13 +150,6 @@ def _row(point: Point, directory: PointDirectory, split: str) -> Row:
         threads=progress.threads,
         records=records,
     )
-
-
-def _point_metrics(point: Point, report: dict[str, Any]) -> dict[str, float]:
-    task = tasks.from_config(point.config)
-    known = {**report, **task.select_metrics(report)} if report else {}
-    values = {metric.name: known.get(metric.name) for metric in task.table_metrics}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def report(path: Path, task: Task) -> dict[str, Any]:
@@ -227,19 +219,13 @@ def _group(name: str, rows: list[Row]) -> Group:
     )
 
 
-# Draws the plots of a sweep: results against step time, results as bars, and training curves.
-#
-# The plotted metric is the error rate or score of the task if it has one, otherwise bits per byte.
-# The runs of a sweep are called points. A group consists of the points that differ only in their
-# seed.
-
-
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
 _CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
 _LEARNED = "answers_learned.png"
 _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
 _MOST_PANELS = 4  # A plot with several panels has at most this many side by side.
+_NONE = "-"
 
 
 def primary_metric(groups: Sequence[Group]) -> Metric:
@@ -333,26 +319,19 @@ def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
 
 def training_curves(groups: Sequence[Group]) -> Figure:
     """Returns a plot of the smoothed bits per token against the number of training tokens."""
-    # Every run has a line, and all lines of a group have the same color.
     figure, (axes,) = new_figure(1, height=5.5)
-    tails = []
-    for color, g in zip(_colors(len(groups)), groups, strict=True):
-        label: str | None = g.name
-        for row in g.rows:
-            tokens, bits = curve(row.records, "train/bits_per_token")
-            if not bits.size:
-                continue
-            smooth = smoothed(bits)
-            axes.plot(tokens, smooth, color=color, linewidth=1.2, alpha=0.8, label=label)
-            # The first tenth of a curve does not determine the limits of the axis, because its
-            # large values would hide the differences between the curves in the rest.
-            tails.append(smooth[len(smooth) // 10 :])
-            label = None
+
+    def smooth_bits(row: Row) -> tuple[np.ndarray, np.ndarray]:
+        tokens, bits = curve(row.records, "train/bits_per_token")
+        return tokens, smoothed(bits)
+
+    # The first tenth of a curve does not determine the limits of the axis, because its large values
+    # would hide the differences between the curves in the rest.
+    tails = [bits[len(bits) // 10 :] for bits in _plot_runs(axes, groups, smooth_bits)]
     if tails:
         low, high = min(t.min() for t in tails), max(t.max() for t in tails)
         margin = 0.06 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + margin)
-        _legend(axes, len(groups))
     axes.set(xlabel="training tokens", ylabel="bits per token", title="Training (smoothed)")
     return figure
 
@@ -360,14 +339,13 @@ def training_curves(groups: Sequence[Group]) -> Figure:
 def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
     """Returns a plot of a validation metric against the minutes of training without compilation."""
     figure, (axes,) = new_figure(1, height=5.5)
-    for color, g in zip(_colors(len(groups)), groups, strict=True):
-        label: str | None = g.name
-        for row in g.rows:
-            values = _validated(row, metric)
-            minutes = [step * (row.step_seconds or 0) / 60 for step in values]
-            axes.plot(minutes, list(values.values()), color=color, linewidth=1.2, label=label)
-            label = None
-    _legend(axes, len(groups))
+
+    def validated(row: Row) -> tuple[np.ndarray, np.ndarray]:
+        values = _validated(row, metric)
+        minutes = np.array([*values]) * (row.step_seconds or 0) / 60
+        return minutes, np.array([*values.values()])
+
+    _plot_runs(axes, groups, validated)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set(
         xlabel="minutes of training, without compilation", ylabel=f"{metric.title}, validation"
@@ -411,9 +389,24 @@ def _validated(row: Row, metric: Metric) -> dict[int, float]:
     return {record["step"]: record[tag] for record in row.records if tag in record}
 
 
-def _legend(axes: Axes, groups: int) -> None:
-    if groups <= _LEGEND_LINES:
-        axes.legend(frameon=False, fontsize=8, ncols=1 + groups // 9)
+def _plot_runs(
+    axes: Axes, groups: Sequence[Group], values: Callable[[Row], tuple[np.ndarray, np.ndarray]]
+) -> list[np.ndarray]:
+    """Plots the line of every run that has values, and returns the values on the y axis.
+
+    All lines of a group have the same color.
+    """
+    plotted = []
+    for color, g in zip(_colors(len(groups)), groups, strict=True):
+        label: str | None = g.name
+        for x, y in map(values, g.rows):
+            if y.size:
+                axes.plot(x, y, color=color, linewidth=1.2, alpha=0.8, label=label)
+                plotted.append(y)
+                label = None
+    if plotted and len(groups) <= _LEGEND_LINES:
+        axes.legend(frameon=False, fontsize=8, ncols=1 + len(groups) // 9)
+    return plotted
 
 
 def _colors(count: int) -> list[tuple[float, ...]]:
@@ -421,9 +414,6 @@ def _colors(count: int) -> list[tuple[float, ...]]:
     if count <= 20:
         return [table(i) for i in range(count)]
     return [table(i / (count - 1)) for i in range(count)]
-
-
-_NONE = "-"
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
@@ -463,7 +453,8 @@ def text(
     if reasons:
         lines += ["", "## Unfinished points", ""]
         lines += [
-            f"- {markdown(f'{row.point.name}: {row.reason} ({_output(row)})')}" for row in reasons
+            f"- {markdown(f'{r.point.name}: {r.reason} ({r.point.directory}/output.txt)')}"
+            for r in reasons
         ]
     return "\n".join(lines) + "\n"
 
@@ -579,10 +570,6 @@ def _sharing(rows: Sequence[Row]) -> str:
     if len(threads) == 1:
         return f", measured side by side with {threads.pop()} threads each"
     return ", measured with different --jobs, so compare them with care"
-
-
-def _output(row: Row) -> str:
-    return f"{row.point.directory}/output.txt"
 
 
 def _number(value: float | int | None, form: str) -> str:

@@ -19,12 +19,11 @@ from brt.config import Config
 from brt.data import originals
 from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
-from brt.interop import pretrained, pretrained_encoder
+from brt.interop import pretrained
 from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
-from brt.interop.huggingface import kept
-from brt.interop.huggingface.roberta import convert as roberta
-from brt.interop.huggingface.roberta.config import KEPT, Described
-from brt.interop.pretrained_encoder import PretrainedEncoder
+from brt.interop.huggingface import convert, kept
+from brt.interop.huggingface.roberta import EncoderWithHead
+from brt.interop.pretrained import Pretrained
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
 from brt.models.encoder import encoder_flops
@@ -168,7 +167,7 @@ class EncoderTask(Task):
         """
         config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
-        encoder_with_task = PretrainedEncoder(source.params, Described(model, self.head, {}))
+        encoder_with_task = Pretrained(source.params, EncoderWithHead(model, self.head, {}))
         kind, notes = config.attention.kind, []
         if kind != "full":
             notes.append(
@@ -184,9 +183,10 @@ class EncoderTask(Task):
             known = tokenizer.file[0] in originals.TOKENIZER
             return kept.write(tokenizer.file, tokenizer.beside, target) if known else []
 
-        def write(encoder_with_task: PretrainedEncoder, dtype: str) -> ExportFormat:
-            content = roberta.to_format(encoder_with_task, dtype)
-            return kept.with_settings(content, source.tokenizer().beside, KEPT)
+        def write(encoder_with_task: Pretrained, dtype: str) -> ExportFormat:
+            content = convert.to_format(encoder_with_task, dtype)
+            beside = source.tokenizer().beside
+            return kept.with_settings(content, beside, encoder_with_task.described.stated)
 
         return ExportableModel(source.path, encoder_with_task, write, copy, tuple(notes))
 
@@ -198,10 +198,10 @@ class EncoderTask(Task):
                 f"{where} holds no encoder: neither what python -m brt.convert --from=hf DIR "
                 "--to=brt OUT writes, nor the checkpoints of a run"
             )
-        described = pretrained_encoder.describe(where)
+        described = pretrained.describe_encoder(where)
         return Weights(
             str(where), described.model, None, described.task,
-            lambda: pretrained_encoder.load(where).params,
+            lambda: pretrained.load(where).params,
         )  # fmt: skip
 
     def check_weights(self, weights: Weights) -> None:

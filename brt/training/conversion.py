@@ -16,8 +16,9 @@ from brt.data import originals
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
 from brt.interop.huggingface import convert, files
-from brt.interop.huggingface.causal import reading, verify, weights
+from brt.interop.huggingface.causal import reading, weights
 from brt.interop.huggingface.causal.config import WindowChoice
+from brt.interop.huggingface.causal.export import compare
 from brt.interop.huggingface.causal.reading import PretrainedDecoder
 from brt.interop.pretrained import parameter_count
 from brt.training import saved_model, trainable
@@ -120,7 +121,7 @@ def from_hf(source: Path, target: Path, *, verified: bool, window: WindowChoice)
         yield from (f"note: {note}" for note in decoder.notes)
         if verified:
             exported = dict(weights.export_arrays(params, model))
-            yield from verify.compare(params, model, source, arrays, exported)
+            yield from compare(params, model, source, arrays, exported)
     yield f"wrote {target}"
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from optax.contrib import MuonDimensionNumbers, muon
 
 from brt.config import Optimizer
-from brt.config.kernels import AUTO
+from brt.config.training import AUTO
 from brt.distributed.rules import constrain
 from brt.errors import ConfigError
 from brt.ops.adafactor import MOMENTUM, Moments, adafactor, has_kernel

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from brt import durable, hanging, output
+from brt import durable, output, runtime
 from brt.distributed import processes
 from brt.training.progress import WITHOUT_PROGRESS, PhaseTracker, RunStatus
 from brt.training.workdir import Workdir
@@ -58,7 +58,7 @@ def write_regularly(path: Path, phases: PhaseTracker) -> Iterator[None]:
         over.set()
         changed.set()
         # The main thread waits for a limited time only, because the file system may hang.
-        hanging.join(thread, EVERY_SECONDS)
+        runtime.join(thread, EVERY_SECONDS)
 
 
 def _write(path: Path, now: RunStatus) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from brt.platforms import use_cpu_without_accelerator
+from brt.runtime import use_cpu_without_accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHED = """

@@ -16,7 +16,7 @@ from brt.data import losses, preparation, token_store, tokenizers
 from brt.data.documents import Document
 from brt.data.token_store import TokenStore
 from brt.errors import DataError
-from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
+from brt.interop.huggingface.kept import byte_tokenizer
 from brt.tasks.language_modeling.evaluation import text, text_metrics, xz_bits_per_byte
 from brt.tasks.language_modeling.task import LanguageModeling
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN

@@ -12,7 +12,7 @@ from brt import bounded
 from brt.data import text_tokenizers, tokenizers
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import DataError
-from brt.interop.huggingface.decoder.tokenizer import byte_tokenizer
+from brt.interop.huggingface.kept import byte_tokenizer
 from brt.tasks.summarization import tokenization as pairs
 
 WORDS = "some words of a text, and some more words of another text, which has more words"

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import user_kinds
-from model_settings import with_settings
+from model_settings import PARITY, with_settings
 
 from brt.config import Kernels, Model
 from brt.config.fields import adaptable
@@ -281,7 +281,7 @@ def _model(parity: bool = False, **settings: Any) -> Model:
     """Returns `PLAIN` with changed settings, and with the arithmetic of the authors' code if
     `parity`.
     """
-    return with_settings(PLAIN.parity() if parity else PLAIN, settings)
+    return with_settings(PLAIN, {**(PARITY if parity else {}), **settings})
 
 
 def _models() -> dict[str, Model]:

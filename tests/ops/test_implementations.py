@@ -16,7 +16,7 @@ import pytest
 import brt.memories
 import brt.ops
 from brt.config import Attention, CrossAttention
-from brt.config.kernels import OPERATIONS
+from brt.config.training import OPERATIONS
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq import cross_config
 from brt.memories.memorizing import memory_attention

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+from model_settings import PARITY, with_settings
 
 from brt.config import Model
 from brt.config.model import SelfAttention
@@ -172,7 +173,7 @@ def model_of(arrays: Arrays, *, window: int, rotary: bool = False) -> Model:
     }
     gates = _gates_of(parts[recurrent[0]]) if recurrent else {}
     kinds = (Recurrence(layers=tuple(recurrent), **gates),) if recurrent else ()
-    return Model(**sizes, kinds=kinds).parity()
+    return with_settings(Model(**sizes, kinds=kinds), PARITY)
 
 
 def _any_of(arrays: Arrays, *names: str) -> np.ndarray:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_settings import with_settings
+from model_settings import PARITY, with_settings
 from recordings import Golden, assert_close, assert_trees_close, nats_of_next_tokens
 from test_melodi import layer_parameters, starts
 
@@ -33,7 +33,7 @@ RING = "recurrent_memory/{}_train"
 def model_of(golden: Golden) -> Model:
     """Returns a model whose block is the segment."""
     cfg = golden.meta["cfg"]
-    return Model(
+    model = Model(
         layers=1,
         model_dim=cfg["d"],
         heads=cfg["heads"],
@@ -44,7 +44,8 @@ def model_of(golden: Golden) -> Model:
         vocab_size=cfg["vocab"],
         dtype="float32",
         kinds=(DenseMemory(layers=(0,), size=cfg["memory"]),),
-    ).parity()
+    )
+    return with_settings(model, PARITY)
 
 
 def memory(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

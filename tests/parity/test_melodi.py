@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from model_settings import PARITY, with_settings
 from recordings import Golden, assert_close, assert_trees_close, nats_of_next_tokens
 
 from brt.config import Model
@@ -54,7 +55,7 @@ def model_of(golden: Golden) -> Model:
     long = tuple(cfg.get("long_layers", [0] if cfg.get("kind") == "long" else []))
     layers = cfg["layers"] if "long_layers" in cfg else 1
     own = {"long_memory": cfg["long"], "long_increment": cfg["increment"]} if long else {}
-    return Model(
+    model = Model(
         layers=layers,
         model_dim=cfg["d"],
         heads=cfg["heads"],
@@ -73,7 +74,8 @@ def model_of(golden: Golden) -> Model:
                 **own,
             ),
         ),
-    ).parity()
+    )
+    return with_settings(model, PARITY)
 
 
 def layer_parameters(arrays: dict[str, np.ndarray], model: Model) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from brt.config import Config, Mesh, Model, Training
 from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.plan import main, parser
-from brt.planning import plan, report, topologies
+from brt.planning import plan, topologies
 from brt.planning.compiled import CollectiveCost, Cost, Costs
-from brt.planning.plan import Plan
+from brt.planning.plan import Plan, best_meshes, plan_json, plan_text, verdict
 from brt.planning.topologies import CHIPS, Topology
 
 GIB = 1 << 30
@@ -58,54 +58,50 @@ def test_a_step_computes_at_least_the_products_of_the_model() -> None:
     """
     silent = made(costs=made().costs._replace(parts={"loss": Cost(1e9, 1e6)}))
     assert silent.step_seconds["products"] == pytest.approx(8 / 4 / 275)
-    assert report.plan_json(silent)["mfu"]["roofline"] <= 1
+    assert plan_json(silent)["mfu"]["roofline"] <= 1
 
 
 def test_a_plan_says_which_of_its_cycles_are_kernels_at_the_peak() -> None:
     plan = made(costs=made().costs._replace(cycles_at_peak=5e5))
-    assert "0.50 Mcycles of these are kernels at the chip's peak" in report.plan_text(plan, CONFIG)
-    assert report.plan_json(plan)["cycles_at_peak"] == 5e5
-    assert "at the chip's peak rates" not in report.plan_text(made(), CONFIG)
+    assert "0.50 Mcycles of these are kernels at the chip's peak" in plan_text(plan, CONFIG)
+    assert plan_json(plan)["cycles_at_peak"] == 5e5
+    assert "at the chip's peak rates" not in plan_text(made(), CONFIG)
 
 
 def test_a_share_of_the_peak_is_that_of_a_whole_step() -> None:
-    assert report.plan_json(made())["mfu"].keys() == {"roofline", "compiler"}
+    assert plan_json(made())["mfu"].keys() == {"roofline", "compiler"}
 
 
 def test_kernels_whose_cycles_nobody_knows_are_named() -> None:
     """If they were not named, a plan would seem faster, the less is known about its kernels."""
     plan = made(costs=made().costs._replace(unknown=("kmeans_8x8_float32",)))
-    assert "compiler lacks kernels of unknown length: kmeans_8x8_float32" in report.plan_text(
-        plan, CONFIG
-    )
-    assert report.plan_json(plan)["kernels_without_cycles"] == ["kmeans_8x8_float32"]
-    assert "unknown length" not in report.plan_text(made(), CONFIG)
-    assert "unknown length" not in report.plan_text(plan._replace(low_effort=True), CONFIG)
+    assert "compiler lacks kernels of unknown length: kmeans_8x8_float32" in plan_text(plan, CONFIG)
+    assert plan_json(plan)["kernels_without_cycles"] == ["kmeans_8x8_float32"]
+    assert "unknown length" not in plan_text(made(), CONFIG)
+    assert "unknown length" not in plan_text(plan._replace(low_effort=True), CONFIG)
 
 
 def test_a_verdict_names_what_would_make_it_fit() -> None:
-    assert report.verdict(made(), CONFIG) == "It fits, with 12.0 GiB to spare."
-    refused = report.verdict(made(60.0), CONFIG)
+    assert verdict(made(), CONFIG) == "It fits, with 12.0 GiB to spare."
+    refused = verdict(made(60.0), CONFIG)
     assert refused.startswith("It does not fit: 60.0 GiB on chips of 32. What helps: Model.remat")
     assert "gradient_accumulation = 2" in refused and "segment_length = 16" in refused
-    assert "Mesh.fsdp = 4" in report.verdict(made(34.0), CONFIG)
+    assert "Mesh.fsdp = 4" in verdict(made(34.0), CONFIG)
     almost = made(31.0)
-    assert not almost.fits and report.verdict(almost, CONFIG).startswith(
-        "It does not fit: 31.0 GiB"
-    )
+    assert not almost.fits and verdict(almost, CONFIG).startswith("It does not fit: 31.0 GiB")
 
 
 def test_idle_devices_are_counted() -> None:
-    assert "v4:2x2x1: 4 devices as data 4; compiled" in report.plan_text(made(), CONFIG)
+    assert "v4:2x2x1: 4 devices as data 4; compiled" in plan_text(made(), CONFIG)
     for mesh, taken, idle in (
         ({"data": 1}, "1 of 4 devices;", "3 devices are idle; --sweep_mesh"),
         ({"fsdp": 3}, "3 of 4 devices as fsdp 3;", "1 device is idle; --sweep_mesh"),
     ):
-        text = report.plan_text(
+        text = plan_text(
             made(mesh={"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1} | mesh), CONFIG
         )
         assert f"v4:2x2x1: {taken}" in text and text.splitlines()[-1].startswith(idle)
-    assert "idle" not in report.plan_text(made(), CONFIG)
+    assert "idle" not in plan_text(made(), CONFIG)
 
 
 def test_a_plan_counts_what_each_device_has() -> None:
@@ -119,9 +115,9 @@ def test_a_plan_counts_what_each_device_has() -> None:
     assert shared.mesh == {"data": 2, "fsdp": 4, "tensor": 1, "sequence": 1}
     assert shared.carry == one.carry / 8 and shared.tokens == one.tokens == 8 * 32
     assert not one.costs.collectives and shared.costs.collectives["all-gather"].times
-    text = report.plan_text(shared, config)
+    text = plan_text(shared, config)
     assert "8 devices as data 2 x fsdp 4" in text and "all-gather" in text
-    json.dumps(report.plan_json(shared))
+    json.dumps(plan_json(shared))
 
 
 def test_meshes_divide_devices_and_what_they_share() -> None:
@@ -200,12 +196,12 @@ def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said()
     other = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
     assert jax_versions.unknown_option(other, jax_versions.LOW_EFFORT) is None
     schedule = "the schedule does not"
-    assert schedule in report.best_meshes([made(low_effort=True)])
-    assert schedule not in report.best_meshes([made()])
+    assert schedule in best_meshes([made(low_effort=True)])
+    assert schedule not in best_meshes([made()])
     planned = made(low_effort=True, dropped=("memory_fitting_effort",))
     said = "at low effort (this compiler has no memory_fitting_effort)"
-    assert said in report.plan_text(planned, CONFIG)
-    assert report.plan_json(planned)["dropped_options"] == ["memory_fitting_effort"]
+    assert said in plan_text(planned, CONFIG)
+    assert plan_json(planned)["dropped_options"] == ["memory_fitting_effort"]
 
 
 def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:

@@ -9,7 +9,13 @@ from brt.config import Config, Model
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
 
-__all__ = ["changed", "with_settings", "models"]
+__all__ = ["PARITY", "changed", "with_settings", "models"]
+# The arithmetic of google-research/meliad, the authors' code of Block-Recurrent Transformers.
+PARITY = {
+    "SelfAttention.bias_before_scale": True, "SelfAttention.scale_init": 1.0,
+    "Embedding.logit_scale": "model_dim", "Window.attend_to_self": False,
+    "Window.mask_empty_cache": False,
+}  # fmt: skip
 
 
 def changed(config: Config, **sections: Any) -> Config:

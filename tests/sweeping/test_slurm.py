@@ -44,31 +44,6 @@ def test_the_script_for_copying_runs_the_same() -> None:
     assert (ROOT / "launch/slurm/sweep.sh").read_text().endswith(slurm.BODY)
 
 
-@pytest.mark.slow_cases("[01]")
-@pytest.mark.parametrize("code", [0, 1, 75])
-def test_a_task_passes_the_signal_on_and_queues_itself_again(
-    code: int, sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = sweeps.directory
-    tool(here, "scontrol", 'echo "$@" > requeued')
-    tool(
-        here, "python",
-        f'echo "$@" > started; trap "sleep 0.2; exit {code}" TERM; sleep 0.1; kill -TERM "$PPID"; '
-        "for i in {1..100}; do sleep 0.05; done; exit 9",
-    )  # fmt: skip
-    environment = os.environ | {
-        "PATH": f"{here}/tools:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "2",
-        "SLURM_ARRAY_JOB_ID": "17",
-    }  # fmt: skip
-    script = str(ROOT / "launch/slurm/sweep.sh")
-    done = subprocess.run(["bash", script, "--gin_file=a b.gin"], env=environment)
-    assert done.returncode == code
-    assert Path("started").read_text() == "-m brt.sweep --gin_file=a b.gin --array_index=2\n"
-    assert Path("requeued").exists() == (code == 75)
-    if code == 75:
-        assert Path("requeued").read_text() == "requeue 17_2\n"
-
-
 def test_submitting_needs_sbatch_and_says_what_it_says(
     sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

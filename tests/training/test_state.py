@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_settings import with_settings
+from model_settings import PARITY, with_settings
 
 from brt.config import Config, Model
 from brt.layers.sections import Recurrence
@@ -53,7 +53,7 @@ def recurrent(gate: str, layout: str) -> Model:
     ids=lambda x: f"{x:,}" if isinstance(x, int) else "-",
 )
 def test_the_papers_models_have_the_papers_sizes(model: Model, expected: int) -> None:
-    shapes = jax.eval_shape(lambda: initial_params(Config(model=model.parity())))
+    shapes = jax.eval_shape(lambda: initial_params(Config(model=with_settings(model, PARITY))))
     assert parameter_counts(nn.meta.unbox(shapes)) == (expected + EMBEDDING, expected)
 
 

@@ -19,7 +19,7 @@ from brt.config_io import config_json
 from brt.data import text_tokenizers
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
-from brt.interop import pretrained_encoder
+from brt.interop import pretrained
 from brt.interop.huggingface import convert
 from brt.models import encoder
 from brt.tasks.speech_recognition.preparation import Vocabulary
@@ -107,7 +107,7 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_converted_weights_bring_their_sizes_and_all_arrays(roberta: Path) -> None:
-    found = pretrained_encoder.load(roberta)
+    found = pretrained.load(roberta)
     asked = ready(config(MASKED, roberta, dropout=0.3))
     assert asked.encoder == dataclasses.replace(
         found.described.model, dropout=0.3, attention_dropout=-1.0, classes=2

@@ -31,7 +31,7 @@ from attention_kinds import Contestant, Sizes, deterministic, error, exact, firs
 from conditions import report
 from timing import interleaved, ratio, show
 
-from brt import allocator, platforms
+from brt import runtime
 
 FRAMEWORKS = ("jax", "torch")
 LEAST = 1.0  # milliseconds that one measurement takes at least
@@ -80,7 +80,7 @@ def serve(framework: str, sizes: Sizes, only: list[str]) -> None:
     """
     # Frameworks print messages, which must not be taken for answers.
     answers, sys.stdout = sys.stdout, sys.stderr
-    allocator.keep_memory()
+    runtime.keep_memory()
     room = importlib.import_module(f"attention_{framework}")
     given = [inputs(sizes, seed) for seed in range(2)]
     expected = {biased: exact(given[0], biased) for biased in (True, False)}
@@ -127,7 +127,7 @@ def main() -> None:
     if args.serve:
         serve(args.serve, sizes, args.only.split(","))
         return
-    platforms.use_cpu_without_accelerator()  # The processes inherit this choice.
+    runtime.use_cpu_without_accelerator()  # The processes inherit this choice.
     there = [name for name in FRAMEWORKS if importlib.util.find_spec(name)]
     absent = {name: "is not installed" for name in FRAMEWORKS if name not in there}
     workers = [Worker(name, sizes, args.only) for name in there]

@@ -34,7 +34,7 @@ from clustered_kinds import ALL_LOGITS, REGIMES, Operation, of, operations, plai
 from conditions import report
 from timing import interleaved, ratio, show
 
-from brt import allocator
+from brt import runtime
 
 Row = dict[str, Any]
 
@@ -49,8 +49,8 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--plot", help="draw times and errors to this file")
     args = parser.parse_args()
-    allocator.keep_memory()
-    allocator.disable_async_dispatch()
+    runtime.keep_memory()
+    runtime.disable_async_dispatch()
     kinds = operations(args.clusters, args.top_k)
     rows: list[Row] = []
     for tokens in map(int, args.lengths.split(",")):
@@ -179,5 +179,5 @@ def sizes(rounds: int, tokens: int = 4096, queries: str = "sharp") -> list[Row]:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # brt's commands call this, too.
+    runtime.use_huge_pages()  # brt's commands call this, too.
     main()

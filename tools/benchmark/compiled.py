@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from conditions import report
 
-from brt import command_line, platforms
+from brt import command_line, runtime
 from brt.errors import ConfigError
 from brt.planning.topologies import CHIPS, Chip
 from brt.training import workdir
@@ -68,10 +68,10 @@ class Case(NamedTuple):
         Raises:
           ConfigError: a setting or the machine is unknown, or the compiler refuses the program.
         """
-        from brt.planning import plan, report, topologies
+        from brt.planning import plan, topologies
 
         config = command_line.read(self.gin_file, [*self.gin_bindings, *more]).config
-        found = report.plan_json(plan.plan(config, topologies.named(self.topology)))
+        found = plan.plan_json(plan.plan(config, topologies.named(self.topology)))
         shown = ", ".join(more) or self.topology
         print(f"{shown}: compiled in {found['compile_seconds']:.0f} s", file=sys.stderr)
         return found
@@ -89,7 +89,7 @@ class Case(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> int:
-    platforms.use_cpus()  # Nothing runs here, so other processes can use the accelerators.
+    runtime.use_cpus()  # Nothing runs here, so other processes can use the accelerators.
     if args.baseline:
         return beside_baseline(args)
     if not args.topology:

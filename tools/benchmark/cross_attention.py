@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from conditions import report
 from timing import interleaved, ratio, show
 
-from brt import allocator, tasks
+from brt import runtime, tasks
 from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
 from brt.layers.seq2seq import cross_config
 from brt.ops import cross_attention
@@ -59,8 +59,8 @@ def main() -> None:
     )
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
-    allocator.keep_memory()
-    allocator.disable_async_dispatch()
+    runtime.keep_memory()
+    runtime.disable_async_dispatch()
     found = {"computed": computed(), "decode": [], "train": []}
     show("Computed for one head of 64 (the paper's Table 1 and Figure 5)", found["computed"])
     for sources in map(int, args.sources.split(",")):
@@ -174,5 +174,5 @@ def training_step(config: Config) -> tuple[Callable[[], Any], float]:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # brt's commands call this, too.
+    runtime.use_huge_pages()  # brt's commands call this, too.
     main()

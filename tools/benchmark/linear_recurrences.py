@@ -16,7 +16,7 @@ import statistics
 from conditions import report
 from lm_step import SIZES, Contestant, models
 
-from brt import allocator
+from brt import runtime
 from brt.config import Model
 from brt.layers.sections import Recurrence
 from brt.memories.gated_delta_net import GatedDeltaNet
@@ -39,8 +39,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
-    allocator.keep_memory()
-    allocator.disable_async_dispatch()
+    runtime.keep_memory()
+    runtime.disable_async_dispatch()
     slide, lanes, segment = models(SIZES["mid"], 1)["Slide"]
     sizes = {name: dataclasses.replace(slide, kinds=kinds) for name, kinds in KINDS.items()}
     contestants = {name: Contestant(model, lanes, segment) for name, model in sizes.items()}

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from conditions import report
 from products_alone import products, program
 
-from brt import allocator, tasks
+from brt import runtime, tasks
 from brt.config import Config, Model, Training
 from brt.layers.sections import Recurrence
 from brt.models.decoder import new_state
@@ -235,8 +235,8 @@ def main() -> None:
     parser.add_argument("--unroll", type=int, default=0, help="layers and blocks per iteration")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
-    allocator.keep_memory()
-    allocator.disable_async_dispatch()
+    runtime.keep_memory()
+    runtime.disable_async_dispatch()
     names = list(SIZES) if args.size == "all" else [args.size]
     rows = [row for name in names for row in measure(name, args.rounds, args.unroll)]
     show(rows)
@@ -249,5 +249,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # brt's commands call this, too.
+    runtime.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -21,7 +21,7 @@ import numpy as np
 from conditions import report
 from timing import interleaved, ratio, show
 
-from brt import allocator, tasks
+from brt import runtime, tasks
 from brt.config import Attention, Config, Pairs, Seq2Seq, Training
 from brt.tasks.arguments import LossInputs
 from brt.types import PairBatch
@@ -42,8 +42,8 @@ def main() -> None:
     parser.add_argument("--top_k", type=int, default=32)
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
-    allocator.keep_memory()
-    allocator.disable_async_dispatch()
+    runtime.keep_memory()
+    runtime.disable_async_dispatch()
     rows = []
     for length in map(int, args.lengths.split(",")):
         found = measured(args, length)
@@ -110,5 +110,5 @@ def random_pair(length: int, target: int) -> PairBatch:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # brt's commands call this, too.
+    runtime.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -16,7 +16,7 @@ from conditions import report
 from lm_step import Contestant
 from timing import interleaved, ratio, show
 
-from brt import allocator, command_line
+from brt import command_line, runtime
 
 
 def main() -> None:
@@ -26,8 +26,8 @@ def main() -> None:
     parser.add_argument("--gin_bindings", action="append", default=[], help="of all of them")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
-    allocator.keep_memory()
-    allocator.disable_async_dispatch()
+    runtime.keep_memory()
+    runtime.disable_async_dispatch()
     runs = {Path(file).stem: contestant(file, args.gin_bindings) for file in args.runs}
     times = interleaved(
         {name: partial(run.step, *run.args) for name, run in runs.items()}, args.rounds
@@ -53,5 +53,5 @@ def contestant(file: str, bindings: list[str]) -> Contestant:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # brt's commands call this, too.
+    runtime.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -15,7 +15,7 @@ import sys
 from conditions import report
 from lm_step import Contestant
 
-from brt import allocator
+from brt import runtime
 from brt.config import Model
 from brt.layers.sections import Recurrence
 from brt.models.decoder import forward_flops_per_token
@@ -64,7 +64,7 @@ def row(name: str, size: Model, tokens: int) -> tuple[Model, int, int]:
         recurrence = dataclasses.replace(
             size.of(Recurrence), layers=(-3,), gate=rest[0], gate_layout=rest[1]
         )
-        size = dataclasses.replace(size.with_kinds(recurrence), feedback=kind == "Feedback")
+        size = dataclasses.replace(size, kinds=(recurrence,), feedback=kind == "Feedback")
     return size, max(tokens // segment, 1), segment
 
 
@@ -84,8 +84,8 @@ def main() -> None:
             parser.error(f"--models={name} is no row of Table 1; choose of {', '.join(PAPER)}")
     if BASELINE not in names:
         parser.error(f"--models needs {BASELINE}, which the others are divided by")
-    allocator.keep_memory()
-    allocator.disable_async_dispatch()
+    runtime.keep_memory()
+    runtime.disable_async_dispatch()
     size = dataclasses.replace(SIZES[args.size], dtype=args.dtype)
     if args.vocabulary:
         size = dataclasses.replace(size, vocab_size=args.vocabulary)
@@ -140,5 +140,5 @@ def show(rows: list[dict[str, object]]) -> None:
 
 
 if __name__ == "__main__":
-    allocator.use_huge_pages()  # brt's commands call this, too.
+    runtime.use_huge_pages()  # brt's commands call this, too.
     main()

@@ -19,10 +19,10 @@ from brt.checkpointing.writer import CheckpointWriter
 from brt.config_io import config_json
 from brt.errors import CheckpointError
 from brt.interop import pretrained
-from brt.interop.huggingface import config as huggingface
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config as causal
 from brt.interop.huggingface.causal.reading import generation_settings
+from brt.interop.huggingface.encoder_decoder import EncoderDecoder
 from brt.sweeping import report as results
 from brt.sweeping.directory import PointDirectory
 from brt.training import (
@@ -271,11 +271,8 @@ def _converted(add: Callable[..., None]) -> None:
 
     def theirs(path: Path) -> None:
         one = files.read_json(path.parent / "config.json")
-        described = huggingface.from_theirs(
-            one, files.read_json(path.parent / "generation_config.json"), tied=True
-        )
-        for task in ("", *described.tasks):
-            huggingface.decoding(described, task)
+        generation = files.read_json(path.parent / "generation_config.json")
+        EncoderDecoder.from_theirs(one, generation, ())
 
     add("hf/config.json", _T5, lambda path: None)
     add("hf/generation_config.json", {"num_beams": 4, "eos_token_id": 1}, theirs)

@@ -1,3 +1,3 @@
 """Reads and writes Hugging Face checkpoints without transformers. The modules of this folder are
-for T5, LongT5 and BART, and its sub-packages are for other models.
+for T5, LongT5, BART and RoBERTa, and its sub-packages are for decoders.
 """

@@ -14,27 +14,34 @@ from types import MappingProxyType
 import numpy as np
 
 from brt.data import originals
-from brt.interop import pretrained, pretrained_encoder
+from brt.interop import pretrained
 from brt.interop.exporting import ExportableModel, ExportFormat
-from brt.interop.huggingface import config, files, kept, unread, verify, weights
-from brt.interop.huggingface.roberta import convert as roberta
+from brt.interop.huggingface import encoder_decoder, files, kept, roberta, unread, verify, weights
+from brt.interop.huggingface.encoder_decoder import EncoderDecoder
+from brt.interop.huggingface.roberta import EncoderWithHead
+from brt.interop.huggingface.weights import Imported
 from brt.interop.pretrained import Pretrained
-from brt.models import seq2seq
 
 
-def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Imported]:
-    """Reads a Hugging Face checkpoint of T5, LongT5 or BART. Returns the converted model, the
-    arrays of the checkpoint by Hugging Face's names, and the parameters and arrays without a
+def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], Imported]:
+    """Reads a Hugging Face checkpoint of T5, LongT5, BART or RoBERTa. Returns the converted model,
+    the arrays of the checkpoint by Hugging Face's names, and the parameters and arrays without a
     counterpart.
     """
     settings = files.read_json(directory / "config.json")
-    path = directory / "generation_config.json"
-    generation = files.read_json(path) if path.is_file() else {}
-    family = "bart" if config.check_type(settings) == "bart" else "t5"
-    arrays = weights.normalize_names(files.read_tensors(directory), family)
-    described = config.from_theirs(settings, generation, tied="lm_head.weight" not in arrays)
-    imported = weights.import_arrays(arrays, described.model, described.cross)
+    generation = files.read_json_if_any(directory / "generation_config.json")
+    kind = _kind(settings)
+    arrays = kind.normalize_names(files.read_tensors(directory), settings)
+    described = kind.from_theirs(settings, generation, arrays)
+    imported = weights.import_arrays(arrays, described)
     return Pretrained(imported.params, described), arrays, imported
+
+
+def _kind(settings: Mapping[str, object]) -> type[EncoderDecoder] | type[EncoderWithHead]:
+    if settings.get("model_type") == roberta.MODEL_TYPE:
+        return EncoderWithHead
+    encoder_decoder.check_type(settings)
+    return EncoderDecoder
 
 
 def from_hf(
@@ -53,12 +60,8 @@ def from_hf(
       method: how the new positions are computed: "copy" repeats the table from its start, and
         "interpolate" stretches it.
     """
-    if roberta.is_roberta(source):
-        yield from roberta.from_hf(
-            source, target, verified=verified, positions=positions, method=method
-        )
-        return
     model, arrays, imported = read(source)
+    described = model.described
     with files.new_directory(target) as directory:
         pretrained.save(directory, model)
         pretrained.keep_settings(source, directory)
@@ -66,14 +69,18 @@ def from_hf(
         yield f"{source}: {_summary(model)}"
         yield from weights.mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
-        left = config.unread_keys(files.read_json(source / "config.json"))
-        notes = unread.notes(source, left=left, applied=config.STATED, used=copied)
+        left = described.unread_keys(files.read_json(source / "config.json"))
+        notes = unread.notes(source, left=left, applied=described.stated, used=copied)
         yield from (f"note: {note}" for note in notes)
         if verified:
             reloaded = pretrained.load(directory)
-            yield from _compare(model, reloaded, arrays, source)
+            after = weights.export_arrays(reloaded.params, reloaded.described)
+            yield from _compare(model, reloaded, arrays, after, source, imported)
         if positions:  # Positions are added after the comparison, which needs the original number.
-            pretrained.save(directory, _extended(model, positions, method))
+            settings = dataclasses.replace(described.model, max_positions=positions)
+            params = described.extend_positions(model.params, positions, method)
+            longer = Pretrained(params, described._replace(model=settings))
+            pretrained.save(directory, longer)
             yield f"extended to {positions:,} positions ({method})"
     yield f"wrote {target}"
 
@@ -81,32 +88,25 @@ def from_hf(
 def to_format(
     model: Pretrained, dtype: str, beside: Mapping[str, bytes] = MappingProxyType({})
 ) -> ExportFormat:
-    """Returns the content of a Hugging Face checkpoint of T5, LongT5 or BART for a model.
+    """Returns the content of a Hugging Face checkpoint of T5, LongT5, BART or RoBERTa for a model.
 
     Args:
       model: the model.
       dtype: the name of the dtype of the written weights, a key of `files.DTYPES`.
       beside: the files of the checkpoint that the model was read from, whose settings are kept.
     """
-    settings, generation = config.to_theirs(model.described, dtype)
-    exported = weights.export_arrays(model.params, model.described.model)
+    described = model.described
+    settings = described.to_theirs(dtype)
+    exported = weights.export_arrays(model.params, described)
 
     def verify_directory(directory: Path) -> Iterator[str]:
-        reloaded, arrays, _ = read(directory)
-        compared = {name: exported[name] for name in arrays}
-        return _compare(model, reloaded, compared, directory, arrays)
+        reloaded, arrays, imported = read(directory)
+        return _compare(model, reloaded, exported, arrays, directory, imported)
 
-    kind, notes = model.described.cross.kind, []
-    if kind != "full":
-        notes.append(
-            "transformers will read the source by full attention, not as "
-            f"CrossAttention.kind = {kind!r}; --from=hf will"
-        )
-    described = {"config.json": settings, "generation_config.json": generation}
     content = ExportFormat(
-        _summary(model), described, exported, verify_directory, notes=tuple(notes)
+        _summary(model), settings, exported, verify_directory, notes=described.notes()
     )
-    return kept.with_settings(content, beside, config.STATED)
+    return kept.with_settings(content, beside, described.stated)
 
 
 def to_hf(
@@ -140,42 +140,31 @@ def load_converted(source: Path) -> ExportableModel:
     """Loads a model from a directory that `brt.convert --to=brt` wrote, so that the model can be
     exported to Hugging Face's format again.
     """
-    encoder = pretrained_encoder.is_encoder_directory(source)
-    model = (pretrained_encoder if encoder else pretrained).load(source)
-    beside = originals.read(source / pretrained.MODEL)
-    function = partial(roberta.to_format if encoder else to_format, beside=beside)
-    return ExportableModel(source, model, function, partial(pretrained.copy_tokenizer, source))
-
-
-def _extended(model: Pretrained, positions: int, method: str) -> Pretrained:
-    settings = dataclasses.replace(model.described.model, max_positions=positions)
-    params = seq2seq.extend_positions(model.params, positions, method)
-    return Pretrained(params, model.described._replace(model=settings))
+    function = partial(to_format, beside=originals.read(source / pretrained.MODEL))
+    copy = partial(pretrained.copy_tokenizer, source)
+    return ExportableModel(source, pretrained.load(source), function, copy)
 
 
 def _compare(
     model: Pretrained,
     reloaded: Pretrained,
-    before: dict[str, np.ndarray],
+    before: Mapping[str, np.ndarray],
+    after: Mapping[str, np.ndarray],
     theirs: Path,
-    after: dict[str, np.ndarray] | None = None,
+    imported: Imported,
 ) -> Iterator[str]:
-    # `theirs` is the directory in Hugging Face's format, and `before` and `after` are the arrays of
-    # the two models by Hugging Face's names; without `after`, they are exported from `reloaded`.
-    if after is None:
-        after = weights.export_arrays(reloaded.params, reloaded.described.model)
-    # Only arrays that both models have are compared. `weights.mismatches` has reported the others.
-    checks = verify.tensor_checks({k: v for k, v in before.items() if k in after}, after)
-    yield verify.comparison_report(checks)
-    verify.refuse_changes(checks)
-    rounding = max(verify.ROUNDING.get(check.dtype, 0.0) for check in checks)
-    x = verify.inputs(model.described)
-    actual = verify.logits(reloaded.params, reloaded.described, x)
-    expected = verify.logits(model.params, model.described, x)
+    # `theirs` is the directory in Hugging Face's format, `imported` what was read from it, and
+    # `before` and `after` are the arrays of the two models by Hugging Face's names. Only arrays
+    # that both models have are compared. `weights.mismatches` has reported the others.
+    both = {name: array for name, array in before.items() if name in after}
+    rounding = yield from verify.compare_arrays(both, after)
+    x = model.described.inputs()
+    actual = reloaded.described.logits(reloaded.params, x)
+    expected = model.described.logits(model.params, x)
     yield verify.check_logits(actual, expected, "the model before it was written", rounding)
-    if model.described.cross.kind != "full":
+    if not model.described.is_comparable(imported.initialised):
         return
-    reference = verify.transformers_logits(theirs, x)
+    reference = verify.transformers_logits(theirs, model.described, x)
     if reference is None:
         yield "logits against transformers: not compared; pip install torch transformers"
     else:
@@ -183,9 +172,4 @@ def _compare(
 
 
 def _summary(model: Pretrained) -> str:
-    settings, count = model.described.model, pretrained.parameter_count(model.params)
-    return (
-        f"{settings.family}, {settings.encoder_layers} + {settings.decoder_layers} "
-        f"layers, width {settings.model_dim}, encoder attention {settings.encoder_attention}, "
-        f"cross-attention {model.described.cross.kind}, {count:,} parameters"
-    )
+    return f"{model.described.summary()}, {pretrained.parameter_count(model.params):,} parameters"

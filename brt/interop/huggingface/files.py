@@ -155,6 +155,11 @@ def read_json(path: Path) -> dict:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
+def read_json_if_any(path: Path) -> dict:
+    """Reads a JSON object; {} if the file is missing."""
+    return read_json(path) if path.is_file() else {}
+
+
 def write_json(path: Path, content: Mapping) -> None:
     """Writes a JSON object with an indentation of two spaces, as transformers does."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Gives the files of the directory back that a model was read from, when it is exported.
+"""Writes the tokenizer of an exported model, and gives the files of the directory back that the
+model was read from.
 
 The files are those that `brt.data.originals` keeps beside a tokenizer. They are written as they
 were, except for what training or brt changed in config.json and generation_config.json.
@@ -10,14 +11,14 @@ from typing import Any
 
 from brt import untrusted
 from brt.config import Model
-from brt.data import originals
-from brt.data.tokenizers import Tokenizer
+from brt.data import originals, tokenizer_files
+from brt.data.tokenizers import BYTE_OF_CHARACTER, ByteTokenizer, Tokenizer
 from brt.errors import CheckpointError
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config
 from brt.interop.huggingface.causal.config import WindowChoice
-from brt.interop.huggingface.config import WRITTEN
+from brt.interop.huggingface.encoder_decoder import WRITTEN
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 # The export of the same model, perhaps trained further, has the same values of these.
@@ -27,6 +28,9 @@ _SAME = (
 # If these keys of a decoder's original config.json are equal to those of the export, the export is
 # the same model, perhaps trained further, and not a new model with the same tokenizer.
 _SAME_DECODER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# The exported byte tokenizer has this name for BOS. The id of BOS is 0, the byte NUL, which never
+# occurs in a text.
+_BYTES_BOS = "<|bos|>"
 # BrtForCausalLM stops with an error if generation_config.json has these keys, or ignores them.
 _UNKNOWN_TO_BRT = (
     "guidance_scale", "output_attentions", "prefill_chunk_size", "prompt_lookup_num_tokens",
@@ -122,11 +126,14 @@ def with_decoder_settings(
 
 
 def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> list[str]:
-    """Writes the original files of a tokenizer, and returns their names.
+    """Writes the tokenizer of a language model, and returns the names of its files. The original
+    files are written if the tokenizer has any.
 
     With `own_code`, the export has the code of its model. transformers cannot conclude from such a
     model what the class of the tokenizer is, so tokenizer_config.json says it.
     """
+    if not tokenizer.beside:
+        return _write_own_tokenizer(tokenizer, target)
     names = write(tokenizer.file, tokenizer.beside, target)
     described = read_json(tokenizer.beside, TOKENIZER)
     if own_code and "tokenizer_class" not in described:
@@ -135,3 +142,59 @@ def write_tokenizer(tokenizer: Tokenizer, target: Path, *, own_code: bool) -> li
         files.write_json(target / TOKENIZER, {"tokenizer_class": name, **described})
         names = list(dict.fromkeys([*names, TOKENIZER]))
     return names
+
+
+def _write_own_tokenizer(tokenizer: Tokenizer, target: Path) -> list[str]:
+    # The exported tokenizer names BOS (beginning of sequence), but does not put it before a text:
+    # the exported model reads it there, and lm-evaluation-harness, which puts BOS before a text
+    # itself, would otherwise count it as a token of the text.
+    if tokenizer.name == ByteTokenizer.name:
+        return _write_json(target, byte_tokenizer(), _BYTES_BOS)
+    path, content = Path(tokenizer.file[0]), tokenizer.file[1]
+    # brt reads texts without the space that sentencepiece models put before them (the dummy
+    # prefix), so the exported file disables this prefix.
+    if path.suffix == ".model":
+        exact = tokenizer_files.sentencepiece_model(path, content, exact=True)
+        (target / "tokenizer.model").write_bytes(exact.serialized_model_proto())
+        return ["tokenizer.model"]
+    settings = untrusted.checked_json(content, {"pre_tokenizer": dict})
+    settings["pre_tokenizer"]["add_prefix_space"] = False
+    bos = tokenizer_files.json_model(path, content).id_to_token(tokenizer.bos_id)
+    return _write_json(target, settings, bos)
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """Returns the content of tokenizer.json for the byte tokenizer: a byte-level BPE without
+    merges, whose ids are the bytes of a text.
+    """
+    vocabulary = {character: byte for character, byte in BYTE_OF_CHARACTER.items() if byte}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    level["use_regex"] = False
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": 0, "content": _BYTES_BOS, "single_word": False, "lstrip": False,
+                "rstrip": False, "normalized": False, "special": True,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {_BYTES_BOS: 0, **vocabulary}, "merges": []},
+    }  # fmt: skip
+
+
+def _write_json(target: Path, settings: dict[str, Any], bos: str) -> list[str]:
+    # Prompts of a batch are padded on the left, with the token `bos`.
+    settings |= {"truncation": None, "padding": None, "post_processor": None}
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "pad_token": bos,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+    }
+    files.write_json(target / "tokenizer.json", settings)
+    files.write_json(target / "tokenizer_config.json", described)
+    return ["tokenizer.json", "tokenizer_config.json"]

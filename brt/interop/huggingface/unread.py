@@ -16,6 +16,7 @@ from typing import Any
 
 from brt.data import originals
 from brt.errors import CheckpointError
+from brt.formatting import listed
 from brt.interop.huggingface import files
 
 # Words of names that say how something is computed, trained or written, but not what.
@@ -106,7 +107,7 @@ def notes(
       applied: the keys of generation_config.json that brt applies. The others are kept.
       used: the files that are kept or read, except for the weights and the two files of settings.
     """
-    described, generation = (_read(directory / name) for name in originals.MODEL)
+    described, generation = (files.read_json_if_any(directory / name) for name in originals.MODEL)
     ignored = unknown(described, left)
     rest = [
         f"{name} = {value!r:.40}"
@@ -138,12 +139,7 @@ def notes_of_files(directory: Path, used: Collection[str]) -> list[str]:
     return notes
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return files.read_json(path) if path.is_file() else {}
-
-
 def _listed(names: list[str]) -> str:
     # Names with unusual characters are put in quotes.
     shown = [name if name.isprintable() and len(name) < 120 else f"{name!r:.120}" for name in names]
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
+    return listed(shown, _SHOWN)

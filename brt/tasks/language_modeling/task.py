@@ -30,7 +30,6 @@ from brt.interop.huggingface import files, kept
 from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.causal.config import FAMILIES
-from brt.interop.huggingface.decoder import tokenizer
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.basic import compute_dtype
 from brt.layers.runs import (
@@ -73,7 +72,7 @@ def export(source: ExportSource) -> ExportableModel:
     opened, model = source.tokenizer(), source.config.model
     family = causal.family_of(model)
     if source.adapters:
-        return _adapter(source, TrainedDecoder(source.params, model, opened.bos_id), family)
+        return _adapter(source, opened, family)
     if source.plain and not family:
         raise CheckpointError(
             f"{source.path} has a decoder for which transformers has no class; export it "
@@ -88,19 +87,18 @@ def export(source: ExportSource) -> ExportableModel:
             "transformers loads the directory with trust_remote_code=True; --plain writes "
             f"{FAMILIES[family]} instead, which attends to its whole context",
         )
+    copy = partial(kept.write_tokenizer, opened, own_code=form is to_format)
     if not opened.beside:
-        copy = partial(tokenizer.write, opened)
         return ExportableModel(source.path, decoder, form, copy, notes)
 
     def write(decoder: TrainedDecoder, dtype: str) -> ExportFormat:
         """Returns the content of the export, with the original settings as far as they hold."""
         return kept.with_decoder_settings(form(decoder, dtype), model, opened)
 
-    copy = partial(kept.write_tokenizer, opened, own_code=form is to_format)
     return ExportableModel(source.path, decoder, write, copy, notes)
 
 
-def _adapter(source: ExportSource, decoder: TrainedDecoder, family: str | None) -> ExportableModel:
+def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> ExportableModel:
     """Returns the low-rank adapters of a decoder in PEFT's format."""
     if not family:
         raise CheckpointError(
@@ -117,7 +115,9 @@ def _adapter(source: ExportSource, decoder: TrainedDecoder, family: str | None) 
     base = start if reading.is_decoder(Path(start)) else ""
     write = partial(causal.to_adapter, source.config.adapter, source.adapters, base)
     notes = () if base else (_base_note(start),)
-    return ExportableModel(source.path, decoder, write, lambda directory: [], notes)
+    decoder = TrainedDecoder(source.params, source.config.model, tokenizer.bos_id)
+    copy = partial(kept.write_tokenizer, tokenizer, own_code=False)
+    return ExportableModel(source.path, decoder, write, copy, notes)
 
 
 def _base_note(start: str) -> str:

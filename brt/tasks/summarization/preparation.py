@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from brt import config
+from brt.config.checks import column
 from brt.data import manifests, stores, tables, tokenizer_training
 from brt.data.preparation import Corpus, RowPreparation, TokenizedPreparation, in_groups
 from brt.data.quarantine import BadRow, Tally
@@ -309,8 +310,8 @@ class PairPreparation(TokenizedPreparation, RowPreparation):
         return "; ".join([counts, *cuts])
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
-        pairs = self.section
-        return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
+        chosen = (column(self.section, role) for role in ("source", "target", "id"))
+        return columns.read(names, Columns(*chosen))
 
     def content(self, row: Pair) -> str:
         """Returns the document, so that all pairs with the same document are in one split."""

@@ -15,7 +15,7 @@ from brt.errors import ConfigError
 from brt.interop import pretrained
 from brt.interop.exporting import NAMES, ExportableModel, ExportSource
 from brt.interop.huggingface import convert, kept
-from brt.interop.huggingface.config import STOPPING, Described
+from brt.interop.huggingface.encoder_decoder import STOPPING, EncoderDecoder
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 from brt.models.seq2seq import seq2seq_flops
@@ -185,7 +185,7 @@ class Summarization(Task):
             "min_length": decoding.min_length,
             "no_repeat_ngram_size": decoding.no_repeat_ngram,
         }
-        described = Described(
+        described = EncoderDecoder(
             config.seq2seq, config.cross_attention, special_tokens(opened), generation, {}
         )
 

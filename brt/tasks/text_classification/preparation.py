@@ -82,17 +82,17 @@ def choose_columns(table: str, header: Collection[str], section: config.Sentence
     """Returns the columns that are read from a table: those that `section` names, or usual ones."""
     roles = ("first", "second", "label", "id")
     exist = tables.check_columns(table, header, {role: column(section, role) for role in roles})
-    configured = tuple(filter(None, (section.first_field, section.second_field)))
+    configured = tuple(filter(None, (column(section, "first"), column(section, "second"))))
     common = (names for names in SENTENCES if all(name in header for name in names))
     texts = configured or next(common, ())
-    label = section.label_field or next((name for name in LABELS if name in header), "")
+    label = column(section, "label") or next((name for name in LABELS if name in header), "")
     if not texts or not label:
         what, role = ("label", "label") if texts else ("sentence", "first")
         raise DataError(
             f"{table} has no {what} under a usual name; {exist}: name one with Data.columns = "
             f"('{role}=COLUMN',)"
         )
-    id = section.id_field or next((name for name in IDS if name in header), "")
+    id = column(section, "id") or next((name for name in IDS if name in header), "")
     return Columns(texts, label, id)
 
 

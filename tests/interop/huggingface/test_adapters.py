@@ -22,7 +22,8 @@ from brt.errors import CheckpointError, ConfigError
 from brt.interop.exporting import ExportSource
 from brt.interop.huggingface import convert as converting
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import reading, verify
+from brt.interop.huggingface.causal import export as exporting
+from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.tasks.language_modeling.task import LanguageModeling
 from brt.training import trainable
@@ -41,6 +42,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("hub") / "tiny"
     write_decoder(place)
     return place
+
+
+def run(*flags: str) -> None:
+    convert.main(convert.parser().parse_args(flags))
 
 
 def write_adapter(place: Path, described: dict[str, Any] | None = None, rank: int = 4) -> None:
@@ -100,10 +105,8 @@ def test_the_tokenizer_of_an_adapter(
     (adapter / "README.md").write_text("something")
     if whole:
         shutil.copy(base / "tokenizer.json", adapter)
-    flags = ["--from=hf", str(adapter), "--to=brt", str(tmp_path / "run")]
-    convert.main(convert.parser().parse_args(flags))
-    flags = ["--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "back"), "--plain"]
-    convert.main(convert.parser().parse_args(flags))
+    run("--from=hf", str(adapter), "--to=brt", str(tmp_path / "run"))
+    run("--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "back"), "--plain")
     said = capsys.readouterr().out
     assert brt.load(tmp_path / "run").tokenizer.bos_id == (2 if whole else 1)
     assert (f"those of the adapter, {adapter}" in said) == whole
@@ -134,8 +137,7 @@ def test_commands_and_python_read_an_adapter(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     write_adapter(tmp_path / "a", {"base_model_name_or_path": str(base)})
-    flags = ["--from=hf", str(tmp_path / "a"), "--to=brt", str(tmp_path / "run")]
-    convert.main(convert.parser().parse_args(flags))
+    run("--from=hf", str(tmp_path / "a"), "--to=brt", str(tmp_path / "run"))
     assert f"note: the adapter in {tmp_path / 'a'} is added to {base}" in capsys.readouterr().out
     loaded = brt.load(tmp_path / "a", bindings={"Model.window": 32})
     assert f"the adapter in {tmp_path / 'a'} is added" in capsys.readouterr().err
@@ -262,7 +264,7 @@ def test_adapters_of_a_run_are_read_as_they_were(
     exported = LanguageModeling().export(source)
     list(converting.to_hf(exported, tmp_path / "adapter", verified=False))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors",
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
     }  # fmt: skip
     described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(base)
@@ -278,7 +280,7 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
 ) -> None:
     source, base = adapters_of_run
     start = tmp_path / "the run"
-    convert.main(convert.parser().parse_args(["--from=hf", str(base), "--to=brt", str(start)]))
+    run("--from=hf", str(base), "--to=brt", str(start))
 
     def export(place: Path) -> list[str]:
         training = dataclasses.replace(source.config.training, init_from=str(place))
@@ -290,7 +292,7 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
     command = shlex.split(note.partition("brt.convert ")[2].partition(" writes it")[0])
     target = tmp_path / "BASE"
     flags = [str(target) if word == "BASE" else word for word in command]
-    convert.main(convert.parser().parse_args(flags))
+    run(*flags)
     path = tmp_path / "of the run/adapter_config.json"
     files.write_json(path, files.read_json(path) | {"base_model_name_or_path": str(target)})
     read = reading.describe(path.parent, WindowChoice(64, 0))
@@ -303,11 +305,10 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
 
 
 def test_runs_that_trained_more_than_adapters_are_refused(base: Path, tmp_path: Path) -> None:
-    flags = ["--from=hf", str(base), "--to=brt", str(tmp_path / "run")]
-    convert.main(convert.parser().parse_args(flags))
+    run("--from=hf", str(base), "--to=brt", str(tmp_path / "run"))
     flags = ["--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "out"), "--adapter"]
     with pytest.raises(ConfigError, match="has no low-rank adapters"):
-        convert.main(convert.parser().parse_args(flags))
+        run(*flags)
     assert not (tmp_path / "out").exists()
 
 
@@ -325,9 +326,9 @@ def test_peft_computes_what_brt_computes(
     assert any(line.startswith("logits against transformers") for line in lines)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
-    tokens = verify.document(source.config.model)
+    tokens = exporting.document(source.config.model)
     found = model(torch.tensor(tokens[None], dtype=torch.long)).logits[0].detach().numpy()
-    expected = verify.brt_logits(source.params, source.config.model, tokens)
+    expected = exporting.brt_logits(source.params, source.config.model, tokens)
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
     settings = peft.LoraConfig(
@@ -338,6 +339,6 @@ def test_peft_computes_what_brt_computes(
     model = peft.get_peft_model(model, settings).eval()
     model.save_pretrained(tmp_path / "theirs")
     decoder = reading.describe(tmp_path / "theirs", WindowChoice(64, 0))
-    found = verify.brt_logits(decoder.params(), decoder.model, tokens)
+    found = exporting.brt_logits(decoder.params(), decoder.model, tokens)
     expected = model(torch.tensor(tokens[None], dtype=torch.long)).logits[0].detach().numpy()
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from brt.config import CrossAttention, Decoding
+from brt.config import CrossAttention
 from brt.errors import CheckpointError, ConfigError
-from brt.interop.huggingface import config, files
+from brt.interop.huggingface import files
+from brt.interop.huggingface.encoder_decoder import EncoderDecoder
 from brt.models.seq2seq import SpecialTokens
 
 # Like the file on the Hugging Face hub, with settings of generation and task_specific_params.
@@ -32,9 +33,10 @@ T5_SMALL = {
 }  # fmt: skip
 
 
-def theirs(settings: dict[str, Any], tied: bool = True, **changes: Any) -> config.Described:
+def theirs(settings: dict[str, Any], tied: bool = True, **changes: Any) -> EncoderDecoder:
     """Reads changed settings of Hugging Face; `tied` says whether embeddings are tied."""
-    return config.from_theirs({**settings, **changes}, {}, tied=tied)
+    names = () if tied else ("lm_head.weight",)
+    return EncoderDecoder.from_theirs({**settings, **changes}, {}, names)
 
 
 def test_bart_base_is_read_with_its_generation() -> None:
@@ -43,18 +45,13 @@ def test_bart_base_is_read_with_its_generation() -> None:
     assert (model.family, model.model_dim, model.heads, model.head_dim) == ("bart", 768, 12, 64)
     assert (model.activation, model.norm_epsilon, model.max_positions) == ("gelu", 1e-5, 1024)
     assert found.special == SpecialTokens(1, 2, 2, bos=0, forced_bos=0, forced_eos=2)
-    plain = config.decoding(found)
-    assert plain == Decoding(beams=4, no_repeat_ngram=3, early_stopping="yes")
-    cnn = config.decoding(found, "summarization_cnn")
-    assert cnn == dataclasses.replace(plain, length_penalty=2.0, max_length=142, min_length=56)
-    with pytest.raises(CheckpointError, match="no task 'xsum'; .*summarization_cnn"):
-        config.decoding(found, "xsum")
+    assert found.generation == {"num_beams": 4, "early_stopping": True, "no_repeat_ngram_size": 3}
+    assert found.tasks == BART_BASE["task_specific_params"]
 
 
 def test_generation_config_beats_config() -> None:
-    found = config.from_theirs(BART_BASE, {"num_beams": 2, "early_stopping": None}, tied=True)
-    assert config.decoding(found).beams == 2
-    assert config.decoding(found).early_stopping == "yes"
+    found = EncoderDecoder.from_theirs(BART_BASE, {"num_beams": 2, "early_stopping": None}, ())
+    assert (found.generation["num_beams"], found.generation["early_stopping"]) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -145,31 +142,18 @@ def test_sizes_that_no_model_has_are_refused(settings: dict, changes: dict, sent
         theirs(settings, **changes)
 
 
-def test_generation_that_is_no_generation_is_refused() -> None:
-    for name, value in (("num_beams", "4"), ("early_stopping", "soon"), ("early_stopping", [1])):
-        described = config.from_theirs(T5_SMALL, {}, tied=True)
-        described = described._replace(generation={name: value})
-        with pytest.raises(CheckpointError, match=f"{name}"):
-            config.decoding(described)
-
-
-def test_a_missing_size_is_named() -> None:
-    with pytest.raises(CheckpointError, match="config.json has no 'd_model'"):
-        config.from_theirs({k: v for k, v in T5_SMALL.items() if k != "d_model"}, {}, tied=True)
-
-
 def test_what_is_written_is_read_again(read: Callable, name: str) -> None:
     cross = CrossAttention(kind="srformer", segment_size=4, leak_init=0.5)
     described = read(name)[0].described._replace(cross=cross)
-    settings, generation = config.to_theirs(described, "float32")
-    again = config.from_theirs(settings, generation, tied=described.model.tied_logits)
-    assert again == described
+    settings, generation = described.to_theirs("float32").values()
+    names = () if described.model.tied_logits else ("lm_head.weight",)
+    assert EncoderDecoder.from_theirs(settings, generation, names) == described
 
 
 def test_settings_that_were_there_are_written_as_they_were(
     read: Callable, directory: Callable, name: str
 ) -> None:
-    settings, _ = config.to_theirs(read(name)[0].described, "float32")
+    settings = read(name)[0].described.to_theirs("float32")["config.json"]
     saved = files.read_json(directory(name) / "config.json")
     assert {k: v for k, v in settings.items() if k in saved and v != saved[k]} == {}
 
@@ -178,4 +162,4 @@ def test_a_windowed_bart_cannot_be_written(read: Callable) -> None:
     described = read("bart")[0].described
     windowed = dataclasses.replace(described.model, encoder_attention="sliding")
     with pytest.raises(CheckpointError, match="'sliding' has no counterpart"):
-        config.to_theirs(described._replace(model=windowed), "float32")
+        described._replace(model=windowed).to_theirs("float32")

@@ -18,8 +18,8 @@ from brt.data.tokenizers import ByteLevelTokenizer
 from brt.errors import CheckpointError
 from brt.generation.session import Session
 from brt.interop.exporting import ExportSource
-from brt.interop.huggingface import convert, files
-from brt.interop.huggingface.decoder import export_format, tokenizer
+from brt.interop.huggingface import convert, files, kept
+from brt.interop.huggingface.decoder import export_format
 from brt.layers.sections import Recurrence
 from brt.tasks.language_modeling.task import LanguageModeling
 from brt.types import Variables
@@ -186,7 +186,7 @@ def test_other_kinds_of_layers_are_refused(changes: dict, sentence: str) -> None
 
 def test_bytes_are_ids_in_the_tokenizer_of_others(tmp_path: Path) -> None:
     text, own = "It wás\n late\t – \u0100\U0001f600 ", tokenizers.ByteTokenizer()
-    names = tokenizer.write(own, tmp_path)
+    names = kept.write_tokenizer(own, tmp_path, own_code=True)
     assert names == ["tokenizer.json", "tokenizer_config.json"]
     theirs = opened(tmp_path / "tokenizer.json")
     ids = theirs.encode(text).ids
@@ -201,7 +201,7 @@ SPELT_NUL = "\u0100"
 
 def test_a_tokenizer_of_others_neither_adds_nor_truncates(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
-    settings = tokenizer.byte_tokenizer()
+    settings = kept.byte_tokenizer()
     settings["pre_tokenizer"] = settings["pre_tokenizer"] | {"add_prefix_space": True}
     settings["added_tokens"][0] |= {"id": 256, "content": "<s>"}
     settings["model"]["vocab"] |= {"<s>": 256, SPELT_NUL: 257}
@@ -210,7 +210,7 @@ def test_a_tokenizer_of_others_neither_adds_nor_truncates(tmp_path: Path) -> Non
     }  # fmt: skip
     (tmp_path / "own/tokenizer.json").write_text(json.dumps(settings))
     own = ByteLevelTokenizer(tmp_path / "own/tokenizer.json")
-    tokenizer.write(own, tmp_path)
+    kept.write_tokenizer(own, tmp_path, own_code=True)
     ids = opened(tmp_path / "tokenizer.json").encode("It was late").ids
     assert ids == own.encode("It was late").tolist()
     assert files.read_json(tmp_path / "tokenizer_config.json")["bos_token"] == "<s>"
@@ -225,7 +225,7 @@ def test_sentencepiece_reads_as_we_do(tmp_path: Path) -> None:
     path = tmp_path / "own/tokenizer.model"
     train_sentencepiece(["it was a dark and stormy night, it was"] * 20, 290, path, seed=0)
     own = tokenizers.load(str(path))
-    assert tokenizer.write(own, tmp_path) == ["tokenizer.model"]
+    assert kept.write_tokenizer(own, tmp_path, own_code=True) == ["tokenizer.model"]
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     text = "it was  dark\n night "
     assert theirs.encode(text) == own.encode(text).tolist()
@@ -415,7 +415,9 @@ def test_losses_and_hidden_states_are_those_of_transformers(
 
 
 @of_torch
-def test_masks_that_cannot_be_read_are_refused(opened_by_transformers: Callable) -> None:
+def test_masks_and_options_that_cannot_be_read_are_refused(
+    opened_by_transformers: Callable,
+) -> None:
     opened = opened_by_transformers("feedback")
     ids = torch().tensor([[0, 5, 6, 7]])
     for mask in ([1, 0, 1, 1], [0, 1, 0, 1]):
@@ -423,6 +425,12 @@ def test_masks_that_cannot_be_read_are_refused(opened_by_transformers: Callable)
             opened.model(ids, attention_mask=torch().tensor([mask]))
     with pytest.raises(ValueError, match="pad prompts on the left"):
         opened.model.generate(ids, attention_mask=torch().tensor([[1, 1, 1, 0]]))
+    settings = opened.model.generation_config
+    for options in ({"guidance_scale": 1.5}, {"generation_config": settings}):
+        settings.guidance_scale = 1.5
+        with pytest.raises(ValueError, match="guidance_scale is not supported; remove it"):
+            opened.model.generate(ids, max_new_tokens=2, **options)
+    settings.guidance_scale = None
     with pytest.raises(ValueError, match="position_ids is not supported"):
         opened.model(ids, position_ids=ids)
     state = opened.model(ids).state

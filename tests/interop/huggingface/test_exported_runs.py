@@ -18,9 +18,7 @@ from brt.config import Attention, Config, Data, Encoder, Training
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError
-from brt.interop.huggingface import convert, files
-from brt.interop.huggingface.roberta import convert as roberta
-from brt.interop.huggingface.roberta import verify
+from brt.interop.huggingface import convert, files, verify
 from brt.models import encoder
 from brt.training import conversion, saved_model
 from brt.training import workdir as workdirs
@@ -90,7 +88,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
     assert (settings["vocab_size"], settings["max_position_embeddings"]) == (257, 32)
     own, (again, arrays, imported) = (
         conversion.export(workdir).model,
-        roberta.read(tmp_path / "theirs"),
+        convert.read(tmp_path / "theirs"),
     )
     assert imported.initialised == imported.unexpected == []
     inputs = again.params["encoder"]["inputs"]

@@ -13,11 +13,11 @@ import brt
 from brt import convert, train
 from brt.data import tokenizer_training, tokenizers
 from brt.errors import CheckpointError
-from brt.interop.huggingface import config as seq2seq
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config, reading
 from brt.interop.huggingface.causal.config import WindowChoice
-from brt.interop.huggingface.roberta import config as roberta
+from brt.interop.huggingface.encoder_decoder import EncoderDecoder
+from brt.interop.huggingface.roberta import EncoderWithHead
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
@@ -322,8 +322,8 @@ READERS: dict[str, Callable[[dict, Path], Any]] = {
     "llama": lambda more, hub: config.from_theirs(
         files.read_json(hub / "config.json") | more, WindowChoice()
     ),
-    "t5": lambda more, _: seq2seq.from_theirs(T5 | more, {}, tied=True).model,
-    "roberta": lambda more, _: roberta.from_theirs(ROBERTA | more, []).model,
+    "t5": lambda more, _: EncoderDecoder.from_theirs(T5 | more, {}, ()).model,
+    "roberta": lambda more, _: EncoderWithHead.from_theirs(ROBERTA | more, {}, ()).model,
 }
 
 

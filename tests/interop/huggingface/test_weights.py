@@ -10,6 +10,7 @@ import pytest
 from brt.config import CrossAttention
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files, weights
+from brt.interop.huggingface.encoder_decoder import UNUSED, normalize_names
 from brt.interop.huggingface.weights import by_layer
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4, raf_bias=True, mix="sigma")
@@ -22,7 +23,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 def test_what_is_imported_is_exported_again(read: Callable, directory: Callable, name: str) -> None:
     model, _, imported = read(name)
     saved = files.read_tensors(directory(name))
-    exported = weights.export_arrays(model.params, model.described.model)
+    exported = weights.export_arrays(model.params, model.described)
     assert exported.keys() == saved.keys()
     assert_equal(exported, saved)
     assert imported.initialised == [] and imported.unexpected == []
@@ -40,28 +41,27 @@ def test_names_are_those_of_the_table(read: Callable) -> None:
 
 def test_the_recurrence_has_the_names_of_its_authors(read: Callable) -> None:
     model, arrays, _ = read("t5")
-    settings = model.described.model
-    imported = weights.import_arrays(arrays, settings, SRFORMER)
+    described = model.described._replace(cross=SRFORMER)
+    imported = weights.import_arrays(arrays, described)
     prefix = "decoder/layers_{}/cross_attn/raf/"
     parts = ("kernel", "bias", "leak", "threshold", "sigma")
     expected = [prefix.format(i) + part for i in range(3) for part in parts]
     assert sorted(imported.initialised) == sorted(expected)
-    exported = weights.export_arrays(imported.params, settings)
+    exported = weights.export_arrays(imported.params, described)
     theirs = "decoder.block.2.layer.1.EncDecAttention."
     raf = imported.params["decoder"]["layers"]["cross_attn"]["raf"]
     assert_equal(exported[theirs + "SNN_kv.weight"], np.asarray(raf["kernel"][2]).T)
     assert exported[theirs + "leak"].shape == exported[theirs + "threshold"].shape == (1,)
-    again = weights.import_arrays(exported, settings, SRFORMER)
+    again = weights.import_arrays(exported, described)
     assert again.initialised == []
     assert_equal(again.params, imported.params)
 
 
 def test_another_cross_attention_keeps_all_it_shares(read: Callable) -> None:
     model = read("bart")[0]
-    settings = model.described.model
-    params = weights.with_cross_attention(model.params, settings, SRFORMER)
+    params = weights.adapt(model.params, model.described._replace(cross=SRFORMER))
     assert "raf" in params["decoder"]["layers"]["cross_attn"]
-    back = weights.with_cross_attention(params, settings, CrossAttention())
+    back = weights.adapt(params, model.described)
     assert_equal(back, model.params)
 
 
@@ -76,39 +76,39 @@ def test_copies_prefixes_and_relics_are_understood(
     for copy in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
         arrays[prefix + copy] = embedding
     arrays["lm_head.weight"] = embedding
-    arrays[weights.UNUSED] = np.zeros((8, 2), np.float32)
-    assert_equal(weights.normalize_names(arrays, source), expected)
+    arrays[UNUSED] = np.zeros((8, 2), np.float32)
+    assert_equal(normalize_names(arrays, source), expected)
     bare = {name.removeprefix("model."): array for name, array in arrays.items()}
-    assert_equal(weights.normalize_names(bare, source), expected)
+    assert_equal(normalize_names(bare, source), expected)
     del bare["shared.weight"]
-    assert_equal(weights.normalize_names(bare, source), expected)
+    assert_equal(normalize_names(bare, source), expected)
     different = {**arrays, prefix + "encoder.embed_tokens.weight": embedding + 1}
     with pytest.raises(CheckpointError, match="only one embedding is supported"):
-        weights.normalize_names(different, source)
+        normalize_names(different, source)
 
 
 def test_a_missing_bias_of_logits_is_zero(read: Callable) -> None:
     model, arrays, _ = read("bart")
     without = {name: array for name, array in arrays.items() if name != "final_logits_bias"}
-    imported = weights.import_arrays(without, model.described.model, CrossAttention())
+    imported = weights.import_arrays(without, model.described)
     assert imported.initialised == ["logits_bias"]
     assert not np.any(imported.params["logits_bias"])
 
 
 def test_what_does_not_match_is_named(read: Callable) -> None:
     model, arrays, _ = read("t5")
-    settings, full = model.described.model, CrossAttention()
+    described = model.described
     name = "encoder.block.1.layer.0.SelfAttention.k.weight"
-    imported = weights.import_arrays({**arrays, "more.weight": arrays[name]}, settings, full)
+    imported = weights.import_arrays({**arrays, "more.weight": arrays[name]}, described)
     assert imported.unexpected == ["more.weight"]
     with pytest.raises(CheckpointError, match=f"lacks {name}$"):
-        weights.import_arrays({k: v for k, v in arrays.items() if k != name}, settings, full)
+        weights.import_arrays({k: v for k, v in arrays.items() if k != name}, described)
     with pytest.raises(CheckpointError, match=rf"{name} is \(16, 15\), not \(16, 16\)"):
-        weights.import_arrays({**arrays, name: arrays[name][:, 1:]}, settings, full)
-    memory = CrossAttention(kind="xl_memory", segment_size=4)
-    params = weights.with_cross_attention(model.params, settings, memory)
+        weights.import_arrays({**arrays, name: arrays[name][:, 1:]}, described)
+    memory = described._replace(cross=CrossAttention(kind="xl_memory", segment_size=4))
+    params = weights.adapt(model.params, memory)
     with pytest.raises(CheckpointError, match="no names for decoder/layers_0/cross_attn/memory"):
-        weights.export_arrays(params, settings)
+        weights.export_arrays(params, memory)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

@@ -31,7 +31,8 @@ from brt.types import Variables
 
 MODEL = Model(
     layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=16, dtype="float32",
-).with_kinds(Recurrence(layers=(0,), states=4))  # fmt: skip
+    kinds=(Recurrence(layers=(0,), states=4),),
+)  # fmt: skip
 TEXTS = ("Alice met the Queen. <b> & x_1 = \\alpha. ", "Bob saw Alice, and alice saw Bob. ")
 
 

@@ -13,7 +13,6 @@ from brt.config import Config, Data, Evaluation, Model, Training
 from brt.config.model import Window
 from brt.errors import ConfigError
 from brt.evaluate import _windows
-from brt.layers.sections import Recurrence
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.language_modeling.differences import basis, paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
@@ -103,7 +102,7 @@ def test_windows_that_cannot_be_compared_are_refused(request_and_variables: tupl
     request, _ = request_and_variables
     with pytest.raises(ConfigError, match="two measurements"):
         WindowEvaluator(request._replace(ablate="cache"))
-    model = request.config.model.with_kinds(Recurrence(layers=(0,), states=4))
+    model = with_settings(request.config.model, {"Recurrence.layers": (0,), "Recurrence.states": 4})
     recurrent = dataclasses.replace(request.config, model=model)
     with pytest.raises(ConfigError, match="layer 0 is recurrent: its window"):
         WindowEvaluator(request._replace(config=recurrent))

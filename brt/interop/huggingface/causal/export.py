@@ -1,23 +1,31 @@
 """Export of a decoder of brt as a model of one of transformers' classes (Llama, Mistral, Qwen,
-Gemma).
+Gemma), and a comparison of what brt and transformers compute.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from brt.config import Adapter, Model
 from brt.config.model import Rotary
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import adapters, verify, weights
+from brt.interop.huggingface.causal import reading, weights
 from brt.interop.huggingface.causal.config import ACTIVATIONS, FAMILIES, LLAMA3, QWEN
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder
-from brt.interop.huggingface.verify import comparison_report, refuse_changes, tensor_checks
+from brt.interop.huggingface.verify import check_logits, compare_arrays
+from brt.interop.huggingface.weights import Arrays
 from brt.interop.pretrained import parameter_count
+from brt.models.decoder import Decoder, logits, new_state, output_weights
 
+_LONGEST = 256  # The compared document has at most this number of tokens.
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -153,9 +161,8 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
     exported = dict(weights.export_arrays(params, model))
     settings = to_theirs(model, bos_id=trained.bos_id, dtype=dtype)
 
-    def compare(directory: Path) -> Iterator[str]:
-        written: Mapping[str, np.ndarray] = files.read_tensors(directory)
-        return verify.compare(params, model, directory, exported, written)
+    def verify(directory: Path) -> Iterator[str]:
+        return compare(params, model, directory, exported, files.read_tensors(directory))
 
     family, notes = settings["model_type"], _notes(model)
     summary = (
@@ -164,7 +171,7 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
     )
     ids = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
     described = {"config.json": settings, "generation_config.json": ids}
-    return ExportFormat(summary, described, exported, compare, notes=notes)
+    return ExportFormat(summary, described, exported, verify, notes=notes)
 
 
 def _notes(model: Model) -> tuple[str, ...]:
@@ -189,23 +196,132 @@ def to_adapter(
       dtype: not used, because adapter_config.json has no dtype.
     """
     del dtype
-    arrays = adapters.exported(changed, trained.params, trained.model)
-    config = adapters.config(settings, arrays, base)
+    arrays = _adapter_arrays(changed, trained.params, trained.model)
+    config = _adapter_config(settings, arrays, base)
 
-    def compare(directory: Path) -> Iterator[str]:
-        written = files.read_file(directory / adapters.FILE)
+    def verify(directory: Path) -> Iterator[str]:
+        written = files.read_file(directory / reading.FILE)
         if base:
-            yield from verify.compare(trained.params, trained.model, directory, arrays, written)
+            yield from compare(trained.params, trained.model, directory, arrays, written)
             return
-        checks = tensor_checks(arrays, written)
-        yield comparison_report(checks)
-        refuse_changes(checks)
+        yield from compare_arrays(arrays, written)
 
     matrices = len(config["target_modules"])
     summary = f"adapters of rank {settings.rank} for {matrices} matrices"
     if whole := len(arrays) - 2 * matrices:
         summary += f", {whole} arrays that were trained as a whole"
     return ExportFormat(
-        summary, {adapters.CONFIG: config}, arrays, compare, notes=_notes(trained.model),
-        file=adapters.FILE,
+        summary, {reading.CONFIG: config}, arrays, verify, notes=_notes(trained.model),
+        file=reading.FILE,
     )  # fmt: skip
+
+
+def _adapter_arrays(
+    trained: Mapping[str, Any], params: Mapping[str, Any], model: Model
+) -> dict[str, np.ndarray]:
+    # Returns the arrays of an adapter by PEFT's names. `trained` has the factors of brt's adapters
+    # by the names of their kernels, and the parameters that were trained as a whole; `params` are
+    # the parameters of the model, with the adapters added.
+    arrays, all_arrays = {}, dict(weights.export_arrays(params, model))
+    for path, array in flatten_dict(dict(trained), sep="/").items():
+        kernel, _, factor = path.rpartition("/")
+        if factor not in ("a", "b"):
+            names = weights.their_names(path, model)
+            arrays |= {f"{reading.PREFIX}{name}": all_arrays[name] for name in names}
+            continue
+        for name, row in zip(weights.their_names(kernel, model), np.asarray(array), strict=True):
+            module = name.removesuffix(".weight")
+            theirs = f"{reading.PREFIX}{module}.lora_{factor.upper()}.weight"
+            arrays[theirs] = np.ascontiguousarray(row.T)
+    return arrays
+
+
+def _adapter_config(adapter: Adapter, arrays: Arrays, base: str) -> dict[str, Any]:
+    # Returns the content of adapter_config.json for the result of `_adapter_arrays`. `base` is the
+    # directory of the trained model in Hugging Face's format, or "".
+    names = [name.removeprefix(reading.PREFIX) for name in arrays]
+    factors = [match[1] for name in names if (match := reading.FACTOR.fullmatch(name))]
+    whole = {name.rpartition(".")[0] for name in names if not reading.FACTOR.fullmatch(name)}
+    alpha = adapter.alpha
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
+        "r": adapter.rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": sorted(set(factors)), "modules_to_save": sorted(whole) or None,
+    }  # fmt: skip
+
+
+def document(model: Model) -> np.ndarray:
+    """Returns a document of T random tokens (int32) for which brt and transformers should compute
+    the same logits.
+
+    A model of brt may have a shorter window than the model of transformers, and sinks, which
+    transformers does not have. Neither has an effect on a document that is not longer than the
+    window, so T is at most `model.window`.
+    """
+    blocks = max(1, min(_LONGEST, model.window) // model.block_length)
+    size = min(model.window, blocks * model.block_length)
+    return np.random.default_rng(0).integers(model.vocab_size, size=size).astype(np.int32)
+
+
+def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> np.ndarray:
+    """Returns the float32 logits [T, V] for a document [T] and a vocabulary of V tokens."""
+    length = model.block_length
+    padded = np.zeros((1, -(-len(tokens) // length) * length), np.int32)
+    padded[0, : len(tokens)] = tokens
+    start = np.zeros((1, padded.shape[1] // length), bool)
+    start[0, 0] = True
+
+    @jax.jit
+    def read(params: Mapping[str, Any]) -> jax.Array:
+        output: Any = Decoder(model).apply(
+            {"params": params}, jnp.asarray(padded), new_state(model, 1), jnp.asarray(start)
+        )
+        return logits(model, output_weights(model, params), output.hidden)
+
+    return np.asarray(read(params))[0, : len(tokens)]
+
+
+def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray | None:
+    """Returns the float32 logits [T, V] that transformers computes for a document [T]; None if
+    torch, transformers or, for the directory of an adapter, PEFT is not installed.
+    """
+    adapter = (directory / reading.CONFIG).is_file()
+    needed = ("torch", "transformers", *(["peft"] if adapter else []))
+    if any(importlib.util.find_spec(name) is None for name in needed):
+        return None
+    torch = importlib.import_module("torch")
+    kind = importlib.import_module("transformers").AutoModelForCausalLM
+    safe = {"trust_remote_code": False, "use_safetensors": True}
+    base = reading.base_of(directory) if adapter else directory
+    model = kind.from_pretrained(base, dtype=torch.float32, **safe).eval()
+    if adapter and base != directory:  # transformers itself adds an adapter beside the model.
+        model.load_adapter(str(directory))
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor(tokens[None], dtype=torch.long), use_cache=False)
+    return out.logits.float().numpy()[0]
+
+
+def compare(
+    params: Mapping[str, Any], model: Model, directory: Path, arrays: Mapping[str, np.ndarray],
+    exported: Mapping[str, np.ndarray],
+) -> Iterator[str]:  # fmt: skip
+    """Yields the lines of a report on a conversion of a decoder from or to Hugging Face's format.
+
+    The arrays before and after the conversion must be equal up to rounding, and brt and
+    transformers must compute the same logits up to rounding. Otherwise CheckpointError is raised.
+
+    Args:
+      directory: the directory from which transformers reads the model.
+      arrays: the arrays before the conversion, by Hugging Face's names.
+      exported: the arrays after the conversion, by Hugging Face's names.
+    """
+    both = {name: array for name, array in arrays.items() if name in exported}
+    rounding = yield from compare_arrays(both, exported)
+    tokens = document(model)
+    expected = transformers_logits(directory, tokens)
+    if expected is None:
+        yield "logits against transformers: not compared; pip install torch transformers peft"
+        return
+    actual = brt_logits(params, model, tokens)
+    yield check_logits(actual, expected, f"transformers, {len(tokens)} tokens", rounding)

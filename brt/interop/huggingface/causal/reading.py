@@ -1,22 +1,48 @@
-"""Reads decoders (Llama, Mistral, Qwen, Gemma) from directories in Hugging Face's format."""
+"""Reads decoders (Llama, Mistral, Qwen, Gemma), and low-rank adapters of decoders in PEFT's format,
+from directories in Hugging Face's format.
+"""
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from brt import untrusted
 from brt.config import Model, Sampling
-from brt.data import tokenizer_files, tokenizers
+from brt.data import originals, tokenizer_files, tokenizers
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, DataError
 from brt.interop.huggingface import files, unread
-from brt.interop.huggingface.causal import adapters, config, weights
+from brt.interop.huggingface.causal import config, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.weights import Arrays
 
+# An adapter is adapter_config.json, and the matrices A and B of each adapted matrix in FILE.
+CONFIG, FILE = originals.ADAPTER, "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_MERGE = (
+    "merge the adapter into its base: PeftModel.from_pretrained(BASE, DIR).merge_and_unload()"
+    ".save_pretrained(OUT)"
+)
+_STRUCTURE = {
+    "peft_type": str, "r": int, "lora_alpha": int | float, "use_rslora?": bool | None,
+    "base_model_name_or_path?": str | None, "init_lora_weights?": bool | str | None,
+}  # fmt: skip
+# These keys do not change what an adapter computes, or show in the names and shapes of its arrays.
+_SILENT = {
+    *(name.removesuffix("?") for name in _STRUCTURE), "auto_mapping", "bias", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
+    "modules_to_save", "peft_version", "qalora_group_size", "rank_pattern", "revision",
+    "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+# With other initial values, PEFT also changes the matrices of the base.
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 _SAMPLING = ("temperature", "top_k", "top_p")
-_ADAPTER = (adapters.CONFIG, adapters.FILE)
+_ADAPTER = (CONFIG, FILE)
 _APPLIED = {*_SAMPLING, "do_sample", "bos_token_id", "eos_token_id", "pad_token_id"}
 _GENERATION = {
     "do_sample?": bool | None, "temperature?": int | float | None, "top_k?": int | None,
@@ -49,7 +75,7 @@ class PretrainedDecoder(NamedTuple):
     def arrays(self) -> Arrays:
         """Reads the arrays by Hugging Face's names, with the adapter added."""
         arrays = weights.plain_names(files.read_tensors(self.directory))
-        return adapters.added(arrays, self.adapter) if self.adapter else arrays
+        return added(arrays, self.adapter) if self.adapter else arrays
 
     def params(self) -> dict[str, Any]:
         """Reads the weights as parameters of `brt.models.decoder.Decoder`."""
@@ -59,17 +85,17 @@ class PretrainedDecoder(NamedTuple):
 def is_decoder(directory: Path) -> bool:
     """Returns True if a directory has a decoder of a type that brt reads, or an adapter (PEFT)."""
     path = directory / "config.json"
-    if not path.is_file() and (directory / adapters.CONFIG).is_file():
+    if not path.is_file() and (directory / CONFIG).is_file():
         return True
     return path.is_file() and files.read_json(path).get("model_type") in config.FAMILIES
 
 
 def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> PretrainedDecoder:  # noqa: B008
     """Reads the settings and the tokenizer of a decoder, but not its weights. The directory may be
-    that of an adapter (PEFT), whose base `adapters.base_of` finds.
+    that of an adapter (PEFT), whose base `base_of` finds.
     """
-    adapter = directory if (directory / adapters.CONFIG).is_file() else None
-    directory = adapters.base_of(adapter) if adapter else directory
+    adapter = directory if (directory / CONFIG).is_file() else None
+    directory = base_of(adapter) if adapter else directory
     described = files.read_json(directory / "config.json")
     model, left = config.read(described, choice)
     ids, sampling = generation_settings(directory, model.vocab_size)
@@ -143,7 +169,8 @@ def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ..
     There are no ids if the file is missing or names none. The settings are brt's defaults if the
     file is missing, lacks them, or does not set `do_sample`.
     """
-    path, content = directory / "generation_config.json", _generation(directory)
+    path = directory / "generation_config.json"
+    content = files.read_json_if_any(path)
     try:
         untrusted.check(content, _GENERATION)
     except ValueError as error:
@@ -153,11 +180,6 @@ def generation_settings(directory: Path, vocab_size: int) -> tuple[tuple[int, ..
     for name in given.keys() & {"temperature", "top_p"}:
         given[name] = float(given[name])
     return config.end_ids(content, vocab_size), Sampling(**given)
-
-
-def _generation(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
-    return files.read_json(path) if path.is_file() else {}
 
 
 def _files(directory: Path) -> list[Path]:
@@ -177,3 +199,89 @@ def _tokenizer(directory: Path) -> tuple[Tokenizer, Path, list[str]]:
     if reasons:
         raise DataError("; ".join(reasons))
     raise DataError(f"{directory} has neither tokenizer.json nor tokenizer.model")
+
+
+def base_of(directory: Path) -> Path:
+    """Returns the directory of an adapter's base, the model that the adapter is added to. Raises
+    CheckpointError if `originals.base_of` finds none.
+    """
+    name = str(_describe_adapter(directory).get("base_model_name_or_path") or "")
+    if base := originals.base_of(directory):
+        return base
+    raise CheckpointError(
+        f"{directory} is an adapter (PEFT) without its model, and base_model_name_or_path = "
+        f"{name!r} in its {CONFIG} is no directory of a model; write the path of the model there, "
+        "or move the adapter's directory into the directory of the model"
+    )
+
+
+def added(arrays: Arrays, directory: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of a base by Hugging Face's names, with the adapter in `directory` added.
+
+    Arrays that the adapter has as a whole (modules_to_save) replace those of the base.
+    """
+    described = _describe_adapter(directory)
+    result, factors = dict(arrays), dict[str, dict[str, np.ndarray]]()
+    for name, array in _read_adapter(directory).items():
+        name = name.removeprefix(PREFIX)
+        factor = FACTOR.fullmatch(name)
+        target = f"{factor[1]}.weight" if factor else name
+        if target not in arrays:
+            raise CheckpointError(
+                f"{directory / FILE}: {name} has no place in the model; if the model is the right "
+                f"one, {_MERGE}"
+            )
+        if factor:
+            factors.setdefault(target, {})[factor[2]] = np.asarray(array, np.float32)
+        elif array.shape != arrays[name].shape:
+            raise CheckpointError(
+                f"{directory / FILE}: {name} is {array.shape}, not {arrays[name].shape} as in the "
+                "model"
+            )
+        else:
+            result[name] = array
+    for name, pair in factors.items():
+        product, array = _product(name, pair, described), np.asarray(arrays[name], np.float32)
+        if product.shape != array.shape:
+            raise CheckpointError(
+                f"{directory / FILE}: the adapter of {name} is {product.shape}, not {array.shape}"
+            )
+        result[name] = array + product
+    return result
+
+
+def _product(name: str, pair: Mapping[str, np.ndarray], described: Mapping[str, Any]) -> np.ndarray:
+    a, b = (pair.get(factor, np.zeros(0)) for factor in "AB")
+    if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
+        raise CheckpointError(f"{FILE}: the matrices of {name} are {a.shape} and {b.shape}")
+    divisor = len(a) ** 0.5 if described.get("use_rslora") else len(a)
+    return np.float32(described["lora_alpha"] / divisor) * (b @ a)
+
+
+def _describe_adapter(directory: Path) -> dict[str, Any]:
+    # Checks adapter_config.json: no key may ask for what brt does not compute.
+    path = directory / CONFIG
+    content = files.read_json(path)
+    kind = content.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{path}: peft_type = {kind!r} is not read, only 'LORA'; {_MERGE}")
+    try:
+        untrusted.check({name: content.get(name) for name in content}, _STRUCTURE)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    initial = content.get("init_lora_weights", True)
+    unread = {name: value for name, value in content.items() if name not in _SILENT and value}
+    if initial not in _INITIAL:
+        unread["init_lora_weights"] = initial
+    for name, value in unread.items():
+        raise CheckpointError(f"{path}: {name} = {value!r:.60} is not read; {_MERGE}")
+    return content
+
+
+def _read_adapter(directory: Path) -> dict[str, np.ndarray]:
+    if not (directory / FILE).is_file() and (directory / "adapter_model.bin").is_file():
+        raise CheckpointError(
+            f"{directory} has adapter_model.bin, a pickle that can run code, and no {FILE}; "
+            "PeftModel.from_pretrained(BASE, DIR).save_pretrained(OUT) writes it as safetensors"
+        )
+    return files.read_file(directory / FILE)

@@ -5,6 +5,7 @@ heads. brt stacks the parameters of a run (neighbouring layers of one kind) on a
 variables, `ours` stands for brt and `theirs` for Hugging Face.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from brt.config import Model
 from brt.errors import CheckpointError
-from brt.interop.huggingface.weights import Arrays, listed
+from brt.formatting import listed
+from brt.interop.huggingface.weights import Arrays
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder, new_state
 
@@ -54,12 +56,7 @@ _TOP = {
     "norm": "model.norm.weight",
     "output": "lm_head.weight",
 }
-_INTO_HEADS = ("queries", "keys", "values")
 _MATRICES = ("mlp_gate", "mlp_in", "mlp_out")
-
-
-def _layer_names(model: Model) -> Mapping[str, str]:
-    return _LAYER | _OUTPUT_NORMS if model.norm.outputs else _LAYER
 
 
 def template(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
@@ -83,31 +80,22 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
     """
     left = {name: x for name, x in arrays.items() if not name.endswith("rotary_emb.inv_freq")}
     _drop_copy(left, model)
-    names, first = _layer_names(model), {run.name: run for run in runs(model)}
-    starts = _first_layers(model)
-    missing: list[str] = []
-
-    def take(theirs: str, ours: str, shape: tuple[int, ...]) -> np.ndarray:
-        # `shape` is that of one layer's parameter in brt, whose name ends with `ours`.
-        array = left.pop(theirs, None)
-        if array is None:
-            missing.append(theirs)
-            return np.zeros(shape, np.float32)
+    params, missing = {}, []
+    for ours, leaf in template(model).items():
+        shape, rows = leaf.shape if ours in _TOP else leaf.shape[1:], []
         wanted = _their_shape(ours, shape)
-        if array.shape != wanted:
-            raise CheckpointError(f"{theirs} is {array.shape}, not {wanted} as config.json has it")
-        return _to_ours(ours, np.asarray(array, np.float32), shape)
-
-    params = {}
-    for name, leaf in template(model).items():
-        _, *inside = name.split("/")
-        if not inside:
-            params[name] = take(_TOP[name], name, leaf.shape)
-            continue
-        run, *_, ours = inside
-        layers = range(starts[run], starts[run] + first[run].layers)
-        rows = [take(f"model.layers.{i}.{names[ours]}", ours, leaf.shape[1:]) for i in layers]
-        params[name] = np.stack(rows)
+        for theirs in their_names(ours, model):
+            if (array := left.pop(theirs, None)) is None:
+                missing.append(theirs)
+            elif array.shape != wanted:
+                raise CheckpointError(
+                    f"{theirs} is {array.shape}, not {wanted} as config.json has it"
+                )
+            else:
+                array = np.asarray(array, np.float32)
+                rows.append((array.T if _is_transposed(ours, shape) else array).reshape(shape))
+        if not missing:
+            params[ours] = jnp.asarray(rows[0] if ours in _TOP else np.stack(rows))
     if missing:
         found = f"; it has {listed(sorted(left))} instead" if left else ""
         raise CheckpointError(f"the checkpoint lacks {listed(missing)}{found}")
@@ -116,42 +104,34 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
             f"the checkpoint has {listed(sorted(left))}, which have no place in the model that "
             "config.json describes"
         )
-    return unflatten_dict({name: jnp.asarray(x) for name, x in params.items()}, sep="/")
+    return unflatten_dict(params, sep="/")
 
 
 def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the parameters of brt's decoder as arrays of a checkpoint: pairs of Hugging Face's
     name and the array in Hugging Face's layout.
     """
-    names, starts = _layer_names(model), _first_layers(model)
-    for name, array in flatten_dict(dict(params), sep="/").items():
-        _, *inside = name.split("/")
-        if not inside:
-            yield _TOP[name], _to_theirs(name, np.asarray(array))
-            continue
-        run, *_, ours = inside
-        for i, row in enumerate(np.asarray(array)):
-            yield f"model.layers.{starts[run] + i}.{names[ours]}", _to_theirs(ours, row)
+    for ours, array in flatten_dict(dict(params), sep="/").items():
+        rows = np.asarray(array)
+        rows = rows[None] if ours in _TOP else rows
+        for theirs, row in zip(their_names(ours, model), rows, strict=True):
+            shape = _their_shape(ours, row.shape)
+            if _is_transposed(ours, row.shape):
+                yield theirs, np.ascontiguousarray(row.reshape(shape[::-1]).T)
+            else:
+                yield theirs, row.reshape(shape)
 
 
-def _first_layers(model: Model) -> dict[str, int]:
-    # Returns the index of the first layer of each run by the name of the run.
-    starts, first = {}, 0
-    for run in runs(model):
-        starts[run.name] = first
-        first += run.layers
-    return starts
-
-
-def their_names(kernel: str, model: Model) -> list[str]:
+def their_names(ours: str, model: Model) -> list[str]:
     """Returns Hugging Face's names of the arrays that are one parameter in brt, one for each layer.
-    `kernel` is brt's name, such as "stack/window_0/tokens/keys".
+    `ours` is brt's name, such as "stack/window_0/tokens/keys".
     """
-    if kernel in _TOP:
-        return [_TOP[kernel]]
-    _, name, *_, ours = kernel.split("/")
-    first, count = _first_layers(model)[name], next(r.layers for r in runs(model) if r.name == name)
-    return [f"model.layers.{i}.{_layer_names(model)[ours]}" for i in range(first, first + count)]
+    if ours in _TOP:
+        return [_TOP[ours]]
+    _, name, *_, part = ours.split("/")
+    theirs = (_LAYER | _OUTPUT_NORMS if model.norm.outputs else _LAYER)[part]
+    layers = [run.name for run in runs(model) for _ in range(run.layers)]
+    return [f"model.layers.{i}.{theirs}" for i, run in enumerate(layers) if run == name]
 
 
 def plain_names(arrays: Arrays) -> dict[str, np.ndarray]:
@@ -192,25 +172,14 @@ def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
     del arrays[_TOP["output"]]
 
 
+def _is_transposed(ours: str, shape: tuple[int, ...]) -> bool:
+    # `shape` is that of one layer's parameter in brt. Kernels with an axis for heads have more than
+    # two axes.
+    return len(shape) > 2 or ours.rpartition("/")[2] in _MATRICES
+
+
 def _their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    # `shape` is that of one layer's parameter in brt.
-    if ours in _INTO_HEADS:
-        return shape[1] * shape[2], shape[0]
-    if ours == "output" and len(shape) == 4:
-        return shape[3], shape[1] * shape[2]
-    if ours in _MATRICES:
-        return shape[::-1]
-    return (int(np.prod(shape)),) if ours.endswith("_bias") else shape
-
-
-def _to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    transposed = array.ndim == 2 and ours not in ("embedding",) and len(shape) != array.ndim
-    transposed |= ours in _MATRICES
-    return np.ascontiguousarray(array.T if transposed else array).reshape(shape)
-
-
-def _to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
-    shape = _their_shape(ours, array.shape)
-    if array.ndim > 2 and len(shape) == 2 or ours in _MATRICES:
-        return np.ascontiguousarray(array.reshape(shape[::-1]).T)
-    return array.reshape(shape)
+    if _is_transposed(ours, shape):
+        inputs = 3 if len(shape) == 4 else 1  # The kernel of attention's output has four axes.
+        return math.prod(shape[inputs:]), math.prod(shape[:inputs])
+    return (math.prod(shape),) if ours.endswith("_bias") else shape

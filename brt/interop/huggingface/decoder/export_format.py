@@ -245,14 +245,11 @@ def compare(
     Raises CheckpointError if arrays, logits or tokens differ by more than rounding can explain.
     `before` has the float32 arrays that were exported, by name.
     """
-    checks = reports.tensor_checks(before, files.read_tensors(directory))
-    yield reports.comparison_report(checks)
-    reports.refuse_changes(checks)
+    rounding = yield from reports.compare_arrays(before, files.read_tensors(directory))
     missing = [n for n in ("torch", "safetensors") if importlib.util.find_spec(n) is None]
     if missing:
         yield "logits and text: not compared; pip install torch, and --verify compares them"
         return
-    rounding = max(reports.ROUNDING.get(check.dtype, 0.0) for check in checks)
     theirs = import_code(directory).load(directory)
     yield _logits_line(params, model, theirs, rounding)
     yield _text_line(params, model, theirs, rounding)

@@ -145,6 +145,14 @@ if PreTrainedModel is not None:
             output = BrtOutput(loss, logits, state, tuple(vectors) if asked else None)
             return output.to_tuple() if return_dict is False else output
 
+        def generate(self, inputs=None, generation_config=None, **options):
+            """Returns what transformers' `generate` returns for the same arguments."""
+            kept = getattr(generation_config or self.generation_config, "guidance_scale", None)
+            # transformers would also read an unconditional prompt, and pass its cache, not `state`.
+            if options.get("guidance_scale", kept) not in (None, 1):
+                raise ValueError("guidance_scale is not supported; remove it")
+            return super().generate(inputs, generation_config, **options)
+
         def prepare_inputs_for_generation(
             self, input_ids, state=None, attention_mask=None, continues=False, **options
         ):

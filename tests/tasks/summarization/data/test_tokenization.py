@@ -152,7 +152,7 @@ def test_the_prefix_stands_before_documents_only(tokenizer):
         ({"max_target_length": 2}, "max_target_length = 2 must be at least 3"),
         ({"buckets": (512, 256, 1024)}, r"buckets = \(512, 256, 1024\) must ascend"),
         ({"buckets": (0, 1024)}, "must ascend and be above 0"),
-        ({"buckets": (256, 512)}, r"must end with Pairs\.max_source_length = 1024"),
+        ({"buckets": (256, 512)}, r"must be Pairs\.max_source_length = 1024"),
         ({"train": ()}, r"Data\.train names no source"),
     ],
 )

@@ -1,5 +1,4 @@
-"""Changes how commands allocate memory, by settings of glibc's malloc and of Python's garbage
-collector.
+"""Settings of this process: its memory, its devices, and how it ends.
 
 XLA's CPU backend allocates its temporary buffers in every step. By default glibc returns such large
 blocks to the system at once, so that each step maps and clears all pages again. This causes 11,000
@@ -12,11 +11,14 @@ import contextlib
 import ctypes
 import errno
 import gc
+import importlib.util
 import os
 import platform
 import re
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # By these numbers, mallopt knows its parameters.
 _NEVER = 2**31 - 1
@@ -28,6 +30,15 @@ _UNMAPPED = re.compile("failed to map segment|cannot map zero-fill pages")
 _TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={_NEVER}"
 _ASYNC = "JAX_CPU_ENABLE_ASYNC_DISPATCH"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NVIDIA = ("nvidia*", "nvhost*", "nvgpu*", "dxg")
+# Each pair belongs to a kind of accelerator: the package that compiles for it, and the device files
+# of a machine that has it.
+_COMPILERS = {
+    "libtpu": ("accel*", "vfio/*"),
+    "jax_cuda12_plugin": _NVIDIA,
+    "jax_cuda13_plugin": _NVIDIA,
+}
+_hanging: list[threading.Thread] = []
 
 
 def use_huge_pages() -> None:
@@ -115,3 +126,48 @@ def _says_exhausted(error: BaseException) -> bool:
     unmapped = isinstance(error, ImportError) and bool(_UNMAPPED.search(str(error)))
     reported = isinstance(error, RuntimeError) and _EXHAUSTED.search(str(error))
     return isinstance(error, MemoryError) or unmapped or bool(reported)
+
+
+def use_cpus(count: int | None = None) -> None:
+    """Makes jax run on the CPU alone; must be called before jax is asked for its devices.
+
+    `count` is the number of devices that the CPU is divided into; None takes that in XLA_FLAGS, or
+    1.
+    """
+    import jax  # Commands that only parse flags do not need this import.
+
+    # jax reads its environment variables only when it is imported.
+    jax.config.update("jax_platforms", "cpu")
+    if count is not None:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def use_cpu_without_accelerator(devices: Path = Path("/dev")) -> None:
+    """Makes jax use the CPU if this machine has a compiler for accelerators but no accelerator.
+
+    The packages of brt[tpu-compile] and brt[gpu-compile] also compile for other machines. If they
+    are installed, jax looks for accelerators here, and prints tracebacks if there are none.
+    """
+    installed = [name for name in _COMPILERS if importlib.util.find_spec(name)]
+    files = {pattern for name in installed for pattern in _COMPILERS[name]}
+    if installed and not any(any(devices.glob(pattern)) for pattern in files):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def join(thread: threading.Thread, seconds: int | float) -> None:
+    """Waits for a daemon thread, or remembers it for `leave` after this number of seconds."""
+    thread.join(seconds)
+    if thread.is_alive():
+        _hanging.append(thread)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with an exit code."""
+    # A thread that waits in C++ code, for example for a process that is gone, may return while
+    # Python shuts down. Python then ends the thread in a way that aborts the whole process, with
+    # exit code 134. Such a process therefore ends without shutting down Python.
+    if any(thread.is_alive() for thread in _hanging):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""Tests that the process keeps freed memory, unless the user has configured the allocator."""
+"""Tests that the process keeps freed memory, unless the user configures malloc, and how it ends."""
 
 import errno
 import os
@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from brt import allocator, command_line
+from brt import command_line, runtime
 
 PROGRAM = """
 import ctypes, resource, threading
-from brt import allocator
+from brt import runtime
 c = ctypes.CDLL(None)
 c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 c.malloc.argtypes, c.memset.argtypes = [ctypes.c_size_t], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -29,9 +29,9 @@ def two_steps():
 STEP = """
 import resource, statistics
 import jax, jax.numpy as jnp
-from brt import allocator
-allocator.keep_memory()
-allocator.disable_async_dispatch()
+from brt import runtime
+runtime.keep_memory()
+runtime.disable_async_dispatch()
 def large(x):  # 96 MB that no fusion spares
     return jax.lax.fori_loop(0, 2, lambda i, y: y + i, jnp.full((24 << 20,), x))
 step = jax.jit(lambda x: jnp.sum(large(x)))
@@ -42,9 +42,9 @@ def faults():
 # The heap may still grow at some of them, and elsewhere some may find it grown.
 print(statistics.median(faults() for _ in range(9)))
 """
-KEEPING = PROGRAM + "allocator.keep_memory()\ntwo_steps()"
+KEEPING = PROGRAM + "runtime.keep_memory()\ntwo_steps()"
 IN_A_THREAD = PROGRAM + "threading.Thread(target=two_steps).start()"
-HUGE_PAGES = PROGRAM + "allocator.use_huge_pages()\nthreading.Thread(target=two_steps).start()"
+HUGE_PAGES = PROGRAM + "runtime.use_huge_pages()\nthreading.Thread(target=two_steps).start()"
 
 
 def run(program: str, *arguments: str, **environment: str) -> str:
@@ -64,7 +64,7 @@ def faults(program: str = KEEPING, **environment: str) -> int:
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 huge_pages = pytest.mark.skipif(
-    not (allocator._huge_pages() and allocator._glibc() >= (2, 35)), reason="no huge pages"
+    not (runtime._huge_pages() and runtime._glibc() >= (2, 35)), reason="no huge pages"
 )
 
 
@@ -81,7 +81,7 @@ def test_the_users_own_setting_stands() -> None:
 @linux
 def test_programs_that_run_in_place_map_no_pages_again() -> None:
     assert faults(STEP) < 100
-    elsewhere = STEP.replace("allocator.disable_async_dispatch()\n", "")
+    elsewhere = STEP.replace("runtime.disable_async_dispatch()\n", "")
     # By chance, the thread of a process may keep its memory, too. Of ten processes, at least one
     # maps its pages again.
     again = any(faults(elsewhere) > 10_000 for _ in range(10))
@@ -91,7 +91,7 @@ def test_programs_that_run_in_place_map_no_pages_again() -> None:
 @linux
 def test_jax_s_own_variable_comes_first() -> None:
     program = (
-        "import jax\nfrom brt import allocator\nallocator.disable_async_dispatch()\n"
+        "import jax\nfrom brt import runtime\nruntime.disable_async_dispatch()\n"
         "print(jax.config.read('jax_cpu_enable_async_dispatch'))"
     )
     assert run(program).strip() == "False"
@@ -106,8 +106,8 @@ def test_a_thread_maps_few_pages_again() -> None:
 
 @huge_pages
 def test_beginning_anew_keeps_arguments_and_the_users_own_setting() -> None:
-    program = "import os, sys\nfrom brt import allocator\nprint(os.getpid(), flush=True)\n"
-    program += "allocator.use_huge_pages()\nprint(*sys.argv[1:])"
+    program = "import os, sys\nfrom brt import runtime\nprint(os.getpid(), flush=True)\n"
+    program += "runtime.use_huge_pages()\nprint(*sys.argv[1:])"
     first, second, said = run(program, "--a", "b c").splitlines()
     assert first == second and said == "--a b c"
     assert len(run(program, GLIBC_TUNABLES="glibc.malloc.check=0").splitlines()) == 2
@@ -129,11 +129,11 @@ def test_beginning_anew_keeps_arguments_and_the_users_own_setting() -> None:
     ],
 )
 def test_what_says_that_no_memory_is_left(error, exhausted):
-    assert allocator.exhausted(error) == exhausted
+    assert runtime.exhausted(error) == exhausted
     try:
         raise KeyError("another") from error
     except KeyError as later:
-        assert allocator.exhausted(later) == exhausted
+        assert runtime.exhausted(later) == exhausted
 
 
 def test_a_command_without_memory_ends_with_a_sentence(monkeypatch, capsys):
@@ -147,3 +147,46 @@ def test_a_command_without_memory_ends_with_a_sentence(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("brt: error: out of memory; lower Training.batch_size")
     assert said.count("\n") == 1
+
+
+_LIFE = """
+import argparse, socket, sys, threading, time, types
+from brt import command_line, runtime
+from jax._src.lib import _jax
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+service = _jax.get_distributed_runtime_service(address, 1)
+client = _jax.get_distributed_runtime_client(address, 0, init_timeout=20)
+client.connect()
+
+def wait():
+    try:
+        client.blocking_key_value_get("never written", 1500)
+    except Exception:
+        pass
+
+class Slow:  # makes Python's shutdown last until the thread returns from the service's code
+    def __del__(self, sleep=time.sleep):
+        sleep(3)
+
+sys.modules["slow"] = types.ModuleType("slow")
+sys.modules["slow"].slow = Slow()
+
+def command(arguments):
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    runtime.join(thread, 0.2)
+    print("done")
+    return 75
+
+command_line.main(command, argparse.ArgumentParser())
+"""
+
+
+def test_a_thread_in_the_coordinators_code_does_not_abort_the_process() -> None:
+    life = subprocess.run(
+        [sys.executable, "-c", _LIFE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (life.returncode, life.stdout, life.stderr) == (75, "done\n", "")

@@ -1,1 +1,0 @@
-"""Import and export of RoBERTa checkpoints (model_type `roberta`)."""
