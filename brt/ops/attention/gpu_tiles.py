@@ -38,7 +38,7 @@ from jax.experimental.pallas.mosaic_gpu import (
     wgmma,
     wgmma_wait,
 )
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from brt.ops.attention.gpu_inputs import TILE, opaque_zero, vector_parts
 
@@ -220,17 +220,17 @@ def constant(value: float, *shape: int) -> Array:
     return layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
+def broadcast_rows(x: Array, columns: int = TILE) -> Shaped[Array, "R C"]:
     """Returns an array whose row r has the number x[r] in all columns; x is [TILE]."""
     return jax.lax.broadcast_in_dim(x, (TILE, columns), [0])
 
 
-def read_by_row(ref: Any) -> Float[Array, "R C"]:
+def read_by_row(ref: Any) -> Shaped[Array, "R C"]:
     """Returns a tile with number r of `ref` (shared memory [TILE]) in all columns of row r."""
     return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
 
 
-def read_by_column(ref: Any) -> Float[Array, "R C"]:
+def read_by_column(ref: Any) -> Shaped[Array, "R C"]:
     """Returns a tile with number c of `ref` (shared memory [TILE]) in all rows of column c."""
     columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])
