@@ -94,7 +94,7 @@ def barrier(copies: int, slots: int = 1) -> Any:
     return Barrier(num_arrivals=copies, num_barriers=slots)
 
 
-def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
+def copy_vectors(array: Any, place: tuple[Any, ...], to: Any, arrived: Any) -> None:
     """Starts the copies of a tile of an array [B, T, H, K], one for each part of its columns."""
     lane, tile, head = place
     parts, _, width = to.shape
@@ -115,7 +115,7 @@ def copy_numbers(array: Any, place: tuple[Any, ...], tile: Any, to: Any, arrived
 
 
 def write_vectors(
-    parts: list[Array], through: Any, to: Any, place: tuple[Array, ...], first: Any = 0
+    parts: list[Array], through: Any, to: Any, place: tuple[Any, ...], first: Any = 0
 ) -> None:
     """Writes consecutive parts of a tile's columns to an array [B, T, H, K] in global memory.
 
