@@ -77,7 +77,7 @@ def attend(
     queries: Float[Array, "B T H K"],
     keys: Float[Array, "B S G K"],
     values: Float[Array, "B S G K"],
-    spans: Int[Array, "#B 2 T"],
+    spans: Int[Array, "#B 2 #T"],
     *,
     whole_tiles: bool = False,
     bias: Float[Array, "H T S"] | Float[Array, "H TILE X"] | None = None,

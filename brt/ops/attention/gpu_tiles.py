@@ -38,7 +38,7 @@ from jax.experimental.pallas.mosaic_gpu import (
     wgmma,
     wgmma_wait,
 )
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from brt.ops.attention.gpu_inputs import TILE, opaque_zero, vector_parts
 
@@ -94,7 +94,7 @@ def barrier(copies: int, slots: int = 1) -> Any:
     return Barrier(num_arrivals=copies, num_barriers=slots)
 
 
-def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
+def copy_vectors(array: Any, place: tuple[Any, ...], to: Any, arrived: Any) -> None:
     """Starts the copies of a tile of an array [B, T, H, K], one for each part of its columns."""
     lane, tile, head = place
     parts, _, width = to.shape
@@ -115,7 +115,7 @@ def copy_numbers(array: Any, place: tuple[Any, ...], tile: Any, to: Any, arrived
 
 
 def write_vectors(
-    parts: list[Array], through: Any, to: Any, place: tuple[Array, ...], first: Any = 0
+    parts: list[Array], through: Any, to: Any, place: tuple[Any, ...], first: Any = 0
 ) -> None:
     """Writes consecutive parts of a tile's columns to an array [B, T, H, K] in global memory.
 
@@ -220,17 +220,17 @@ def constant(value: float, *shape: int) -> Array:
     return layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
+def broadcast_rows(x: Array, columns: int = TILE) -> Shaped[Array, "R C"]:
     """Returns an array whose row r has the number x[r] in all columns; x is [TILE]."""
     return jax.lax.broadcast_in_dim(x, (TILE, columns), [0])
 
 
-def read_by_row(ref: Any) -> Float[Array, "R C"]:
+def read_by_row(ref: Any) -> Shaped[Array, "R C"]:
     """Returns a tile with number r of `ref` (shared memory [TILE]) in all columns of row r."""
     return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
 
 
-def read_by_column(ref: Any) -> Float[Array, "R C"]:
+def read_by_column(ref: Any) -> Shaped[Array, "R C"]:
     """Returns a tile with number c of `ref` (shared memory [TILE]) in all rows of column c."""
     columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
     return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])
