@@ -57,7 +57,7 @@ def _windows(text: str) -> tuple[int, ...]:
 
 def _follow(args: argparse.Namespace) -> None:
     """Evaluates checkpoints until training ends. If it is stopped, the same command continues."""
-    from brt.training import evaluations
+    from brt.training import following
     from brt.training.workdir import Workdir
 
     for flag in ("windows", "compare"):
@@ -70,10 +70,10 @@ def _follow(args: argparse.Namespace) -> None:
         output.say(f"brt: {message}")
 
     workdir = Workdir(Path(args.workdir))
-    waiter = evaluations.Waiter(args.poll_seconds, args.timeout_minutes, say)
-    config = evaluations.wait_for_config(workdir.path, waiter)
+    waiter = following.Waiter(args.poll_seconds, args.timeout_minutes, say)
+    config = following.wait_for_config(workdir.path, waiter)
     config = command_line.resolve(args, base=config).config
-    follower = evaluations.Follower(workdir, config, args.split, args.ablate, say)
+    follower = following.Follower(workdir, config, args.split, args.ablate, say)
     for evaluated in follower.reports(waiter):
         output.show(evaluated.line)
         if args.json:

@@ -89,7 +89,7 @@ PLANTED = [
     ("brt.checkpointing.writer", "from brt import tasks"),
     ("brt.generation.search", "from brt.interop import meliad"),
     ("brt.layers.attention", "from brt.ops.window_attention.xla import _attend"),
-    ("brt.layers.attention", "from brt.ops.window_attention import xla_cpu"),
+    ("brt.layers.attention", "from brt.ops.window_attention import chunks"),
     ("brt.training.loop", "from brt.data import lanes\nlanes._rows()"),
     ("brt.layers.basic", "x = 1 if dispatch.backend() == 'cpu' else 2"),
     ("brt.layers.basic", "x = {'cpu': 1}[jax.default_backend()]"),

@@ -1,10 +1,6 @@
 """Evaluates trained models, and writes and reads the files `evaluations/<step>/<split>*` of a run.
 
-`write` is also called by the trainer, which evaluates the split SPLIT. A `Follower` evaluates each
-checkpoint of a run once while another process, the trainer, writes them. It takes no lock and only
-reads checkpoints. Checkpoints with a report are skipped, so a follower can be stopped and started
-again at any time. It ends after the checkpoint of the run's last step; if the trainer stops
-earlier, the follower waits until the trainer continues.
+`write` is also called by the trainer, which evaluates the split SPLIT.
 """
 
 import contextlib
@@ -23,17 +19,16 @@ from brt import output, tasks, untrusted
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config.checks import check
-from brt.config_io import config_from_json, without_written_paths
+from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.distributed.mesh import AXES
-from brt.errors import BrtError, CheckpointError, ConfigError, DataError, NonFiniteError
+from brt.errors import BrtError, ConfigError, DataError, NonFiniteError
 from brt.formatting import finite, printable
 from brt.tasks.arguments import Control, EvaluationRequest, Evaluator, InspectionRequest, OtherModel
 from brt.tasks.interface import Task
 from brt.tasks.report import EvaluationResult
 from brt.training import saved_model
 from brt.training import workdir as workdirs
-from brt.training.metrics import TensorBoard
 from brt.training.saved_model import SavedModel
 from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text
 
@@ -307,153 +302,3 @@ def can_store(workdir: Workdir) -> bool:
 @functools.cache  # The cache makes the function print each message only once.
 def _say_once(message: str) -> None:
     reader.warn_on_stderr(message)
-
-
-class Waiter:
-    """Sleeps while the caller waits for an event, such as a new checkpoint, until a timeout.
-
-    The caller checks again and again whether the event has happened, and calls `wait` after each
-    check. A `timeout_minutes` of 0 is no limit.
-    """
-
-    def __init__(self, poll_seconds: float, timeout_minutes: float, say: Callable[[str], object]):
-        if not (0 < poll_seconds < math.inf and 0 <= timeout_minutes < math.inf):
-            raise ConfigError(
-                f"--poll_seconds={poll_seconds:g} must be above 0 and "
-                f"--timeout_minutes={timeout_minutes:g} not negative"
-            )
-        self._poll, self._timeout, self._say = poll_seconds, 60 * timeout_minutes, say
-        self._since: float | None = None
-
-    def wait(self, what: str) -> None:
-        """Sleeps until the next check for the event `what`; CheckpointError at the timeout."""
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
-            self._say(f"waiting for {what}")
-        if self._timeout and now - self._since >= self._timeout:
-            raise CheckpointError(
-                f"waited {self._timeout / 60:g} minutes for {what}; check whether the trainer is "
-                "still running, and run the same command again"
-            )
-        time.sleep(self._poll)
-
-    def reset(self) -> None:
-        """Resets the timeout, after the event has happened."""
-        self._since = None
-
-
-def wait_for_config(path: Path, waiter: Waiter) -> Config:
-    """Waits until a trainer has written its config to the run directory, and returns the config."""
-    # Settings that name files or directories to write have their defaults in the result. Somebody
-    # else may have started the run, and evaluations must not write to places of that person's
-    # choice.
-    while (config := workdirs.saved_config(path)) is None:
-        missing = "" if path.is_dir() else ", which does not exist yet"
-        waiter.wait(f"a trainer to start in {path}{missing}")
-    waiter.reset()
-    return without_written_paths(config)
-
-
-class Follower:
-    """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
-
-    The user may have changed some settings of the `config`. `ablate` is as in `SplitEvaluator`.
-    """
-
-    def __init__(
-        self,
-        workdir: Workdir,
-        config: Config,
-        split: str,
-        ablate: str | None,
-        say: Callable[[str], object],
-    ):
-        self._workdir, self._config = workdir, config
-        self._split, self._ablate, self._say = split, ablate, say
-        self._evaluator = SplitEvaluator(config, split, ablate)
-        self._task = tasks.from_config(config)
-        self._finished: set[int] = set()
-        self._due: set[int] = set()
-
-    def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
-        """Evaluates every checkpoint without a report, oldest first, and yields the reports.
-
-        The iteration waits for further checkpoints, and stops after that of the last training step.
-        """
-        reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
-        done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
-        with self._tensorboard(max(done, default=0)) as write:
-            while True:
-                # The end of training is checked before a checkpoint is looked for. In the opposite
-                # order, the last checkpoint could appear between the two checks and be missed.
-                over = self._is_over()
-                step = self._next()
-                if step is None and over:
-                    return
-                if step is None:
-                    waiter.wait(f"the next checkpoint in {self._workdir.checkpoints}")
-                elif evaluated := self._evaluate(step):
-                    waiter.reset()
-                    report, evaluator = evaluated.report, self._evaluator.evaluator
-                    write(step, scalars(self._task, evaluator, self._split, report, whole=True))
-                    yield evaluated
-
-    @contextlib.contextmanager
-    def _tensorboard(self, step: int) -> Iterator[Callable[[int, dict[str, float]], object]]:
-        """Context that yields a function which shows the results of a step in TensorBoard.
-
-        `step` is the last step that was evaluated before.
-        """
-        if not can_store(self._workdir):
-            yield lambda step, metrics: None  # The run directory is read-only.
-            return
-        check_writable(self._workdir.tensorboard, below=self._workdir.path)
-        # The results get a directory of their own, which TensorBoard shows as a separate run.
-        tensorboard = TensorBoard(self._workdir.tensorboard / "evaluation", step, self._say)
-        with contextlib.closing(tensorboard):
-            yield tensorboard.write
-
-    def _is_over(self) -> bool:
-        """Returns True if the checkpoint of the trainer's last step exists."""
-        steps = reader.steps(self._workdir.checkpoints)
-        config = workdirs.saved_config(self._workdir.path) or self._config
-        return bool(steps) and steps[-1] >= config.training.steps
-
-    def _next(self) -> int | None:
-        """Returns the step of the oldest checkpoint without a report; None if all have reports."""
-        # The oldest checkpoint comes first, because the trainer will remove it first.
-        existing = set(reader.steps(self._workdir.checkpoints))
-        for step in sorted(self._due - existing):
-            self._skip(step, f"checkpoint {step} was removed before it could be evaluated")
-        self._due = {s for s in existing - self._finished if not self._is_evaluated(s)}
-        return min(self._due, default=None)
-
-    def _is_evaluated(self, step: int) -> bool:
-        try:
-            path = self._workdir.evaluations / str(step) / f"{self._split}.json"
-            report = read(path)
-        except (OSError, ValueError):
-            return False
-        ablation = report.get("ablation", {}).get("protocol", {}).get("ablate")
-        return self._ablate in (None, ablation)
-
-    def _evaluate(self, step: int) -> Evaluated | None:
-        """Returns the report, or None if the checkpoint is damaged or has been removed."""
-        directory = self._workdir.checkpoints
-        try:
-            checkpoint = saved_model.find_checkpoint(directory, step)
-            model = saved_model.load(self._workdir, checkpoint, self._config)
-        except CheckpointError as error:
-            removed = step not in reader.present(directory)
-            reason = f"checkpoint {step} was removed while it was read" if removed else str(error)
-            self._skip(step, reason)
-            return None
-        self._due.discard(step)
-        self._finished.add(step)
-        return self._evaluator(model)
-
-    def _skip(self, step: int, reason: str) -> None:
-        self._finished.add(step)
-        self._due.discard(step)
-        self._say(f"{reason}; continuing with the next")

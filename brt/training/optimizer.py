@@ -28,16 +28,11 @@ from brt.distributed.rules import constrain
 from brt.errors import ConfigError
 from brt.ops.adafactor import MOMENTUM, Moments, adafactor, has_kernel
 from brt.training import layerwise, trainable
-from brt.training.layerwise import (
+from brt.training.layerwise import Group, LayerwiseState, Parameters, Stepped, Stepper, divided
+from brt.training.matrices import (
     TABLES,
     Axes,
-    Group,
-    LayerwiseState,
-    Parameters,
-    Stepped,
-    Stepper,
     as_matrix,
-    divided,
     ends_with_heads,
     from_matrix,
     matrix_shape,

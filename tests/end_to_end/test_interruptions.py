@@ -91,7 +91,9 @@ def test_before_training_a_signal_stops_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preparation, "prepare", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr(
+        preparation.DocumentPreparation, "open", lambda *_, **__: signal.raise_signal(number)
+    )
     flags = [f"--gin_file={commands.config}", f"--workdir={tmp_path}/run"]
     # A shell starts background jobs with Ctrl-C ignored, and the tests may be such a job.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -93,7 +93,7 @@ def _with_low_bound(path: tuple, leaf: jax.Array) -> jax.Array:
     """Returns the parameter, except for ALiBi's bound, which becomes so low that the bias of keys
     within the window reaches it.
     """
-    return 0 * leaf + 0.05 if path[-1].key == "alibi_bound" else leaf
+    return 0 * leaf + 0.1 if path[-1].key == "alibi_bound" else leaf
 
 
 def each_model(*names: str, quick: tuple[str, ...] = QUICK) -> pytest.MarkDecorator:

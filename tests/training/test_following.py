@@ -21,7 +21,7 @@ from brt.config import Checkpoint, Config, Data, Evaluation, Model, Training
 from brt.config_io import config_json
 from brt.data import preparation
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
-from brt.training import data_manifest, evaluations, saved_model
+from brt.training import data_manifest, evaluations, following, saved_model
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
 
@@ -71,7 +71,7 @@ class Followed:
         shutil.copytree(run.tokenizer, self.workdir.tokenizer, dirs_exist_ok=True)
         self.said: list[str] = []
         self.events: list[Callable[[], object]] = []
-        monkeypatch.setattr(evaluations.time, "sleep", lambda seconds: self.events.pop(0)())
+        monkeypatch.setattr(following.time, "sleep", lambda seconds: self.events.pop(0)())
 
     def add(self, *steps: int) -> None:
         for step in steps:
@@ -84,9 +84,9 @@ class Followed:
 
     def reports(self, ablate: Any = None) -> list[int]:
         """Runs a follower to its end and returns the step of each report."""
-        waiter = evaluations.Waiter(1.0, 0.0, self.said.append)
-        config = evaluations.wait_for_config(self.workdir.path, waiter)
-        follower = evaluations.Follower(self.workdir, config, "test", ablate, self.said.append)
+        waiter = following.Waiter(1.0, 0.0, self.said.append)
+        config = following.wait_for_config(self.workdir.path, waiter)
+        follower = following.Follower(self.workdir, config, "test", ablate, self.said.append)
         return [found.report["step"] for found in follower.reports(waiter)]
 
 
@@ -116,7 +116,7 @@ def test_each_checkpoint_is_evaluated_once_and_the_last_one_ends_it(followed: Fo
 def test_checkpoints_that_vanish_or_are_damaged_are_passed_over(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = evaluations.saved_model.load
+    load = following.saved_model.load
 
     def trainer_removes_it(workdir: Workdir, found: Any, config: Config) -> Any:
         if found.step == 10:
@@ -126,7 +126,7 @@ def test_checkpoints_that_vanish_or_are_damaged_are_passed_over(
             followed.add(40)
         return load(workdir, found, config)
 
-    monkeypatch.setattr(evaluations.saved_model, "load", trainer_removes_it)
+    monkeypatch.setattr(following.saved_model, "load", trainer_removes_it)
     shutil.copytree(followed.run.checkpoints / "20", followed.run.checkpoints / "40")
     try:
         followed.add(*STEPS)
@@ -150,11 +150,11 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
     assert followed.reports() == STEPS[-1:]
     assert followed.said == [f"waiting for a trainer to start in {followed.workdir.path}"]
     now = [0.0]
-    monkeypatch.setattr(evaluations.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(evaluations.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-    waiter = evaluations.Waiter(20.0, 1.0, followed.said.append)
+    monkeypatch.setattr(following.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(following.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    waiter = following.Waiter(20.0, 1.0, followed.said.append)
     with pytest.raises(CheckpointError, match="waited 1 minutes .*/run, which does not exist yet"):
-        evaluations.wait_for_config(tmp_path / "run", waiter)
+        following.wait_for_config(tmp_path / "run", waiter)
     assert now == [60]
 
 

@@ -11,7 +11,7 @@ from model_settings import changed
 
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Optimizer, Training
 from brt.errors import CheckpointError
-from brt.training import evaluations, loop, saved_model
+from brt.training import evaluations, following, loop, saved_model
 from brt.training.progress import PhaseTracker
 from brt.training.workdir import Workdir
 
@@ -104,8 +104,8 @@ def test_commands_that_read_a_run_need_no_permission_to_write(
     before = {path: path.stat().st_mtime_ns for path in trained.path.rglob("*") if path.is_file()}
     model = saved_model.load(*saved_model.load_config(trained.path))
     if command == "follow":
-        follower = evaluations.Follower(trained, model.config, "test", None, print)
-        reports = [found.report for found in follower.reports(evaluations.Waiter(1.0, 0.0, print))]
+        follower = following.Follower(trained, model.config, "test", None, print)
+        reports = [found.report for found in follower.reports(following.Waiter(1.0, 0.0, print))]
         assert [report["step"] for report in reports] == [2, 3, 4], "each checkpoint once"
         (*_, figures) = reports
     elif command == "probe":

@@ -12,7 +12,7 @@ from model_settings import PARITY, with_settings
 
 from brt.config import Config, Model
 from brt.layers.sections import Recurrence
-from brt.training.layerwise import as_matrix, from_matrix, matrix_names, matrix_shape
+from brt.training.matrices import as_matrix, from_matrix, matrix_names, matrix_shape
 from brt.training.state import initial_params, parameter_counts
 
 GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"

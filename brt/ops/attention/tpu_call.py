@@ -169,12 +169,12 @@ def _call_backward(arguments: SlabArguments, inputs: SlabInputs, s: SlabSettings
     if s.window:
         of_keys = specs.q
         cached = pl.BlockSpec((None, None, s.window, s.width), lambda h, t, b, n, _: (b, h, 0, 0))
-    ends = [
-        like(x, by_head) if s.window else None for x in (arguments.keys[0], arguments.values[0])
-    ]
+    cached_keys, cached_values = (
+        like(pair[0], by_head) if s.window else None for pair in (arguments.keys, arguments.values)
+    )
     shapes = SlabGradients(
-        like(q), like(arguments.keys[-1], by_head), like(arguments.values[-1], by_head), *ends,
-        like(inputs.bias), like(inputs.scale),
+        like(q), like(arguments.keys[-1], by_head), like(arguments.values[-1], by_head),
+        cached_keys, cached_values, like(inputs.bias), like(inputs.scale),
     )  # fmt: skip
     slab = 2 * s.window if s.window else arguments.keys[0].shape[-2 if q.ndim == 4 else 1]
     kept = batch if tiles > 1 else 1

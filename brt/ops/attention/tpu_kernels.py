@@ -300,11 +300,11 @@ def backward_kernel(
     slab = _load(first, n, inputs, s.rows, s)
     columns = slab.keys.T if s.together > 1 else None
     for tile in reversed(s.sub_tiles(s.rows)):
-        d_q = [
+        by_head = [
             _add_head(head, tile, slab, columns, inputs, results, keys_sum, values_sum, s)
             for head in range(s.together)
         ]
-        d_q = d_q[0] if columns is None else _side_by_side(d_q, jnp.float32)
+        d_q = by_head[0] if columns is None else _side_by_side(by_head, jnp.float32)
         results.q[tile.rows] = d_q.astype(results.q.dtype)
 
     if not s.window:
@@ -317,7 +317,7 @@ def backward_kernel(
         return
     w = s.window
     d_keys = keys_sum[w:]
-    if s.normalizes_keys:
+    if slab.inverse is not None:
         d_keys, _ = l2_normalize_rows_backward(inputs.keys[-1][...], d_keys, slab.inverse[w:])
     results.keys[...] = d_keys.astype(results.keys.dtype)
     results.values[...] = values_sum[w:].astype(results.values.dtype)
