@@ -299,7 +299,7 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
 
 
 def test_what_the_ends_of_a_pass_execute_counts_once_in_a_pass() -> None:
-    kernel = "window_attention_backward_512x512x128"
+    kernel = "window_attention_backward_1x512x512x128"
     every, ends = (x[kernel]["v5e"] for x in (kernel_cycles.BUNDLES, kernel_cycles.PASS_BUNDLES))
     assert ends > 0
     for name, expected in (
