@@ -118,7 +118,7 @@ def attend_to_window(
         rows = math.gcd(rows, part)
     settings = SlabSettings(
         queries.shape[3], 1, window, rows, rows, window=window, part=part, interpret=interpret,
-        normalizes_keys=scale is not None, kept_rows=len(queries),
+        normalizes_keys=scale is not None, learns_bias=bias is not None, kept_rows=len(queries),
     )  # fmt: skip
     words = None
     if dropout is not None:

@@ -174,13 +174,15 @@ def _call_backward(arguments: SlabArguments, inputs: SlabInputs, s: SlabSettings
     )
     shapes = SlabGradients(
         like(q), like(arguments.keys[-1], by_head), like(arguments.values[-1], by_head),
-        cached_keys, cached_values, like(inputs.bias), like(inputs.scale),
+        cached_keys, cached_values, like(inputs.bias if s.learns_bias else None),
+        like(inputs.scale),
     )  # fmt: skip
+    d_bias = specs.bias if s.learns_bias else None
     slab = 2 * s.window if s.window else arguments.keys[0].shape[-2 if q.ndim == 4 else 1]
     kept = batch if tiles > 1 else 1
     return _call(
         backward_kernel, arguments, s, inputs, specs,
-        SlabGradients(specs.q, of_keys, of_keys, cached, cached, specs.bias, specs.scale), shapes,
+        SlabGradients(specs.q, of_keys, of_keys, cached, cached, d_bias, specs.scale), shapes,
         scratch=[pltpu.VMEM((kept, slab, s.wide), jnp.float32)] * 2,
     )  # fmt: skip
 

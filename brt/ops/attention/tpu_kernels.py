@@ -60,6 +60,7 @@ class SlabSettings(NamedTuple):
     # of W, the kernels hide the block before as a whole.
     part: int = 0
     normalizes_keys: bool = False  # to length 1
+    learns_bias: bool = True  # False if the bias only hides keys and has no gradient
     rate: float = 0.0  # the rate of dropout
     kept_rows: int = 1  # the rows of the batch whose gradients of keys have room in VMEM
     # The hash of dropout depends on the position of a key among the keys of all calls.
