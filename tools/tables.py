@@ -110,31 +110,12 @@ def runs(name: str, baseline: str) -> str:
             rows.append((
                 run["name"], str(width), f"{per_step:,}", str(run["seed"]),
                 f"{tokens / MILLION:.0f}", f"{run['bits_per_byte']:.4f}",
-                f"{run['bits_per_token']:.4f}",
                 "-" if run["name"] == baseline else shown(compared(alone, run["name"], baseline)),
                 "-" if forgets is None else f"{forgets - run['bits_per_byte']:+.4f}",
             ))  # fmt: skip
     heads = ("model", "width", "tokens a step", "seed", "million tokens", "bits per byte",
-             "bits per token", f"compared with {baseline}", "without state")  # fmt: skip
+             f"compared with {baseline}", "without state")  # fmt: skip
     return markdown(heads, rows)
-
-
-def classes(name: str, model: str) -> str:
-    """Returns the differences of a model by class of tokens, a column for each run."""
-    chosen = [
-        run for run in results(name)["runs"]
-        if run["name"] == model and run["comparison"] and run["width"] == 256
-    ]  # fmt: skip
-    chosen.sort(key=lambda run: (run["tokens"], run["seed"]))
-    heads = [f"{run['tokens'] / MILLION:.0f} million, seed {run['seed']}" for run in chosen]
-    columns = [run["comparison"]["classes"] for run in chosen]
-    everything = sum(one["tokens"] for one in columns[0])
-    rows = [
-        (row[0]["class"], f"{row[0]['tokens'] / everything:.0%}",
-         *(shown(Difference(one["difference"], one["difference_95"])) for one in row))
-        for row in zip(*columns, strict=True)
-    ]  # fmt: skip
-    return markdown(("class of tokens", "share", *heads), rows)
 
 
 def answers(name: str) -> str:
@@ -246,10 +227,9 @@ def parts(name: str) -> str:
 
 
 TABLES: Mapping[str, Callable[..., str]] = {
-    "additions": additions, "trainings": trainings, "runs": runs, "classes": classes,
-    "answers": answers, "memory_kinds": memory_kinds, "steps": steps,
-    "parts": parts, "recorded": recorded, "output": output, "faults": faults,
-    "errors": errors,
+    "additions": additions, "trainings": trainings, "runs": runs, "answers": answers,
+    "memory_kinds": memory_kinds, "steps": steps, "parts": parts, "recorded": recorded,
+    "output": output, "faults": faults, "errors": errors,
 }  # fmt: skip
 
 
