@@ -48,8 +48,6 @@ ONLY_RESOLVED = {
     "configs/sweeps/retrofit.gin": "--list",  # the weights of SmolLM2-135M, and a GPU
     "runs/retrofit/Dense-memory,-4-layers": None,  # two runs of the sweep above
     "--topology=h100x1": "--print_config",  # packages with a GPU compiler
-    "--gin.Training.segment_length=512": "--print_config",  # minutes of training
-    "runs/far": None,  # the run of the command above
     "--topology=v4:2x4x4": "--print_config",  # libtpu, an optional package with a TPU compiler
 }
 
