@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from functools import cache
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import flax.linen as nn
@@ -23,10 +23,28 @@ from brt.config.names import class_field_types, has_section, section_of
 from brt.training.state import initial_params, parameter_counts
 
 ROOT = Path(__file__).resolve().parent.parent
-ROW = re.compile(r"^\| ([\w/]+) \| .+ \| `(--.+)` \|$", re.M)
-ROWS = {
-    name: shlex.split(flags) for name, flags in ROW.findall((ROOT / "docs/configs.md").read_text())
-}
+PAGE = (ROOT / "docs/configs.md").read_text()
+ROW = re.compile(r"^\| ([\w/.]+) \| .+ \| (?:`('?--.+)`|none) \|$", re.M)
+
+
+def experiments(page: str) -> dict[str, list[str]]:
+    """Returns the flags of each experiment of a page.
+
+    Rows `START...` and `...END` of a section are the experiment `STARTEND` together, unless the
+    section has a row with this name.
+    """
+    found = {}
+    for section in page.split("\n## "):
+        rows = {name: shlex.split(flags) for name, flags in ROW.findall(section)}
+        starts = [name for name in rows if name.endswith("...")]
+        ends = [name for name in rows if name.startswith("...")]
+        for start, end in product(starts, ends):
+            found[f"{start}{end}".replace("...", "")] = rows[start] + rows[end]
+        found |= {name: flags for name, flags in rows.items() if "..." not in name}
+    return found
+
+
+ROWS = experiments(PAGE)
 PINNED_ROWS = json.loads((ROOT / "tests/data/paper_rows.json").read_text())
 DATASETS = ("pg19_bytes", "pg19_tokens", "arxiv", "github")
 # Size of T5's vocabulary, with which the parameters of the original code were counted.
@@ -140,9 +158,12 @@ def sized(row: str) -> Model:
 each_row = pytest.mark.parametrize("row", ROWS)
 
 
-def test_the_table_has_every_row_once() -> None:
-    table = (ROOT / "docs/configs.md").read_text()
-    assert table.count("`--gin_file=configs/") == len(ROWS)
+def test_the_tables_have_every_experiment_once() -> None:
+    tables = re.findall(r"^\| row \|.+\n\|[-|]+\|\n((?:\|.+\n)+)", PAGE, re.M)
+    names = [ROW.fullmatch(line) for table in tables for line in table.splitlines()]
+    assert all(names) and len(names) == len(ROW.findall(PAGE))
+    whole = [row[1] for row in names if row and "..." not in row[1]]
+    assert len(whole) == len(set(whole))
     assert ROWS.keys() == PINNED_ROWS.keys()
 
 
@@ -160,7 +181,7 @@ def test_a_row_is_the_pinned_run(row: str) -> None:
 
 
 def test_every_file_is_of_a_row_or_a_sweep_or_is_a_preset() -> None:
-    texts = [(ROOT / "docs/configs.md").read_text()]
+    texts = [PAGE]
     texts += [file.read_text() for file in (ROOT / "configs").rglob("*.gin")]
     named = set(re.findall(r"configs/[\w/]+\.gin", "\n".join(texts)))
     files = {str(f.relative_to(ROOT)) for f in (ROOT / "configs").rglob("*.gin")}
