@@ -161,7 +161,7 @@ def _random_bytes(rng: Array, shape: tuple[int, ...]) -> UInt8[Array, "*T"]:
 OP = Op(
     "dropout",
     (
-        Implementation("xla_cpu", _draw_bytes, auto=("cpu",)),
+        Implementation("xla_cpu", _draw_bytes),
         Implementation("xla", _draw_hash),
     ),
 )

@@ -15,7 +15,7 @@ from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
 from brt.ops import dispatch, masked_attention, softmax_attention
 from brt.ops.dropout import Dropout, DropoutMask
-from brt.ops.window_attention import local_attention, segment_part, window_part
+from brt.ops.window_attention import local_attention, window_part, window_part
 
 KERNEL = "pallas_interpret"
 # What the program of a kernel has.
@@ -139,7 +139,7 @@ def test_grouped_queries_read_keys_as_if_these_were_repeated(
 def test_devices_that_share_arrays_equal_one(mesh: Mesh, kind: str) -> None:
     function, given = {
         "window": (
-            partial(segment_part, null_keys=True),
+            partial(window_part, null_keys=True),
             window(8, 16, "float32", lanes=4, scale=jnp.array([3.0, 7.0])),
         ),
         "local": (local_attention, local(16, 4, 48)),

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.top_k import take, top_k
+from brt.ops.top_k import largest, take
 
 
 class Centroids(NamedTuple):
@@ -45,6 +46,23 @@ class CentroidMemory(NamedTuple):
     # How many of the R slots hold a key. If the number is 0, the other arrays of this row of the
     # batch have no meaning.
     filled: Int[Array, " B"]
+
+
+class FarInputs(NamedTuple):
+    """The arrays of `api.causal_clustered_attention`, which describes them."""
+
+    queries: Float[Array, "B T H K"]
+    window: AttentionPart
+    keys: Float[Array, "B Z H K"]
+    values: Float[Array, "B Z H K"]
+    cache_mask: Bool[Array, "B N"]
+    pasts: CentroidMemory
+    centroids: Centroids
+    bias: Float[Array, " H"]
+
+    @property
+    def blocks(self) -> int:
+        return self.cache_mask.shape[1]
 
 
 def nearest_centroids(
@@ -97,7 +115,7 @@ def memory_after(
     )
     taken = jnp.broadcast_to(cache_mask[:, None], (cache_mask.shape[0], width))
     there = jnp.concatenate([slot_mask(past), taken], axis=1)[:, None, None]
-    indices, best = _find_best_keys(logits, there, slots)
+    _, indices, best = largest(logits, there, slots)
     half_squares = jnp.concatenate(
         [_half_squares(past.keys), _new_half_squares(past, keys)], axis=-1
     )
@@ -111,17 +129,6 @@ def memory_after(
         for old, new in ((past.keys, keys), (past.values, values))
     )
     return CentroidMemory(keys, values, rest, lse, filled)
-
-
-def _find_best_keys(
-    logits: Float[Array, "B H C M"], there: Bool[Array, "B 1 1 M"], count: int
-) -> tuple[Int[Array, "B H C R"], Bool[Array, "B H C M"]]:
-    """Returns the `count` keys to keep, largest logit first, as indices and as a mask."""
-    ranked = jnp.where(there, jax.lax.stop_gradient(logits), -jnp.inf)
-    values, indices = top_k(ranked, count)
-    last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
-    # Among equal logits, the first keys are kept.
-    return indices, (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
 
 
 def _add_to_rest(

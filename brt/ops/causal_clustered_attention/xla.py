@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
+    FarInputs,
     empty_memory_unless,
     memory_after,
     nearest_centroids,
@@ -44,20 +45,10 @@ def memory_scan(
     return jax.lax.scan(add_block, past, (*previous_blocks(keys, values, cache_mask), cache_mask.T))
 
 
-def causal_clustered_attention(
-    queries: Float[Array, "B T H K"],
-    window: AttentionPart,
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
-    cache_mask: Bool[Array, "B N"],
-    pasts: CentroidMemory,
-    centroids: Centroids,
-    bias: Float[Array, " H"],
-    *,
-    attend_to_self: bool,
-) -> Float[Array, "B T H K"]:
-    blocks = cache_mask.shape[1]
-    width = queries.shape[1] // blocks
+def attend(inputs: FarInputs, *, attend_to_self: bool) -> Float[Array, "B T H K"]:
+    """Implements `api.causal_clustered_attention`."""
+    blocks, cache_mask = inputs.blocks, inputs.cache_mask
+    width = inputs.queries.shape[1] // blocks
     left = jnp.asarray(np.tri(width, k=0 if attend_to_self else -1, dtype=bool))
 
     def attend_one_block(
@@ -68,12 +59,12 @@ def causal_clustered_attention(
         past: CentroidMemory,
     ) -> Float[Array, "B H W K"]:
         mask = left[None] & cache_mask[:, None, None]
-        return attend_block(queries, window, *before, mask, past, centroids, bias)
+        return attend_block(queries, window, *before, mask, past, inputs.centroids, inputs.bias)
 
-    parts = AttentionPart(*(split_blocks(x, blocks) for x in window))
-    before = previous_blocks(keys, values, cache_mask)
+    parts = AttentionPart(*(split_blocks(x, blocks) for x in inputs.window))
+    before = previous_blocks(inputs.keys, inputs.values, cache_mask)
     y = jax.vmap(attend_one_block)(
-        split_blocks(queries, blocks), parts, before, cache_mask.T, pasts
+        split_blocks(inputs.queries, blocks), parts, before, cache_mask.T, inputs.pasts
     )
     return join_blocks(y)
 

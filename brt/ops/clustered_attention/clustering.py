@@ -103,10 +103,10 @@ def _kmeans(
 OP = Op(
     "kmeans",
     (
-        Implementation("pallas_tpu", kmeans_tpu.kmeans, ("tpu",), ("tpu",), kmeans_tpu.refusal),
+        Implementation("pallas_tpu", kmeans_tpu.kmeans, kmeans_tpu.refusal),
         Implementation("xla", _kmeans),
-        Implementation("pallas_interpret", kmeans_tpu.interpreted, auto=()),
-        Implementation("reference", reference.kmeans, auto=()),
+        Implementation("pallas_interpret", kmeans_tpu.interpreted),
+        Implementation("reference", reference.kmeans),
     ),
 )
 

@@ -14,7 +14,6 @@ P and C after padding; P' includes the row of ones.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
+from brt.ops import dispatch
 from brt.ops.tpu import (
     LANES,
     NN,
@@ -75,31 +75,12 @@ def kmeans(
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Implements `clustering.kmeans`."""
 
-    def local(*arrays: Array) -> tuple[Array, Array]:
-        labels, found = _local(*arrays, iterations=iterations, interpret=interpret)
-        return labels[..., 0], found
-
-    return on_devices(local, codes, valid, centroids, active)
-
-
-def on_devices(
-    local: Callable[..., tuple[Array, Array]],
-    codes: Float[Array, "B H T P"],
-    valid: Bool[Array, "B T"],
-    centroids: Float[Array, "B H C P"],
-    active: Bool[Array, "B C"],
-) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Returns local(codes, ...), computed by each device for its own batch rows and heads."""
+    local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():
-        head_partition = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
-        lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
-        local = jax.shard_map(
-            local,
-            in_specs=(head_partition, lane_partition, head_partition, lane_partition),
-            out_specs=(jax.P(*head_partition[:3]), head_partition),
-            axis_names=rules.automatic_axes(),
-            check_vma=False,
-        )
+        by_head = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
+        by_row = rules.partition_spec("lanes", None, shape=valid.shape)
+        in_specs = by_head, by_row, by_head, by_row
+        local = dispatch.on_devices(local, in_specs, (jax.P(*by_head[:3]), by_head))
     return local(codes, valid, centroids, active)
 
 
@@ -120,7 +101,7 @@ class KMeansKernelInputs(NamedTuple):
 
 def _local(
     codes: Array, valid: Array, centroids: Array, active: Array, *, iterations: int, interpret: Any
-) -> tuple[Int[Array, "B H T 1"], Float[Array, "B H C P"]]:
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     batch, heads, tokens, bits = codes.shape
     count = centroids.shape[2]
     clusters = max(1 << (count - 1).bit_length(), 16)
@@ -165,7 +146,7 @@ def _local(
         ),
     )(inputs)
     labels = jnp.where(valid[:, None], labels[:, :, 0, :tokens], count)
-    return labels[..., None], results[:, :, :count, :bits].astype(centroids.dtype)
+    return labels, results[:, :, :count, :bits].astype(centroids.dtype)
 
 
 def _kernel(

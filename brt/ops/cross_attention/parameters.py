@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention.baselines import RnnWeights
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
+from brt.ops.cross_attention.config import CrossConfig
+from brt.ops.cross_attention.recurrence import RecurrenceParameters
 
 
 class CrossParameters(NamedTuple):
     """Learned parameters of a layer's cross-attention, apart from its projections."""
 
     # of the recurrent accumulate-and-fire neurons of `srformer`
-    raf: segmented.RecurrenceParameters = segmented.RecurrenceParameters()
+    raf: RecurrenceParameters = RecurrenceParameters()
     memory_keys: RnnWeights | None = None  # the RNNs of `xl_memory`
     memory_values: RnnWeights | None = None
 
@@ -48,7 +48,7 @@ def specifications(
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
     """Returns the parameters in nested dictionaries with the keys of `specifications`."""
     kinds = {
-        "raf": segmented.RecurrenceParameters,
+        "raf": RecurrenceParameters,
         "memory_keys": RnnWeights,
         "memory_values": RnnWeights,
     }

@@ -15,26 +15,22 @@ from brt.ops.dispatch import Implementation, Op
 SCORES = Op(
     "token_scores",
     (
-        Implementation("pallas_tpu", pallas_tpu.token_scores, ("tpu",), ("tpu",),
-                       pallas_tpu.refusal),
-        Implementation("xla_cpu", xla_cpu.token_scores, auto=("cpu",), refusal=xla_cpu.refusal),
+        Implementation("pallas_tpu", pallas_tpu.token_scores, pallas_tpu.refusal),
+        Implementation("xla_cpu", xla_cpu.token_scores, xla_cpu.refusal),
         Implementation("xla", xla.token_scores),
-        Implementation("pallas_interpret", pallas_tpu.interpreted_scores, (),
-                       refusal=pallas_tpu.bias_refusal),
-        Implementation("reference", reference.token_scores, auto=()),
+        Implementation("pallas_interpret", pallas_tpu.interpreted_scores, pallas_tpu.bias_refusal),
+        Implementation("reference", reference.token_scores),
     ),
-)  # fmt: skip
+)
 LOSS = Op(
     "cross_entropy",
     (
-        Implementation("pallas_tpu", pallas_tpu.cross_entropy, ("tpu",), ("tpu",),
-                       pallas_tpu.refusal),
+        Implementation("pallas_tpu", pallas_tpu.cross_entropy, pallas_tpu.refusal),
         Implementation("xla", xla.cross_entropy),
-        Implementation("pallas_interpret", pallas_tpu.interpreted, (),
-                       refusal=pallas_tpu.bias_refusal),
-        Implementation("reference", reference.cross_entropy, auto=()),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, pallas_tpu.bias_refusal),
+        Implementation("reference", reference.cross_entropy),
     ),
-)  # fmt: skip
+)
 
 
 def token_scores(

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
-from brt.ops import tpu
+from brt.ops import dispatch, tpu
 from brt.ops.cross_entropy.chunks import TokenScores
 from brt.ops.softmax import MASKED
 from brt.ops.tpu import NN, NT, dot_float32
@@ -134,10 +134,7 @@ def _shard_by_lane(
     local = functools.partial(_token_results, scale, interpret)
     if rules.partitioned():
         lanes = rules.partition_spec("lanes", shape=hidden.shape[:1])
-        local = jax.shard_map(
-            local, in_specs=(lanes, jax.sharding.PartitionSpec(), lanes), out_specs=lanes,
-            axis_names=rules.automatic_axes(), check_vma=False,
-        )  # fmt: skip
+        local = dispatch.on_devices(local, (lanes, jax.P(), lanes), lanes)
     return local(hidden, embedding, targets)
 
 

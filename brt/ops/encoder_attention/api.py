@@ -16,9 +16,7 @@ OP = Op(
     "encoder_attention",
     (
         Implementation("xla", xla.local_attention),
-        Implementation(
-            "reference", reference.local_attention, auto=(), refusal=dispatch.dropout_refusal
-        ),
+        Implementation("reference", reference.local_attention, refusal=dispatch.dropout_refusal),
     ),
 )
 

@@ -9,30 +9,23 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import dispatch
+from brt.ops.attention import reference
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.grouped_heads import heads_to_tokens, tokens_to_heads
-from brt.ops.masked_attention import pallas_gpu, pallas_tpu, reference, xla
+from brt.ops.masked_attention import pallas_gpu, pallas_tpu, xla
 from brt.ops.partial_attention import AttentionPart
 
 OP = Op(
     "masked_attention",
     (
-        Implementation(
-            "pallas_tpu", pallas_tpu.attend_part, ("tpu",), ("tpu",), pallas_tpu.refusal
-        ),
-        Implementation(
-            "pallas_gpu", pallas_gpu.attend_part, ("gpu",), ("gpu",), pallas_gpu.refusal
-        ),
+        Implementation("pallas_tpu", pallas_tpu.attend_part, pallas_tpu.refusal),
+        Implementation("pallas_gpu", pallas_gpu.attend_part, pallas_gpu.refusal),
         Implementation("xla", xla.attend_part),
-        Implementation(
-            "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=dispatch.dropout_refusal
-        ),
-        Implementation(
-            "reference", reference.attend_part, auto=(), refusal=dispatch.dropout_refusal
-        ),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, dispatch.dropout_refusal),
+        Implementation("reference", reference.attend, dispatch.dropout_refusal),
     ),
-)  # fmt: skip
+)
 
 
 def attend(

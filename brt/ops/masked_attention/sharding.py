@@ -7,13 +7,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
-from brt.ops import dropout_hash
+from brt.ops import dispatch, dropout_hash
 from brt.ops.dropout import Dropout
 from brt.ops.partial_attention import AttentionPart
 
@@ -51,11 +50,6 @@ def attend_on_devices(
     lead = "lanes", *[None] * (queries.ndim - 4)
     by_head = rules.partition_spec(*lead, None, "heads", None, shape=queries.shape)
     by_lane = P(*by_head[: queries.ndim - 3])
-    output = jax.shard_map(
-        local,
-        in_specs=(by_head, by_head, by_head, P(by_head[-2]), by_lane, P()),
-        out_specs=(by_head, P(*by_head[:-1])),
-        axis_names=rules.automatic_axes(),
-        check_vma=False,
-    )(queries, keys, values, bias, mask, random_keys)
-    return AttentionPart(*output)
+    in_specs = by_head, by_head, by_head, P(by_head[-2]), by_lane, P()
+    local = dispatch.on_devices(local, in_specs, (by_head, P(*by_head[:-1])))
+    return AttentionPart(*local(queries, keys, values, bias, mask, random_keys))

@@ -27,11 +27,7 @@ def attention(
     scale: Float[Array, " H"] | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B T H K"]:
-    """Implements `api.attend` and `api.attend_to_blocks`, with heads before tokens in k and v.
-
-    *N is an optional axis of blocks. If `cache_mask` is None, all queries may read all keys of
-    their block.
-    """
+    """Implements `api.attend` and `api.attend_to_blocks`, with heads before tokens in k and v."""
     if scale is not None:
         queries = scaled_unit(queries, scale)
     blocks = 1 if k.ndim == queries.ndim else k.shape[1]

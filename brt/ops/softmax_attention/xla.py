@@ -12,20 +12,6 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.softmax import MASKED
 
 
-def attention(
-    q: Float[Array, "*B H Q K"],
-    k: Float[Array, "*B H S K"],
-    v: Float[Array, "*B H S K"],
-    cache_mask: Bool[Array, " B"] | None,
-) -> Float[Array, "*B H Q K"]:
-    """Implements `reference.attention`."""
-    mask = None
-    if cache_mask is not None:
-        size = k.shape[-2]
-        mask = cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
-    return attend_by_head(q, k, v, mask)
-
-
 def attend_by_head(
     queries: Float[Array, "*B H Q K"],
     keys: Float[Array, "*B H S K"],

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.ops.segmented_recurrent_attention.accumulate_fire import accumulate_fire
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
+from brt.ops.cross_attention.accumulate_fire import accumulate_fire
+from brt.ops.cross_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
