@@ -11,24 +11,24 @@ def attend(
     queries: Float[Array, "*B Q H K"],
     keys: Float[Array, "*B S H K"],
     values: Float[Array, "*B S H K"],
-    bias: Float[Array, "*#B H Q S"] | None,
+    bias: Float[Array, "*#C H Q S"] | None,
     mask: Bool[Array, "*#B #Q S"],
     dropout: None = None,
     *,
-    factors: Float[Array, "*#B H Q S"] | None = None,
+    factors: Float[Array, "H Q S"] | None = None,
 ) -> AttentionPart:
     """Returns the attention of every query to the keys where the mask is True.
 
-    The logits are q.k + bias; `factors` multiply the weights. The result for a query that sees no
-    key is zeros and `softmax.FLOOR`.
+    The logits are q.k + bias, and `factors` multiply the weights. The result for a query that sees
+    no key is zeros and `softmax.FLOOR`.
     """
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
-        logits += bias.reshape((1,) * (logits.ndim - bias.ndim) + bias.shape)
+        logits += jnp.expand_dims(bias, range(logits.ndim - bias.ndim))
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))[..., None, :, :]
     weights = masked_softmax(logits, mask)
     _, lse = softmax_and_lse(jnp.where(mask, logits, MASKED))
     if factors is not None:
-        weights *= factors
+        weights *= jnp.expand_dims(factors, range(weights.ndim - 3))
     output = jnp.einsum("...hqs,...shk->...qhk", weights.astype(values.dtype), values)
     return AttentionPart(output, lse.swapaxes(-2, -1))

@@ -24,7 +24,7 @@ from brt.ops.layout import row_major, transposed
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.reductions import sequential_sum
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.window_attention.inputs import WindowInputs, bias_band
+from brt.ops.window_attention.inputs import WindowInputs
 
 # A tile has half as many rows as a window has tokens. A number above _MAX_ROWS is halved further,
 # because larger tiles compute more masked logits. No number is halved below _MIN_ROWS, because
@@ -70,12 +70,20 @@ def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> Attention
         row_major(split_tiles(values, 2, 4)),
     )
     bias = jnp.zeros((heads, window), jnp.float32) if inputs.bias is None else inputs.bias
-    nearest = 0 if attend_to_self else 1
-    tile = transposed(bias_band(bias, rows, window + rows, nearest=nearest, hidden=MASKED))
+    tile = _bias_tile(bias, rows, 0 if attend_to_self else 1)
     dropped = _dropout_tiles(inputs.dropout, blocks, rows)
     y, lse = _attend(q, k, v, tile, _key_mask(readable, window, rows), dropped)
     y = y.transpose(0, 1, 4, 2, 3).reshape(queries.shape)
     return AttentionPart(y, lse.swapaxes(2, 3).reshape(queries.shape[:-1]))
+
+
+def _bias_tile(bias: Float[Array, "H W"], rows: int, nearest: int) -> Float[Array, "H S R"]:
+    """Returns the transposed bias of `inputs.bias_band` for a tile."""
+    # The padded bias has an entry for every distance between a row and a key of the tile.
+    window, padding = bias.shape[1], (nearest, 2 * rows - nearest)
+    by_distance = jnp.pad(bias, ((0, 0), padding), constant_values=MASKED)
+    tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
+    return transposed(tile)
 
 
 def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
