@@ -30,10 +30,10 @@ from brt.ops.cross_attention import reference as cross_reference
 from brt.ops.cross_attention import xla as cross_xla
 from brt.ops.cross_attention.dense import SegmentKernels
 from brt.ops.dropout import Dropout, DropoutMask
-from brt.ops.masked_attention import pallas_gpu as masked_gpu
+from brt.ops.masked_attention import pallas as masked_kernels
 from brt.ops.masked_attention import xla as masked_xla
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.softmax_attention import pallas_gpu as softmax_gpu
+from brt.ops.softmax_attention import pallas as softmax_kernels
 from brt.ops.window_attention import document_places, local_attention, window_part
 from brt.ops.window_attention import pallas_gpu as window_gpu
 from brt.ops.window_attention.inputs import WindowInputs
@@ -120,7 +120,7 @@ def masked(queries: int = 64, *, biased: bool = True, dropout: bool = False) -> 
     }  # fmt: skip
 
     return (
-        arrays, functools.partial(masked_gpu.attend_part, **given),
+        arrays, functools.partial(masked_kernels.attend_part, backend="gpu", **given),
         functools.partial(masked_xla.attend_part, **given),
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def states(cache_mask: list[bool] | None) -> Case:
         return run(queries, k, v, given.pop("cache_mask"), **given)
 
     return (
-        arrays, functools.partial(softmax_gpu.attention, **given),
+        arrays, functools.partial(softmax_kernels.by_spans, **given),
         functools.partial(reference, **given),
     )  # fmt: skip
 

@@ -18,12 +18,11 @@ from brt.ops import dispatch
 from brt.ops.attention import gpu
 from brt.ops.clustered_attention import xla
 from brt.ops.clustered_attention.config import ClusteredConfig, ClusterInputs
-from brt.ops.masked_attention import pallas_gpu, pallas_tpu
+from brt.ops.masked_attention import pallas
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.tpu import LANES, head_refusal
 
 _TILE = 128  # Centroids and keys are padded to a multiple of this number.
-_MASKED = {"tpu": pallas_tpu.attend_part, "gpu": pallas_gpu.attend_part}
 
 
 def feature_refusal(
@@ -97,7 +96,7 @@ def _attend(
         for x in (centroids, keys, values)
     )  # fmt: skip
     by_row = mask.reshape(batch * heads, *mask.shape[2:])
-    part = _MASKED[backend](q, k, v, None, by_row, **options)
+    part = pallas.attend_part(q, k, v, None, by_row, backend=backend, **options)
     return AttentionPart(
         part.output.reshape(batch, heads, -1, width + spare)[:, :, :clusters, :width],
         part.lse.reshape(batch, heads, -1)[:, :, :clusters],

@@ -13,17 +13,10 @@ from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
 from brt.ops import dispatch, layout
-from brt.ops.attention import reference, tpu
+from brt.ops.attention import reference
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import scaled_unit
-from brt.ops.softmax_attention import pallas_gpu, xla, xla_cpu
-
-
-def _key_mask(cache_mask: Bool[Array, " B"] | None, k: Array) -> Bool[Array, "B X"] | None:
-    if cache_mask is None:
-        return None
-    size = k.shape[-2]
-    return cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
+from brt.ops.softmax_attention import pallas, xla, xla_cpu
 
 
 def _by_head_and_block(
@@ -41,7 +34,7 @@ def _by_head_and_block(
             queries = scaled_unit(queries, scale)
         blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
         q = swapaxes(queries.reshape(blocked), -3, -2)
-        y = function(q, k, v, _key_mask(cache_mask, k))
+        y = function(q, k, v, pallas.key_mask(cache_mask, k))
         return swapaxes(y, -3, -2).reshape(queries.shape)
 
     return attend_by_token
@@ -54,32 +47,14 @@ def _by_definition(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
     return reference.attend(*by_token, None, mask).output.swapaxes(-3, -2)
 
 
-def _by_slab(
-    queries: Array, k: Array, v: Array, cache_mask: Array | None, *, scale: Array | None,
-    interpret: tpu.Interpret = False,
-) -> Array:  # fmt: skip
-    keys, values = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (k, v))
-    mask = _key_mask(cache_mask, k)
-    mask = None if mask is None else mask[:, None]
-    return tpu.attend_to_slab(
-        queries, keys, values, None, mask, scale=scale, interpret=interpret
-    ).output
-
-
-def _tpu_refusal(queries: Array, k: Array, *_: Any, **__: Any) -> str | None:
-    keys = k.swapaxes(-3, -2)
-    by_block = queries.reshape(*keys.shape[:-3], -1, *queries.shape[2:])
-    return tpu.slab_refusal(by_block, keys)
-
-
 OP = Op(
     "softmax_attention",
     (
-        Implementation("pallas_tpu", _by_slab, _tpu_refusal),
-        Implementation("pallas_gpu", pallas_gpu.attention, pallas_gpu.refusal),
+        Implementation("pallas_tpu", pallas.by_slab, pallas.slab_refusal),
+        Implementation("pallas_gpu", pallas.by_spans, pallas.spans_refusal),
         Implementation("xla_cpu", _by_head_and_block(xla_cpu.attend, layout.swapaxes_copy)),
         Implementation("xla", _by_head_and_block(xla.attend_by_head)),
-        Implementation("pallas_interpret", functools.partial(_by_slab, interpret=True)),
+        Implementation("pallas_interpret", functools.partial(pallas.by_slab, interpret=True)),
         Implementation("reference", _by_head_and_block(_by_definition)),
     ),
 )
@@ -119,7 +94,7 @@ def attend_to_blocks(
     all.
     """
     if null_keys:
-        seen = _key_mask(cache_mask, keys)[:, None, :, None]
+        seen = pallas.key_mask(cache_mask, keys)[:, None, :, None]
         keys, values = (jnp.where(seen, x, 0) for x in (keys, values))
         return _attend(queries, keys, values, None, None, implementation)
     return _attend(queries, keys, values, cache_mask, None, implementation)
