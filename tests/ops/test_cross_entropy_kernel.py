@@ -10,6 +10,7 @@ import pytest
 from cases import WATCHED, assert_close
 
 from brt.ops.cross_entropy import pallas_tpu, reference, token_scores
+from brt.ops.cross_entropy.chunks import Targets
 
 LANES, TOKENS, WIDTH, VOCABULARY = 4, 48, 128, 1280  # 1280 tokens make two tiles of the vocabulary.
 SCALE = 0.3
@@ -33,10 +34,9 @@ def summed(function: Callable[..., Any], smoothing: float, **options: Any) -> Ca
     gradients.
     """
 
-    def loss(hidden: jax.Array, embedding: jax.Array, *given: jax.Array) -> tuple:
-        return function(
-            hidden, embedding, *given, None, scale=SCALE, chunk=16, smoothing=smoothing, **options
-        )
+    def loss(hidden: jax.Array, embedding: jax.Array, targets: jax.Array, mask: Any) -> tuple:
+        inputs = Targets(hidden, embedding, targets, mask=mask)
+        return function(inputs, scale=SCALE, chunk=16, smoothing=smoothing, **options)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
@@ -85,7 +85,7 @@ def test_scores_are_those_of_the_formula() -> None:
     given = hidden, embedding, targets.at[:, ::3].set(jnp.argmax(hidden @ embedding.T, -1)[:, ::3])
     options = {"scale": SCALE, "chunk": 16}
     found = token_scores(*given, implementation="pallas_interpret", **options)
-    wanted = reference.token_scores(*given, None, **options)
+    wanted = reference.token_scores(Targets(*given), **options)
     assert_close(found.nats, wanted.nats, TOLERANCE["float32"])
     np.testing.assert_array_equal(found.right, wanted.right)
     assert 0 < np.mean(found.right) < 1

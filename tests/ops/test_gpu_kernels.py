@@ -29,6 +29,7 @@ from brt.ops.clustered_attention.config import ClusterInputs
 from brt.ops.cross_attention import reference as cross_reference
 from brt.ops.cross_attention import xla as cross_xla
 from brt.ops.cross_attention.dense import SegmentKernels
+from brt.ops.cross_attention.parameters import CrossInputs
 from brt.ops.dropout import Dropout, DropoutMask
 from brt.ops.masked_attention import pallas as masked_kernels
 from brt.ops.masked_attention import xla as masked_xla
@@ -260,13 +261,23 @@ def test_segmented_attention_by_a_kernel_for_softmax_equals_the_reference() -> N
     arrays = dict(
         zip(("queries", "keys", "values"), cases.normal(0, *[(2, 64, 2, 8)] * 3), strict=True)
     )
-    given = {
-        "valid": jnp.arange(64)[None] < jnp.asarray([[64], [32]]), "parameters": parameters,
-        "config": config, "t0": 0, "target_length": None, "dropout": None,
-    }  # fmt: skip
+    valid = jnp.arange(64)[None] < jnp.asarray([[64], [32]])
     kernels = SegmentKernels(unit=TILE)
-    found = computed(functools.partial(cross_xla.attend, **given, kernels=kernels), arrays)
-    expected = computed(functools.partial(cross_reference.attend, **given), arrays)
+
+    def by(function: Callable[..., Any], **options: Any) -> list[np.ndarray]:
+        def attend(**qkv: jax.Array) -> Any:
+            return function(
+                CrossInputs(**qkv, valid=valid, parameters=parameters),
+                config,
+                t0=0,
+                target_length=None,
+                dropout=None,
+                **options,
+            )
+
+        return computed(attend, arrays)
+
+    found, expected = by(cross_xla.attend, kernels=kernels), by(cross_reference.attend)
     for a, e in zip(found, expected, strict=True):
         assert np.abs(a - e).max() <= TOLERANCE["float32"] * np.abs(e).max()
 

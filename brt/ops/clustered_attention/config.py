@@ -29,6 +29,15 @@ class ClusteredConfig:
         return min(self.clusters, labels.shape[-1])
 
 
+class Codes(NamedTuple):
+    """The arrays of `clustering.kmeans`: hash codes of P bits, and C centroids."""
+
+    codes: Float[Array, "B H T P"]
+    valid: Bool[Array, "B T"]
+    centroids: Float[Array, "B H C P"]
+    active: Bool[Array, "B C"]
+
+
 class ClusterInputs(NamedTuple):
     """The arrays of `api.attend_by_label`, with heads before tokens and scaled queries."""
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.clustered_attention.config import ClusteredConfig, ClusterInputs
+from brt.ops.clustered_attention.config import ClusteredConfig, ClusterInputs, Codes
 
 
 def attend(
@@ -43,16 +43,11 @@ def hash_codes(
 
 
 def kmeans(
-    codes: Float[Array, "B H T P"],
-    valid: Bool[Array, "B T"],
-    centroids: Float[Array, "B H C P"],
-    active: Bool[Array, "B C"],
-    *,
-    iterations: int,
+    inputs: Codes, *, iterations: int
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Implements `clustering.kmeans`."""
     per_head = partial(_kmeans, iterations=iterations)
-    return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(codes, valid, centroids, active)
+    return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(*inputs)
 
 
 def _kmeans(

@@ -25,38 +25,33 @@ from brt.ops.attention.gpu_inputs import TILE
 from brt.ops.cross_attention import pallas_tpu, reference, states_tpu, xla
 from brt.ops.cross_attention.config import CrossConfig
 from brt.ops.cross_attention.dense import SegmentKernels
-from brt.ops.cross_attention.parameters import CrossParameters
+from brt.ops.cross_attention.parameters import CrossInputs, CrossParameters
 from brt.ops.cross_attention.recurrence import NeuronMetrics
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.tpu import LANES
 
 
-def _tpu_refusal(
-    queries: Array, keys: Array, values: Array, valid: Array, parameters: CrossParameters,
-    config: CrossConfig, **__: Any,
-) -> str | None:  # fmt: skip
-    _, length, heads, width = keys.shape
-    return pallas_tpu.refusal(config, heads, width, -(-length // config.segment_size), keys.dtype)
+def _tpu_refusal(inputs: CrossInputs, config: CrossConfig, **_: Any) -> str | None:
+    _, length, heads, width = inputs.keys.shape
+    segments = -(-length // config.segment_size)
+    return pallas_tpu.refusal(config, heads, width, segments, inputs.keys.dtype)
 
 
-def _gpu_refusal(
-    queries: Array, keys: Array, values: Array, valid: Array, parameters: CrossParameters,
-    config: CrossConfig, **__: Any,
-) -> str | None:  # fmt: skip
+def _gpu_refusal(inputs: CrossInputs, config: CrossConfig, **_: Any) -> str | None:
     kinds = "full", "segmented", "srformer"
     if config.kind not in kinds or not config.use_segment or config.training_form == "slots":
         return (
             "is the softmax attention (use_segment) of CrossAttention.kind = 'full', 'segmented' "
             "or 'srformer', not in the form 'slots'"
         )
-    size, length = config.segment_size, keys.shape[1]
+    size, length = config.segment_size, inputs.keys.shape[1]
     padded = length if config.kind == "full" else -(-length // size) * size
-    return gpu.refusal(queries, queries.shape[1], padded)
+    return gpu.refusal(inputs.queries, inputs.queries.shape[1], padded)
 
 
-def _interpreter_refusal(*inputs: Any, **_: Any) -> str | None:
-    return pallas_tpu.feature_refusal(inputs[5])
+def _interpreter_refusal(inputs: CrossInputs, config: CrossConfig, **_: Any) -> str | None:
+    return pallas_tpu.feature_refusal(config)
 
 
 _TPU = SegmentKernels(states_tpu.read_states, LANES, states_tpu.MOST_QUERIES, pallas_tpu.recurrence)
@@ -108,7 +103,6 @@ def attend(
         `index_mode = "batch"` distributes the segments; None in decoding, where `config.q_ref`
         takes its place.
     """
-    return dispatch.run(
-        OP, implementation, queries, keys, values, valid, parameters, config,
-        t0=t0, target_length=target_length, dropout=dropout,
-    )  # fmt: skip
+    inputs = CrossInputs(queries, keys, values, valid, parameters)
+    options = {"t0": t0, "target_length": target_length, "dropout": dropout}
+    return dispatch.run(OP, implementation, inputs, config, **options)

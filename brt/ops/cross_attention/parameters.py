@@ -1,4 +1,4 @@
-"""Learned parameters of cross-attention apart from its projections: shapes and initial values."""
+"""Inputs of cross-attention; its learned parameters apart from its projections."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from brt.ops.cross_attention.baselines import RnnWeights
 from brt.ops.cross_attention.config import CrossConfig
@@ -20,6 +20,16 @@ class CrossParameters(NamedTuple):
     raf: RecurrenceParameters = RecurrenceParameters()
     memory_keys: RnnWeights | None = None  # the RNNs of `xl_memory`
     memory_values: RnnWeights | None = None
+
+
+class CrossInputs(NamedTuple):
+    """The arrays of `api.attend`."""
+
+    queries: Float[Array, "B T H K"]
+    keys: Float[Array, "B X H K"]
+    values: Float[Array, "B X H K"]
+    valid: Bool[Array, "B X"]
+    parameters: CrossParameters
 
 
 class ParameterSpec(NamedTuple):

@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.ops.attention import reference
 from brt.ops.cross_attention.config import CrossConfig
-from brt.ops.cross_attention.parameters import CrossParameters
+from brt.ops.cross_attention.parameters import CrossInputs
 from brt.ops.cross_attention.recurrence import (
     NeuronMetrics,
     RecurrenceParameters,
@@ -17,18 +17,15 @@ from brt.ops.cross_attention.windows import build_windows
 
 
 def attend(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    parameters: CrossParameters,
+    inputs: CrossInputs,
     config: CrossConfig,
     *,
-    t0: int | Int[Array, ""] = 0,
-    target_length: int | None = None,
+    t0: int | Int[Array, ""],
+    target_length: int | None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    windows, p = build_windows(keys, values, valid, parameters, config), parameters.raf
+    queries, *others = inputs
+    windows, p = build_windows(*others, config), inputs.parameters.raf
     states, aux = _states(windows, p, config)
     t = t0 + jnp.arange(queries.shape[1])
     index = segment_index(t, windows.counts, segment_schedule(config, target_length))

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from brt.ops import dispatch
 from brt.ops.cross_attention.config import CrossConfig
 from brt.ops.cross_attention.dense import SegmentKernels, attend_densely
-from brt.ops.cross_attention.parameters import CrossParameters
+from brt.ops.cross_attention.parameters import CrossInputs
 from brt.ops.cross_attention.recurrence import NeuronMetrics, leak_and_threshold, recurrence
 from brt.ops.cross_attention.segments import SegmentSchedule, segment_index, segment_schedule
 from brt.ops.cross_attention.windows import (
@@ -35,11 +35,7 @@ from brt.ops.dropout import Dropout
 
 
 def attend(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    parameters: CrossParameters,
+    inputs: CrossInputs,
     config: CrossConfig,
     *,
     t0: int | Int[Array, ""],
@@ -48,7 +44,8 @@ def attend(
     kernels: SegmentKernels | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Implements `api.attend`; if there are `kernels`, the setting "auto" is the form "dense"."""
-    windows, learned = build_windows(keys, values, valid, parameters, config), parameters.raf
+    queries, *others = inputs
+    windows, learned = build_windows(*others, config), inputs.parameters.raf
     source, aux = Source(windows, config.use_segment, sigma=learned.sigma), NeuronMetrics()
     if config.kind == "srformer":
         recur = recurrence if kernels is None else kernels.recur

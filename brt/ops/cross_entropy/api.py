@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.cross_entropy import pallas_tpu, reference, xla, xla_cpu
-from brt.ops.cross_entropy.chunks import TokenScores
+from brt.ops.cross_entropy.chunks import Targets, TokenScores
 from brt.ops.dispatch import Implementation, Op
 
 SCORES = Op(
@@ -44,9 +44,8 @@ def token_scores(
     implementation: str | None = None,
 ) -> TokenScores:
     """Returns the scores of the targets, for evaluation; there are no gradients."""
-    return dispatch.run(
-        SCORES, implementation, hidden, embedding, targets, bias, scale=scale, chunk=chunk
-    )
+    inputs = Targets(hidden, embedding, targets, bias)
+    return dispatch.run(SCORES, implementation, inputs, scale=scale, chunk=chunk)
 
 
 def cross_entropy(
@@ -67,7 +66,6 @@ def cross_entropy(
     target's probability is distributed evenly over all tokens. The second has none, and no
     gradient.
     """
-    return dispatch.run(
-        LOSS, implementation, hidden, embedding, targets, mask, bias,
-        scale=scale, chunk=chunk, smoothing=smoothing,
-    )  # fmt: skip
+    inputs = Targets(hidden, embedding, targets, bias, mask)
+    options = {"scale": scale, "chunk": chunk, "smoothing": smoothing}
+    return dispatch.run(LOSS, implementation, inputs, **options)

@@ -2,23 +2,16 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from brt.ops.attention import reference
-from brt.ops.encoder_attention.globals import GlobalKeys
+from brt.ops.encoder_attention.globals import LocalInputs
 
 
 def local_attention(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
-    bias: Float[Array, "H W X"] | None,
-    mask: Bool[Array, "B T"],
-    global_keys: GlobalKeys | None = None,
-    dropout: None = None,
-    *,
-    radius: int,
+    inputs: LocalInputs, *, dropout: None = None, radius: int
 ) -> Float[Array, "B T H K"]:
+    queries, keys, values, bias, mask, global_keys = inputs
     (batch, tokens, heads), place = queries.shape[:3], np.arange(queries.shape[1])
     offset = place[None, :] - place[:, None]
     seen = mask[:, None] & (np.abs(offset) <= radius)[None]
