@@ -221,16 +221,10 @@ def _permute(
     return jnp.take_along_axis(x, order[..., None], axis=2, mode="promise_in_bounds")
 
 
-def _permute_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _permute(x, order, inverse), (order, inverse)
-
-
-def _permute_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
-    order, inverse = residuals
-    return _permute(gradient, inverse, order), None, None
-
-
-_permute.defvjp(_permute_forward, _permute_backward)
+_permute.defvjp(
+    lambda x, *orders: (_permute(x, *orders), orders),
+    lambda orders, gradient: (_permute(gradient, *reversed(orders)), None, None),
+)
 
 
 def _plain(name: str, function: Callable[..., Array]) -> Op:

@@ -200,13 +200,12 @@ def routed() -> Case:
     return Case(run, [*normal(0, *QKV), *normal(1, rings, rings, (HEADS, kept))])
 
 
-def causal_clustered(attend_to_self: bool, lanes: int = LANES) -> Case:
-    """Memories of earlier tokens are partly filled, empty, and full."""
-    tokens, cached, clusters, slots = (lanes, *QKV[0][1:]), (lanes, 32, HEADS, SIZE), 3, 2
-    kept = [(lanes, HEADS, clusters, slots, SIZE)] * 2
-    past = normal(5, *kept, (lanes, HEADS, clusters, SIZE), (lanes, HEADS, clusters))
-    filled = jnp.asarray([1, 0] * (lanes // 2))
-    cache_mask = jnp.tile(jnp.asarray(READABLE), (lanes // 2, 1))
+def causal_clustered(attend_to_self: bool, scans: bool = True) -> Case:
+    """Memories of earlier tokens are partly filled, empty, and full if a scan computes them."""
+    tokens, cached, clusters, slots = QKV[0], (LANES, 32, HEADS, SIZE), 3, 2
+    kept = [(LANES, HEADS, clusters, slots, SIZE)] * 2
+    past = normal(5, *kept, (LANES, HEADS, clusters, SIZE), (LANES, HEADS, clusters))
+    filled, cache_mask = jnp.asarray([1, 0]), jnp.asarray(READABLE)
     arrays = normal(
         0, tokens, tokens, cached, cached, tokens[:3], (HEADS, clusters, SIZE), (HEADS, clusters),
         (HEADS,),
@@ -217,7 +216,11 @@ def causal_clustered(attend_to_self: bool, lanes: int = LANES) -> Case:
     ) -> Any:
         centroids, kept = causal.Centroids(c, s**2), (x.astype(k.dtype) for x in past[:2])
         before = causal.CentroidMemory(*kept, *past[2:], filled)
-        after, pasts = causal.memory_scan(k, v, cache_mask, before, centroids, implementation=name)
+        after, pasts = before, jax.tree.map(lambda x: jnp.stack([x] * 3), before)
+        if scans:
+            after, pasts = causal.memory_scan(
+                k, v, cache_mask, before, centroids, implementation=name
+            )
         y = causal.causal_clustered_attention(
             q, AttentionPart(output, lse), k, v, cache_mask, pasts, centroids, b,
             attend_to_self=attend_to_self, implementation=name,

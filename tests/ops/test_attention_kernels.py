@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import V4, WATCHED
 
 from brt.ops import dispatch, dropout_hash
-from brt.ops.attention import tpu
+from brt.ops.attention import reference, tpu
 from brt.ops.dropout import Dropout, DropoutMask
 from brt.ops.masked_attention import xla
 from brt.ops.normalization import scaled_unit

@@ -26,6 +26,7 @@ from brt.ops.clustered_attention.members import (
     to_tiles,
 )
 from brt.ops.partial_attention import AttentionPart, attend_to_part, merge_parts
+from brt.ops.products import einsum
 from brt.ops.softmax import MASKED
 
 
@@ -104,7 +105,7 @@ def attend_block(
     The keys are those of the previous block. `mask` is True where they have left a query's window
     and the query may read them.
     """
-    logits = _product("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
+    logits = einsum("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
     nearby = attend_to_part(jnp.where(mask[:, None], logits, MASKED), values)
     y = merge_parts([window, nearby, _attend_to_memory(queries, past, centroids, bias)])
     return y.output.astype(values.dtype)
@@ -121,7 +122,7 @@ def _attend_to_memory(
     tiles = build_tiles(nearest_centroids(queries, centroids), clusters=clusters, size=size)
     keys, values, rest, lse = (_gather_by_tile(x, tiles) for x in past[:-1])
     head_bias = bias[None, :, None, None]
-    logits = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + head_bias[..., None]
+    logits = einsum("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + head_bias[..., None]
     there = slot_mask(past)[:, None, None, None]
     best = attend_to_part(jnp.where(there, logits, MASKED), values)
     far = merge_parts([best, AttentionPart(rest[:, :, :, None], lse[..., None] + head_bias)])
@@ -134,7 +135,3 @@ def _gather_by_tile(x: Float[Array, "B H C *R"], tiles: QueryTiles) -> Float[Arr
     """Returns the row of x that belongs to the centroid of each tile."""
     flat = x.reshape(*x.shape[:3], -1)
     return gather_by_label(flat, tiles.clusters).reshape(*tiles.clusters.shape, *x.shape[3:])
-
-
-def _product(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

@@ -23,6 +23,7 @@ from brt.ops.clustered_attention.members import (
 )
 from brt.ops.clustered_attention.relative import mean_bias, pair_bias
 from brt.ops.dropout import Dropout
+from brt.ops.normalization import half_squares
 from brt.ops.partial_attention import AttentionPart, attend_to_part
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
@@ -122,7 +123,7 @@ def _improved_clustered(
     own = attend_to_part(exact, gather_by_tile(best_values, tiles), best_dropout)
     if config.mass_rule == "lse_jensen":
         variance = _cluster_variance(queries, labels, centroids)
-        logits += variance[..., None] * _half_squares(keys)[:, :, None]
+        logits += variance[..., None] * half_squares(keys)[:, :, None]
     rest = attend(centroids, keys, values, mask & ~best.mask, logits, rest_dropout)
     rest = AttentionPart(*(gather_by_tile(x, tiles)[:, :, :, None] for x in rest))
     lse = own.lse
@@ -166,10 +167,6 @@ def _cluster_variance(
     away = queries.astype(jnp.float32) - gather_by_label(centroids.astype(jnp.float32), labels)
     squares = jnp.mean(away**2, axis=-1, keepdims=True)
     return cluster_sums(squares, labels, clusters)[..., 0] / _member_divisors(labels, clusters)
-
-
-def _half_squares(keys: Float[Array, "B H X K"]) -> Float[Array, "B H X"]:
-    return jnp.sum(keys.astype(jnp.float32) ** 2, axis=-1) / 2
 
 
 def _member_divisors(labels: Int[Array, "B H T"], clusters: int) -> Float[Array, "B H C"]:

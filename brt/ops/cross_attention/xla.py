@@ -199,12 +199,6 @@ def _gather_rows(x: Shaped[Array, "B I *R"], indices: Int[Array, "B O"]) -> Shap
     return jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, indices)
 
 
-def _gather_once_forward(
-    x: Array, source: Array, target: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _gather_rows(x, source), (source, target)
-
-
 def _gather_once_backward(
     residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, None, None]:
@@ -213,4 +207,4 @@ def _gather_once_backward(
     return jnp.where(used[:, :, None, None], _gather_rows(gradient, target), 0), None, None
 
 
-_gather_once.defvjp(_gather_once_forward, _gather_once_backward)
+_gather_once.defvjp(lambda x, *places: (_gather_rows(x, places[0]), places), _gather_once_backward)

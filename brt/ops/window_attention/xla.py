@@ -22,6 +22,7 @@ from brt.ops.dropout import DropoutMask
 from brt.ops.grouped_heads import by_head_of_group
 from brt.ops.layout import row_major, transposed
 from brt.ops.partial_attention import AttentionPart
+from brt.ops.products import einsum
 from brt.ops.reductions import sequential_sum
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.inputs import WindowInputs
@@ -110,7 +111,7 @@ def _dropout_tiles(
 
 
 def _matmul(a: Array, b: Array) -> Array:
-    return jnp.einsum("...mk,...kn->...mn", a, b, preferred_element_type=jnp.float32)
+    return einsum("...mk,...kn->...mn", a, b)
 
 
 def _transposed(x: Array) -> Array:
