@@ -85,7 +85,7 @@ def test_parameters_per_layer_of_the_paper() -> None:
 
 
 def test_bounded_parameters_begin_where_raw_ones_do() -> None:
-    from brt.ops.segmented_recurrent_attention.recurrence import leak_and_threshold
+    from brt.ops.cross_attention.recurrence import leak_and_threshold
 
     config = CrossAttention(kind="srformer", raf_parameters="bounded", leak_init=0.3)
     raf = cross_attention.initial_parameters(jax.random.key(0), cross_config(config), 2, 4).raf

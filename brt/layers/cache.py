@@ -23,6 +23,7 @@ from brt.layers.state import (
     has_null_keys,
     zero_where_invalid,
 )
+from brt.ops import window_attention
 from brt.ops.dropout import Dropout
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import (
@@ -33,7 +34,7 @@ from brt.ops.positions import (
     rotations,
     take_positions,
 )
-from brt.ops.window_attention import last_block, local_attention, segment_part
+from brt.ops.window_attention import last_block, local_attention
 
 
 class TokenProjections(NamedTuple):
@@ -201,7 +202,7 @@ def window_part(
     # As in the authors' code of Block-Recurrent Transformers, all rows and blocks share one dropout
     # mask, so that only a mask of one window of queries and keys has to be drawn and read.
     mask = dropout and dropout.shared_mask(m.heads, m.window, m.window)
-    return segment_part(
+    return window_attention.window_part(
         queries, *inputs, bias, past.cache_mask, mask, attend_to_self=m.sliding.attend_to_self,
         null_keys=has_null_keys(m), scale=scale, implementation=kernels.window_attention,
     )  # fmt: skip

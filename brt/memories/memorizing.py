@@ -274,7 +274,7 @@ OP = Op(
     "memory_attention",
     (
         Implementation("xla", xla_attention),
-        Implementation("reference", reference_attention, auto=()),
+        Implementation("reference", reference_attention),
     ),
 )
 

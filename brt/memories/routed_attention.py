@@ -322,7 +322,7 @@ OP = Op(
     "routed_attention",
     (
         Implementation("xla", xla_attention),
-        Implementation("reference", reference_attention, auto=()),
+        Implementation("reference", reference_attention),
     ),
 )
 

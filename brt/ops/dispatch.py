@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from brt import jax_versions
+from brt.distributed import rules
 from brt.errors import UnsupportedError
 
 T = TypeVar("T")
@@ -37,16 +38,31 @@ def _accepts_all(*_: Any, **__: Any) -> None:
     return None
 
 
+# The backends on which `auto` may select an implementation of this name, by default all.
+_AUTO: dict[str, tuple[str, ...]] = {
+    "pallas_tpu": ("tpu",), "pallas_gpu": ("gpu",), "xla_cpu": ("cpu",),
+    "pallas_interpret": (), "reference": (),
+}  # fmt: skip
+
+
 class Implementation(NamedTuple):
-    """One way to compute an op."""
+    """One way to compute an op; its name says on which backends."""
 
     name: str  # one of `brt.config.training.IMPLEMENTATIONS`
     function: Callable[..., Any]
-    auto: tuple[str, ...] = ANY  # the backends on which `auto` may select this implementation
-    backends: tuple[str, ...] = ANY  # the backends on which this implementation can run
     # This function takes the arguments of `function` and returns the reason why `function` does not
     # support them, or None if it does.
     refusal: Callable[..., str | None] = _accepts_all
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """The backends on which `auto` may select this implementation."""
+        return _AUTO.get(self.name, ANY)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The backends on which this implementation can run."""
+        return self.auto if self.name in ("pallas_tpu", "pallas_gpu") else ANY
 
 
 class BackendPolicy(NamedTuple):
@@ -260,6 +276,17 @@ def _described(reasons: dict[str, str | None]) -> str:
 def _record_choice(op: str, name: str) -> None:
     if name not in _auto_choices.setdefault(op, []):
         _auto_choices[op].append(name)
+
+
+def on_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns a version of `function` that each device runs on its own parts of the arrays.
+
+    XLA cannot partition a kernel, so kernels run in this way.
+    """
+    return jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=rules.automatic_axes(),
+        check_vma=False,
+    )  # fmt: skip
 
 
 def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:

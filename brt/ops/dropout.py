@@ -93,10 +93,6 @@ class DropoutMask:
         factors = jnp.where(keep, jnp.asarray(self.scale, dtype), 0)
         return factors.swapaxes(-1, -2) if self.transposed else factors
 
-    def keep_mask(self) -> Bool[Array, "*T"]:
-        keep = _draw_once(self.keep)
-        return keep.swapaxes(-1, -2) if self.transposed else keep
-
     def packed_words(self) -> UInt32[Array, "H G R"]:
         """Packs the C entries of each row of the mask [H, R, C] into G words (`dropout_bits`)."""
         keep = self.keep if self.transposed else self.keep.swapaxes(-1, -2)
@@ -161,7 +157,7 @@ def _random_bytes(rng: Array, shape: tuple[int, ...]) -> UInt8[Array, "*T"]:
 OP = Op(
     "dropout",
     (
-        Implementation("xla_cpu", _draw_bytes, auto=("cpu",)),
+        Implementation("xla_cpu", _draw_bytes),
         Implementation("xla", _draw_hash),
     ),
 )

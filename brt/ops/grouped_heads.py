@@ -18,44 +18,38 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.distributed import rules
-from brt.ops.dropout import DropoutMask
+from brt.ops.partial_attention import AttentionPart
 
 
-def by_head_of_group(attend: Callable[..., Any]) -> Callable[..., Any]:
+def by_head_of_group(attend: Callable[..., AttentionPart]) -> Callable[..., AttentionPart]:
     """Returns a function for grouped heads that calls `attend`, which needs ungrouped heads.
 
-    Both have the contract of `brt.ops.window_attention.api.window_part`. `attend` is called R
+    Both have the contract of an implementation of `brt.ops.window_attention`. `attend` is called R
     times, each time with one head of queries from every group; it therefore reads the keys R times.
     """
 
-    @functools.wraps(attend)
-    def attend_by_head_of_group(
-        queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
-        bias: Array | None, cache_mask: Array, dropout: DropoutMask | None = None,
-        *, scale: Array | None = None, **options: Any,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        others = cached, keys, values
-        groups, members = keys.shape[2], queries.shape[2] // keys.shape[2]
+    def attend_by_head_of_group(inputs: Any, **options: Any) -> AttentionPart:
+        queries, groups = inputs.queries, inputs.keys.shape[2]
+        members, dropout = queries.shape[2] // groups, inputs.dropout
         if members == 1:
-            return attend(queries, *others, bias, cache_mask, dropout, scale=scale, **options)
+            return attend(inputs, **options)
 
-        def member_part(x: Array, axis: int, member: int) -> Array:
+        def member_part(x: Array | None, axis: int, member: int) -> Array | None:
+            if x is None:
+                return None
             by_group = x.reshape(*x.shape[:axis], groups, members, *x.shape[axis + 1 :])
             return jax.lax.index_in_dim(by_group, member, axis + 1, keepdims=False)
 
-        parts = [
-            attend(
-                member_part(queries, 2, member), *others,
-                None if bias is None else member_part(bias, 0, member),
-                cache_mask,
-                dropout and dataclasses.replace(dropout, keep=member_part(dropout.keep, 0, member)),
-                scale=None if scale is None else member_part(scale, 0, member),
-                **options,
-            )
-            for member in range(members)
-        ]  # fmt: skip
+        def member_inputs(n: int) -> Any:
+            kept = dropout and dataclasses.replace(dropout, keep=member_part(dropout.keep, 0, n))
+            return inputs._replace(
+                queries=member_part(queries, 2, n), bias=member_part(inputs.bias, 0, n),
+                dropout=kept, scale=member_part(inputs.scale, 0, n),
+            )  # fmt: skip
+
+        parts = [attend(member_inputs(n), **options) for n in range(members)]
         output, lse = (jnp.stack(part, axis=3) for part in zip(*parts, strict=True))
-        return output.reshape(queries.shape), lse.reshape(queries.shape[:3])
+        return AttentionPart(output.reshape(queries.shape), lse.reshape(queries.shape[:3]))
 
     return attend_by_head_of_group
 

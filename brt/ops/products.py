@@ -25,6 +25,10 @@ _MOST_SEPARATE = 4
 _MOST_COLUMNS = 63
 
 
+# The product by an einsum specification, whose factors have an order that all backends multiply in.
+einsum: Callable[..., Array] = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 def einsum_float32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
     """Returns jnp.einsum(spec, a, b) in float32, for any order of the axes."""
     # XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. The

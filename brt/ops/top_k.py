@@ -7,8 +7,9 @@ custom partitioning tells XLA that rows are independent.
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
 
@@ -45,6 +46,23 @@ def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], In
     if rules.in_replica():
         return _local_top_k(x, count)
     return _top_k(x, count)
+
+
+def largest(
+    x: Float[Array, "*B M"], there: Bool[Array, "*#B M"], count: int
+) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"], Bool[Array, "*B M"]]:
+    """Returns the `count` largest values where `there` is True, their indices, and a mask of them.
+
+    Of equal values the first are chosen. There is no gradient.
+    """
+    ranked = jnp.where(there, jax.lax.stop_gradient(x), -jnp.inf)
+    values, indices = top_k(ranked, count)
+    # If several entries have the value `last`, `top_k` takes the first of them, and the last entry
+    # of `indices` is the position of the last one that it takes.
+    last = values[..., -1:]
+    place = jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
+    chosen = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
+    return values, indices, chosen
 
 
 def take(x: Float[Array, "B H Z K"], indices: Int[Array, "B H Q R"]) -> Float[Array, "B H Q R K"]:

@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
+from brt.ops.head_limits import heads_refusal
 from brt.ops.normalization import EPSILON
 
 # A vector register has this many lanes. Arrays are stored in tiles whose last axis has this size.
@@ -45,13 +46,9 @@ def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> s
     return f"keeps {what} on the chip, {most >> 20} MiB of it at most, not {-(-taken >> 20)}"
 
 
-def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
-    """Returns why a kernel does not accept heads of `width` numbers with this dtype, or None."""
-    if width not in (64, 128, 256):
-        return f"has heads of 64, 128 or 256, not of {width}"
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        return f"computes in float32 and bfloat16, not in {dtype}"
-    return None
+def head_refusal(x: Array) -> str | None:
+    """Returns why a kernel does not support heads of the size and dtype of x, or None."""
+    return heads_refusal(x, (64, 128, 256), ("float32", "bfloat16"))
 
 
 def materialized(x: Array) -> Array:

@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from cases import V4, WATCHED
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.adafactor import Moments, adafactor, pallas_tpu
 
-V4, V5E = (SimpleNamespace(device_kind=kind) for kind in ("TPU v4", "TPU v5 lite"))
+V5E = SimpleNamespace(device_kind="TPU v5 lite")
 TOLERANCE = 1e-6  # of float32 values, relative to the largest magnitude of an array
-WATCHED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 # Shapes of gradients: layers, rows, and the axes that are merged to columns.
 SHAPES = {
     "square": (2, 128, 128),
@@ -57,8 +56,8 @@ def inputs(shape: tuple[int, ...], gradient: float = 1e-2, moment: float = 1e-4)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(actual))
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert a.shape == e.shape and np.isfinite(a).all()
         np.testing.assert_allclose(a, e, rtol=0, atol=TOLERANCE * np.abs(e).max())
 
 
@@ -138,7 +137,6 @@ def test_a_factor_scales_the_update_and_a_divisor_the_gradient(factor: float) ->
     given = inputs((2, 128, 256))
     found = adafactor(*given, factor, 3.0, implementation="pallas_interpret")
     assert_close(found, adafactor(*given, factor, 3.0, implementation="xla"))
-    assert_close(found, adafactor(*given, factor, 3.0, implementation="reference"))
     assert_close(found.moments, adafactor(*given, 1.0, 3.0, implementation="xla").moments)
 
 

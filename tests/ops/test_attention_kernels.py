@@ -7,27 +7,27 @@ gradients.
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from cases import V4, WATCHED
 
 from brt.ops import dispatch, dropout_hash
-from brt.ops.attention import tpu
-from brt.ops.attention.subwindows import attend_to_subwindows
+from brt.ops.attention import reference, tpu
 from brt.ops.dropout import Dropout, DropoutMask
 from brt.ops.masked_attention import xla
-from brt.ops.normalization import l2_normalize, scaled_unit
+from brt.ops.normalization import scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
+from brt.ops.window_attention import pallas_tpu as window_tpu
+from brt.ops.window_attention.inputs import WindowInputs
+from brt.ops.window_attention.reference import window_attention as by_window
 
 # Relative to the largest magnitude of an array. Sums are taken in another order.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 3e-2}
-V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
 
 
 class Case(NamedTuple):
@@ -40,26 +40,6 @@ class Case(NamedTuple):
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jax.Array:
     return jnp.asarray(rng.normal(size=shape) / 2, dtype)
-
-
-def by_definition(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, bias: jax.Array | float = 0.0,
-    factors: jax.Array | float = 1.0, scale: jax.Array | None = None, unit_keys: bool = False,
-) -> AttentionPart:  # fmt: skip
-    """Returns attention of [B, T, H, K] to [B, S, G, K], where `seen` [B, #H, T, S] is True.
-
-    `bias` and `factors` of the weights have the axes [1, H, T, S].
-    """
-    dtype, members = q.dtype, q.shape[2] // k.shape[2]
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    q = q if scale is None else scaled_unit(q, scale)
-    k = l2_normalize(k) if unit_keys else k
-    k, v = (jnp.repeat(x, members, axis=2) for x in (k, v))
-    logits = jnp.where(seen, jnp.einsum("bthk,bshk->bhts", q, k) + bias, -1e30)
-    lse = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), FLOOR)
-    weights = jnp.where(seen, jnp.exp(logits - lse[..., None]), 0) * factors
-    y = jnp.einsum("bhts,bshk->bthk", weights, v)
-    return AttentionPart(y.astype(dtype), lse.swapaxes(1, 2))
 
 
 def window(
@@ -87,25 +67,18 @@ def window(
         "scale": jnp.arange(2.0, 2 + heads) if normalized else None,
     }
 
-    def kernel(q: Any, cached: Any, k: Any, v: Any, bias: Any, scale: Any, **how: Any) -> Any:
+    def inputs(q: Any, cached: Any, k: Any, v: Any, bias: Any, scale: Any) -> WindowInputs:
         mask = DropoutMask(jnp.asarray(kept), scale=1.25) if drops else None
-        attend = partial(tpu.attend_to_window, **how, **options, scale=scale)
-        if split:
-            part = attend_to_subwindows(attend, split, q, cached, k, v, bias, jnp.asarray(first))
-            return AttentionPart(*part)
-        return attend(q, cached, k, v, bias, jnp.asarray(first, jnp.int32), mask)
+        return WindowInputs(q, cached, k, v, bias, jnp.asarray(first, jnp.int32), mask, scale)
 
-    def definition(q: Any, cached: Any, k: Any, v: Any, bias: Any, scale: Any) -> Any:
-        k, v = (jnp.concatenate(x, axis=1) for x in zip(cached, (k, v), strict=True))
-        place = np.arange(-size, tokens)
-        steps = np.arange(tokens)[:, None] - place[None] - (0 if attend_to_self else 1)
-        start = np.repeat(first, block, axis=1)
-        seen = ((steps >= 0) & (steps < size))[None] & (place >= start[..., None])
-        bias = 0.0 if bias is None else bias[None, :, np.clip(steps, 0, size - 1)]
-        # A query sees key c of its own block, or of the block before, in slot c.
-        by_slot = kept[:, np.arange(tokens)[:, None] % size, place[None] % size]
-        factors = jnp.asarray(by_slot * 1.25)[None] if drops else 1.0
-        return by_definition(q, k, v, seen[:, None], bias, factors, scale, scale is not None)
+    def kernel(*, how: Any, **arrays: Any) -> AttentionPart:
+        attend = partial(window_tpu.window_attention, **options, interpret=how)
+        if split:
+            return window_tpu.attend_to_subwindows(attend, split, inputs(**arrays))
+        return attend(inputs(**arrays))
+
+    def definition(**arrays: Any) -> AttentionPart:
+        return by_window(inputs(**arrays), **options)
 
     return Case(arrays, kernel, definition)
 
@@ -140,7 +113,7 @@ def slab(
     }
     dropout = Dropout(jax.random.key(0), 0.3)
 
-    def kernel(q: Any, k: Any, v: Any, bias: Any, scale: Any, **how: Any) -> AttentionPart:
+    def kernel(q: Any, k: Any, v: Any, bias: Any, scale: Any, *, how: Any) -> AttentionPart:
         words = None
         if drops:
             words = dropout_hash.draw_words(
@@ -148,14 +121,15 @@ def slab(
             )
         rate = dropout.rate if drops else 0.0
         return tpu.attend_to_slab(
-            q, k, v, bias, words=words, rate=rate, scale=scale, **given, **how
+            q, k, v, bias, words=words, rate=rate, scale=scale, **given, interpret=how
         )
 
     def definition(q: Any, k: Any, v: Any, bias: Any, scale: Any) -> AttentionPart:
         if drops:
             return xla.attend_part(q, k, v, bias, jnp.asarray(seen), dropout)
-        bias = 0.0 if bias is None else bias[None]
-        return by_definition(q, k, v, jnp.asarray(seen)[:, None], bias, scale=scale)
+        q = q if scale is None else scaled_unit(q, scale)
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        return reference.attend(q, k, v, bias, jnp.asarray(seen))
 
     return Case(arrays, kernel, definition)
 
@@ -217,11 +191,11 @@ def test_the_kernel_equals_the_definition(
     watched: tpu.Interpret = True
     if "tiles" in name:
         monkeypatch.setattr(tpu, "_TILES", (8,))
-        monkeypatch.setattr(tpu, "_WINDOW_ROWS", 8)
-        watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+        monkeypatch.setattr(window_tpu, "_ROWS", 8)
+        watched = WATCHED
     case = CASES[name]()
     with dispatch.use_backend("tpu"):  # whose dropout is a hash
-        found = run(partial(case.kernel, interpret=watched), case.arrays)
+        found = run(partial(case.kernel, how=watched), case.arrays)
         expected = run(case.definition, case.arrays)
     assert "RACE" not in capfd.readouterr().out
     for array, value in expected.items():
@@ -243,7 +217,7 @@ def test_what_a_query_must_not_see_changes_nothing(name: str) -> None:
     }  # fmt: skip
     expected = case.definition(**case.arrays)
     moved = np.asarray(case.definition(**poisoned).lse != expected.lse)
-    found = case.kernel(**poisoned, interpret=True)
+    found = case.kernel(**poisoned, how=True)
     assert 0 < moved.mean() < 1
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a[~moved], b[~moved], atol=1e-5)
@@ -257,7 +231,7 @@ def test_a_batch_without_room_is_split(biased: bool, monkeypatch: pytest.MonkeyP
     sizes = tpu.slab_sizes(case.arrays["q"], case.arrays["k"], biased=biased)
     monkeypatch.setattr(tpu, "vmem_budget", lambda: sizes.taken(8, 1))
     assert sizes.kept_rows(sizes.tile(2), 2) == 1
-    found = run(partial(case.kernel, interpret=True), case.arrays)
+    found = run(partial(case.kernel, how=True), case.arrays)
     for name, value in run(case.definition, case.arrays).items():
         np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
 
@@ -266,10 +240,10 @@ def test_a_batch_without_room_is_split(biased: bool, monkeypatch: pytest.MonkeyP
 def test_many_keys_are_split(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three calls of the kernels attend to 128, 128 and 64 keys, with the same dropout as one."""
     case = slab(24, 320, 2, 8, mask=mask, drops=mask == "keys")
-    expected = run(partial(case.kernel, interpret=True), case.arrays)
+    expected = run(partial(case.kernel, how=True), case.arrays)
     monkeypatch.setattr(tpu, "_MOST_KEYS", (128,))
     assert tpu.slab_sizes(case.arrays["q"], case.arrays["k"]).keys == 128
-    found = run(partial(case.kernel, interpret=True), case.arrays)
+    found = run(partial(case.kernel, how=True), case.arrays)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
 
@@ -284,6 +258,6 @@ def test_few_keys_of_a_call_fit_into_the_memory_of_a_v4() -> None:
 def test_huge_logits_leave_finite_gradients() -> None:
     case = slab(24, 40, 2, 8, biased=True)
     arrays = case.arrays | {name: case.arrays[name] * 1e3 for name in ("q", "k", "v")}
-    found = run(partial(case.kernel, interpret=True), arrays)
+    found = run(partial(case.kernel, how=True), arrays)
     assert all(np.isfinite(x).all() for x in found.values())
     np.testing.assert_allclose(found["lse"], run(case.definition, arrays)["lse"], rtol=1e-5)

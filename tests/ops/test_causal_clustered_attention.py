@@ -1,5 +1,4 @@
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -261,23 +260,6 @@ def test_a_document_knows_nothing_of_what_was_read_before_it(carried: State) -> 
     assert np.abs(read(inputs(), carried, NOWHERE)[0] - fresh[0]).max() > 0.01
 
 
-@pytest.mark.slow  # The previous test is a quick test of document starts.
-def test_packed_documents_have_the_outputs_and_gradients_of_separate_ones() -> None:
-    """The last three blocks are one document. Results are the same if this document comes first."""
-    x, state = inputs(), new_state()
-
-    def rolled(x: Inputs) -> Inputs:
-        return Inputs(*(jnp.roll(leaf, -WINDOW, axis=1) for leaf in x[:3]), *x[3:])
-
-    packed, (y, _) = read_with_gradients(x, state, starts((0, 1), (1, 1)), implementation="xla")
-    alone, (first, _) = read_with_gradients(
-        rolled(x), state, starts((0, 3), (1, 3)), implementation="xla"
-    )
-    assert_close(jnp.roll(y, -WINDOW, axis=1), first)
-    assert_close(rolled(packed), alone, 5e-5)
-    assert np.all(np.any(packed.centroids.vectors, axis=-1).any(axis=-1))
-
-
 def test_the_state_has_one_size_and_begins_with_what_there_is(carried: State) -> None:
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), new_state())
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), carried) == shapes
@@ -333,9 +315,3 @@ def test_bfloat16_is_close_to_float32() -> None:
     expected, _ = read(high, new_state(), NOWHERE)
     error = np.abs(np.asarray(y, np.float32) - expected)
     assert error.mean() < 0.01 and np.quantile(error, 0.99) < 0.05
-
-
-def test_an_unknown_implementation_is_refused(carried: State) -> None:
-    unchecked = inspect.unwrap(causal_clustered_attention)
-    with pytest.raises(NotImplementedError, match="no implementation 'cuda'; it has .*'xla'"):
-        unchecked(*[None] * 8, implementation="cuda")

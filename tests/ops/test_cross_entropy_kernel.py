@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from cases import WATCHED, assert_close
 
-from brt.config import Mesh
-from brt.distributed.mesh import build
-from brt.ops import dispatch
-from brt.ops.cross_entropy import cross_entropy, pallas_tpu, reference, token_scores
+from brt.ops.cross_entropy import pallas_tpu, reference, token_scores
+from brt.ops.cross_entropy.chunks import Targets
 
 LANES, TOKENS, WIDTH, VOCABULARY = 4, 48, 128, 1280  # 1280 tokens make two tiles of the vocabulary.
 SCALE = 0.3
@@ -36,18 +34,11 @@ def summed(function: Callable[..., Any], smoothing: float, **options: Any) -> Ca
     gradients.
     """
 
-    def loss(hidden: jax.Array, embedding: jax.Array, *given: jax.Array) -> tuple:
-        return function(
-            hidden, embedding, *given, None, scale=SCALE, chunk=16, smoothing=smoothing, **options
-        )
+    def loss(hidden: jax.Array, embedding: jax.Array, targets: jax.Array, mask: Any) -> tuple:
+        inputs = Targets(hidden, embedding, targets, mask=mask)
+        return function(inputs, scale=SCALE, chunk=16, smoothing=smoothing, **options)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-
-
-def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
 
 
 def in_float64(arrays: tuple[jax.Array, ...], smoothing: float) -> Any:
@@ -65,8 +56,7 @@ def test_sums_and_gradients_equal_float64_and_nothing_unwritten_is_read(
     dtype: str, smoothing: float, capfd: pytest.CaptureFixture
 ) -> None:
     arrays = inputs(dtype)
-    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    found = summed(pallas_tpu.cross_entropy, smoothing, interpret=watched)(*arrays)
+    found = summed(pallas_tpu.cross_entropy, smoothing, interpret=WATCHED)(*arrays)
     assert found[1][0].dtype == dtype and found[1][1].dtype == jnp.float32
     assert_close(found, in_float64(arrays, smoothing), TOLERANCE[dtype])
     assert "RACE" not in capfd.readouterr().out
@@ -95,7 +85,7 @@ def test_scores_are_those_of_the_formula() -> None:
     given = hidden, embedding, targets.at[:, ::3].set(jnp.argmax(hidden @ embedding.T, -1)[:, ::3])
     options = {"scale": SCALE, "chunk": 16}
     found = token_scores(*given, implementation="pallas_interpret", **options)
-    wanted = reference.token_scores(*given, None, **options)
+    wanted = reference.token_scores(Targets(*given), **options)
     assert_close(found.nats, wanted.nats, TOLERANCE["float32"])
     np.testing.assert_array_equal(found.right, wanted.right)
     assert 0 < np.mean(found.right) < 1
@@ -107,39 +97,3 @@ def test_vectors_of_any_width_are_padded() -> None:
     found = summed(pallas_tpu.cross_entropy, 0.1, interpret=True)(*arrays)
     assert found[1][0].shape == arrays[0].shape and found[1][1].shape == arrays[1].shape
     assert_close(found, in_float64(arrays, 0.1), TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("mesh", [Mesh(data=4), Mesh(data=2, fsdp=2)])
-def test_devices_have_the_tokens_of_their_own_lanes(mesh: Mesh) -> None:
-    arrays = inputs()
-
-    def run() -> Any:
-        loss = summed(cross_entropy, 0.1, implementation="pallas_interpret")
-        return loss(*arrays)
-
-    expected = run()
-    with jax.set_mesh(build(mesh, {})):
-        assert_close(run(), expected, TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "bias", "reason"),
-    [
-        ((100, 128, 256), "bfloat16", False, "multiples of 128 tokens .*, not 100 and 256"),
-        ((128, 128, 250), "bfloat16", False, "multiples of 128 tokens .*, not 128 and 250"),
-        ((128, 128, 256), "float16", False, "float32 and bfloat16, not in float16"),
-        ((128, 1 << 14, 256), "float32", False, "vectors of 16384 numbers are too long"),
-        ((128, 128, 256), "float32", True, "adds no bias to logits"),
-    ],
-)
-def test_what_the_kernel_does_not_support_is_said(
-    shape: tuple[int, int, int], dtype: str, bias: bool, reason: str
-) -> None:
-    tokens, width, vocabulary = shape
-    hidden, targets = jnp.zeros((1, tokens, width), dtype), jnp.zeros((1, tokens), jnp.int32)
-    with dispatch.use_backend("tpu"), pytest.raises(NotImplementedError, match=reason):
-        cross_entropy(
-            hidden, jnp.zeros((vocabulary, width)), targets, targets == 0,
-            jnp.zeros((vocabulary,)) if bias else None, scale=1.0, chunk=128,
-            implementation="pallas_tpu",
-        )  # fmt: skip

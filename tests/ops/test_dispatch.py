@@ -9,7 +9,9 @@ import pytest
 from brt.errors import BrtError
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.window_attention import api, window_part
+from brt.ops.window_attention.inputs import WindowInputs
 
 
 def small(x: float, **_: Any) -> str | None:
@@ -20,10 +22,10 @@ def small(x: float, **_: Any) -> str | None:
 OP = Op(
     "toy",
     (
-        Implementation("pallas_tpu", lambda x: ("pallas_tpu", x), ("tpu",), ("tpu",), small),
-        Implementation("xla_cpu", lambda x: ("xla_cpu", x), auto=("cpu",), refusal=small),
-        Implementation("xla", lambda x: ("xla", x), refusal=small),
-        Implementation("reference", lambda x: ("reference", x), auto=()),
+        Implementation("pallas_tpu", lambda x: ("pallas_tpu", x), small),
+        Implementation("xla_cpu", lambda x: ("xla_cpu", x), small),
+        Implementation("xla", lambda x: ("xla", x), small),
+        Implementation("reference", lambda x: ("reference", x)),
     ),
 )
 
@@ -97,13 +99,11 @@ def test_the_backend_is_the_process_s_where_none_is_given() -> None:
 def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adds a toy implementation in front of the implementations of `window_attention`."""
 
-    def values_alone(queries: Any, cached: Any, keys: Any, values: Any, *_: Any, **__: Any):  # noqa: ANN202
-        return values, jnp.zeros(queries.shape[:-1])
+    def values_alone(inputs: WindowInputs, **_: Any) -> AttentionPart:
+        return AttentionPart(inputs.values, jnp.zeros(inputs.queries.shape[:-1]))
 
-    def refuses_bias(
-        q: Any, cached: Any, k: Any, v: Any, bias: Any, *_: Any, **__: Any
-    ) -> str | None:
-        return None if bias is None else "has no bias"
+    def refuses_bias(inputs: WindowInputs, **_: Any) -> str | None:
+        return None if inputs.bias is None else "has no bias"
 
     toy = Implementation("pallas_toy", values_alone, refusal=refuses_bias)
     own = api.OP.implementations

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from brt.ops import masked_attention
+from brt.ops.attention import reference
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import xla
 from brt.ops.partial_attention import merge_parts
@@ -159,25 +161,17 @@ def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:
     seen = jnp.asarray(seen)
     gradient = rng.normal(size=x["queries"].shape).astype(np.float32)
 
-    def plain(x: dict, bias: jax.Array | None) -> jax.Array:
-        logits = jnp.einsum("bqhk,bshk->bhqs", x["queries"], x["keys"])
-        logits = logits if bias is None else logits + bias[None]
-        weights = masked_softmax(logits, seen[:, None])
-        return jnp.einsum("bhqs,bshk->bqhk", weights, x["values"])
-
-    def both(attend: callable) -> tuple:
+    def both(attend: Callable) -> tuple:
         def loss(x: dict, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-            y = attend(x, bias)
+            y = attend(**x, bias=bias, mask=seen).output
             return jnp.sum(y * gradient), y
 
         return jax.jit(jax.grad(loss, argnums=(0, 1) if biased else 0, has_aux=True))(x, bias)
 
-    expected = both(plain)
+    expected = both(reference.attend)
     # A query has 2 x 2 x 5 logits, so a tile of 40 logits has two queries.
     for tile in (40, xla.TILE_LOGITS):
-        found = both(
-            lambda x, b: xla.attend_part(**x, bias=b, mask=seen, tile=tile).output  # noqa: B023
-        )
+        found = both(partial(xla.attend_part, tile=tile))
         jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), found, expected)
 
 

@@ -27,11 +27,6 @@ def queries() -> np.ndarray:
     return rng.normal(size=(BATCH, HEADS, TOKENS, WIDTH)).astype(np.float32)
 
 
-def signs(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    ones = np.random.default_rng(seed).integers(2, size=shape)
-    return (2 * ones - 1).astype(np.float32)
-
-
 def test_hash_is_bit_by_bit_the_side_of_a_plane() -> None:
     planes = random_planes(jax.random.key(0), bits=63, width=WIDTH, offsets=True)
     codes = hash_codes(jnp.asarray(queries()), planes)
@@ -46,20 +41,6 @@ def test_planes_through_the_origin_hash_by_angle() -> None:
     codes = np.asarray(hash_codes(x, planes))
     np.testing.assert_array_equal(hash_codes(1024 * x, planes), codes)
     np.testing.assert_array_equal(hash_codes(-x, planes), -codes)
-
-
-def test_kmeans_equals_counting_bits_one_by_one() -> None:
-    """Codes have 16 bits, so that distances and majorities often tie. One example has an inactive
-    cluster.
-    """
-    codes, centroids = signs((BATCH, HEADS, TOKENS, 16)), signs((BATCH, HEADS, CLUSTERS, 16), 1)
-    active = np.array([[True] * CLUSTERS, [True] * 5 + [False]])
-    inputs = codes, VALID, centroids, active
-    labels, last = find(*inputs, iterations=4)
-    expected = find(*inputs, iterations=4, implementation="reference")
-    jax.tree.map(np.testing.assert_array_equal, (labels, last), expected)
-    assert np.all(np.asarray(labels).swapaxes(1, 2)[~VALID] == CLUSTERS)
-    assert not np.any(labels[1] == CLUSTERS - 1)
 
 
 def test_ties_and_empty_clusters_are_settled_the_same_way() -> None:

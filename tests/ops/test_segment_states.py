@@ -4,9 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from brt.config import Mesh
-from brt.distributed.mesh import build
 from brt.ops.segmented_recurrent_attention.states_tpu import interpreted
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
@@ -45,21 +42,3 @@ def test_queries_read_the_state_of_their_segment(
         assert ours.dtype == dtype
         error = np.abs(np.asarray(ours, np.float32) - np.asarray(theirs))
         assert error.max() <= TOLERANCE[dtype] * np.abs(theirs).max()
-
-
-@pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.
-def test_devices_that_share_sources_and_heads_equal_one() -> None:
-    rng = np.random.default_rng(0)
-    queries = jnp.asarray(rng.normal(size=(4, 8, 4, 64)), jnp.float32)
-    states = jnp.asarray(rng.normal(size=(3, 4, 4, 64, 64)), jnp.float32)
-    segment = jnp.asarray(rng.integers(3, size=(4, 8)), jnp.int32)
-    with jax.set_mesh(build(Mesh(data=2, tensor=2), {})):
-        found = jax.jit(interpreted)(queries, states, segment)
-    np.testing.assert_allclose(found, expected(queries, states, segment), rtol=1e-5, atol=1e-5)
-
-
-def test_a_state_that_no_query_reads_has_no_gradient() -> None:
-    queries, states = jnp.ones((1, 8, 2, 64)), jnp.ones((4, 1, 2, 64, 64))
-    segment = jnp.full((1, 8), 2)
-    gradient = jax.grad(lambda r: interpreted(queries, r, segment).sum())(states)
-    assert jnp.all(gradient[2] == 8) and not jnp.any(gradient[jnp.array([0, 1, 3])])

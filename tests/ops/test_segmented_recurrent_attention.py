@@ -1,18 +1,16 @@
 import dataclasses
-import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from brt.config import CrossAttention
-from brt.layers.seq2seq import cross_config
-from brt.ops import cross_attention, dispatch
 from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
 from brt.ops.segmented_recurrent_attention import segments, xla
 from brt.ops.segmented_recurrent_attention.segments import SegmentSchedule
+
+from brt.config import CrossAttention
+from brt.layers.seq2seq import cross_config
+from brt.ops import dispatch
 
 SPREAD, STRIDE = (
     SegmentSchedule(12, shared_by_segments=True),
@@ -127,45 +125,6 @@ def test_neurons_and_their_gradients_are_autodiffs() -> None:
         fired = np.asarray(expected > 0)
         expected_rate = (fired[:, 0].mean() + fired[:2, 1].mean()) / 2
         np.testing.assert_allclose(rate, expected_rate, rtol=1e-6)
-
-
-@pytest.mark.slow_cases(
-    "*'stride'*", "*'use_raf'*", "*'segmented'*", "*'clamp'*", "*'use_segment'*"
-)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"kind": "segmented"},
-        {"use_segment": False, "norm": "none"},
-        {"use_raf": False, "kv_source": "segment"},
-        {"clamp": 2.0, "mix": "sigma", "raf_bias": True, "raf_parameters": "bounded"},
-        {"index_mode": "batch", "segment_count": "static", "mask_kv": False, "norm_epsilon": 0.0},
-        {"index_mode": "stride", "stride": 2},
-    ],
-    ids=str,
-)
-def test_the_reference_means_the_same(changes: dict) -> None:
-    config = dataclasses.replace(
-        cross_config(CrossAttention(kind="srformer", segment_size=3, q_ref=6)), **changes
-    )
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(2, length, 2, 4)).astype(np.float32) for length in (5, 10, 10))
-    valid = np.arange(10)[None] < np.array([[10], [4]])
-    parameters = cross_attention.initial_parameters(jax.random.key(0), config, 2, 4)
-    y, _ = jax.jit(
-        lambda *x: cross_attention.attend(*x, parameters, config, t0=1, target_length=7)
-    )(q, k, v, valid)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (q, k, v, parameters))
-        reference = functools.partial(
-            inspect.unwrap(cross_attention.attend), config=config,
-            t0=1, target_length=7, implementation="reference",
-        )  # fmt: skip
-        expected, _ = jax.jit(reference)(*wide[:3], jnp.asarray(valid), wide[3])
-        assert expected.dtype == jnp.float64
-        expected = np.asarray(expected)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])

@@ -3,22 +3,15 @@ definition.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.softmax_attention import (
-    attend,
-    attend_by_head,
-)
+from brt.ops.softmax_attention import attend_by_head
 
 SHAPE = {"queries": (2, 3, 5, 4), "keys": (2, 3, 7, 4), "values": (2, 3, 7, 4)}  # [B, H, Q or S, K]
-
-
-V4 = SimpleNamespace(device_kind="TPU v4")  # Each core has 16 MiB of VMEM.
 
 
 def plain(
@@ -60,12 +53,3 @@ def test_values_and_gradients_equal_the_definition(by_query: bool, dropped: bool
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     for a, e in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
-
-
-def test_heads_may_stand_behind_the_rows() -> None:
-    rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPE.values())
-    rows_first = (x.swapaxes(1, 2) for x in (q, k, v))
-    by_head = attend_by_head(q, k, v, None)
-    by_row = attend(*rows_first, implementation="xla")
-    np.testing.assert_array_equal(by_row.swapaxes(1, 2), by_head)

@@ -115,26 +115,6 @@ def test_tokens_attend_to_the_window_of_their_document(case: tuple) -> None:
         assert_close(y, expected, "float32", implementation)
 
 
-@pytest.mark.slow_cases("past*", "one block", "self, *")
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, "float32") for case in CASES.values()), (CASES["self"], "bfloat16")],
-    ids=[*CASES, "self, bfloat16"],
-)
-def test_matches_reference_and_itself(case: tuple, dtype: str) -> None:
-    inputs = arrays(*case[:2], dtype)
-    weights = np.random.default_rng(0).normal(size=inputs["queries"].shape).astype(np.float32)
-    y, gradients = attention_and_gradients("reference", case)(inputs, weights)
-    run = attention_and_gradients("xla", case)
-    y_xla, gradients_xla = run(inputs, weights)
-    assert y_xla.dtype == inputs["values"].dtype
-    assert_close(y_xla, y, dtype, "output")
-    for name, gradient in gradients.items():
-        assert_close(gradients_xla[name], gradient, dtype, name)
-    again = run(inputs, weights)
-    jax.tree.map(np.testing.assert_array_equal, (y_xla, gradients_xla), again)
-
-
 @pytest.mark.slow_cases("*-2")
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("biased", [True, False])
@@ -172,21 +152,6 @@ def test_tokens_that_read_a_ring_buffer_are_rows_of_a_block(
     assert_close(jnp.concatenate(rows, axis=1), attended(inputs, case), "float32")
 
 
-@pytest.mark.slow_cases("case0")
-@pytest.mark.parametrize("case", [CASES["self"], CASES["past, null keys"]])
-def test_no_bias_is_a_bias_of_zeros(case: tuple) -> None:
-    inputs = arrays(*case[:2])
-    for implementation in ("reference", "xla"):
-        run = attention_and_gradients(implementation, case)
-        weights = np.ones_like(inputs["queries"])
-        y, gradients = run({**inputs, "bias": None}, weights)
-        expected, of_zeros = run({**inputs, "bias": jnp.zeros_like(inputs["bias"])}, weights)
-        assert_close(y, expected, "float32", implementation)
-        assert gradients.pop("bias") is None
-        for name, gradient in gradients.items():
-            assert_close(gradient, of_zeros[name], "float32", name)
-
-
 def test_a_token_that_sees_no_key_gives_zeros() -> None:
     case = CASES["past"]
     inputs = arrays(*case[:2])
@@ -199,9 +164,3 @@ def test_a_token_that_sees_no_key_gives_zeros() -> None:
 def test_tiles_are_parts_of_a_window() -> None:
     found = {window: xla.tile_rows(window) for window in (4, 32, 63, 64, 256, 384, 512, 2048)}
     assert found == {4: 4, 32: 32, 63: 63, 64: 32, 256: 128, 384: 96, 512: 128, 2048: 128}
-
-
-def test_an_unknown_implementation_is_refused() -> None:
-    inputs = {**arrays(4, 1), "implementation": "cuda"}
-    with pytest.raises(NotImplementedError, match="no implementation 'cuda'; it has .*'xla'"):
-        window_attention(**inputs)

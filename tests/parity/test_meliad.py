@@ -39,7 +39,7 @@ def keep_cached_keys(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     def separate(keys: jax.Array) -> jax.Array:
         return keys if keys.shape[1] == window else l2_normalize(keys)
 
-    monkeypatch.setattr("brt.ops.window_attention.api.l2_normalize", joined)
+    monkeypatch.setattr("brt.ops.window_attention.inputs.l2_normalize", joined)
     monkeypatch.setattr("brt.ops.recurrent_attention.api.l2_normalize", separate)
 
 

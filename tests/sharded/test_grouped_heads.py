@@ -10,7 +10,7 @@ import pytest
 from brt.config import Mesh
 from brt.distributed import mesh as meshes
 from brt.distributed.rules import constrain
-from brt.ops.window_attention import segment_part
+from brt.ops.window_attention import window_part
 
 LANES, TOKENS, WIDTH, WINDOW = 2, 16, 4, 4
 
@@ -35,7 +35,7 @@ def test_gradients_equal_those_of_one_device(heads: int, groups: int, mesh: Mesh
     def loss(queries: Any, keys: Any, values: Any, cached: Any) -> jax.Array:
         queries = constrain(queries, "lanes", "tokens", "heads", None)
         keys, values = (constrain(x, "lanes", "tokens", "kv_heads", None) for x in (keys, values))
-        output = segment_part(queries, tuple(cached), keys, values, None, mask).output
+        output = window_part(queries, tuple(cached), keys, values, None, mask).output
         return jnp.sum(constrain(output, "lanes", "tokens", "heads", None) * weights)
 
     def gradients(mesh: Mesh) -> Any:

@@ -142,8 +142,9 @@ def test_a_step_by_the_kernel_equals_optax(
 ) -> None:
     expected = steps(case)
     by_name = {one.name: one for one in api.OP.implementations}
-    kernel = by_name["pallas_interpret"]._replace(auto=dispatch.ANY)
-    monkeypatch.setattr(api, "OP", api.OP._replace(implementations=(kernel, by_name["xla"])))
+    both = by_name["pallas_interpret"], by_name["xla"]
+    monkeypatch.setattr(api, "OP", api.OP._replace(implementations=both))
+    monkeypatch.setitem(dispatch._AUTO, "pallas_interpret", dispatch.ANY)
     monkeypatch.setattr(pallas_tpu, "_SMALLEST", 0)
     monkeypatch.setattr(dispatch, "_auto_choices", {})
     actual = steps.__wrapped__(case, "auto", lists)

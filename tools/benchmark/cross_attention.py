@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
+import cross_costs as costs
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,6 @@ from brt import runtime, tasks
 from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
 from brt.layers.seq2seq import cross_config
 from brt.ops import cross_attention
-from brt.ops.cross_attention import costs
 from brt.tasks.arguments import LossInputs
 from brt.types import PairBatch
 

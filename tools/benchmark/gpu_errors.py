@@ -23,7 +23,7 @@ from conditions import report
 from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq import cross_config
-from brt.ops import segmented_recurrent_attention as segmented
+from brt.ops import cross_attention
 from brt.ops.causal_clustered_attention import (
     CentroidMemory,
     Centroids,
@@ -255,26 +255,25 @@ def recurrence(tokens: int, width: int) -> Case:
       tokens: the number of tokens of a source, in segments of 64.
       width: the numbers of a head.
     """
-    rng, segments = np.random.default_rng(tokens + width), tokens // 64
-    shape = segments, LANES, HEADS, 64, width
+    rng, shape = np.random.default_rng(tokens + width), (LANES, tokens, HEADS, width)
     inputs = {
         "queries": _normal(rng, (LANES, 128, HEADS, width), "bfloat16", width**-0.5),
         "keys": _normal(rng, shape, "bfloat16"),
         "values": _normal(rng, shape, "bfloat16"),
         "kernel": _normal(rng, (width, width), "float32", width**-0.5),
     }
-    counts = jnp.asarray([segments, segments // 2])
-    mask = jnp.arange(segments)[:, None, None] < counts[None, :, None]
-    mask = jnp.broadcast_to(mask, (segments, LANES, 64))
+    valid = jnp.arange(tokens)[None] < jnp.asarray([[tokens], [tokens // 2]])
     config = cross_config(CrossAttention(kind="srformer", segment_size=64))
+    initial = cross_attention.initial_parameters(jax.random.key(0), config, HEADS, width)
 
     def function(given: Inputs, implementation: str) -> tuple[jax.Array, ...]:
-        windows = segmented.SegmentWindows(given["keys"], given["values"], mask, counts)
-        learned = segmented.RecurrenceParameters(
-            given["kernel"], jnp.float32(0.7), jnp.float32(4.0), jnp.zeros(width)
+        learned = initial._replace(
+            raf=initial.raf._replace(
+                kernel=given["kernel"], leak=jnp.float32(0.7), threshold=jnp.float32(4.0)
+            )
         )
-        output, _ = segmented.attend(
-            given["queries"], windows, learned, config,
+        output, _ = cross_attention.attend(
+            given["queries"], given["keys"], given["values"], valid, learned, config,
             target_length=128, implementation=implementation,
         )  # fmt: skip
         return (output,)

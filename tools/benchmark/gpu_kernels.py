@@ -237,28 +237,25 @@ def segmented_gradients(
 
     from brt.config import CrossAttention
     from brt.layers.seq2seq import cross_config
-    from brt.ops import segmented_recurrent_attention as segmented
+    from brt.ops import cross_attention
 
-    config, size = cross_config(CrossAttention(kind="srformer")), args.segment
+    config = cross_config(CrossAttention(kind="srformer", segment_size=args.segment))
 
-    def gradients(learned: Any, mask: Any, counts: Any, weights: Any) -> Any:
+    def gradients(learned: Any, valid: Any, weights: Any) -> Any:
         def loss(learned: Any) -> jax.Array:
-            queries, keys, values, parameters = learned
-            windows = segmented.SegmentWindows(keys, values, mask, counts)
-            output, _ = segmented.attend(
-                queries, windows, parameters, config, implementation=args.implementation
+            output, _ = cross_attention.attend(
+                *learned[:3], valid, learned[3], config, implementation=args.implementation
             )
             return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
 
         return jax.grad(loss)(learned)
 
-    queries, keys = array(2, 128, 8, args.one), array(1024 // size, 2, 8, size, args.one)
-    kernel, bias = (array(*(args.one,) * n, dtype="float32") for n in (2, 1))
-    parameters = segmented.RecurrenceParameters(
-        kernel, array(dtype="float32"), array(dtype="float32"), bias
+    queries, keys = array(2, 128, 8, args.one), array(2, 1024, 8, args.one)
+    shapes = jax.eval_shape(
+        lambda: cross_attention.initial_parameters(jax.random.key(0), config, 8, args.one)
     )
-    mask, counts = array(1024 // size, 2, size, dtype="bool"), array(2, dtype="int32")
-    return gradients, ((queries, keys, keys, parameters), mask, counts, queries)
+    parameters = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype.name), shapes)
+    return gradients, ((queries, keys, keys, parameters), array(2, 1024, dtype="bool"), queries)
 
 
 def causal_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:

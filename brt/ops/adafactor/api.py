@@ -10,12 +10,10 @@ from brt.ops.dispatch import Implementation, Op
 OP = Op(
     "adafactor",
     (
-        Implementation("pallas_tpu", pallas_tpu.adafactor, ("tpu",), ("tpu",), pallas_tpu.refusal),
+        Implementation("pallas_tpu", pallas_tpu.adafactor, pallas_tpu.refusal),
         Implementation("xla", xla.adafactor),
-        Implementation(
-            "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=pallas_tpu.refusal
-        ),
-        Implementation("reference", xla.reference, auto=()),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, pallas_tpu.refusal),
+        Implementation("reference", xla.adafactor),  # Optax is the definition.
     ),
 )
 

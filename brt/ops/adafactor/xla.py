@@ -1,4 +1,4 @@
-"""Adafactor's update of a stack of matrices: by the functions of optax, and by its definition.
+"""Adafactor's update of a stack of matrices by the functions of optax.
 
 The arithmetic is that of `optax.adafactor` with momentum, for matrices whose second moments are
 factored.
@@ -35,38 +35,6 @@ class Updated(NamedTuple):
     moments: Moments
     # The sum of the squared gradients of each matrix, after their division.
     squares: Float[Array, " L"]
-
-
-def reference(
-    gradient: Float[Array, "L A ..."],
-    parameter: Float[Array, "L A ..."],
-    moments: Moments,
-    decay: Float[Array, " L"],
-    rate: Float[Array, " L"],
-    factor: float = 1.0,
-    divisor: Float[Array, ""] | float = 1.0,
-) -> Updated:
-    """Implements `api.adafactor` by the formulas of its definition."""
-    shape = moments.momentum.shape
-    matrices = (gradient / divisor).reshape(shape), parameter.reshape(shape)
-    after = jax.vmap(_new_moments)(*matrices, moments, decay, rate)
-    new = parameter - factor * after.momentum.reshape(parameter.shape)
-    return Updated(new, after, jnp.sum(matrices[0] ** 2, axis=(1, 2)))
-
-
-def _new_moments(
-    gradient: Array, parameter: Array, moments: Moments, decay: Array, rate: Array
-) -> Moments:
-    square = gradient**2 + EPSILON
-    rows = decay * moments.rows + (1 - decay) * jnp.mean(square, axis=1)
-    columns = decay * moments.columns + (1 - decay) * jnp.mean(square, axis=0)
-    # optax divides the shorter of the two vectors by its mean.
-    mean = jnp.mean(rows) if len(rows) <= len(columns) else jnp.mean(columns)
-    update = gradient * (rows / mean)[:, None] ** -0.5 * columns[None] ** -0.5
-    update /= jnp.maximum(1.0, jnp.sqrt(jnp.mean(update**2)))
-    update *= rate * jnp.maximum(jnp.sqrt(jnp.mean(parameter**2)), SMALLEST_SCALE)
-    momentum = MOMENTUM * moments.momentum + (1 - MOMENTUM) * update
-    return Moments(rows, columns, momentum)
 
 
 def adafactor(

@@ -129,26 +129,6 @@ def mask_spans(mask: Bool[Array, "B #T S"]) -> Int[Array, "B 2 #T"]:
     return jnp.stack([first, end], axis=1)
 
 
-def distance_strip(bias: Float[Array, "H W"], nearest: int) -> Float[Array, "H TILE X"]:
-    """Returns bias and mask of a window for the tiles of each distance, side by side.
-
-    Column 0 of the bias is for the key `nearest` tokens before the query, the nearest that a token
-    sees. The keys begin W tokens before the queries, so the window of query tile i begins at key
-    tile i. Column c of row r is for key c, counted from the start of tile i, and query r of tile i.
-    """
-    window = bias.shape[1]
-    width = -(-window // TILE) * TILE + TILE
-    # In row 0, 1 - nearest MASKED entries precede the bias, and MASKED entries follow it in all
-    # rows. The band has L numbers and is repeated once for every row. If the repeated numbers are
-    # read as rows of L - 1 numbers, the band begins in each row one column later than in the row
-    # before.
-    length = width + TILE
-    around = (0, 0), (1 - nearest, length - window - 1 + nearest)
-    band = jnp.pad(jnp.flip(bias, axis=1), around, constant_values=MASKED)
-    shifted = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
-    return shifted.reshape(-1, TILE, length - 1)[..., :width]
-
-
 def _tile_ranges(
     spans: Int[Array, "B 2 T"], count: int
 ) -> tuple[Int[Array, "B I 2"], Int[Array, "B J 2"]]:

@@ -1,7 +1,6 @@
-"""Attention on TPUs: how the arrays of a window, and of a whole slab of keys, become kernel calls.
+"""Attention on TPUs to a whole slab of keys: how the arrays become kernel calls.
 
-`tpu_call` describes the kernels. In shapes, G is the number of heads of keys, N of blocks of a row,
-and D of parts of a segment; documents start only at starts of parts.
+`tpu_call` describes the kernels. In shapes, G is the number of heads of keys.
 """
 
 import functools
@@ -13,21 +12,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.attention import tpu_call
-from brt.ops.attention.subwindows import attend_to_subwindows
 from brt.ops.attention.tpu_call import SlabArguments
-from brt.ops.attention.tpu_kernels import HIDDEN, SlabSettings
-from brt.ops.dropout import DropoutMask
+from brt.ops.attention.tpu_kernels import SlabSettings
 from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.softmax import FLOOR
-from brt.ops.tpu import LANES, head_refusal, vmem_budget, vmem_limit, vmem_refusal
+from brt.ops.tpu import LANES, head_refusal, vmem_budget, vmem_refusal
 
 Interpret = bool | pltpu.InterpretParams
-_WINDOW_ROWS = (
-    128  # A sub-tile of a window has so many queries; with 64 or 256, schedules are longer.
-)
-_LONGEST_WINDOW = 2048  # Longer windows are split into sub-windows.
-_LEAST_SUBWINDOW = 512  # No window is split into shorter sub-windows than this.
-
 # Without a window, a call has at most one of these numbers of keys: the largest with which the
 # logits of a sub-tile and all keys fit into VMEM.
 _MOST_KEYS = 8192, 4096, 2048, 1024
@@ -40,115 +31,6 @@ _ROWS = 256
 _LOGITS = 1024 * _ROWS
 _FORWARD_LOGITS = 1024 * 1024  # A sub-tile of the forward kernel has at most so many logits.
 _ARRAYS = 5  # The kernels need VMEM for so many float32 arrays of a sub-tile's logits.
-
-
-def window_refusal(
-    queries: Float[Array, "B T H K"], window: int, *, drops: bool = False
-) -> str | None:
-    """Returns why the kernels do not support a window, or None if they do."""
-    if kernel_window(queries, window, drops=drops):
-        return None
-    return _whole_window_refusal(queries, window, drops)
-
-
-def kernel_window(queries: Float[Array, "B T H K"], window: int, *, drops: bool) -> int:
-    """Returns the number of keys that the kernels read at once, or 0 if they refuse the inputs.
-
-    These are the keys of the window or of a sub-window. A window with dropout is not split.
-    """
-    if _whole_window_refusal(queries, window, drops) is None:
-        return window
-    sizes = [] if drops else [window // n for n in range(2, window // _LEAST_SUBWINDOW + 1)]
-    fits = (
-        n for n in sizes if window % n == 0 and _whole_window_refusal(queries, n, False) is None
-    )
-    return next(fits, 0)
-
-
-def _whole_window_refusal(queries: Array, window: int, drops: bool) -> str | None:
-    tokens, width, itemsize = queries.shape[1], queries.shape[-1], queries.dtype.itemsize
-    if window % LANES or window > _LONGEST_WINDOW:
-        return (
-            f"reads windows of a multiple of {LANES} tokens, at most {_LONGEST_WINDOW} at once, "
-            f"not of {window}"
-        )
-    if reason := head_refusal(width, queries.dtype):
-        return reason
-    if tokens % window:
-        return f"reads segments of a multiple of the window of {window} tokens, not of {tokens}"
-    # There are two buffers for each block, the sums, and arrays of the size of the logits.
-    wide = max(width, LANES)
-    taken = 2 * 13 * window * wide * itemsize + 4 * window * wide * 4
-    taken += 12 * (window + _WINDOW_ROWS) * _WINDOW_ROWS * 4
-    taken += 2 * window * window // 8 if drops else 0
-    if reason := vmem_refusal(taken, most=vmem_limit()):
-        return f"{reason} for a window of {window} with heads of {width} in {queries.dtype}"
-    return None
-
-
-def attend_to_window(
-    queries: Float[Array, "B T H K"],
-    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]],
-    keys: Float[Array, "B T G K"],
-    values: Float[Array, "B T G K"],
-    bias: Float[Array, "H W"] | None,
-    first: Int[Array, "B D"],
-    dropout: DropoutMask | None = None,
-    *,
-    attend_to_self: bool,
-    scale: Float[Array, " H"] | None = None,
-    interpret: Interpret = False,
-) -> AttentionPart:
-    """Implements `local_attention`, and `window_part` with its dropout.
-
-    Args:
-      cached: T is a multiple of its W tokens, or of the sub-window into which the window is split.
-      interpret: True runs the kernels on any device, slowly, and with windows of any size.
-    """
-    window = cached[0].shape[1]
-    size = window if interpret else kernel_window(queries, window, drops=dropout is not None)
-    if size < window:
-        attend = functools.partial(attend_to_window, attend_to_self=attend_to_self, scale=scale)
-        return AttentionPart(
-            *attend_to_subwindows(attend, size, queries, cached, keys, values, bias, first)
-        )
-    part = queries.shape[1] // first.shape[1]
-    rows = math.gcd(window, _WINDOW_ROWS) if window % _WINDOW_ROWS == 0 else window
-    if part % window:
-        rows = math.gcd(rows, part)
-    settings = SlabSettings(
-        queries.shape[3], 1, window, rows, rows, window=window, part=part, interpret=interpret,
-        normalizes_keys=scale is not None, learns_bias=bias is not None, kept_rows=len(queries),
-    )  # fmt: skip
-    words = None
-    if dropout is not None:
-        settings = settings._replace(rate=1 - 1 / dropout.scale)
-        words = dropout.packed_words()
-    q, k, v, *before = (x.swapaxes(1, 2) for x in (queries, keys, values, *cached))
-    tile = _window_tile(bias, queries.shape[2], window, rows, 0 if attend_to_self else 1)
-    y, lse = tpu_call.attend(
-        SlabArguments(q, (before[0], k), (before[1], v), tile, None, words, scale, first), settings
-    )
-    return AttentionPart(y, lse.swapaxes(1, 2))
-
-
-def _window_tile(
-    bias: Float[Array, "H W"] | None, heads: int, window: int, rows: int, nearest: int
-) -> Float[Array, "H C R"]:
-    """Returns the bias of C = W + R keys and R queries, HIDDEN outside of the windows.
-
-    Query j sees the keys c with `nearest` <= d = j + W - c < W + `nearest`, with the bias of d.
-    """
-    if bias is None:
-        bias = jnp.zeros((heads, window), jnp.float32)
-    length = window + 2 * rows
-    around = (0, 0), (1 - nearest, length - window - 1 + nearest)
-    band = jnp.pad(jnp.flip(bias, axis=1), around, constant_values=HIDDEN)
-    # The band has L = `length` numbers and is repeated once for every query. If the repeated
-    # numbers are read as rows of L - 1 numbers, the band begins in each row one place later than in
-    # the row before.
-    shifted = jnp.tile(band, (1, rows))[:, : rows * (length - 1)]
-    return shifted.reshape(-1, rows, length - 1)[..., : window + rows].swapaxes(1, 2)
 
 
 def heads_together(heads: int, width: int) -> int:
@@ -245,7 +127,7 @@ def slab_refusal(
     tokens, size = queries.shape[-3], keys.shape[-3]
     if tokens % LANES or size % LANES:
         return f"takes a multiple of {LANES} queries and of {LANES} keys, not {tokens} and {size}"
-    if reason := head_refusal(queries.shape[-1], queries.dtype):
+    if reason := head_refusal(queries):
         return reason
     sizes = slab_sizes(queries, keys, biased=biased, own_masks=own_masks)
     return vmem_refusal(sizes.taken(LANES, 1))

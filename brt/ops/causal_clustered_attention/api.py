@@ -20,6 +20,9 @@ In shapes, a segment has T tokens in N blocks of W tokens, and Z = T + W counts 
 cached block and the segment. C is the number of centroids of a head, R of keys that each keeps.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -28,6 +31,7 @@ from brt.ops.causal_clustered_attention import pallas, reference, xla
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
+    FarInputs,
     empty_memory_unless,
 )
 from brt.ops.dispatch import Implementation, Op
@@ -36,23 +40,21 @@ from brt.ops.partial_attention import AttentionPart
 OP = Op(
     "causal_clustered_attention",
     (
-        *pallas.implementations(),
-        Implementation("xla", xla.causal_clustered_attention),
-        Implementation("reference", reference.causal_clustered_attention, auto=()),
+        Implementation(
+            "pallas_tpu", functools.partial(pallas.attend, backend="tpu"),
+            functools.partial(pallas.refusal, "tpu"),
+        ),
+        Implementation(
+            "pallas_gpu", functools.partial(pallas.attend, backend="gpu"),
+            functools.partial(pallas.refusal, "gpu"),
+        ),
+        Implementation("xla", xla.attend),
+        Implementation(
+            "pallas_interpret", functools.partial(pallas.attend, backend="tpu", interpret=True)
+        ),
+        Implementation("reference", reference.attend),
     ),
-)
-MEMORY_SCAN = Op(
-    OP.name,
-    (
-        Implementation("xla", xla.memory_scan),
-        # There are no Pallas kernels for the update of the memory. If a caller selects an
-        # implementation by the name of a kernel, plain XLA updates the memory.
-        Implementation("pallas_tpu", xla.memory_scan, (), ("tpu",)),
-        Implementation("pallas_gpu", xla.memory_scan, (), ("gpu",)),
-        Implementation("pallas_interpret", xla.memory_scan, auto=()),
-        Implementation("reference", reference.memory_scan, auto=()),
-    ),
-)
+)  # fmt: skip
 
 
 def memory_scan(
@@ -74,7 +76,10 @@ def memory_scan(
       cache_mask: False where block n begins a new document and reads an empty memory.
       past: the memory that the first block of the segment reads.
     """
-    return dispatch.run(MEMORY_SCAN, implementation, keys, values, cache_mask, past, centroids)
+    # Kernels have no form of their own for the update of the memory.
+    scan = reference.memory_scan if implementation == "reference" else xla.memory_scan
+    with jax.named_scope(OP.name):
+        return scan(keys, values, cache_mask, past, centroids)
 
 
 def causal_clustered_attention(
@@ -99,10 +104,8 @@ def causal_clustered_attention(
       bias: added to the logits of all keys outside the window.
       attend_to_self: whether a token's window ends with the token itself, or with the one before.
     """
-    return dispatch.run(
-        OP, implementation, queries, window, keys, values, cache_mask, pasts, centroids, bias,
-        attend_to_self=attend_to_self,
-    )  # fmt: skip
+    inputs = FarInputs(queries, window, keys, values, cache_mask, pasts, centroids, bias)
+    return dispatch.run(OP, implementation, inputs, attend_to_self=attend_to_self)
 
 
 def causal_clustered_attention_step(

@@ -15,8 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops.normalization import half_squares
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.products import einsum
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.top_k import take, top_k
+from brt.ops.top_k import largest, take
 
 
 class Centroids(NamedTuple):
@@ -47,12 +50,29 @@ class CentroidMemory(NamedTuple):
     filled: Int[Array, " B"]
 
 
+class FarInputs(NamedTuple):
+    """The arrays of `api.causal_clustered_attention`, which describes them."""
+
+    queries: Float[Array, "B T H K"]
+    window: AttentionPart
+    keys: Float[Array, "B Z H K"]
+    values: Float[Array, "B Z H K"]
+    cache_mask: Bool[Array, "B N"]
+    pasts: CentroidMemory
+    centroids: Centroids
+    bias: Float[Array, " H"]
+
+    @property
+    def blocks(self) -> int:
+        return self.cache_mask.shape[1]
+
+
 def nearest_centroids(
     queries: Float[Array, "B H Q K"], centroids: Centroids
 ) -> Int[Array, "B H Q"]:
     """Returns the centroid with the smallest distance to each (scaled) query."""
     queries, vectors = jax.lax.stop_gradient((queries, centroids.vectors))
-    products = _product("bhqk,hck->bhqc", queries, vectors.astype(queries.dtype))
+    products = einsum("bhqk,hck->bhqc", queries, vectors.astype(queries.dtype))
     squares = jnp.sum(vectors**2, axis=-1)[None, :, None]
     return jnp.argmax(products - squares / 2, axis=-1).astype(jnp.int32)
 
@@ -90,18 +110,16 @@ def memory_after(
     vectors = centroids.vectors.astype(keys.dtype)
     logits = jnp.concatenate(
         [
-            _product("hck,bhcrk->bhcr", vectors, past.keys),
-            _product("hck,bhsk->bhcs", vectors, keys),
+            einsum("hck,bhcrk->bhcr", vectors, past.keys),
+            einsum("hck,bhsk->bhcs", vectors, keys),
         ],
         axis=-1,
     )
     taken = jnp.broadcast_to(cache_mask[:, None], (cache_mask.shape[0], width))
     there = jnp.concatenate([slot_mask(past), taken], axis=1)[:, None, None]
-    indices, best = _find_best_keys(logits, there, slots)
-    half_squares = jnp.concatenate(
-        [_half_squares(past.keys), _new_half_squares(past, keys)], axis=-1
-    )
-    expected = logits + centroids.variances[None, :, :, None] * half_squares
+    _, indices, best = largest(logits, there, slots)
+    squares = jnp.concatenate([half_squares(past.keys), _new_half_squares(past, keys)], axis=-1)
+    expected = logits + centroids.variances[None, :, :, None] * squares
     expected = jnp.where(there & ~best, expected, MASKED)
     rest, lse = _add_to_rest(past, values, expected)
     filled = jnp.minimum(past.filled + width * cache_mask, slots)
@@ -111,17 +129,6 @@ def memory_after(
         for old, new in ((past.keys, keys), (past.values, values))
     )
     return CentroidMemory(keys, values, rest, lse, filled)
-
-
-def _find_best_keys(
-    logits: Float[Array, "B H C M"], there: Bool[Array, "B 1 1 M"], count: int
-) -> tuple[Int[Array, "B H C R"], Bool[Array, "B H C M"]]:
-    """Returns the `count` keys to keep, largest logit first, as indices and as a mask."""
-    ranked = jnp.where(there, jax.lax.stop_gradient(logits), -jnp.inf)
-    values, indices = top_k(ranked, count)
-    last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
-    # Among equal logits, the first keys are kept.
-    return indices, (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
 
 
 def _add_to_rest(
@@ -134,8 +141,8 @@ def _add_to_rest(
     lse = jax.nn.logsumexp(logits, axis=-1)
     weights = jnp.exp(logits - lse[..., None])
     old, new = weights[..., :slots].astype(dtype), weights[..., slots:-1].astype(dtype)
-    rest = _product("bhcr,bhcrk->bhck", old, past.values)
-    rest += _product("bhcs,bhsk->bhck", new, values)
+    rest = einsum("bhcr,bhcrk->bhck", old, past.values)
+    rest += einsum("bhcs,bhsk->bhck", new, values)
     return rest + weights[..., -1:] * past.rest, lse
 
 
@@ -151,16 +158,8 @@ def _take_old_or_new(
     return jnp.where((indices < slots)[..., None], old_vectors, new_vectors)
 
 
-def _half_squares(keys: Float[Array, "*B K"]) -> Float[Array, "*B"]:
-    return jnp.sum(keys.astype(jnp.float32) ** 2, axis=-1) / 2
-
-
 def _new_half_squares(
     past: CentroidMemory, keys: Float[Array, "B H W K"]
 ) -> Float[Array, "B H C W"]:
-    squares = _half_squares(keys)[:, :, None]
+    squares = half_squares(keys)[:, :, None]
     return jnp.broadcast_to(squares, (*past.lse.shape, keys.shape[2]))
-
-
-def _product(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

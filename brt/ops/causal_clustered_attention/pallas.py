@@ -15,50 +15,32 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
+from brt.distributed import rules
+from brt.ops import dispatch
 from brt.ops.attention import gpu, tpu
-from brt.ops.causal_clustered_attention import sharding
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
+    FarInputs,
     nearest_centroids,
 )
 from brt.ops.causal_clustered_attention.xla import join_blocks, previous_blocks, split_blocks
 from brt.ops.clustered_attention.members import gather_by_label
-from brt.ops.dispatch import Implementation
 from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.tpu import head_refusal
 
 _ATTEND = {"tpu": tpu.attend_to_slab, "gpu": gpu.attend}
 
 
-def implementations() -> list[Implementation]:
-    """Returns the kernels of both backends, and the interpreted one of TPUs."""
-
-    def kernel(backend: str, **options: Any) -> Any:
-        return functools.partial(causal_clustered_attention, backend=backend, **options)
-
-    return [
-        *(
-            Implementation(
-                f"pallas_{name}", kernel(name), (name,), (name,), functools.partial(refusal, name)
-            )
-            for name in _ATTEND
-        ),
-        Implementation("pallas_interpret", kernel("tpu", interpret=True), auto=()),
-    ]
-
-
-def refusal(
-    backend: str, queries: Array, window: AttentionPart, keys: Array, values: Array,
-    cache_mask: Array, pasts: CentroidMemory, *_: Any, **__: Any,
-) -> str | None:  # fmt: skip
+def refusal(backend: str, inputs: FarInputs, **_: Any) -> str | None:
     """Returns why the kernels do not support these inputs, or None if they do."""
-    if reason := sharding.refusal():
-        return reason
-    width = queries.shape[1] // cache_mask.shape[1]
-    clusters, slots = pasts.keys.shape[3:5]
+    if rules.is_sharded("blocks"):
+        return "reads segments that each device has as a whole; set Mesh.sequence to 1"
+    queries, width = inputs.queries, inputs.queries.shape[1] // inputs.blocks
+    clusters, slots = inputs.pasts.keys.shape[3:5]
     if backend == "gpu":
         return gpu.refusal(queries, width, clusters * slots)
     if width % 128 or (clusters * slots) % 128:
@@ -66,44 +48,51 @@ def refusal(
             f"takes windows of a multiple of 128 tokens, and centroids that keep a multiple of 128 "
             f"keys together, not {width} and {clusters} x {slots}"
         )
-    return head_refusal(queries.shape[-1], values.dtype)
+    return head_refusal(queries)
 
 
-@sharding.on_devices
-def causal_clustered_attention(
-    queries: Float[Array, "B T H K"],
-    window: AttentionPart,
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
-    cache_mask: Bool[Array, "B N"],
-    pasts: CentroidMemory,
-    centroids: Centroids,
-    bias: Float[Array, " H"],
-    *,
-    attend_to_self: bool,
-    backend: str,
-    interpret: Any = None,
+def attend(
+    inputs: FarInputs, *, attend_to_self: bool, backend: str, interpret: Any = None
 ) -> Float[Array, "B T H K"]:
-    """Implements `api.causal_clustered_attention`."""
-    blocks, slots = cache_mask.shape[1], pasts.keys.shape[4]
-    q = split_blocks(queries, blocks)
+    """Implements `api.causal_clustered_attention`; each device computes its own rows and heads."""
+    local = functools.partial(
+        _attend, attend_to_self=attend_to_self, kernel=_ATTEND[backend], interpret=interpret
+    )
+    if not rules.partitioned():
+        return local(inputs)
+    by_token = rules.partition_spec("lanes", None, "heads", None, shape=inputs.queries.shape)
+    lanes, heads = by_token[0], by_token[2]
+    memory, by_head = P(None, lanes, heads), P(heads)
+    specs = FarInputs(
+        by_token, AttentionPart(by_token, P(lanes, None, heads)), by_token, by_token, P(lanes),
+        CentroidMemory(memory, memory, memory, memory, P(None, lanes)),
+        Centroids(by_head, by_head), by_head,
+    )  # fmt: skip
+    return dispatch.on_devices(local, (specs,), by_token)(inputs)
+
+
+def _attend(
+    inputs: FarInputs, *, attend_to_self: bool, kernel: Callable[..., AttentionPart], interpret: Any
+) -> Float[Array, "B T H K"]:
+    cache_mask, pasts, blocks = inputs.cache_mask, inputs.pasts, inputs.blocks
+    q, slots = split_blocks(inputs.queries, blocks), pasts.keys.shape[4]
     width, by_query = q.shape[3], q.shape[:-1]
-    attend = functools.partial(_attend_to_spans, _ATTEND[backend], interpret)
+    attend = functools.partial(_attend_to_spans, kernel, interpret)
 
     left = jnp.arange(width) + (1 if attend_to_self else 0)
     end = jnp.where(cache_mask.T[:, :, None, None], left, 0)
-    before = previous_blocks(keys, values, cache_mask)
+    before = previous_blocks(inputs.keys, inputs.values, cache_mask)
     nearby = attend(q, *before, jnp.zeros(by_query, jnp.int32), jnp.broadcast_to(end, by_query))
 
-    labels = nearest_centroids(q.reshape(-1, *q.shape[2:]), centroids).reshape(by_query)
+    labels = nearest_centroids(q.reshape(-1, *q.shape[2:]), inputs.centroids).reshape(by_query)
     kept_keys, kept_values = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in pasts[:2])
     first = labels * slots
     best = attend(q, kept_keys, kept_values, first, first + pasts.filled[:, :, None, None])
 
-    far = [nearby, best, _own_sums(pasts, labels)]
-    far = [AttentionPart(part.output, part.lse + bias[None, None, :, None]) for part in far]
-    own = AttentionPart(*(split_blocks(x, blocks) for x in window))
-    return join_blocks(merge_parts([own, *far]).output.astype(values.dtype))
+    far, bias = [nearby, best, _own_sums(pasts, labels)], inputs.bias[None, None, :, None]
+    far = [AttentionPart(part.output, part.lse + bias) for part in far]
+    own = AttentionPart(*(split_blocks(x, blocks) for x in inputs.window))
+    return join_blocks(merge_parts([own, *far]).output.astype(inputs.values.dtype))
 
 
 def _attend_to_spans(

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.causal_clustered_attention.centroid_memory import CentroidMemory, Centroids
+from brt.ops.causal_clustered_attention.centroid_memory import (
+    CentroidMemory,
+    Centroids,
+    FarInputs,
+)
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
 
@@ -32,19 +36,10 @@ def memory_scan(
     return results[-1], jax.tree.map(lambda *leaves: jnp.stack(leaves), *results[:-1])
 
 
-def causal_clustered_attention(
-    queries: Float[Array, "B T H K"],
-    window: AttentionPart,
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
-    cache_mask: Bool[Array, "B N"],
-    pasts: CentroidMemory,
-    centroids: Centroids,
-    bias: Float[Array, " H"],
-    *,
-    attend_to_self: bool,
-) -> Float[Array, "B T H K"]:
-    blocks = cache_mask.shape[1]
+def attend(inputs: FarInputs, *, attend_to_self: bool) -> Float[Array, "B T H K"]:
+    """Implements `api.causal_clustered_attention`."""
+    queries, window, keys, values, cache_mask, pasts, centroids, bias = inputs
+    blocks = inputs.blocks
     width = queries.shape[1] // blocks
     left = np.tri(width, k=0 if attend_to_self else -1, dtype=bool)[None]
     outputs = []

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.causal_clustered_attention.centroid_memory import (
     CentroidMemory,
     Centroids,
+    FarInputs,
     empty_memory_unless,
     memory_after,
     nearest_centroids,
@@ -25,6 +26,7 @@ from brt.ops.clustered_attention.members import (
     to_tiles,
 )
 from brt.ops.partial_attention import AttentionPart, attend_to_part, merge_parts
+from brt.ops.products import einsum
 from brt.ops.softmax import MASKED
 
 
@@ -44,20 +46,10 @@ def memory_scan(
     return jax.lax.scan(add_block, past, (*previous_blocks(keys, values, cache_mask), cache_mask.T))
 
 
-def causal_clustered_attention(
-    queries: Float[Array, "B T H K"],
-    window: AttentionPart,
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
-    cache_mask: Bool[Array, "B N"],
-    pasts: CentroidMemory,
-    centroids: Centroids,
-    bias: Float[Array, " H"],
-    *,
-    attend_to_self: bool,
-) -> Float[Array, "B T H K"]:
-    blocks = cache_mask.shape[1]
-    width = queries.shape[1] // blocks
+def attend(inputs: FarInputs, *, attend_to_self: bool) -> Float[Array, "B T H K"]:
+    """Implements `api.causal_clustered_attention`."""
+    blocks, cache_mask = inputs.blocks, inputs.cache_mask
+    width = inputs.queries.shape[1] // blocks
     left = jnp.asarray(np.tri(width, k=0 if attend_to_self else -1, dtype=bool))
 
     def attend_one_block(
@@ -68,12 +60,12 @@ def causal_clustered_attention(
         past: CentroidMemory,
     ) -> Float[Array, "B H W K"]:
         mask = left[None] & cache_mask[:, None, None]
-        return attend_block(queries, window, *before, mask, past, centroids, bias)
+        return attend_block(queries, window, *before, mask, past, inputs.centroids, inputs.bias)
 
-    parts = AttentionPart(*(split_blocks(x, blocks) for x in window))
-    before = previous_blocks(keys, values, cache_mask)
+    parts = AttentionPart(*(split_blocks(x, blocks) for x in inputs.window))
+    before = previous_blocks(inputs.keys, inputs.values, cache_mask)
     y = jax.vmap(attend_one_block)(
-        split_blocks(queries, blocks), parts, before, cache_mask.T, pasts
+        split_blocks(inputs.queries, blocks), parts, before, cache_mask.T, inputs.pasts
     )
     return join_blocks(y)
 
@@ -113,7 +105,7 @@ def attend_block(
     The keys are those of the previous block. `mask` is True where they have left a query's window
     and the query may read them.
     """
-    logits = _product("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
+    logits = einsum("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
     nearby = attend_to_part(jnp.where(mask[:, None], logits, MASKED), values)
     y = merge_parts([window, nearby, _attend_to_memory(queries, past, centroids, bias)])
     return y.output.astype(values.dtype)
@@ -130,7 +122,7 @@ def _attend_to_memory(
     tiles = build_tiles(nearest_centroids(queries, centroids), clusters=clusters, size=size)
     keys, values, rest, lse = (_gather_by_tile(x, tiles) for x in past[:-1])
     head_bias = bias[None, :, None, None]
-    logits = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + head_bias[..., None]
+    logits = einsum("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + head_bias[..., None]
     there = slot_mask(past)[:, None, None, None]
     best = attend_to_part(jnp.where(there, logits, MASKED), values)
     far = merge_parts([best, AttentionPart(rest[:, :, :, None], lse[..., None] + head_bias)])
@@ -143,7 +135,3 @@ def _gather_by_tile(x: Float[Array, "B H C *R"], tiles: QueryTiles) -> Float[Arr
     """Returns the row of x that belongs to the centroid of each tile."""
     flat = x.reshape(*x.shape[:3], -1)
     return gather_by_label(flat, tiles.clusters).reshape(*tiles.clusters.shape, *x.shape[3:])
-
-
-def _product(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

@@ -9,7 +9,7 @@ In shapes, X is the number of keys, C of clusters; K and E are the sizes of a ke
 and O = T + X - 1 is the number of distances (key minus query) from 1 - T to X - 1.
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +18,26 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops import dispatch
 from brt.ops.clustered_attention import pallas, reference, xla
 from brt.ops.clustered_attention.clustering import cluster_queries
-from brt.ops.clustered_attention.config import ClusteredConfig
+from brt.ops.clustered_attention.config import ClusteredConfig, ClusterInputs
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 
-
-def _clustered_op(kind: str, xla: Callable[..., Array], reference: Callable[..., Array]) -> Op:
-    naive = Implementation("reference", reference, auto=(), refusal=dispatch.dropout_refusal)
-    kernels = pallas.implementations(kind)
-    return Op("clustered_attention", (*kernels, Implementation("xla", xla), naive))
-
-
-# The keys of this dictionary are values of the setting `Attention.kind`.
-OPS = {
-    "clustered": _clustered_op("clustered", xla.clustered, reference.clustered),
-    "improved_clustered": _clustered_op(
-        "improved_clustered", xla.improved_clustered, reference.improved_clustered
+_INTERPRETED = partial(pallas.attend, backend="tpu", interpret=True)
+OP = Op(
+    "clustered_attention",
+    (
+        Implementation(
+            "pallas_tpu", partial(pallas.attend, backend="tpu"), partial(pallas.refusal, "tpu")
+        ),
+        Implementation(
+            "pallas_gpu", partial(pallas.attend, backend="gpu"), partial(pallas.refusal, "gpu")
+        ),
+        Implementation("pallas_interpret", _INTERPRETED, pallas.feature_refusal),
+        Implementation("xla", xla.attend),
+        Implementation("reference", reference.attend, dispatch.dropout_refusal),
     ),
-}
+)
+_KINDS = "clustered", "improved_clustered"  # the values of `Attention.kind` that this op computes
 
 
 def attend(
@@ -99,15 +101,13 @@ def attend_by_label(
 
     There are C = min(`config.clusters`, T) clusters. The label of padding is C.
     """
-    if config.kind not in OPS:
+    if config.kind not in _KINDS:
         raise NotImplementedError(
-            f"Attention.kind = {config.kind!r} is no clustered attention; those are {list(OPS)}"
+            f"Attention.kind = {config.kind!r} is no clustered attention; those are {list(_KINDS)}"
         )
-    there = (labels[:, 0] < min(config.clusters, labels.shape[-1]))[..., None, None]
+    there = (labels[:, 0] < config.cluster_count(labels))[..., None, None]
     q = jnp.where(there, queries * scale, 0)
     k, v = (jnp.where(valid[..., None, None], x, 0) for x in (keys, values))
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    y = dispatch.run(
-        OPS[config.kind], implementation, q, k, v, valid, labels, config, bias=bias, dropout=dropout
-    )
-    return y.swapaxes(1, 2)
+    inputs = ClusterInputs(q, k, v, valid, labels, bias)
+    return dispatch.run(OP, implementation, inputs, config, dropout=dropout).swapaxes(1, 2)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.ops import dispatch
 from brt.ops.clustered_attention import kmeans_tpu, reference
-from brt.ops.clustered_attention.config import ClusteredConfig
+from brt.ops.clustered_attention.config import ClusteredConfig, Codes
 from brt.ops.clustered_attention.hashing import hash_codes, random_planes, unit_scale
 from brt.ops.clustered_attention.members import cluster_sums, member_counts
 from brt.ops.dispatch import Implementation, Op
@@ -78,17 +78,14 @@ def kmeans(
     clusters that are not `active`.
     """
     codes, centroids = map(jax.lax.stop_gradient, (codes, centroids))
-    return dispatch.run(OP, implementation, codes, valid, centroids, active, iterations=iterations)
+    inputs = Codes(codes, valid, centroids, active)
+    return dispatch.run(OP, implementation, inputs, iterations=iterations)
 
 
 def _kmeans(
-    codes: Float[Array, "B H T P"],
-    valid: Bool[Array, "B T"],
-    centroids: Float[Array, "B H C P"],
-    active: Bool[Array, "B C"],
-    *,
-    iterations: int,
+    inputs: Codes, *, iterations: int
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    codes, valid, centroids, active = inputs
     words = pack_codes(codes)
 
     def update_centroids(_: Array | int, centroids: Array) -> Array:
@@ -103,10 +100,10 @@ def _kmeans(
 OP = Op(
     "kmeans",
     (
-        Implementation("pallas_tpu", kmeans_tpu.kmeans, ("tpu",), ("tpu",), kmeans_tpu.refusal),
+        Implementation("pallas_tpu", kmeans_tpu.kmeans, kmeans_tpu.refusal),
         Implementation("xla", _kmeans),
-        Implementation("pallas_interpret", kmeans_tpu.interpreted, auto=()),
-        Implementation("reference", reference.kmeans, auto=()),
+        Implementation("pallas_interpret", kmeans_tpu.interpreted),
+        Implementation("reference", reference.kmeans),
     ),
 )
 

@@ -1,7 +1,9 @@
-"""The configuration of clustered attention."""
+"""The configuration and the inputs of clustered attention; see `api` for the axes of arrays."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,3 +24,26 @@ class ClusteredConfig:
     # corrected by the variance of the cluster's queries.
     mass_rule: Literal["paper", "lse_jensen"]
     mass_stop_gradient: bool  # True gives the total weight of the `top_k` keys no gradient
+
+    def cluster_count(self, labels: Int[Array, "B H T"]) -> int:
+        return min(self.clusters, labels.shape[-1])
+
+
+class Codes(NamedTuple):
+    """The arrays of `clustering.kmeans`: hash codes of P bits, and C centroids."""
+
+    codes: Float[Array, "B H T P"]
+    valid: Bool[Array, "B T"]
+    centroids: Float[Array, "B H C P"]
+    active: Bool[Array, "B C"]
+
+
+class ClusterInputs(NamedTuple):
+    """The arrays of `api.attend_by_label`, with heads before tokens and scaled queries."""
+
+    queries: Float[Array, "B H T K"]
+    keys: Float[Array, "B H X K"]
+    values: Float[Array, "B H X E"]
+    valid: Bool[Array, "B X"]
+    labels: Int[Array, "B H T"]
+    bias: Float[Array, "H O"] | None = None

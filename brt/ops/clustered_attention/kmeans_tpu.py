@@ -14,16 +14,17 @@ P and C after padding; P' includes the row of ones.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.distributed import rules
+from brt.ops import dispatch
+from brt.ops.clustered_attention.config import Codes
 from brt.ops.tpu import (
     LANES,
     NN,
@@ -43,64 +44,32 @@ _UNUSED = 2.0**22
 _TILE = 32 * 8 * LANES
 
 
-def refusal(
-    codes: Float[Array, "B H T P"],
-    valid: Any,
-    centroids: Float[Array, "B H C P"],
-    *_: Any,
-    **__: Any,
-) -> str | None:
+def refusal(inputs: Codes, **_: Any) -> str | None:
     """Returns why the kernel does not support these inputs, or None if it does."""
-    tokens, bits = codes.shape[2:]
-    if centroids.shape[2] > _MAX_CLUSTERS:
-        return f"has {_MAX_CLUSTERS} clusters at most, not {centroids.shape[2]}"
+    (tokens, bits), clusters = inputs.codes.shape[2:], inputs.centroids.shape[2]
+    if clusters > _MAX_CLUSTERS:
+        return f"has {_MAX_CLUSTERS} clusters at most, not {clusters}"
     if bits > LANES - 8:
         return f"has codes of {LANES - 8} bits at most, not of {bits}"
     # A row of codes or of a centroid has at most LANES numbers. VMEM has two buffers for each block
     # that is copied in or out. A number of a code takes 2 bytes, so two buffers of codes take
     # 4 * LANES bytes per token. A number of a centroid takes 4 bytes. Two buffers for its initial
     # value, two for its result and one array of sums take 5 * 4 * LANES bytes per centroid.
-    taken = 4 * LANES * (tokens + 5 * centroids.shape[2])
+    taken = 4 * LANES * (tokens + 5 * clusters)
     return vmem_refusal(taken, "codes")
 
 
 def kmeans(
-    codes: Float[Array, "B H T P"],
-    valid: Bool[Array, "B T"],
-    centroids: Float[Array, "B H C P"],
-    active: Bool[Array, "B C"],
-    *,
-    iterations: int,
-    interpret: bool | pltpu.InterpretParams = False,
+    inputs: Codes, *, iterations: int, interpret: bool | pltpu.InterpretParams = False
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Implements `clustering.kmeans`."""
-
-    def local(*arrays: Array) -> tuple[Array, Array]:
-        labels, found = _local(*arrays, iterations=iterations, interpret=interpret)
-        return labels[..., 0], found
-
-    return on_devices(local, codes, valid, centroids, active)
-
-
-def on_devices(
-    local: Callable[..., tuple[Array, Array]],
-    codes: Float[Array, "B H T P"],
-    valid: Bool[Array, "B T"],
-    centroids: Float[Array, "B H C P"],
-    active: Bool[Array, "B C"],
-) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Returns local(codes, ...), computed by each device for its own batch rows and heads."""
+    local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():
-        head_partition = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
-        lane_partition = rules.partition_spec("lanes", None, shape=valid.shape)
-        local = jax.shard_map(
-            local,
-            in_specs=(head_partition, lane_partition, head_partition, lane_partition),
-            out_specs=(jax.P(*head_partition[:3]), head_partition),
-            axis_names=rules.automatic_axes(),
-            check_vma=False,
-        )
-    return local(codes, valid, centroids, active)
+        by_head = rules.partition_spec("lanes", "heads", None, None, shape=inputs.codes.shape)
+        by_row = rules.partition_spec("lanes", None, shape=inputs.valid.shape)
+        specs = Codes(by_head, by_row, by_head, by_row)
+        local = dispatch.on_devices(local, (specs,), (jax.P(*by_head[:3]), by_head))
+    return local(inputs)
 
 
 interpreted = functools.partial(kmeans, interpret=True)
@@ -119,8 +88,9 @@ class KMeansKernelInputs(NamedTuple):
 
 
 def _local(
-    codes: Array, valid: Array, centroids: Array, active: Array, *, iterations: int, interpret: Any
-) -> tuple[Int[Array, "B H T 1"], Float[Array, "B H C P"]]:
+    inputs: Codes, *, iterations: int, interpret: Any
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    codes, valid, centroids, active = inputs
     batch, heads, tokens, bits = codes.shape
     count = centroids.shape[2]
     clusters = max(1 << (count - 1).bit_length(), 16)
@@ -134,7 +104,7 @@ def _local(
     numbers = jnp.pad(jnp.where(active, 0.0, _UNUSED), ((0, 0), (0, clusters - count)),
                       constant_values=_UNUSED)  # fmt: skip
     numbers += jnp.arange(clusters, dtype=jnp.float32)[None]
-    inputs = KMeansKernelInputs(
+    arrays = KMeansKernelInputs(
         all_codes.swapaxes(2, 3).astype(jnp.bfloat16),
         jnp.pad(centroids, first),
         numbers[:, :, None],
@@ -163,9 +133,9 @@ def _local(
             transcendentals=0,
             bytes_accessed=2 * batch * heads * width * rows,
         ),
-    )(inputs)
+    )(arrays)
     labels = jnp.where(valid[:, None], labels[:, :, 0, :tokens], count)
-    return labels[..., None], results[:, :, :count, :bits].astype(centroids.dtype)
+    return labels, results[:, :, :count, :bits].astype(centroids.dtype)
 
 
 def _kernel(

@@ -7,85 +7,65 @@ attention the attention of the queries to the best keys, stay in plain XLA.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.attention import gpu
 from brt.ops.clustered_attention import xla
-from brt.ops.clustered_attention.config import ClusteredConfig
-from brt.ops.dispatch import Implementation
-from brt.ops.masked_attention import pallas_gpu, pallas_tpu
+from brt.ops.clustered_attention.config import ClusteredConfig, ClusterInputs
+from brt.ops.masked_attention import pallas
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.tpu import LANES, head_refusal
 
 _TILE = 128  # Centroids and keys are padded to a multiple of this number.
-_KINDS = {"clustered": xla.clustered, "improved_clustered": xla.improved_clustered}
-_MASKED = {"tpu": pallas_tpu.attend_part, "gpu": pallas_gpu.attend_part}
 
 
-def implementations(kind: str) -> list[Implementation]:
-    """Returns the kernels of a kind of clustered attention, a value of `Attention.kind`."""
-
-    def kernel(backend: str) -> Implementation:
-        function = functools.partial(attend_by_head, kind, backend)
-        check = functools.partial(refusal, backend)
-        return Implementation(f"pallas_{backend}", function, (backend,), (backend,), check)
-
-    interpreted = functools.partial(attend_by_head, kind, "tpu", interpret=True)
-    return [
-        kernel("tpu"), kernel("gpu"),
-        Implementation("pallas_interpret", interpreted, (), refusal=feature_refusal),
-    ]  # fmt: skip
-
-
-def feature_refusal(*inputs: Any, dropout: Any, bias: Any) -> str | None:
+def feature_refusal(
+    inputs: ClusterInputs, config: ClusteredConfig, *, dropout: Any = None
+) -> str | None:
     """Returns why no kernel supports these settings, or None; interpreters take all sizes."""
-    config: ClusteredConfig = inputs[-1]
     if config.kind == "improved_clustered" and config.mass_rule == "lse_jensen":
         return "does not have Attention.mass_rule = 'lse_jensen'"
-    if bias is not None:
+    if inputs.bias is not None:
         return "has no bias of distances"
     return dispatch.dropout_refusal(dropout=dropout)
 
 
 def refusal(
-    backend: str, queries: Array, keys: Array, values: Array, valid: Any, labels: Any,
-    config: ClusteredConfig, dropout: Any, bias: Any,
-) -> str | None:  # fmt: skip
+    backend: str, inputs: ClusterInputs, config: ClusteredConfig, *, dropout: Any = None
+) -> str | None:
     """Returns the reason why a backend's kernel does not support these inputs, or None."""
-    if reason := feature_refusal(config, dropout=dropout, bias=bias):
+    if reason := feature_refusal(inputs, config, dropout=dropout):
         return reason
-    if keys.shape[3] != values.shape[3]:
-        return f"has keys and values of one size, not of {keys.shape[3]} and {values.shape[3]}"
+    of_keys, of_values = inputs.keys.shape[3], inputs.values.shape[3]
+    if of_keys != of_values:
+        return f"has keys and values of one size, not of {of_keys} and {of_values}"
     if backend == "tpu":
-        return head_refusal(keys.shape[3], queries.dtype)
-    return gpu.refusal(queries, _TILE, _TILE)
+        return head_refusal(inputs.queries)
+    return gpu.refusal(inputs.queries, _TILE, _TILE)
 
 
-def attend_by_head(
-    kind: str, backend: str, queries: Float[Array, "B H T K"], keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X E"], valid: Bool[Array, "B X"], labels: Int[Array, "B H T"],
-    config: ClusteredConfig, dropout: None, bias: None,
+def attend(
+    inputs: ClusterInputs, config: ClusteredConfig, *, dropout: None = None, backend: str,
     **options: Any,
 ) -> Float[Array, "B H T E"]:  # fmt: skip
-    attend = functools.partial(_attend, backend=backend, **options)
-    local: Callable[..., Array] = functools.partial(
-        _KINDS[kind], config=config, dropout=None, bias=None, attend=attend
-    )
+    """Implements `api.attend_by_label`; each device computes its own rows and heads."""
+    centroids = functools.partial(_attend, backend=backend, **options)
+
+    def local(inputs: ClusterInputs) -> Float[Array, "B H T E"]:
+        return xla.attend(inputs, config, dropout=None, attend=centroids)
+
     if rules.partitioned():
-        by_head = rules.partition_spec("lanes", "heads", None, None, shape=queries.shape)
-        by_row = rules.partition_spec("lanes", None, shape=valid.shape)
-        local = jax.shard_map(
-            local, in_specs=(by_head, by_head, by_head, by_row, jax.P(*by_head[:3])),
-            out_specs=by_head, axis_names=rules.automatic_axes(), check_vma=False,
-        )  # fmt: skip
-    return local(queries, keys, values, valid, labels)
+        by_head = rules.partition_spec("lanes", "heads", None, None, shape=inputs.queries.shape)
+        by_row = rules.partition_spec("lanes", None, shape=inputs.valid.shape)
+        specs = ClusterInputs(by_head, by_head, by_head, by_row, jax.P(*by_head[:3]))
+        return dispatch.on_devices(local, (specs,), by_head)(inputs)
+    return local(inputs)
 
 
 def _attend(
@@ -116,7 +96,7 @@ def _attend(
         for x in (centroids, keys, values)
     )  # fmt: skip
     by_row = mask.reshape(batch * heads, *mask.shape[2:])
-    part = _MASKED[backend](q, k, v, None, by_row, **options)
+    part = pallas.attend_part(q, k, v, None, by_row, backend=backend, **options)
     return AttentionPart(
         part.output.reshape(batch, heads, -1, width + spare)[:, :, :clusters, :width],
         part.lse.reshape(batch, heads, -1)[:, :, :clusters],

@@ -6,55 +6,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.clustered_attention.config import ClusteredConfig
+from brt.ops.clustered_attention.config import ClusteredConfig, ClusterInputs, Codes
 
 
-def clustered(
-    queries: Float[Array, "B H T K"],
-    keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X E"],
-    valid: Bool[Array, "B X"],
-    labels: Int[Array, "B H T"],
-    config: ClusteredConfig,
-    dropout: None = None,
-    bias: Float[Array, "H O"] | None = None,
+def attend(
+    inputs: ClusterInputs, config: ClusteredConfig, *, dropout: None = None
 ) -> Float[Array, "B H T E"]:
-    """Implements `api.attend_by_label` for scaled queries, with heads before tokens."""
-    together, real = _same_cluster(labels, config)
-    own_centroid = _cluster_mean(queries, together)
-    pairs = _pair_bias(bias, queries, keys)
-    logits = _logits(own_centroid, keys) + _cluster_mean(pairs, together)
-    weights = _softmax(logits, valid[:, None, None])
-    return jnp.where(real, weights @ values, 0)
-
-
-def improved_clustered(
-    queries: Float[Array, "B H T K"],
-    keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X E"],
-    valid: Bool[Array, "B X"],
-    labels: Int[Array, "B H T"],
-    config: ClusteredConfig,
-    dropout: None = None,
-    bias: Float[Array, "H O"] | None = None,
-) -> Float[Array, "B H T E"]:
-    """Implements `api.attend_by_label` for scaled queries, with heads before tokens."""
+    """Implements `api.attend_by_label`."""
+    queries, keys, values, valid, labels, bias = inputs
     together, real = _same_cluster(labels, config)
     own_centroid = _cluster_mean(queries, together)
     mask = valid[:, None, None]
     pairs = _pair_bias(bias, queries, keys)
-    exact = _logits(queries, keys) + pairs
     logits = _logits(own_centroid, keys) + _cluster_mean(pairs, together)
-    best = mask & (_rank(jnp.where(mask, logits, -jnp.inf)) < config.top_k)
-    if config.mass_rule == "paper":
-        weights = _softmax(logits, mask)
-        mass = jnp.sum(jnp.where(best, weights, 0), axis=-1, keepdims=True)
-        mass = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
-        weights = jnp.where(best, mass * _softmax(exact, best), weights)
-    else:
-        away = jnp.mean((queries - own_centroid) ** 2, axis=-1, keepdims=True)
-        jensen = _cluster_mean(away, together) * jnp.sum(keys**2, axis=-1)[:, :, None] / 2
-        weights = _softmax(jnp.where(best, exact, logits + jensen), mask)
+    weights = _softmax(logits, mask)
+    if config.kind == "improved_clustered":
+        exact = _logits(queries, keys) + pairs
+        best = mask & (_rank(jnp.where(mask, logits, -jnp.inf)) < config.top_k)
+        if config.mass_rule == "paper":
+            mass = jnp.sum(jnp.where(best, weights, 0), axis=-1, keepdims=True)
+            mass = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
+            weights = jnp.where(best, mass * _softmax(exact, best), weights)
+        else:
+            away = jnp.mean((queries - own_centroid) ** 2, axis=-1, keepdims=True)
+            jensen = _cluster_mean(away, together) * jnp.sum(keys**2, axis=-1)[:, :, None] / 2
+            weights = _softmax(jnp.where(best, exact, logits + jensen), mask)
     return jnp.where(real, weights @ values, 0)
 
 
@@ -67,16 +43,11 @@ def hash_codes(
 
 
 def kmeans(
-    codes: Float[Array, "B H T P"],
-    valid: Bool[Array, "B T"],
-    centroids: Float[Array, "B H C P"],
-    active: Bool[Array, "B C"],
-    *,
-    iterations: int,
+    inputs: Codes, *, iterations: int
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Implements `clustering.kmeans`."""
     per_head = partial(_kmeans, iterations=iterations)
-    return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(codes, valid, centroids, active)
+    return jax.vmap(jax.vmap(per_head, (0, None, 0, None)))(*inputs)
 
 
 def _kmeans(
@@ -106,7 +77,7 @@ def _same_cluster(
     labels: Int[Array, "B H T"], config: ClusteredConfig
 ) -> tuple[Bool[Array, "B H T T"], Bool[Array, "B H T 1"]]:
     """Returns which pairs of queries share a cluster, and which queries are no padding."""
-    real = labels < min(config.clusters, labels.shape[-1])
+    real = labels < config.cluster_count(labels)
     same = labels[..., :, None] == labels[..., None, :]
     return same & real[..., None, :], real[..., None]
 

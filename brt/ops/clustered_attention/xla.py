@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.clustered_attention.config import ClusteredConfig
+from brt.ops.clustered_attention.config import ClusteredConfig, ClusterInputs
 from brt.ops.clustered_attention.members import (
     build_tiles,
     cluster_sums,
@@ -23,10 +23,11 @@ from brt.ops.clustered_attention.members import (
 )
 from brt.ops.clustered_attention.relative import mean_bias, pair_bias
 from brt.ops.dropout import Dropout
+from brt.ops.normalization import half_squares
 from brt.ops.partial_attention import AttentionPart, attend_to_part
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
-from brt.ops.top_k import take, top_k
+from brt.ops.top_k import largest, take
 
 
 class BestKeys(NamedTuple):
@@ -59,54 +60,58 @@ def attend_from_centroids(
     return attend_to_part(jnp.where(seen, logits, MASKED), values, dropout)
 
 
-def clustered(
-    queries: Float[Array, "B H T K"],
-    keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X E"],
-    valid: Bool[Array, "B X"],
-    labels: Int[Array, "B H T"],
+def attend(
+    inputs: ClusterInputs,
     config: ClusteredConfig,
-    dropout: Dropout | None,
-    bias: Float[Array, "H O"] | None,
     *,
+    dropout: Dropout | None,
     attend: CentroidAttention = attend_from_centroids,
 ) -> Float[Array, "B H T E"]:
-    """Implements `api.attend_by_label` (equations 4-6) for scaled queries, heads before tokens."""
-    centroids = _centroids(queries, labels, config)
+    """Implements `api.attend_by_label`."""
+    kind = _clustered if config.kind == "clustered" else _improved_clustered
+    return kind(inputs, config, dropout, attend)
+
+
+def _clustered(
+    inputs: ClusterInputs,
+    config: ClusteredConfig,
+    dropout: Dropout | None,
+    attend: CentroidAttention,
+) -> Float[Array, "B H T E"]:
+    """Computes equations 4-6."""
+    queries, keys, values, valid, labels, bias = inputs
+    clusters = config.cluster_count(labels)
+    centroids = _centroids(queries, labels, clusters)
     logits = matmul_nt(centroids, keys)
     if bias is not None:
-        logits += mean_bias(bias, labels, _cluster_count(labels, config))
+        logits += mean_bias(bias, labels, clusters)
     part = attend(centroids, keys, values, valid[:, None, None], logits, dropout)
     return gather_by_label(part.output.astype(values.dtype), labels)
 
 
-def improved_clustered(
-    queries: Float[Array, "B H T K"],
-    keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X E"],
-    valid: Bool[Array, "B X"],
-    labels: Int[Array, "B H T"],
+def _improved_clustered(
+    inputs: ClusterInputs,
     config: ClusteredConfig,
     dropout: Dropout | None,
-    bias: Float[Array, "H O"] | None,
-    *,
-    attend: CentroidAttention = attend_from_centroids,
+    attend: CentroidAttention,
 ) -> Float[Array, "B H T E"]:
-    """Implements `api.attend_by_label` (section 3.3) for scaled queries, heads before tokens.
+    """Computes section 3.3.
 
     `dropout.part(0)` is for each query's weights of the best keys, `dropout.part(1)` for the
     weights of the centroids, whose attention to the other keys `attend` computes.
     """
-    tokens, clusters = labels.shape[-1], _cluster_count(labels, config)
+    queries, keys, values, valid, labels, bias = inputs
+    tokens, clusters = labels.shape[-1], config.cluster_count(labels)
     size = min(tile_size(tokens, clusters), tokens)
     tiles = build_tiles(labels, clusters=clusters, size=size)
-    centroids = _centroids(queries, labels, config)
+    centroids = _centroids(queries, labels, clusters)
     logits, mean = matmul_nt(centroids, keys), None
     if bias is not None:
         mean = mean_bias(bias, labels, clusters)
         logits += mean
     mask = valid[:, None, None]
-    best = _find_best_keys(logits, mask, config.top_k)
+    values_of_best, indices, chosen = largest(logits, mask, min(config.top_k, keys.shape[2]))
+    best = BestKeys(indices, values_of_best > -jnp.inf, chosen)
     best_keys, best_values = (take(x, best.indices) for x in (keys, values))
     best_dropout, rest_dropout = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
 
@@ -118,7 +123,7 @@ def improved_clustered(
     own = attend_to_part(exact, gather_by_tile(best_values, tiles), best_dropout)
     if config.mass_rule == "lse_jensen":
         variance = _cluster_variance(queries, labels, centroids)
-        logits += variance[..., None] * _half_squares(keys)[:, :, None]
+        logits += variance[..., None] * half_squares(keys)[:, :, None]
     rest = attend(centroids, keys, values, mask & ~best.mask, logits, rest_dropout)
     rest = AttentionPart(*(gather_by_tile(x, tiles)[:, :, :, None] for x in rest))
     lse = own.lse
@@ -144,23 +149,10 @@ def _best_keys_lse(
     return softmax_and_lse(jnp.where(best.there, logits, MASKED))[1]
 
 
-def _find_best_keys(
-    logits: Float[Array, "B H C X"], mask: Bool[Array, "B 1 1 X"], count: int
-) -> BestKeys:
-    ranked = jnp.where(mask, jax.lax.stop_gradient(logits), -jnp.inf)
-    values, indices = top_k(ranked, min(count, logits.shape[-1]))
-    last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
-    # If several keys have the logit `last`, `top_k` takes the first of them, and the last entry of
-    # `indices` is the position of the last key that it takes.
-    best = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
-    return BestKeys(indices, values > -jnp.inf, best)
-
-
 def _centroids(
-    queries: Float[Array, "B H T K"], labels: Int[Array, "B H T"], config: ClusteredConfig
+    queries: Float[Array, "B H T K"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C K"]:
     """Returns the means of the clusters' members (equation 3), zeros for empty clusters."""
-    clusters = _cluster_count(labels, config)
     sums = cluster_sums(queries.astype(jnp.float32), labels, clusters)
     return (sums / _member_divisors(labels, clusters)[..., None]).astype(queries.dtype)
 
@@ -175,14 +167,6 @@ def _cluster_variance(
     away = queries.astype(jnp.float32) - gather_by_label(centroids.astype(jnp.float32), labels)
     squares = jnp.mean(away**2, axis=-1, keepdims=True)
     return cluster_sums(squares, labels, clusters)[..., 0] / _member_divisors(labels, clusters)
-
-
-def _half_squares(keys: Float[Array, "B H X K"]) -> Float[Array, "B H X"]:
-    return jnp.sum(keys.astype(jnp.float32) ** 2, axis=-1) / 2
-
-
-def _cluster_count(labels: Int[Array, "B H T"], config: ClusteredConfig) -> int:
-    return min(config.clusters, labels.shape[-1])
 
 
 def _member_divisors(labels: Int[Array, "B H T"], clusters: int) -> Float[Array, "B H C"]:

@@ -5,7 +5,8 @@ The source is divided into segments, and each target position reads one of them.
   full: softmax over the complete source, as a single window of all keys.
   segmented: softmax over one segment of the source.
   srformer: as segmented, plus a recurrence over the other segments, whose states pass through
-    accumulate-and-fire neurons.
+    accumulate-and-fire neurons (SRformer, section 3): O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i /
+    norm(K), where i is the segment of t, and the state R_i summarizes the other segments.
   xl_memory: softmax over one segment and the outputs of an RNN for the previous segment.
   transformer_xl: softmax over one segment and the previous segment.
   local_global: softmax over one segment and the means of all segments.
@@ -19,49 +20,58 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
-from brt.ops import segmented_recurrent_attention as segmented
-from brt.ops.cross_attention import reference, xla
-from brt.ops.cross_attention.parameters import CrossParameters
-from brt.ops.cross_attention.xla import build_windows
+from brt.ops.attention import gpu
+from brt.ops.attention.gpu_inputs import TILE
+from brt.ops.cross_attention import pallas_tpu, reference, states_tpu, xla
+from brt.ops.cross_attention.config import CrossConfig
+from brt.ops.cross_attention.dense import SegmentKernels
+from brt.ops.cross_attention.parameters import CrossInputs, CrossParameters
+from brt.ops.cross_attention.recurrence import NeuronMetrics
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention import DecodingCache as CrossCache
-from brt.ops.segmented_recurrent_attention import NeuronMetrics as NeuronMetrics
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
+from brt.ops.tpu import LANES
 
 
-def _kernel_refusal(
-    queries: Array, keys: Array, values: Array, valid: Array, parameters: CrossParameters,
-    config: CrossConfig, **__: Any,
-) -> str | None:  # fmt: skip
-    _, length, heads, width = keys.shape
-    return segmented.refusal(config, heads, width, -(-length // config.segment_size), keys.dtype)
+def _tpu_refusal(inputs: CrossInputs, config: CrossConfig, **_: Any) -> str | None:
+    _, length, heads, width = inputs.keys.shape
+    segments = -(-length // config.segment_size)
+    return pallas_tpu.refusal(config, heads, width, segments, inputs.keys.dtype)
 
 
-def _gpu_refusal(
-    queries: Array, keys: Array, values: Array, valid: Array, parameters: CrossParameters,
-    config: CrossConfig, **__: Any,
-) -> str | None:  # fmt: skip
-    size, length = config.segment_size, keys.shape[1]
+def _gpu_refusal(inputs: CrossInputs, config: CrossConfig, **_: Any) -> str | None:
+    kinds = "full", "segmented", "srformer"
+    if config.kind not in kinds or not config.use_segment or config.training_form == "slots":
+        return (
+            "is the softmax attention (use_segment) of CrossAttention.kind = 'full', 'segmented' "
+            "or 'srformer', not in the form 'slots'"
+        )
+    size, length = config.segment_size, inputs.keys.shape[1]
     padded = length if config.kind == "full" else -(-length // size) * size
-    return segmented.gpu_refusal(config, queries, padded)
+    return gpu.refusal(inputs.queries, inputs.queries.shape[1], padded)
 
 
+def _interpreter_refusal(inputs: CrossInputs, config: CrossConfig, **_: Any) -> str | None:
+    return pallas_tpu.feature_refusal(config)
+
+
+_TPU = SegmentKernels(states_tpu.read_states, LANES, states_tpu.MOST_QUERIES, pallas_tpu.recurrence)
+_INTERPRETED = _TPU._replace(
+    read_states=states_tpu.interpreted, unit=1, recur=pallas_tpu.interpreted
+)
 OP = Op(
     "cross_attention",
     (
+        Implementation("pallas_tpu", partial(xla.attend, kernels=_TPU), _tpu_refusal),
         Implementation(
-            "pallas_tpu", partial(xla.attend, implementation="pallas_tpu"),
-            ("tpu",), ("tpu",), _kernel_refusal,
-        ),
-        Implementation(
-            "pallas_gpu", partial(xla.attend, implementation="pallas_gpu"),
-            ("gpu",), ("gpu",), _gpu_refusal,
+            "pallas_gpu", partial(xla.attend, kernels=SegmentKernels(unit=TILE)), _gpu_refusal
         ),
         Implementation("xla", xla.attend),
-        Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),
+        Implementation(
+            "pallas_interpret", partial(xla.attend, kernels=_INTERPRETED), _interpreter_refusal
+        ),
+        Implementation("reference", reference.attend, dispatch.dropout_refusal),
     ),
-)  # fmt: skip
+)
 
 
 def attend(
@@ -87,46 +97,12 @@ def attend(
       valid: False for padding, which no softmax reads; a source without valid positions gives zeros
         if `config.mask_kv`. Without this setting, as in the original code's T5, padding counts in
         recurrences and in means of segments.
-      t0: 0 in training. If t0 is an array, the computation costs as much as full attention.
+      t0: 0 in training. If t0 is an array, every query is multiplied with the keys of all segments,
+        because its segment is not known at trace time.
       target_length: the number of target positions of the padded batch, among which the setting
-        `index_mode = "batch"` distributes the segments; None in decoding.
+        `index_mode = "batch"` distributes the segments; None in decoding, where `config.q_ref`
+        takes its place.
     """
-    return dispatch.run(
-        OP, implementation, queries, keys, values, valid, parameters, config,
-        t0=t0, target_length=target_length, dropout=dropout,
-    )  # fmt: skip
-
-
-def prefill(
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    parameters: CrossParameters,
-    config: CrossConfig,
-) -> CrossCache:
-    """Returns the cache that decoding reads by `step`, shared by all beams of a source."""
-    windows = build_windows(keys, values, valid, parameters, config)
-    return segmented.prefill(windows, parameters.raf, config)
-
-
-def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
-    """Returns the cache for decoding steps at target position t and later.
-
-    t must not decrease from call to call. Only `srformer` with `cache = "carry"` changes its cache,
-    which holds the state of the recurrence at one position.
-    """
-    return segmented.advance(cache, t, config)
-
-
-def step(
-    queries: Float[Array, "B N T H K"],
-    cache: CrossCache,
-    t: int | Int[Array, ""],
-    config: CrossConfig,
-) -> Float[Array, "B N T H K"]:
-    """Returns the result of `attend` for T target positions from t on, for all beams.
-
-    The cache, from `prefill` or `advance`, is for position t. If beams are reordered, it stays as
-    it is, because all beams of a source share it.
-    """
-    return segmented.step(queries, cache, t, config)
+    inputs = CrossInputs(queries, keys, values, valid, parameters)
+    options = {"t0": t0, "target_length": target_length, "dropout": dropout}
+    return dispatch.run(OP, implementation, inputs, config, **options)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import deferred
+from brt.ops.cross_attention.segments import SharedKeys
 from brt.ops.dense import dense
-from brt.ops.segmented_recurrent_attention import SharedKeys
 
 
 class RnnWeights(NamedTuple):

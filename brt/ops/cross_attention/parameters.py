@@ -1,4 +1,4 @@
-"""Learned parameters of cross-attention apart from its projections: shapes and initial values."""
+"""Inputs of cross-attention; its learned parameters apart from its projections."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,20 +6,30 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
-from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention.baselines import RnnWeights
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
+from brt.ops.cross_attention.config import CrossConfig
+from brt.ops.cross_attention.recurrence import RecurrenceParameters
 
 
 class CrossParameters(NamedTuple):
     """Learned parameters of a layer's cross-attention, apart from its projections."""
 
     # of the recurrent accumulate-and-fire neurons of `srformer`
-    raf: segmented.RecurrenceParameters = segmented.RecurrenceParameters()
+    raf: RecurrenceParameters = RecurrenceParameters()
     memory_keys: RnnWeights | None = None  # the RNNs of `xl_memory`
     memory_values: RnnWeights | None = None
+
+
+class CrossInputs(NamedTuple):
+    """The arrays of `api.attend`."""
+
+    queries: Float[Array, "B T H K"]
+    keys: Float[Array, "B X H K"]
+    values: Float[Array, "B X H K"]
+    valid: Bool[Array, "B X"]
+    parameters: CrossParameters
 
 
 class ParameterSpec(NamedTuple):
@@ -48,7 +58,7 @@ def specifications(
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
     """Returns the parameters in nested dictionaries with the keys of `specifications`."""
     kinds = {
-        "raf": segmented.RecurrenceParameters,
+        "raf": RecurrenceParameters,
         "memory_keys": RnnWeights,
         "memory_values": RnnWeights,
     }

@@ -1,88 +1,108 @@
-"""Cross-attention by the reference implementation of segmented recurrent attention.
-
-The windows, the keys and values that a segment's targets read, are built in a simple way.
-"""
+"""Cross-attention in which every query reads every segment, and one result is selected."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from brt.ops import segmented_recurrent_attention as segmented
-from brt.ops.cross_attention.baselines import RnnWeights
-from brt.ops.cross_attention.parameters import CrossParameters
-from brt.ops.segmented_recurrent_attention import SegmentWindows, SharedKeys
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
-from brt.ops.segmented_recurrent_attention.segments import segment_counts, split_segments
+from brt.ops.attention import reference
+from brt.ops.cross_attention.config import CrossConfig
+from brt.ops.cross_attention.parameters import CrossInputs
+from brt.ops.cross_attention.recurrence import (
+    NeuronMetrics,
+    RecurrenceParameters,
+    leak_and_threshold,
+)
+from brt.ops.cross_attention.segments import SegmentWindows, segment_index, segment_schedule
+from brt.ops.cross_attention.windows import build_windows
 
 
 def attend(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    parameters: CrossParameters,
+    inputs: CrossInputs,
     config: CrossConfig,
     *,
-    t0: int | Int[Array, ""] = 0,
-    target_length: int | None = None,
+    t0: int | Int[Array, ""],
+    target_length: int | None,
     dropout: None = None,
-) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    windows = _windows(keys, values, valid, parameters, config)
-    return segmented.attend(
-        queries, windows, parameters.raf, config,
-        t0=t0, target_length=target_length, implementation="reference",
-    )  # fmt: skip
+) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
+    queries, *others = inputs
+    windows, p = build_windows(*others, config), inputs.parameters.raf
+    states, aux = _states(windows, p, config)
+    t = t0 + jnp.arange(queries.shape[1])
+    index = segment_index(t, windows.counts, segment_schedule(config, target_length))
+    y = jnp.zeros_like(queries)
+    for i in range(windows.keys.shape[0]):
+        own = _attend_to_segment(queries, windows, i, states, p, config)
+        y = jnp.where((index == i)[:, :, None, None], own, y)
+    return y, aux
 
 
-def _windows(
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    parameters: CrossParameters,
+def _states(
+    windows: SegmentWindows, p: RecurrenceParameters, config: CrossConfig
+) -> tuple[list[Float[Array, "B H K K"]], NeuronMetrics]:
+    """Returns the normalized states R of each segment."""
+    if config.kind != "srformer":
+        return [], NeuronMetrics()
+    wide = jnp.promote_types(windows.keys.dtype, jnp.float32)
+    keys, values = (x.astype(wide) for x in (windows.keys, windows.values))
+
+    def clip(sums: Float[Array, "*B K K"]) -> Float[Array, "*B K K"]:
+        return jnp.clip(sums, -config.clamp, config.clamp) if config.clamp else sums
+
+    sums = jnp.einsum("mbhsc,mbhse->mbhce", keys, values)
+    states = clip(sums)
+    if config.kv_source != "segment":
+        states = clip(jnp.sum(sums, axis=0))[None] - states
+    aux = NeuronMetrics()
+    if config.use_raf:
+        states, aux = _run_neurons(states, windows.counts, p, config)
+    if config.norm == "feature":
+        norm = jnp.sqrt(jnp.sum(keys**2, axis=(0, 3)) + config.norm_epsilon**2)
+        states = states / norm[None, :, :, None]
+    return list(states), aux
+
+
+def _run_neurons(
+    inputs: Float[Array, "M B H K K"],
+    counts: Int[Array, " B"],
+    p: RecurrenceParameters,
     config: CrossConfig,
-) -> SegmentWindows:
-    if config.mask_kv:
-        keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
-    size = keys.shape[1] if config.kind == "full" else config.segment_size
-    counts, mask = segment_counts(valid, config, size), split_segments(valid, size)
-    k, v = (split_segments(x, size).swapaxes(2, 3) for x in (keys, values))
-    if config.kind == "local_global":
-        counted = mask if config.mask_kv else jnp.ones_like(mask)
-        mean_k, mean_v = (
-            jnp.stack([_mean(part, m) for part, m in zip(x, counted, strict=True)], axis=2)
-            for x in (k, v)
-        )
-        return SegmentWindows(
-            k, v, mask, counts, SharedKeys(mean_k, mean_v, jnp.any(counted, axis=2).T)
-        )
-    if config.kind not in ("xl_memory", "transformer_xl"):
-        return SegmentWindows(k, v, mask, counts)
-    recurs = config.kind == "xl_memory"
-    before = [jax.lax.stop_gradient(x) for x in (k, v)]
-    if recurs:
-        pairs = (keys, parameters.memory_keys), (values, parameters.memory_values)
-        before = [split_segments(_rnn(x, weights), size).swapaxes(2, 3) for x, weights in pairs]
-    previous = [max(j - 1, 0) for j in range(len(mask))]
-    before_mask = [mask[j] & (recurs or n > 0) for n, j in enumerate(previous)]
-    mask = jnp.concatenate([jnp.stack(before_mask), mask], axis=2)
-    k, v = (
-        jnp.stack(
-            [jnp.concatenate([x[j], own], axis=2) for j, own in zip(previous, y, strict=True)]
-        )
-        for x, y in zip(before, (k, v), strict=True)
-    )
-    return SegmentWindows(k, v, mask, counts)
+) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
+    """Computes section 3.3 of the paper segment by segment."""
+    leak, threshold = leak_and_threshold(p, config)
+    membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
+    for j, x in enumerate(inputs):
+        x = x @ p.kernel
+        if p.bias is not None:
+            x = x + p.bias[None, None, None]
+        membrane = leak * membrane + x
+        y = membrane / threshold - 1
+        membrane = membrane - threshold * (y > 0)
+        outputs.append(jax.nn.relu(y))
+        rates.append(jnp.where(j < counts, jnp.mean(y > 0, axis=(1, 2, 3)), 0))
+    return jnp.stack(outputs), NeuronMetrics(jnp.mean(sum(rates) / counts), leak, threshold)
 
 
-def _mean(x: Float[Array, "B H S K"], counted: Bool[Array, "B S"]) -> Float[Array, "B H K"]:
-    total = jnp.sum(jnp.where(counted[:, None, :, None], x, 0), axis=2)
-    return total / jnp.maximum(jnp.sum(counted, axis=1), 1)[:, None, None].astype(x.dtype)
-
-
-def _rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
-    flat, states = x.reshape(*x.shape[:2], -1), []
-    h = jnp.zeros_like(flat[:, 0])
-    for t in range(x.shape[1]):
-        h = jnp.tanh(flat[:, t] @ weights.input_kernel + h @ weights.kernel + weights.bias[None])
-        states.append(h)
-    return jnp.stack(states, axis=1).reshape(x.shape)
+def _attend_to_segment(
+    q: Float[Array, "B T H K"],
+    windows: SegmentWindows,
+    i: int,
+    states: list[Array],
+    p: RecurrenceParameters,
+    config: CrossConfig,
+) -> Float[Array, "B T H K"]:
+    recurrent = None
+    if states:
+        recurrent = jnp.einsum("bthc,bhce->bthe", q, states[i].astype(q.dtype))
+        if not config.use_segment:
+            return recurrent
+    keys, values, mask = windows.keys[i], windows.values[i], windows.mask[i]
+    if windows.shared is not None:
+        pairs = zip((keys, values, mask), windows.shared, (2, 2, 1), strict=True)
+        keys, values, mask = (jnp.concatenate([own, more], axis) for own, more, axis in pairs)
+    by_token = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    attended = reference.attend(q, *by_token, None, mask[:, None]).output
+    if recurrent is None:
+        return attended
+    if p.sigma is not None:
+        return p.sigma * attended + (1 - p.sigma) * recurrent
+    return attended + recurrent if p.gate is None else attended + p.gate * recurrent

@@ -1,75 +1,210 @@
-"""Cross-attention in plain XLA: it builds the windows for segmented recurrent attention."""
+"""Cross-attention of all target positions of a batch, in plain XLA or with kernels.
 
-from collections.abc import Iterable
+Attention is computed in one of two forms:
 
+  dense: every query is multiplied with the windows of all segments (see the module `dense`). With
+    kernels, this is faster than the other form, which copies windows and states.
+  slots: every query is multiplied with the window of its own segment only. For this, the queries of
+    a source are sorted into M rows, and all queries of a row read the same segment. A row has G
+    places for queries, its slots. A source of m <= M segments has M // m rows for each of its
+    segments, and the last segment also has the remaining rows. Keys are never gathered for a query.
+
+In shapes, M is the largest number of segments of a source, and S of keys of a window.
+"""
+
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from brt.ops import segmented_recurrent_attention as segmented
-from brt.ops.cross_attention import baselines
-from brt.ops.cross_attention.parameters import CrossParameters
+from brt.ops import dispatch
+from brt.ops.cross_attention.config import CrossConfig
+from brt.ops.cross_attention.dense import SegmentKernels, attend_densely
+from brt.ops.cross_attention.parameters import CrossInputs
+from brt.ops.cross_attention.recurrence import NeuronMetrics, leak_and_threshold, recurrence
+from brt.ops.cross_attention.segments import SegmentSchedule, segment_index, segment_schedule
+from brt.ops.cross_attention.windows import (
+    Source,
+    attend_to_window,
+    build_windows,
+    combine_outputs,
+    with_shared,
+)
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
-from brt.ops.segmented_recurrent_attention.segments import segment_counts, split_segments
 
 
 def attend(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    parameters: CrossParameters,
+    inputs: CrossInputs,
     config: CrossConfig,
     *,
-    t0: int | Int[Array, ""] = 0,
-    target_length: int | None = None,
-    dropout: Dropout | None = None,
-    implementation: str = "xla",
-) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    windows = build_windows(keys, values, valid, parameters, config)
-    return segmented.attend(
-        queries, windows, parameters.raf, config, t0=t0, target_length=target_length,
-        dropout=dropout, implementation=implementation,
+    t0: int | Int[Array, ""],
+    target_length: int | None,
+    dropout: Dropout | None,
+    kernels: SegmentKernels | None = None,
+) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
+    """Implements `api.attend`; if there are `kernels`, the setting "auto" is the form "dense"."""
+    queries, *others = inputs
+    windows, learned = build_windows(*others, config), inputs.parameters.raf
+    source, aux = Source(windows, config.use_segment, sigma=learned.sigma), NeuronMetrics()
+    if config.kind == "srformer":
+        recur = recurrence if kernels is None else kernels.recur
+        states = recur(windows.keys, windows.values, windows.counts, learned, config)
+        source = source._replace(recurrence=states)
+        if config.use_raf:
+            aux = NeuronMetrics(states.firing_rate, *leak_and_threshold(learned, config))
+    count, length = windows.keys.shape[0], queries.shape[1]
+    if kernels is not None and not kernels.support(length, count * windows.keys.shape[3]):
+        kernels = None
+    schedule = segment_schedule(config, target_length)
+    if _is_dense(config.training_form, kernels, count, length, t0, schedule):
+        own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, schedule)
+        return attend_densely(queries, source, own, dropout, kernels), aux
+    by_row = config.segment_count == "per_example"
+    return _attend_by_slots(queries, source, t0, schedule, dropout, by_row), aux
+
+
+def _is_dense(
+    form: str, kernels: SegmentKernels | None, count: int, length: int, t0: int | Array,
+    schedule: SegmentSchedule,
+) -> bool:  # fmt: skip
+    # The form with slots is impossible for an array t0, because the number of slots of a row
+    # depends on its value, which is not known at trace time.
+    if not isinstance(t0, int) or (form == "auto" and kernels is not None):
+        return True
+    if count == 1:
+        return False
+    if form == "auto":
+        return 2 * slots_per_row(count, length, t0, schedule) > length
+    return form == "dense"
+
+
+def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -> int:
+    """Returns G, the slots of a row: room for all queries of sources with 1 to `count` segments."""
+
+    # This is the largest number of queries of a segment, divided by its rows.
+    def needed_slots(segments: int) -> int:
+        stay = min(schedule.most_positions(segments, t0 + length), length)
+        return -(-stay // (count // segments))
+
+    return max(needed_slots(segments) for segments in range(1, count + 1))
+
+
+class SlotAssignment(NamedTuple):
+    """The assignment of the queries of each source to the Y = M * G slots of its rows."""
+
+    segment: Int[Array, "B M"]  # the segment that each row reads
+    query_of_slot: Int[Array, "B Y"]  # an arbitrary query for unused slots
+    slot: Int[Array, "B T"]  # the slot of each query
+
+
+def plan_slots(
+    counts: Int[Array, " B"], rows: int, length: int, t0: int, schedule: SegmentSchedule
+) -> SlotAssignment:
+    """Assigns the queries of each segment to slots of its rows (see the module's docstring)."""
+    size, each = slots_per_row(rows, length, t0, schedule), counts[:, None]
+    repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
+    segment = jnp.minimum(row // repeats, each - 1)
+    # `first` is the index of the query in the first slot of each row. Only target positions from t0
+    # on have queries, so the position of the first query that reads the segment is reduced by t0.
+    first = (
+        jnp.maximum(schedule.first_position(segment, each) - t0, 0)
+        + (row - segment * repeats) * size
+    )
+    query_of_slot = first[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
+    query_of_slot = jnp.minimum(query_of_slot, length - 1).reshape(first.shape[0], -1)
+    position = jnp.arange(length, dtype=jnp.int32)
+    own = segment_index(position + t0, counts, schedule)
+    since = position[None] - jnp.maximum(schedule.first_position(own, each) - t0, 0)
+    return SlotAssignment(segment, query_of_slot, own * repeats * size + since)
+
+
+def _attend_by_slots(
+    queries: Float[Array, "B T H K"],
+    source: Source,
+    t0: int,
+    schedule: SegmentSchedule,
+    dropout: Dropout | None,
+    by_row: bool,
+) -> Float[Array, "B T H K"]:
+    """Returns the attention output of every query.
+
+    Without `by_row`, every source has M segments and row r reads segment r, so no segment has to be
+    repeated.
+    """
+    batch, length, heads, width = queries.shape
+    windows, recurrence = source.windows, source.recurrence
+    count = windows.keys.shape[0]
+    if count > 1:
+        segment, query_of_slot, slot = plan_slots(windows.counts, count, length, t0, schedule)
+        queries = _gather_once(queries, query_of_slot, slot)
+        if by_row:
+            keys, values, mask = (_repeat_segments(x, segment) for x in windows[:3])
+            source = source._replace(windows=windows._replace(keys=keys, values=values, mask=mask))
+            if recurrence is not None:
+                states = _repeat_segments(recurrence.states, segment)
+                source = source._replace(recurrence=recurrence._replace(states=states))
+    rows = queries.reshape(batch, count, -1, heads, width).transpose(1, 0, 3, 2, 4)
+    y = _attend_rows(rows, source, dropout)
+    y = y.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)
+    return _gather_once(y, slot, query_of_slot) if count > 1 else y
+
+
+def _repeat_segments(
+    x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]
+) -> Shaped[Array, "M B *R"]:
+    """Returns, for row r of each source, its segment[r]."""
+    # TPUs gather row by row, which takes twenty times as long as an exact product with zeros and
+    # ones. Sources stay the second axis and on their device; `vmap` would move them.
+    if dispatch.policy().gathers_by_product:
+        ones = jax.nn.one_hot(segment, len(x), dtype=jnp.promote_types(x.dtype, jnp.bfloat16))
+        results = jnp.einsum("bom,mb...->ob...", ones, x.astype(ones.dtype), precision="highest")
+        return results.astype(x.dtype)
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(2, x.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,),
+        operand_batching_dims=(1,), start_indices_batching_dims=(1,),
     )  # fmt: skip
+    return jax.lax.gather(
+        x, segment.T[:, :, None], numbers, (1, 1, *x.shape[2:]), mode="promise_in_bounds"
+    )
 
 
-def build_windows(
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    parameters: CrossParameters,
-    config: CrossConfig,
-) -> segmented.SegmentWindows:
-    """Returns, for all segments, the keys and values that the targets of a segment read."""
-    if config.mask_kv:
-        keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
-    size = keys.shape[1] if config.kind == "full" else config.segment_size
-    own_keys, own_values = (split_segments(x, size).swapaxes(2, 3) for x in (keys, values))
-    counts = segment_counts(valid, config, size)
-    windows = segmented.SegmentWindows(own_keys, own_values, split_segments(valid, size), counts)
-    if config.kind == "local_global":
-        counted = windows.mask if config.mask_kv else jnp.ones_like(windows.mask)
-        return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
-    if config.kind in ("xl_memory", "transformer_xl"):
-        return _with_memory(windows, keys, values, parameters, config)
-    return windows
+def _attend_rows(
+    rows: Float[Array, "M B H G K"], source: Source, dropout: Dropout | None
+) -> Float[Array, "M B H G K"]:
+    attended = recurrent = scale = None
+    if source.use_segment:
+        window = with_shared(*source.windows[:3], source.windows.shared, axis=0)
+        attended = attend_to_window(rows, *window, dropout, lanes=1)
+    if source.recurrence is not None:
+        states, scale, _ = source.recurrence
+        recurrent = jnp.einsum("mbhgc,mbhce->mbhge", rows, states)
+        scale = None if scale is None else scale[None]
+    return combine_outputs(attended, recurrent, scale, source.sigma)
 
 
-def _with_memory(
-    windows: segmented.SegmentWindows,
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    parameters: CrossParameters,
-    config: CrossConfig,
-) -> segmented.SegmentWindows:
-    recurs = config.kind == "xl_memory"
-    memories: Iterable[Array | None] = (None, None)
-    if recurs:
-        weights = (parameters.memory_keys, parameters.memory_values)
-        memories = (
-            split_segments(baselines.rnn(x, w), config.segment_size).swapaxes(2, 3)
-            for x, w in zip((keys, values), weights, strict=True)
-        )
-    k, v = map(baselines.with_previous, (windows.keys, windows.values), memories)
-    mask = baselines.previous_mask(windows.mask, first=recurs)
-    return segmented.SegmentWindows(k, v, mask, windows.counts)
+@jax.custom_vjp
+def _gather_once(
+    x: Float[Array, "B I H K"], source: Int[Array, "B O"], target: Int[Array, "B I"]
+) -> Float[Array, "B O H K"]:
+    """Returns row source[o] of x as row o.
+
+    Only row target[i] of the rows that hold row i is read, so the gradient is a gather, too; a
+    scatter of single rows is slow on CPUs.
+    """
+    return _gather_rows(x, source)
+
+
+def _gather_rows(x: Shaped[Array, "B I *R"], indices: Int[Array, "B O"]) -> Shaped[Array, "B O *R"]:
+    return jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, indices)
+
+
+def _gather_once_backward(
+    residuals: tuple[Array, Array], gradient: Array
+) -> tuple[Array, None, None]:
+    source, target = residuals
+    used = _gather_rows(source, target) == jnp.arange(target.shape[1])[None]
+    return jnp.where(used[:, :, None, None], _gather_rows(gradient, target), 0), None, None
+
+
+_gather_once.defvjp(lambda x, *places: (_gather_rows(x, places[0]), places), _gather_once_backward)

@@ -9,32 +9,28 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.cross_entropy import pallas_tpu, reference, xla, xla_cpu
-from brt.ops.cross_entropy.chunks import TokenScores
+from brt.ops.cross_entropy.chunks import Targets, TokenScores
 from brt.ops.dispatch import Implementation, Op
 
 SCORES = Op(
     "token_scores",
     (
-        Implementation("pallas_tpu", pallas_tpu.token_scores, ("tpu",), ("tpu",),
-                       pallas_tpu.refusal),
-        Implementation("xla_cpu", xla_cpu.token_scores, auto=("cpu",), refusal=xla_cpu.refusal),
+        Implementation("pallas_tpu", pallas_tpu.token_scores, pallas_tpu.refusal),
+        Implementation("xla_cpu", xla_cpu.token_scores, xla_cpu.refusal),
         Implementation("xla", xla.token_scores),
-        Implementation("pallas_interpret", pallas_tpu.interpreted_scores, (),
-                       refusal=pallas_tpu.bias_refusal),
-        Implementation("reference", reference.token_scores, auto=()),
+        Implementation("pallas_interpret", pallas_tpu.interpreted_scores, pallas_tpu.bias_refusal),
+        Implementation("reference", reference.token_scores),
     ),
-)  # fmt: skip
+)
 LOSS = Op(
     "cross_entropy",
     (
-        Implementation("pallas_tpu", pallas_tpu.cross_entropy, ("tpu",), ("tpu",),
-                       pallas_tpu.refusal),
+        Implementation("pallas_tpu", pallas_tpu.cross_entropy, pallas_tpu.refusal),
         Implementation("xla", xla.cross_entropy),
-        Implementation("pallas_interpret", pallas_tpu.interpreted, (),
-                       refusal=pallas_tpu.bias_refusal),
-        Implementation("reference", reference.cross_entropy, auto=()),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, pallas_tpu.bias_refusal),
+        Implementation("reference", reference.cross_entropy),
     ),
-)  # fmt: skip
+)
 
 
 def token_scores(
@@ -48,9 +44,8 @@ def token_scores(
     implementation: str | None = None,
 ) -> TokenScores:
     """Returns the scores of the targets, for evaluation; there are no gradients."""
-    return dispatch.run(
-        SCORES, implementation, hidden, embedding, targets, bias, scale=scale, chunk=chunk
-    )
+    inputs = Targets(hidden, embedding, targets, bias)
+    return dispatch.run(SCORES, implementation, inputs, scale=scale, chunk=chunk)
 
 
 def cross_entropy(
@@ -71,7 +66,6 @@ def cross_entropy(
     target's probability is distributed evenly over all tokens. The second has none, and no
     gradient.
     """
-    return dispatch.run(
-        LOSS, implementation, hidden, embedding, targets, mask, bias,
-        scale=scale, chunk=chunk, smoothing=smoothing,
-    )  # fmt: skip
+    inputs = Targets(hidden, embedding, targets, bias, mask)
+    options = {"scale": scale, "chunk": chunk, "smoothing": smoothing}
+    return dispatch.run(LOSS, implementation, inputs, **options)

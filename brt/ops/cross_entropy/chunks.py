@@ -1,4 +1,4 @@
-"""Scores of tokens, and chunks of C tokens of a row, whose logits are computed one by one."""
+"""Inputs of losses, and chunks of C tokens of a row, whose logits are computed one by one."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,6 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed.rules import shard_count
+
+
+class Targets(NamedTuple):
+    """The arrays of the losses: vectors of tokens, and the tokens to predict from them."""
+
+    hidden: Float[Array, "B T D"]
+    embedding: Float[Array, "V D"]
+    targets: Int[Array, "B T"]
+    bias: Float[Array, " V"] | None = None  # of the logits
+    mask: Bool[Array, "B T"] | None = None  # the targets that count; None for token scores
 
 
 class TokenScores(NamedTuple):

@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from brt.distributed import rules
-from brt.ops import tpu
-from brt.ops.cross_entropy.chunks import TokenScores
+from brt.ops import dispatch, tpu
+from brt.ops.cross_entropy.chunks import Targets, TokenScores
 from brt.ops.softmax import MASKED
 from brt.ops.tpu import NN, NT, dot_float32
 
@@ -42,17 +42,16 @@ _ROWS, _COLUMNS = (512, 256, 128), (640, 512, 256)
 Interpret = bool | pltpu.InterpretParams
 
 
-def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
-    """Returns why the kernels refuse the bias of the logits, the last input, or None."""
-    return None if inputs[-1] is None else "adds no bias to logits"
+def bias_refusal(inputs: Targets, **_: Any) -> str | None:
+    """Returns why the kernels refuse the bias of the logits, or None."""
+    return None if inputs.bias is None else "adds no bias to logits"
 
 
-def refusal(
-    hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *others: Array | None, **_: Any
-) -> str | None:
-    """Returns why the kernels do not support these inputs, or None; the last one is the bias."""
-    (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
-    if reason := bias_refusal(*others):
+def refusal(inputs: Targets, **_: Any) -> str | None:
+    """Returns why the kernels do not support these inputs, or None."""
+    hidden, (tokens, width) = inputs.hidden, inputs.hidden.shape[1:]
+    vocabulary = len(inputs.embedding)
+    if reason := bias_refusal(inputs):
         return reason
     if tokens % tpu.LANES or vocabulary % tpu.LANES:
         return (
@@ -80,39 +79,24 @@ class _TokenResults(NamedTuple):
 
 
 def token_scores(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    bias: None,
-    *,
-    scale: float,
-    chunk: int,
-    interpret: Interpret = False,
+    inputs: Targets, *, scale: float, chunk: int, interpret: Interpret = False
 ) -> TokenScores:
     """Implements `api.token_scores`; the kernels choose the size of tiles, not `chunk`."""
-    results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
+    results = _shard_by_lane(scale, interpret, inputs)
     return TokenScores(results.nats, results.lead > 0)
 
 
 def cross_entropy(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    bias: None,
-    *,
-    scale: float,
-    chunk: int,
-    smoothing: float,
-    interpret: Interpret = False,
+    inputs: Targets, *, scale: float, chunk: int, smoothing: float, interpret: Interpret = False
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Implements `api.cross_entropy`; the kernels choose the size of tiles, not `chunk`."""
-    results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
+    results = _shard_by_lane(scale, interpret, inputs)
     loss = results.nats
     if smoothing:
-        mean = jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), jnp.mean(embedding, axis=0))
+        hidden, embedding = inputs.hidden.astype(jnp.float32), inputs.embedding
+        mean = jnp.einsum("btd,d->bt", hidden, jnp.mean(embedding, axis=0))
         loss = (1 - smoothing) * loss + smoothing * (results.lse - scale * mean)
-    loss, nats = (jnp.sum(jnp.where(mask, x, 0.0)) for x in (loss, results.nats))
+    loss, nats = (jnp.sum(jnp.where(inputs.mask, x, 0.0)) for x in (loss, results.nats))
     return loss, jax.lax.stop_gradient(nats)
 
 
@@ -120,25 +104,21 @@ interpreted_scores = functools.partial(token_scores, interpret=True)
 interpreted = functools.partial(cross_entropy, interpret=True)
 
 
-def _shard_by_lane(
-    scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
-) -> _TokenResults:
+def _shard_by_lane(scale: float, interpret: Interpret, inputs: Targets) -> _TokenResults:
     """Computes the results of tokens, on each device for its own rows of the batch.
 
     Vectors are padded with zeros, which add nothing to logits.
     """
-    embedding = rules.gathered(embedding, hidden.dtype, ("vocab", "embed"))
+    hidden = inputs.hidden
+    embedding = rules.gathered(inputs.embedding, hidden.dtype, ("vocab", "embed"))
     pads = [(0, _padding(hidden.shape[-1]))]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), *pads])
     embedding = jnp.pad(embedding, [(0, 0), *pads])
     local = functools.partial(_token_results, scale, interpret)
     if rules.partitioned():
         lanes = rules.partition_spec("lanes", shape=hidden.shape[:1])
-        local = jax.shard_map(
-            local, in_specs=(lanes, jax.sharding.PartitionSpec(), lanes), out_specs=lanes,
-            axis_names=rules.automatic_axes(), check_vma=False,
-        )  # fmt: skip
-    return local(hidden, embedding, targets)
+        local = dispatch.on_devices(local, (lanes, jax.P(), lanes), lanes)
+    return local(hidden, embedding, inputs.targets)
 
 
 def _padding(width: int) -> int:

@@ -2,47 +2,26 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from brt.ops.cross_entropy.chunks import TokenScores
-
-
-def _log_p(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    bias: Float[Array, " V"] | None,
-    scale: float,
-) -> Float[Array, "B T V"]:
-    logits = scale * jnp.einsum("btd,vd->btv", hidden, embedding)
-    return jax.nn.log_softmax(logits if bias is None else logits + bias[None, None])
+from brt.ops.cross_entropy.chunks import Targets, TokenScores
 
 
-def token_scores(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    bias: Float[Array, " V"] | None,
-    *,
-    scale: float,
-    chunk: int,
-) -> TokenScores:
-    log_p = _log_p(hidden, embedding, bias, scale)
-    target_log_p = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-    return TokenScores(-target_log_p, target_log_p == jnp.max(log_p, axis=-1))
+def _log_p(x: Targets, scale: float) -> tuple[Float[Array, "B T V"], Float[Array, "B T"]]:
+    """Returns the log probabilities of all tokens, and those of the targets."""
+    logits = scale * jnp.einsum("btd,vd->btv", x.hidden, x.embedding)
+    log_p = jax.nn.log_softmax(logits if x.bias is None else logits + x.bias[None, None])
+    return log_p, jnp.take_along_axis(log_p, x.targets[..., None], axis=-1)[..., 0]
+
+
+def token_scores(x: Targets, *, scale: float, chunk: int) -> TokenScores:
+    log_p, of_target = _log_p(x, scale)
+    return TokenScores(-of_target, of_target == jnp.max(log_p, axis=-1))
 
 
 def cross_entropy(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    bias: Float[Array, " V"] | None,
-    *,
-    scale: float,
-    chunk: int,
-    smoothing: float,
+    x: Targets, *, scale: float, chunk: int, smoothing: float
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    log_p = _log_p(hidden, embedding, bias, scale)
-    nats = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-    loss = (1 - smoothing) * nats - smoothing * jnp.mean(log_p, axis=-1)
-    return jnp.sum(loss * mask), jax.lax.stop_gradient(jnp.sum(nats * mask))
+    log_p, of_target = _log_p(x, scale)
+    loss = -(1 - smoothing) * of_target - smoothing * jnp.mean(log_p, axis=-1)
+    return jnp.sum(loss * x.mask), jax.lax.stop_gradient(jnp.sum(-of_target * x.mask))

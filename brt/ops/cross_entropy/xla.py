@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.distributed.rules import constrain
 from brt.ops import dispatch
 from brt.ops.cross_entropy.chunks import (
+    Targets,
     TokenScores,
     chunk_length,
     join_chunks,
@@ -69,15 +70,8 @@ def _logits(
     return _ChunkLogits(logits, lse, chosen)
 
 
-def token_scores(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    bias: Float[Array, " V"] | None,
-    *,
-    scale: float,
-    chunk: int,
-) -> TokenScores:
+def token_scores(inputs: Targets, *, scale: float, chunk: int) -> TokenScores:
+    hidden, embedding, targets, bias, _ = inputs
     chunk = chunk_length(hidden.shape[1], chunk)
     product = _embedding_product(embedding, hidden.dtype)
 
@@ -90,40 +84,28 @@ def token_scores(
 
 
 def cross_entropy(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    bias: Float[Array, " V"] | None,
-    *,
-    scale: float,
-    chunk: int,
-    smoothing: float,
+    inputs: Targets, *, scale: float, chunk: int, smoothing: float
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    return _cross_entropy(hidden, embedding, targets, mask, bias, scale, chunk, smoothing)
+    chunk = chunk_length(inputs.hidden.shape[1], chunk)
+    return _cross_entropy(inputs, scale, chunk, smoothing)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _pieces(inputs: Targets, chunk: int) -> tuple[Array, ...]:
+    return tuple(split_chunks(x, chunk) for x in (inputs.hidden, inputs.targets, inputs.mask))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _cross_entropy(
-    hidden: Array,
-    embedding: Array,
-    targets: Array,
-    mask: Array,
-    bias: Array | None,
-    scale: float,
-    chunk: int,
-    smoothing: float,
+    inputs: Targets, scale: float, chunk: int, smoothing: float
 ) -> tuple[Array, Array]:
-    chunk = chunk_length(hidden.shape[1], chunk)
-    product = _embedding_product(embedding, hidden.dtype)
+    product = _embedding_product(inputs.embedding, inputs.hidden.dtype)
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
-        results = _logits(product(h), target, bias, scale)
+        results = _logits(product(h), target, inputs.bias, scale)
         return total + _sums(results, counts, smoothing), None
 
-    pieces = tuple(split_chunks(x, chunk) for x in (hidden, targets, mask))
-    total, _ = jax.lax.scan(add_chunk, jnp.zeros((2,), jnp.float32), pieces)
+    total, _ = jax.lax.scan(add_chunk, jnp.zeros((2,), jnp.float32), _pieces(inputs, chunk))
     return total[0], total[1]
 
 
@@ -136,17 +118,11 @@ def _sums(results: _ChunkLogits, counts: Array, smoothing: float) -> Float[Array
 
 
 def _forward(
-    hidden: Array,
-    embedding: Array,
-    targets: Array,
-    mask: Array,
-    bias: Array | None,
-    scale: float,
-    chunk: int,
-    smoothing: float,
-) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
-    chunk = chunk_length(hidden.shape[1], chunk)
-    product = _embedding_product(embedding, hidden.dtype)
+    inputs: Targets, scale: float, chunk: int, smoothing: float
+) -> tuple[tuple[Array, Array], Targets]:
+    """Returns the sums and, as the residuals, the gradients of the first."""
+    embedding, bias = inputs.embedding, inputs.bias
+    product = _embedding_product(embedding, inputs.hidden.dtype)
 
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry
@@ -162,25 +138,20 @@ def _forward(
         total += _sums(results, counts, smoothing)
         return (total, d_embedding, d_bias), d_hidden
 
-    pieces = tuple(split_chunks(x, chunk) for x in (hidden, targets, mask))
     none = None if bias is None else jnp.zeros_like(bias)
     start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding), none)
-    (total, d_embedding, d_bias), d_hidden = jax.lax.scan(add_chunk, start, pieces)
-    return (total[0], total[1]), (join_chunks(d_hidden, chunk), d_embedding, d_bias)
+    (total, d_embedding, d_bias), d_hidden = jax.lax.scan(add_chunk, start, _pieces(inputs, chunk))
+    gradients = Targets(join_chunks(d_hidden, chunk), d_embedding, None, d_bias)
+    return (total[0], total[1]), gradients
 
 
 @jax.named_scope("cross_entropy")
 def _backward(
-    scale: float,
-    chunk: int,
-    smoothing: float,
-    gradients: tuple[Array, Array, Array | None],
+    scale: float, chunk: int, smoothing: float, gradients: Targets,
     cotangents: tuple[Array, Array],
-) -> tuple[Array, Array, None, None, Array | None]:
-    (d_hidden, d_embedding, d_bias), (cotangent, _) = gradients, cotangents
-    d_hidden = d_hidden * cotangent.astype(d_hidden.dtype)
-    d_bias = None if d_bias is None else d_bias * cotangent
-    return d_hidden, d_embedding * cotangent, None, None, d_bias
+) -> tuple[Targets]:  # fmt: skip
+    cotangent, _ = cotangents
+    return (jax.tree.map(lambda x: x * cotangent.astype(x.dtype), gradients),)
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from brt.distributed.rules import partitioned
-from brt.ops.cross_entropy.chunks import TokenScores, chunk_length, scores_by_chunk
+from brt.ops.cross_entropy.chunks import Targets, TokenScores, chunk_length, scores_by_chunk
 from brt.ops.layout import row_major, transposed
 
 # The tokens of a tile. Tiles of 512 to 1,024 tokens take the least time.
@@ -29,25 +29,17 @@ class _Sums(NamedTuple):
     other: Float[Array, "B C"]  # the largest logit of another token than the target
 
 
-def refusal(
-    hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *args: object, **options: object
-) -> str | None:
+def refusal(inputs: Targets, **_: object) -> str | None:
     if partitioned():
         return "the arrays may be sharded over several devices"
-    if len(embedding) < 2 * _TILE:
-        return f"a vocabulary of {len(embedding)} tokens is smaller than two tiles of {_TILE}"
+    if len(inputs.embedding) < 2 * _TILE:
+        tokens = len(inputs.embedding)
+        return f"a vocabulary of {tokens} tokens is smaller than two tiles of {_TILE}"
     return None
 
 
-def token_scores(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    bias: Float[Array, " V"] | None,
-    *,
-    scale: float,
-    chunk: int,
-) -> TokenScores:
+def token_scores(inputs: Targets, *, scale: float, chunk: int) -> TokenScores:
+    hidden, embedding, targets, bias, _ = inputs
     chunk = chunk_length(hidden.shape[1], chunk)
     table, tiles = embedding.astype(hidden.dtype), len(embedding) // _TILE
 

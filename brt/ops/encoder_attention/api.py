@@ -10,15 +10,13 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.encoder_attention import reference, xla
-from brt.ops.encoder_attention.globals import GlobalKeys
+from brt.ops.encoder_attention.globals import GlobalKeys, LocalInputs
 
 OP = Op(
     "encoder_attention",
     (
         Implementation("xla", xla.local_attention),
-        Implementation(
-            "reference", reference.local_attention, auto=(), refusal=dispatch.dropout_refusal
-        ),
+        Implementation("reference", reference.local_attention, refusal=dispatch.dropout_refusal),
     ),
 )
 
@@ -45,7 +43,5 @@ def local_attention(
       mask: False for padding, which no token sees.
       global_keys: additional keys that all tokens see, in the same softmax.
     """
-    return dispatch.run(
-        OP, implementation, queries, keys, values, bias, mask, global_keys,
-        dropout=dropout, radius=radius,
-    )  # fmt: skip
+    inputs = LocalInputs(queries, keys, values, bias, mask, global_keys)
+    return dispatch.run(OP, implementation, inputs, dropout=dropout, radius=radius)

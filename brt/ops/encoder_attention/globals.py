@@ -33,6 +33,17 @@ class GlobalKeys(NamedTuple):
     exist: Bool[Array, "B G"]  # False for masked keys
 
 
+class LocalInputs(NamedTuple):
+    """The arrays of `api.local_attention`."""
+
+    queries: Float[Array, "B T H K"]
+    keys: Float[Array, "B T H K"]
+    values: Float[Array, "B T H K"]
+    bias: Float[Array, "H W X"] | None
+    mask: Bool[Array, "B T"]
+    global_keys: GlobalKeys | None = None
+
+
 def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
     """Divides sources into blocks of `size` tokens; padding must be at the end of a row."""
     tokens = mask.shape[1]

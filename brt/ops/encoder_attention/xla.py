@@ -8,22 +8,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.dropout import Dropout
-from brt.ops.encoder_attention.globals import GlobalKeys
+from brt.ops.encoder_attention.globals import GlobalKeys, LocalInputs
 from brt.ops.reductions import add_shared
 from brt.ops.softmax import masked_softmax
 
 
 def local_attention(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
-    bias: Float[Array, "H W X"] | None,
-    mask: Bool[Array, "B T"],
-    global_keys: GlobalKeys | None = None,
-    dropout: Dropout | None = None,
-    *,
-    radius: int,
+    inputs: LocalInputs, *, dropout: Dropout | None, radius: int
 ) -> Float[Array, "B T H K"]:
+    queries, keys, values, bias, mask, global_keys = inputs
     block, tokens = radius + 1, queries.shape[1]
     q, near_k, near_v = _blocks(queries, block), _windows(keys, block), _windows(values, block)
     logits = jnp.einsum("bnqhk,bnshk->bnhqs", q, near_k, preferred_element_type=jnp.float32)

@@ -4,33 +4,35 @@ In shapes, Q and T are numbers of queries, S and X of keys, H of heads of querie
 keys, each of which serves H / G consecutive heads of queries.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import dispatch
+from brt.ops.attention import reference
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.grouped_heads import heads_to_tokens, tokens_to_heads
-from brt.ops.masked_attention import pallas_gpu, pallas_tpu, reference, xla
+from brt.ops.masked_attention import pallas, xla
 from brt.ops.partial_attention import AttentionPart
 
 OP = Op(
     "masked_attention",
     (
         Implementation(
-            "pallas_tpu", pallas_tpu.attend_part, ("tpu",), ("tpu",), pallas_tpu.refusal
+            "pallas_tpu", partial(pallas.attend_part, backend="tpu"), partial(pallas.refusal, "tpu")
         ),
         Implementation(
-            "pallas_gpu", pallas_gpu.attend_part, ("gpu",), ("gpu",), pallas_gpu.refusal
+            "pallas_gpu", partial(pallas.attend_part, backend="gpu"), partial(pallas.refusal, "gpu")
         ),
         Implementation("xla", xla.attend_part),
         Implementation(
-            "pallas_interpret", pallas_tpu.interpreted, auto=(), refusal=dispatch.dropout_refusal
+            "pallas_interpret", partial(pallas.attend_part, backend="tpu", interpret=True),
+            dispatch.dropout_refusal,
         ),
-        Implementation(
-            "reference", reference.attend_part, auto=(), refusal=dispatch.dropout_refusal
-        ),
+        Implementation("reference", reference.attend, dispatch.dropout_refusal),
     ),
 )  # fmt: skip
 

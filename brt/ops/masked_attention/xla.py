@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.distributed import rules
 from brt.ops.dropout import Dropout
 from brt.ops.partial_attention import AttentionPart
+from brt.ops.products import einsum
 from brt.ops.reductions import sum_leading
 from brt.ops.softmax import FLOOR
 
@@ -79,12 +80,8 @@ def _attend(
     return _forward(tiles, k, v, mask, dropout)[0]
 
 
-def _product(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
-
-
 def _logits(tile: QueryTiles, k: Array, mask: Array | None) -> Array:
-    logits = _product("bhqk,bhsk->bhqs", tile.queries, k)
+    logits = einsum("bhqk,bhsk->bhqs", tile.queries, k)
     if tile.bias is not None:
         logits += tile.bias[None]
     mask = tile.mask if mask is None else mask
@@ -118,7 +115,7 @@ def _forward(
         total = jnp.sum(weights, axis=-1, keepdims=True)
         factors = _factors(dropout, xs[1], weights)
         kept = weights if factors is None else weights * factors
-        y = _product("bhqs,bhsk->bhqk", kept.astype(v.dtype), v)
+        y = einsum("bhqs,bhsk->bhqk", kept.astype(v.dtype), v)
         some = total > 0
         y = y / jnp.where(some, total, 1)
         # The log-sum-exp of a query that sees no key is FLOOR and not -inf, because the backward
@@ -140,16 +137,16 @@ def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
         tile, index, g, along, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)
-        d_kept = _product("bhqk,bhsk->bhqs", g, v)
+        d_kept = einsum("bhqk,bhsk->bhqs", g, v)
         factors = _factors(dropout, index, weights)
         kept = weights if factors is None else weights * factors
         d_weights = d_kept if factors is None else d_kept * factors
         d_logits = weights * (d_weights - along)
         d_bias = None if tile.bias is None else sum_leading(d_logits, 1)
         d_logits, kept = d_logits.astype(k.dtype), kept.astype(v.dtype)
-        d_k = sums[0] + _product("bhqs,bhqk->bhsk", d_logits, tile.queries)
-        d_v = sums[1] + _product("bhqs,bhqk->bhsk", kept, g)
-        return (d_k, d_v), (_product("bhqs,bhsk->bhqk", d_logits, k).astype(k.dtype), d_bias)
+        d_k = sums[0] + einsum("bhqs,bhqk->bhsk", d_logits, tile.queries)
+        d_v = sums[1] + einsum("bhqs,bhqk->bhsk", kept, g)
+        return (d_k, d_v), (einsum("bhqs,bhsk->bhqk", d_logits, k).astype(k.dtype), d_bias)
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     numbers = jnp.arange(tiles.queries.shape[0])

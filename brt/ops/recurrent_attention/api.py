@@ -36,10 +36,10 @@ def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
 OP = Op(
     "recurrent_attention",
     (
-        Implementation("pallas_tpu", pallas_tpu.state_scan, ("tpu",), ("tpu",), pallas_tpu.refusal),
+        Implementation("pallas_tpu", pallas_tpu.state_scan, pallas_tpu.refusal),
         Implementation("xla", _with_normalized_keys(xla.state_scan)),
-        Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("reference", _with_normalized_keys(reference.state_scan), auto=()),
+        Implementation("pallas_interpret", pallas_tpu.interpreted),
+        Implementation("reference", _with_normalized_keys(reference.state_scan)),
     ),
 )
 

@@ -55,7 +55,7 @@ def refusal(
         return f"attends by itself, not by {attention!r} of softmax_attention"
     if states % 128 or window % 128:
         return f"takes a multiple of 128 states and of 128 tokens, not {states} and {window}"
-    if reason := head_refusal(width, keys.dtype):
+    if reason := head_refusal(keys):
         return reason
     return vmem_refusal(
         _backward_vmem_bytes(states, window, max(width, LANES), keys.dtype.itemsize)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from brt.ops.attention import reference
 from brt.ops.gates import gate
 from brt.ops.normalization import l2_normalize, rms_norm
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV
@@ -46,32 +47,20 @@ def state_scan(
             x[:, n * window : (n + 2) * window].astype(jnp.float32) for x in (keys, values)
         )
         mask = cache_mask[:, n, None] | (np.arange(2 * window) >= window)[None]
-        everything = jnp.ones(k.shape[:2], bool)
-        attended = jnp.stack(
-            [
-                _attend(q, k, v, everything, False),
-                _attend(to_tokens, k_tokens, v_tokens, mask, null_keys),
-            ],
-            axis=2,
+        if null_keys:
+            k_tokens, v_tokens = (
+                jnp.where(mask[:, :, None, None], x, 0) for x in (k_tokens, v_tokens)
+            )
+            mask = jnp.ones_like(mask)
+        everything = jnp.ones((len(k), 1, k.shape[1]), bool)
+        parts = (
+            reference.attend(q, k, v, None, everything),
+            reference.attend(to_tokens, k_tokens, v_tokens, None, mask[:, None]),
         )
+        attended = jnp.stack([part.output for part in parts], axis=2)
         vectors = _next_states(weights, vectors, attended, kind, tanh)
         state_kvs.append(StateKV(k.astype(dtype), v.astype(dtype)))
     return vectors, jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *state_kvs)
-
-
-def _attend(
-    queries: Float[Array, "B S H K"],
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    mask: Bool[Array, "B X"],
-    null_keys: bool,
-) -> Float[Array, "B S H K"]:
-    mask = mask[:, None, None]
-    logits = jnp.where(
-        mask, jnp.einsum("bqhk,bshk->bhqs", queries, keys), 0.0 if null_keys else -jnp.inf
-    )
-    weights = jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0)
-    return jnp.einsum("bhqs,bshk->bqhk", weights, values)
 
 
 def _next_states(

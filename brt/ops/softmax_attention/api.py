@@ -7,71 +7,55 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
 from brt.ops import dispatch, layout
-from brt.ops.attention import tpu
+from brt.ops.attention import reference
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import scaled_unit
-from brt.ops.softmax_attention import pallas_gpu, reference, xla, xla_cpu
+from brt.ops.softmax_attention import pallas, xla, xla_cpu
 
 
 def _by_head_and_block(
-    function: Callable[..., Any], swapaxes_copy: Callable[[Array, int, int], Array] = jnp.swapaxes
-) -> Callable[..., Any]:
+    function: Callable[..., Array], swapaxes: Callable[[Array, int, int], Array] = jnp.swapaxes
+) -> Callable[..., Array]:
     """Wraps an implementation that expects heads before tokens in queries, and an axis of blocks.
 
     The wrapper also normalizes queries if a scale is passed.
     """
 
     def attend_by_token(
-        queries: Array, k: Array, *others: Any, scale: Array | None, **options: bool
+        queries: Array, k: Array, v: Array, cache_mask: Array | None, *, scale: Array | None
     ) -> Array:
         if scale is not None:
             queries = scaled_unit(queries, scale)
         blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
-        q = swapaxes_copy(queries.reshape(blocked), -3, -2)
-        return swapaxes_copy(function(q, k, *others, **options), -3, -2).reshape(queries.shape)
+        q = swapaxes(queries.reshape(blocked), -3, -2)
+        y = function(q, k, v, pallas.key_mask(cache_mask, k))
+        return swapaxes(y, -3, -2).reshape(queries.shape)
 
     return attend_by_token
 
 
-def _by_slab(
-    queries: Array, k: Array, v: Array, cache_mask: Array | None, *, scale: Array | None,
-    interpret: tpu.Interpret = False,
-) -> Array:  # fmt: skip
-    keys, values = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (k, v))
-    mask = None if cache_mask is None else _key_mask(cache_mask, k.shape[-2])[:, None]
-    return tpu.attend_to_slab(
-        queries, keys, values, None, mask, scale=scale, interpret=interpret
-    ).output
-
-
-def _key_mask(cache_mask: Bool[Array, " B"], size: int) -> Bool[Array, "B X"]:
-    return cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
-
-
-def _tpu_refusal(queries: Array, k: Array, *_: Any, **__: Any) -> str | None:
-    keys = k.swapaxes(-3, -2)
-    by_block = queries.reshape(*keys.shape[:-3], -1, *queries.shape[2:])
-    return tpu.slab_refusal(by_block, keys)
+def _by_definition(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
+    mask = jnp.ones((len(k), k.shape[-2]), bool) if mask is None else mask
+    mask = mask.reshape(len(mask), *(1,) * (k.ndim - 3), -1)
+    by_token = (x.swapaxes(-3, -2) for x in (q, k, v))
+    return reference.attend(*by_token, None, mask).output.swapaxes(-3, -2)
 
 
 OP = Op(
     "softmax_attention",
     (
-        Implementation("pallas_tpu", _by_slab, ("tpu",), ("tpu",), _tpu_refusal),
-        Implementation("pallas_gpu", pallas_gpu.attention, ("gpu",), ("gpu",), pallas_gpu.refusal),
-        Implementation(
-            "xla_cpu", _by_head_and_block(xla_cpu.attention, layout.swapaxes_copy), auto=("cpu",)
-        ),
-        Implementation("xla", _by_head_and_block(xla.attention)),
-        Implementation("pallas_interpret", functools.partial(_by_slab, interpret=True), auto=()),
-        Implementation("reference", _by_head_and_block(reference.attention), auto=()),
+        Implementation("pallas_tpu", pallas.by_slab, pallas.slab_refusal),
+        Implementation("pallas_gpu", pallas.by_spans, pallas.spans_refusal),
+        Implementation("xla_cpu", _by_head_and_block(xla_cpu.attend, layout.swapaxes_copy)),
+        Implementation("xla", _by_head_and_block(xla.attend_by_head)),
+        Implementation("pallas_interpret", functools.partial(pallas.by_slab, interpret=True)),
+        Implementation("reference", _by_head_and_block(_by_definition)),
     ),
 )
 
@@ -110,7 +94,7 @@ def attend_to_blocks(
     all.
     """
     if null_keys:
-        seen = _key_mask(cache_mask, keys.shape[2])[:, None, :, None]
+        seen = pallas.key_mask(cache_mask, keys)[:, None, :, None]
         keys, values = (jnp.where(seen, x, 0) for x in (keys, values))
         return _attend(queries, keys, values, None, None, implementation)
     return _attend(queries, keys, values, cache_mask, None, implementation)
@@ -130,10 +114,6 @@ def _attend(
     q_partition = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
     k_partition = rules.partition_spec(*lanes, "heads", None, None, shape=k.shape)
     lane_partition = rules.partition_spec("lanes", shape=queries.shape[:1])
-    return jax.shard_map(
-        attend_on_device,
-        in_specs=(q_partition, k_partition, k_partition, lane_partition, P(q_partition[2])),
-        out_specs=q_partition,
-        axis_names=rules.automatic_axes(),
-        check_vma=False,
-    )(queries, k, v, cache_mask, scale)
+    in_specs = q_partition, k_partition, k_partition, lane_partition, P(q_partition[2])
+    attend_on_devices = dispatch.on_devices(attend_on_device, in_specs, q_partition)
+    return attend_on_devices(queries, k, v, cache_mask, scale)

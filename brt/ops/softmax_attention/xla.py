@@ -9,21 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from brt.ops.products import einsum
 from brt.ops.softmax import MASKED
-
-
-def attention(
-    q: Float[Array, "*B H Q K"],
-    k: Float[Array, "*B H S K"],
-    v: Float[Array, "*B H S K"],
-    cache_mask: Bool[Array, " B"] | None,
-) -> Float[Array, "*B H Q K"]:
-    """Implements `reference.attention`."""
-    mask = None
-    if cache_mask is not None:
-        size = k.shape[-2]
-        mask = cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
-    return attend_by_head(q, k, v, mask)
 
 
 def attend_by_head(
@@ -45,34 +32,30 @@ def _attend(q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | N
     return _forward(q, k, v, mask, dropout)[0]
 
 
-def _product(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
-
-
 def _forward(
     q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | None
 ) -> tuple[Array, tuple]:
-    logits = _product("...qk,...sk->...qs", q, k)
+    logits = einsum("...qk,...sk->...qs", q, k)
     if mask is not None:
         # The mask gets the axes of the logits: its shape becomes [*B, 1, 1, S] or [*B, 1, Q, S].
         mask = mask[..., None, :, :] if mask.ndim == q.ndim - 1 else mask[..., None, None, :]
         logits = jnp.where(mask, logits, MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
     kept = weights if dropout is None else weights * dropout.astype(v.dtype)
-    y = _product("...qs,...sk->...qk", kept, v).astype(v.dtype)
+    y = einsum("...qs,...sk->...qk", kept, v).astype(v.dtype)
     return y, (q, k, v, weights, dropout, y)
 
 
 def _backward(residuals: tuple, gradient: Array) -> tuple:
     q, k, v, weights, dropout, y = residuals
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
-    d_weights, kept = _product("...qk,...sk->...qs", gradient, v), weights
+    d_weights, kept = einsum("...qk,...sk->...qs", gradient, v), weights
     if dropout is not None:
         d_weights, kept = d_weights * dropout, weights * dropout.astype(weights.dtype)
     d_logits = (weights * (d_weights - along)).astype(q.dtype)
-    d_q = _product("...qs,...sk->...qk", d_logits, k).astype(q.dtype)
-    d_k = _product("...qs,...qk->...sk", d_logits, q).astype(k.dtype)
-    d_v = _product("...qs,...qk->...sk", kept, gradient).astype(v.dtype)
+    d_q = einsum("...qs,...sk->...qk", d_logits, k).astype(q.dtype)
+    d_k = einsum("...qs,...qk->...sk", d_logits, q).astype(k.dtype)
+    d_v = einsum("...qs,...qk->...sk", kept, gradient).astype(v.dtype)
     none = None if dropout is None else jnp.zeros_like(dropout)
     return d_q, d_k, d_v, None, none
 

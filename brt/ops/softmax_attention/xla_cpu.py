@@ -16,34 +16,21 @@ from brt.ops.products import matmul_nn
 from brt.ops.softmax import MASKED
 
 
-def attention(
-    q: Float[Array, "*B H Q K"],
-    k: Float[Array, "*B H S K"],
-    v: Float[Array, "*B H S K"],
-    cache_mask: Bool[Array, " B"] | None,
-) -> Float[Array, "*B H Q K"]:
-    """Implements `reference.attention`."""
-    if cache_mask is None:
-        return _attend(q, k, v, None)
-    size = k.shape[-2]
-    mask = (cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None])[:, None, :, None]
-    return _attend(q, k, v, mask)
-
-
 @jax.custom_vjp
-def _attend(
+def attend(
     q: Float[Array, "*B H Q K"],
     k: Float[Array, "*B H S K"],
     v: Float[Array, "*B H S K"],
-    mask: Bool[Array, "B 1 S 1"] | None,
+    mask: Bool[Array, "B S"] | None,
 ) -> Float[Array, "*B H Q K"]:
+    """Returns the attention of every query to the keys, at least one, where the mask is True."""
     return _forward(q, k, v, mask)[0]
 
 
 def _forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, tuple]:
     logits = matmul_nn(k, transposed(q))
     if mask is not None:
-        logits = jnp.where(mask, logits, MASKED)
+        logits = jnp.where(mask[:, None, :, None], logits, MASKED)
     top = jnp.max(logits, axis=-2, keepdims=True)
     weights = jnp.exp(logits - top).astype(v.dtype)
     with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
@@ -64,4 +51,4 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-_attend.defvjp(_forward, _backward)
+attend.defvjp(_forward, _backward)

@@ -5,8 +5,13 @@ the segment come from the cache. A segment is read in blocks, and documents star
 blocks. If a block has W tokens, as in the paper, a token's keys are in its own block and in the one
 before; Transformer-XL is the special case of one block per segment.
 
+Tokens may be sharded by rows of the batch, heads and blocks. Each device computes the attention of
+its own tokens in `shard_map`, because XLA's partitioner cannot split a kernel. If the blocks of a
+segment are sharded, a device also reads the last W keys and values of the device that has the
+tokens before its own; the first device reads the cache.
+
 In shapes, H is the number of heads of queries, and G of heads of keys, each of which serves H / G
-consecutive heads of queries; Z = W + T.
+consecutive heads of queries.
 """
 
 import functools
@@ -15,133 +20,74 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
 from brt.ops import dispatch
-from brt.ops.attention import tpu
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout, DropoutMask
-from brt.ops.grouped_heads import by_head_of_group
-from brt.ops.normalization import l2_normalize, scaled_unit
+from brt.ops.grouped_heads import local_groups
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.tpu import LANES
-from brt.ops.window_attention import chunks, pallas_gpu, reference, xla
+from brt.ops.window_attention import chunks, pallas_gpu, pallas_tpu, reference, xla
+from brt.ops.window_attention.inputs import WindowInputs
 
+_SEQUENCE_AXIS, _HEADS_AXIS = "sequence", "tensor"
 _Cached = tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]]
 
 
-def with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a version of `function` that takes the cached keys and values as separate arrays.
-
-    The returned function also normalizes queries and keys if a scale is passed.
-    """
-
-    def attend_to_joined_keys(
-        queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
-        *others: Any, scale: Array | None, **options: Any,
-    ) -> Any:  # fmt: skip
-        keys, values = (
-            jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
-        )
-        if scale is not None:
-            queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
-        return function(queries, keys, values, *others, **options)
-
-    return attend_to_joined_keys
+def _by_xla(inputs: WindowInputs, **options: Any) -> AttentionPart:
+    by_tiles = inputs.part % inputs.window == 0 and not isinstance(inputs.dropout, Dropout)
+    attend = xla.window_attention if by_tiles else chunks.window_attention
+    return attend(inputs, **options)
 
 
-def _in_tiles(
-    queries: Array, keys: Array, values: Array, bias: Array | None, first: Array,
-    dropout: DropoutMask | None, **options: Any,
-) -> Any:  # fmt: skip
-    # The blocks of W tokens are in parts of the segment that begin with a document or a block.
-    window = keys.shape[1] - queries.shape[1]
-    blocks = queries.shape[1] // window
-    starts = window * jnp.arange(blocks, dtype=jnp.int32)
-    readable = jnp.repeat(first, blocks // first.shape[1], axis=1) < starts[None]
-    factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
-    return xla.window_attention(queries, keys, values, bias, readable, factors, **options)
+def _drawn_refusal(inputs: WindowInputs, **_: Any) -> str | None:
+    drawn = isinstance(inputs.dropout, Dropout)
+    return dispatch.dropout_refusal(dropout=inputs.dropout if drawn else None)
 
 
-_BY_TILES = by_head_of_group(with_joined_keys(_in_tiles))
-_BY_CHUNKS = with_joined_keys(chunks.window_attention)
-
-
-def _by_xla(
-    queries: Array, cached: tuple[Array, Array], keys: Array, values: Array, bias: Array | None,
-    first: Array, dropout: Any, **options: Any,
-) -> Any:  # fmt: skip
-    whole = (queries.shape[1] // first.shape[1]) % cached[0].shape[1] == 0
-    attend = _BY_TILES if whole and not isinstance(dropout, Dropout) else _BY_CHUNKS
-    return attend(queries, cached, keys, values, bias, first, dropout, **options)
-
-
-def _kernel_refusal(*inputs: Any, **_: Any) -> str | None:
+def _kernel_refusal(inputs: WindowInputs) -> str | None:
     if rules.is_sharded("blocks"):
         return "reads segments that each device has as a whole; set Mesh.sequence to 1"
-    dropout = inputs[6]
-    return dispatch.dropout_refusal(dropout=dropout if isinstance(dropout, Dropout) else None)
+    return _drawn_refusal(inputs)
 
 
-def _interpreter_refusal(
-    queries: Array, cached: tuple[Array, Array], *others: Any, **_: Any
-) -> str | None:
-    tokens, window = queries.shape[1], cached[0].shape[1]
+def _interpreter_refusal(inputs: WindowInputs, **_: Any) -> str | None:
+    tokens, window = inputs.queries.shape[1], inputs.window
     if tokens % window:
         return f"reads segments of a multiple of the window of {window} tokens, not of {tokens}"
-    return _kernel_refusal(queries, cached, *others)
+    return _kernel_refusal(inputs)
 
 
-def _tpu_refusal(queries: Array, cached: tuple[Array, Array], *others: Any, **_: Any) -> str | None:
-    first, dropout = others[3:5]
-    if reason := tpu.window_refusal(queries, cached[0].shape[1], drops=dropout is not None):
-        return reason
-    # No document may start inside of a tile of queries.
-    block = queries.shape[1] // first.shape[1]
-    if block % LANES:
-        return f"reads blocks of a multiple of {LANES}, not of {block}"
-    return _kernel_refusal(queries, cached, *others)
+def _tpu_refusal(inputs: WindowInputs, **_: Any) -> str | None:
+    return pallas_tpu.refusal(inputs) or _kernel_refusal(inputs)
 
 
-def _gpu_refusal(*inputs: Any, **_: Any) -> str | None:
-    return pallas_gpu.refusal(*inputs) or _kernel_refusal(*inputs)
-
-
-def _reference_refusal(*inputs: Any, **_: Any) -> str | None:
-    drawn = isinstance(inputs[6], Dropout)
-    return dispatch.dropout_refusal(dropout=inputs[6] if drawn else None)
+def _gpu_refusal(inputs: WindowInputs, **_: Any) -> str | None:
+    return pallas_gpu.refusal(inputs) or _kernel_refusal(inputs)
 
 
 OP = Op(
     "window_attention",
     (
-        Implementation("pallas_tpu", tpu.attend_to_window, ("tpu",), ("tpu",), _tpu_refusal),
-        Implementation(
-            "pallas_gpu", with_joined_keys(pallas_gpu.window_attention), ("gpu",), ("gpu",),
-            _gpu_refusal,
-        ),
+        Implementation("pallas_tpu", pallas_tpu.window_attention, _tpu_refusal),
+        Implementation("pallas_gpu", pallas_gpu.window_attention, _gpu_refusal),
         Implementation("xla", _by_xla),
-        Implementation(
-            "pallas_interpret", functools.partial(tpu.attend_to_window, interpret=True), auto=(),
-            refusal=_interpreter_refusal,
-        ),
-        Implementation(
-            "reference", with_joined_keys(reference.window_attention), auto=(),
-            refusal=_reference_refusal,
-        ),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, _interpreter_refusal),
+        Implementation("reference", reference.window_attention, _drawn_refusal),
     ),
-)  # fmt: skip
+)
 
 
-def local_part(
+def local_attention(
     queries: Float[Array, "B T H K"],
     cached: _Cached,
     keys: Float[Array, "B T G K"],
     values: Float[Array, "B T G K"],
     bias: Float[Array, "H W"] | None,
     first: Int[Array, "B N"],
-    dropout: Dropout | DropoutMask | None = None,
+    dropout: Dropout | None = None,
     *,
     attend_to_self: bool = True,
     scale: Float[Array, " H"] | None = None,
@@ -158,19 +104,16 @@ def local_part(
       bias: column 0 is for the nearest key that a token sees.
       first: for each of N blocks, the place of the first token of its document, a multiple of the
         length of a block. The segment begins at place 0, and cached tokens have negative places.
-      dropout: if blocks have W tokens, it may be a mask [H, W, W] of heads, queries of a block and
-        slots, the same for all blocks. A query sees W of the 2 W keys of its own block and the
-        block before: slot c is key c of the own block if the query sees it, and otherwise key c of
-        the block before.
       attend_to_self: whether the nearest key is the token itself or the token before.
       scale: if given, the keys are first scaled to norm 1, and the queries of head h to norm
         scale[h].
     """
-    part = dispatch.run(
-        OP, implementation, queries, cached, keys, values, bias, first, dropout,
-        attend_to_self=attend_to_self, scale=scale,
-    )  # fmt: skip
-    return AttentionPart(*part)
+    inputs = WindowInputs(queries, cached, keys, values, bias, first, dropout, scale)
+    attend = functools.partial(dispatch.run, OP, implementation, attend_to_self=attend_to_self)
+    # With dropout or with sharded blocks no kernel is used, and XLA partitions the whole program.
+    if dropout is not None or rules.is_sharded("blocks"):
+        return attend(inputs)
+    return _on_each_device(attend, inputs, sharded=False)
 
 
 def window_part(
@@ -187,18 +130,29 @@ def window_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Computes `local_part` of blocks of W tokens.
+    """Computes `local_attention` of blocks of W tokens.
 
     Args:
       cache_mask: False where a document starts at block n, or where the cache is empty.
+      dropout: a mask [H, W, W] of heads, queries of a block and slots, the same for all blocks. A
+        query sees W of the 2 W keys of its own block and the block before: slot c is key c of the
+        own block if the query sees it, and otherwise key c of the block before.
       null_keys: True makes keys that `cache_mask` hides count as zero keys with zero values, as in
         the original code. False excludes these keys from the softmax.
     """
-    part = local_part(
-        queries, cached, keys, values, bias, document_places(cache_mask, cached[0].shape[1]),
-        dropout, attend_to_self=attend_to_self, scale=scale, implementation=implementation,
-    )  # fmt: skip
-    return with_null_keys(part, bias, cache_mask, attend_to_self) if null_keys else part
+
+    def attend(inputs: WindowInputs) -> AttentionPart:
+        cache_mask = inputs.first
+        inputs = inputs._replace(first=document_places(cache_mask, inputs.window))
+        part = dispatch.run(OP, implementation, inputs, attend_to_self=attend_to_self)
+        if not null_keys:
+            return part
+        return with_null_keys(part, inputs.bias, cache_mask, attend_to_self)
+
+    # Each device computes the places of its own blocks from the mask, which stands in for them.
+    inputs = WindowInputs(queries, cached, keys, values, bias, cache_mask, dropout, scale)
+    sharded = rules.shard_count("blocks", cache_mask.shape[1]) > 1
+    return _on_each_device(attend, inputs, sharded=sharded)
 
 
 def document_places(cache_mask: Bool[Array, "B N"], window: int) -> Int[Array, "B N"]:
@@ -230,3 +184,61 @@ def with_null_keys(
     lse = jnp.logaddexp(part.lse, hidden.reshape(batch, tokens, heads))
     share = jnp.exp(part.lse - lse)[..., None]
     return AttentionPart((part.output * share).astype(part.output.dtype), lse)
+
+
+def _on_each_device(
+    attend: Callable[[WindowInputs], AttentionPart], inputs: WindowInputs, *, sharded: bool
+) -> AttentionPart:
+    """Runs `attend` on each device's parts of the inputs; if `sharded`, blocks are sharded."""
+    members = inputs.queries.shape[2] // inputs.keys.shape[2]
+
+    def attend_on_device(own: WindowInputs) -> AttentionPart:
+        cached, heads = own.cached, own.queries.shape[2]
+        if own.keys.shape[2] * members > heads:
+            take = functools.partial(local_groups, heads=heads, members=members, axis=_HEADS_AXIS)
+            cached = take(cached[0]), take(cached[1])
+            own = own._replace(keys=take(own.keys), values=take(own.values))
+        if sharded:
+            pairs = zip(cached, (own.keys, own.values), strict=True)
+            cached = tuple(_window_from_left(*pair) for pair in pairs)
+        return attend(own._replace(cached=cached))
+
+    if not rules.partitioned():
+        return attend_on_device(inputs)
+    tokens, blocks = ("tokens", "blocks") if sharded else (None, None)
+    by_token = rules.partition_spec("lanes", tokens, "heads", None, shape=inputs.queries.shape)
+    by_key = rules.partition_spec("lanes", tokens, "kv_heads", None, shape=inputs.keys.shape)
+    before = rules.partition_spec("lanes", None, "kv_heads", None, shape=inputs.cached[0].shape)
+    by_block = rules.partition_spec("lanes", blocks, shape=inputs.first.shape)
+    by_head = P(by_token[2])
+    specs = WindowInputs(
+        by_token, (before, before), by_key, by_key, by_head, by_block, by_head, by_head
+    )
+    results = AttentionPart(by_token, P(*by_token[:3]))
+    return dispatch.on_devices(attend_on_device, (specs,), results)(inputs)
+
+
+def _window_from_left(cached: Float[Array, "B W G K"], own: Float[Array, "B T G K"]) -> Array:
+    """Returns the keys or values of the W tokens before a device's own tokens."""
+    last, size = own[:, -cached.shape[1] :], jax.lax.axis_size(_SEQUENCE_AXIS)
+    from_left = jax.lax.ppermute(last, _SEQUENCE_AXIS, [(i, i + 1) for i in range(size - 1)])
+    return jnp.where(jax.lax.axis_index(_SEQUENCE_AXIS) == 0, cached, from_left)
+
+
+def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
+    """Returns the last `window` tokens of a segment, replicated on all devices that share it."""
+    if rules.shard_count("blocks", x.shape[1] // window) == 1:
+        return x[:, -window:]
+
+    def share_last_block(own: Array) -> Array:
+        is_last = jax.lax.axis_index(_SEQUENCE_AXIS) == jax.lax.axis_size(_SEQUENCE_AXIS) - 1
+        return jax.lax.psum(jnp.where(is_last, own[:, -window:], 0), _SEQUENCE_AXIS)
+
+    shared = jax.shard_map(
+        share_last_block,
+        in_specs=P(None, _SEQUENCE_AXIS),
+        out_specs=P(),
+        axis_names={_SEQUENCE_AXIS},
+        check_vma=False,
+    )
+    return shared(x)

@@ -13,30 +13,22 @@ from brt.ops.dropout import Dropout
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
+from brt.ops.window_attention.inputs import WindowInputs
 
 # A chunk has at most this many queries. This limits the memory for the logits of a chunk to
 # CHUNK x (CHUNK + W) numbers for each row of the batch and head.
 CHUNK = 256
 
 
-def window_attention(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B Z G K"],
-    values: Float[Array, "B Z G K"],
-    bias: Float[Array, "H W"] | None,
-    first: Int[Array, "B N"],
-    dropout: Dropout | None,
-    *,
-    attend_to_self: bool,
-) -> AttentionPart:
-    """Implements `api.local_part`; the keys begin with the cached ones."""
-    length = queries.shape[1]
-    window, chunk = keys.shape[1] - length, min(length, CHUNK)
+def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> AttentionPart:
+    """Implements `api.local_attention`, but has no dropout by a mask."""
+    queries, keys, values = inputs.joined()
+    bias, dropout, length = inputs.bias, inputs.dropout, queries.shape[1]
+    window, chunk = inputs.window, min(length, CHUNK)
     count = -(-length // chunk)
     padding = ((0, 0), (0, count * chunk - length), (0, 0), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (queries, keys, values))
-    by_token = jnp.repeat(first, length // first.shape[1], axis=1)
-    starts = jnp.pad(by_token, padding[:2])
+    starts = jnp.pad(inputs.starts(), padding[:2])
     nearest = 0 if attend_to_self else 1
     # `steps` has, for each pair of a query and a key of a chunk, the number of tokens from the key
     # to the nearest key that the query can see. The bias of the pair is in the column of `bias`

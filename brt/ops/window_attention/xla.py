@@ -18,9 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from brt.ops.dropout import DropoutMask
+from brt.ops.grouped_heads import by_head_of_group
 from brt.ops.layout import row_major, transposed
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.products import einsum
 from brt.ops.reductions import sequential_sum
 from brt.ops.softmax import FLOOR, MASKED
+from brt.ops.window_attention.inputs import WindowInputs
 
 # A tile has half as many rows as a window has tokens. A number above _MAX_ROWS is halved further,
 # because larger tiles compute more masked logits. No number is halved below _MIN_ROWS, because
@@ -46,47 +51,37 @@ def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
     return jnp.flip(repeated.reshape(heads, rows, window + 1)[:, :, :window], axis=2)
 
 
-def window_attention(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
-    bias: Float[Array, "H W"] | None,
-    cache_mask: Bool[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None,
-    *,
-    attend_to_self: bool,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """Implements `api.window_part`; cached keys come first, and dropout has factors of weights.
-
-    `cache_mask` is True where a block may read the block before it.
-    """
-    window = keys.shape[1] - queries.shape[1]
-    rows = tile_rows(window)
+@by_head_of_group
+def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> AttentionPart:
+    """Implements `api.local_attention` of blocks of W tokens; has no dropout of class `Dropout`."""
+    queries, keys, values = inputs.joined()
+    window, heads = inputs.window, queries.shape[2]
+    rows, blocks = tile_rows(window), queries.shape[1] // window
+    starts = window * jnp.arange(blocks, dtype=jnp.int32)
+    first = inputs.first
+    readable = jnp.repeat(first, blocks // first.shape[1], axis=1) < starts[None]
 
     def split_tiles(x: Float[Array, "B T H K"], *axes: int) -> Float[Array, "B M H _ _"]:
         batch, tokens, heads, size = x.shape
         return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, *axes)
 
-    if bias is None:
-        bias = jnp.zeros((queries.shape[2], window), jnp.float32)
     q, k, v = (
         split_tiles(queries, 4, 2),
         row_major(split_tiles(keys, 2, 4)),
         row_major(split_tiles(values, 2, 4)),
     )
-    tile, mask = _bias_tile(bias, rows, attend_to_self), _key_mask(cache_mask, window, rows)
-    dropped = _dropout_tiles(dropout, cache_mask.shape[1], rows)
-    y, lse = _attend(q, k, v, tile, mask, dropped)
+    bias = jnp.zeros((heads, window), jnp.float32) if inputs.bias is None else inputs.bias
+    tile = _bias_tile(bias, rows, 0 if attend_to_self else 1)
+    dropped = _dropout_tiles(inputs.dropout, blocks, rows)
+    y, lse = _attend(q, k, v, tile, _key_mask(readable, window, rows), dropped)
     y = y.transpose(0, 1, 4, 2, 3).reshape(queries.shape)
-    return y, lse.swapaxes(2, 3).reshape(queries.shape[:-1])
+    return AttentionPart(y, lse.swapaxes(2, 3).reshape(queries.shape[:-1]))
 
 
-def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Float[Array, "H S R"]:
-    """Returns the bias of key s and row r at distance r + W - s, or MASKED outside the window."""
-    window = bias.shape[1]
-    nearest = 0 if attend_to_self else 1
+def _bias_tile(bias: Float[Array, "H W"], rows: int, nearest: int) -> Float[Array, "H S R"]:
+    """Returns the transposed bias of `inputs.bias_band` for a tile."""
     # The padded bias has an entry for every distance between a row and a key of the tile.
-    padding = (nearest, 2 * rows - nearest)
+    window, padding = bias.shape[1], (nearest, 2 * rows - nearest)
     by_distance = jnp.pad(bias, ((0, 0), padding), constant_values=MASKED)
     tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
     return transposed(tile)
@@ -103,19 +98,20 @@ def _key_mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Ar
 
 
 def _dropout_tiles(
-    dropout: Float[Array, "H W W"] | None, blocks: int, rows: int
+    dropout: DropoutMask | None, blocks: int, rows: int
 ) -> Float[Array, "M H S R"] | None:
     """Returns the dropout factors in the order of the keys of each tile; `dropout` is by slot."""
     if dropout is None:
         return None
-    starts = range(0, dropout.shape[1], rows)
-    rolled = [jnp.roll(dropout[:, i : i + rows], -i, axis=2) for i in starts]
+    factors = dropout.factors(jnp.dtype("float32"))
+    starts = range(0, factors.shape[1], rows)
+    rolled = [jnp.roll(factors[:, i : i + rows], -i, axis=2) for i in starts]
     tiles = [jnp.concatenate([x, x[:, :, :rows]], axis=2) for x in rolled]
     return jnp.tile(jnp.stack(tiles).swapaxes(2, 3), (blocks, 1, 1, 1))
 
 
 def _matmul(a: Array, b: Array) -> Array:
-    return jnp.einsum("...mk,...kn->...mn", a, b, preferred_element_type=jnp.float32)
+    return einsum("...mk,...kn->...mn", a, b)
 
 
 def _transposed(x: Array) -> Array:

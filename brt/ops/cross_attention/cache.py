@@ -1,4 +1,4 @@
-"""Segmented recurrent attention of a few target positions, from a cache that depends on the source.
+"""Cross-attention of a few target positions, from a cache that depends on the source.
 
 The state R of a segment summarizes the other segments, and accumulate-and-fire neurons compute it
 from segment to segment. A cache has one of two forms:
@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from brt.ops.segmented_recurrent_attention.accumulate_fire import accumulate, fire
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
-from brt.ops.segmented_recurrent_attention.recurrence import (
+from brt.ops.cross_attention.accumulate_fire import accumulate, fire
+from brt.ops.cross_attention.config import CrossConfig
+from brt.ops.cross_attention.parameters import CrossParameters
+from brt.ops.cross_attention.recurrence import (
     RecurrenceParameters,
     key_value_sums,
     leak_and_threshold,
@@ -29,11 +30,10 @@ from brt.ops.segmented_recurrent_attention.recurrence import (
     recurrence,
     sum_segments,
 )
-from brt.ops.segmented_recurrent_attention.segments import segment_index, segment_schedule
-from brt.ops.segmented_recurrent_attention.windows import (
-    SegmentWindows,
-    SharedKeys,
+from brt.ops.cross_attention.segments import SharedKeys, segment_index, segment_schedule
+from brt.ops.cross_attention.windows import (
     attend_to_window,
+    build_windows,
     combine_outputs,
     with_shared,
 )
@@ -49,7 +49,7 @@ class NeuronCarry(NamedTuple):
     parameters: RecurrenceParameters
 
 
-class DecodingCache(NamedTuple):
+class CrossCache(NamedTuple):
     """The arrays that decoding steps read, computed once for each source.
 
     Only the field `carry` changes. `table` and `carry` are None for kinds without a recurrence.
@@ -70,27 +70,34 @@ class DecodingCache(NamedTuple):
 
 
 def prefill(
-    windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossConfig
-) -> DecodingCache:
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H K"],
+    valid: Bool[Array, "B X"],
+    parameters: CrossParameters,
+    config: CrossConfig,
+) -> CrossCache:
+    """Returns the cache that `step` reads in decoding, shared by all beams of a source.
+
+    The setting `config.cache` selects its form.
+    """
+    windows, learned = build_windows(keys, values, valid, parameters, config), parameters.raf
     keys, values, mask = (
         jnp.moveaxis(x, 0, 1) for x in (windows.keys, windows.values, windows.mask)
     )
-    cache = DecodingCache(
-        keys, values, mask, windows.counts, windows.shared, None, None, None, parameters.sigma
+    cache = CrossCache(
+        keys, values, mask, windows.counts, windows.shared, None, None, None, learned.sigma
     )
     if config.kind != "srformer":
         return cache
     if _cache_form(config, keys.shape[-1]) == "table":
-        states, scale, _ = recurrence(
-            windows.keys, windows.values, windows.counts, parameters, config
-        )
+        states, scale, _ = recurrence(windows.keys, windows.values, windows.counts, learned, config)
         return cache._replace(table=jnp.moveaxis(states, 0, 1), scale=scale)
-    total = sum_segments(key_value_sums(windows.keys, windows.values, parameters, config))
+    total = sum_segments(key_value_sums(windows.keys, windows.values, learned, config))
     zeros = jnp.zeros_like(total)
     carry = NeuronCarry(
-        jnp.full_like(windows.counts, -1), zeros, zeros.astype(keys.dtype), total, parameters
+        jnp.full_like(windows.counts, -1), zeros, zeros.astype(keys.dtype), total, learned
     )
-    return cache._replace(carry=carry, scale=output_scale(windows.keys, parameters, config))
+    return cache._replace(carry=carry, scale=output_scale(windows.keys, learned, config))
 
 
 def _cache_form(config: CrossConfig, width: int) -> str:
@@ -101,14 +108,20 @@ def _cache_form(config: CrossConfig, width: int) -> str:
     return "table" if 2 * config.segment_size >= width else "carry"
 
 
-def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> DecodingCache:
+def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
+    """Returns the cache with its neurons advanced to the segment that target position t reads.
+
+    The function `step` also advances the neurons but does not return them, so without `advance`
+    every step does it again. t must not decrease from call to call. Only a carry changes, the state
+    of the recurrence at one position.
+    """
     if cache.carry is None:
         return cache
-    return cache._replace(carry=_advance(cache, cache.carry, t, config))
+    return cache._replace(carry=_advance(cache, cache.carry, jnp.asarray(t, jnp.int32), config))
 
 
 def _advance(
-    cache: DecodingCache, carry: NeuronCarry, t: Int[Array, ""], config: CrossConfig
+    cache: CrossCache, carry: NeuronCarry, t: Int[Array, ""], config: CrossConfig
 ) -> NeuronCarry:
     target = segment_index(t[None], cache.counts, segment_schedule(config, None))[:, 0]
     return jax.lax.while_loop(
@@ -119,7 +132,7 @@ def _advance(
 
 
 def _advance_one(
-    cache: DecodingCache, carry: NeuronCarry, moves: Bool[Array, " B"], config: CrossConfig
+    cache: CrossCache, carry: NeuronCarry, moves: Bool[Array, " B"], config: CrossConfig
 ) -> NeuronCarry:
     """Advances the neurons of sources where `moves` is True by one segment."""
     segment = carry.segment + moves
@@ -149,10 +162,16 @@ def _take_segments(x: Shaped[Array, "B M *R"], index: Int[Array, "B P"]) -> Shap
 
 def step(
     queries: Float[Array, "B N T H K"],
-    cache: DecodingCache,
-    t: Int[Array, ""],
+    cache: CrossCache,
+    t: int | Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
+    """Returns the result of `api.attend` for T target positions from t on, for all beams.
+
+    The cache, from `prefill` or `advance`, is for position t. If beams are reordered, it stays as
+    it is, because all beams of a source share it.
+    """
+    t = jnp.asarray(t, jnp.int32)
     batch, beams, length, heads, width = queries.shape
     # If there is only one segment, all queries of a source read the same keys and values, so the
     # axes of beams and positions are merged into one.
@@ -166,27 +185,20 @@ def step(
     index = segment_index(positions, cache.counts, segment_schedule(config, None))
     attended = recurrent = None
     if config.use_segment:
-        attended = attend_to_window(rows, *_windows_at(cache, index))
+        parts = (_take_segments(x, index) for x in (cache.keys, cache.values, cache.mask))
+        attended = attend_to_window(rows, *with_shared(*parts, cache.shared, axis=1))
     if cache.table is not None or cache.carry is not None:
         states = _states_at(cache, index, positions, config)
         recurrent = jnp.einsum("bphnc,bphce->bphne", rows, states)
-        if cache.scale is not None:
-            recurrent = recurrent * cache.scale[:, None].astype(rows.dtype)
-    y = combine_outputs(attended, recurrent, cache.sigma)
+    scale = None if cache.scale is None else cache.scale[:, None]
+    y = combine_outputs(attended, recurrent, scale, cache.sigma)
     if len(positions) == length:
         return y.transpose(0, 3, 1, 2, 4)
     return y.swapaxes(2, 3).reshape(queries.shape)
 
 
-def _windows_at(
-    cache: DecodingCache, index: Int[Array, "B P"]
-) -> tuple[Float[Array, "B P H Y K"], Float[Array, "B P H Y K"], Bool[Array, "B P Y"]]:
-    keys, values, mask = (_take_segments(x, index) for x in (cache.keys, cache.values, cache.mask))
-    return with_shared(keys, values, mask, cache.shared, axis=1)
-
-
 def _states_at(
-    cache: DecodingCache,
+    cache: CrossCache,
     index: Int[Array, "B P"],
     positions: Int[Array, " P"],
     config: CrossConfig,

@@ -2,15 +2,37 @@
 
 If q target positions read m segments, position t reads segment t * m / q. The computation uses
 integers, because t * (m / q) in float32 gives a wrong segment in about one of forty cases. In
-shapes, X is the number of source positions after padding, M of segments of S positions.
+shapes, X is the number of source positions after padding, M of segments of S positions, and Y of
+shared keys.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
+from brt.ops.cross_attention.config import CrossConfig
+
+
+class SharedKeys(NamedTuple):
+    """Keys and values that the queries of all segments read in addition to their window."""
+
+    keys: Float[Array, "B H Y K"]
+    values: Float[Array, "B H Y K"]
+    mask: Bool[Array, "B Y"]  # True for usable keys, False for padding
+
+
+class SegmentWindows(NamedTuple):
+    """The windows of segments; a window may have more keys than its segment has positions.
+
+    Segments are the first axis, because the recurrence scans over them.
+    """
+
+    keys: Float[Array, "M B H S K"]
+    values: Float[Array, "M B H S K"]
+    mask: Bool[Array, "M B S"]  # True for usable keys; a query without one gets zeros
+    counts: Int[Array, " B"]  # the number of segments of each source, from 1 to M
+    shared: SharedKeys | None = None
 
 
 class SegmentSchedule(NamedTuple):

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.ops.segmented_recurrent_attention.accumulate_fire import accumulate_fire
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
+from brt.ops.cross_attention.accumulate_fire import accumulate_fire
+from brt.ops.cross_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
@@ -165,10 +165,6 @@ def matmul(x: Array, kernel: Array) -> Array:
     return jnp.einsum("...c,ce->...e", x, kernel.astype(x.dtype))
 
 
-def _matmul_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return matmul(x, kernel), (x, kernel)
-
-
 def _matmul_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, kernel = residuals
     rows = tuple(range(x.ndim - 1))
@@ -178,7 +174,7 @@ def _matmul_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[A
     return jnp.einsum("...e,ce->...c", gradient, kernel.astype(gradient.dtype)), d_kernel
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(lambda x, kernel: (matmul(x, kernel), (x, kernel)), _matmul_backward)
 
 
 @jax.custom_vjp
@@ -187,24 +183,15 @@ def _other_segments(own: Array, total: Array) -> Array:
     return total[None] - own
 
 
-def _other_segments_forward(own: Array, total: Array) -> tuple[Array, None]:
-    return _other_segments(own, total), None
-
-
-def _other_segments_backward(_: None, gradient: Array) -> tuple[Array, Array]:
-    return -gradient, sum_segments(gradient)
-
-
-_other_segments.defvjp(_other_segments_forward, _other_segments_backward)
+_other_segments.defvjp(
+    lambda own, total: (_other_segments(own, total), None),
+    lambda _, gradient: (-gradient, sum_segments(gradient)),
+)
 
 
 @jax.custom_vjp
 def _key_value_sums(keys: Array, values: Array) -> Array:
     return jnp.einsum("...sc,...se->...ce", keys, values, preferred_element_type=jnp.float32)
-
-
-def _sums_forward(keys: Array, values: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _key_value_sums(keys, values), (keys, values)
 
 
 def _sums_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
@@ -218,4 +205,4 @@ def _sums_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Arr
     )
 
 
-_key_value_sums.defvjp(_sums_forward, _sums_backward)
+_key_value_sums.defvjp(lambda *x: (_key_value_sums(*x), x), _sums_backward)

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from brt.distributed import rules
+from brt.ops import dispatch
 from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, parallel_heads, unrolled_loop
 
 Interpret = bool | pltpu.InterpretParams
@@ -43,10 +44,7 @@ def read_states(
     if rules.partitioned():
         by_head = rules.partition_spec("lanes", None, "heads", None, shape=queries.shape)
         of_states = P(None, by_head[0], by_head[2], None, None)
-        local = jax.shard_map(
-            local, in_specs=(by_head, of_states, P(by_head[0])), out_specs=by_head,
-            axis_names=rules.automatic_axes(), check_vma=False,
-        )  # fmt: skip
+        local = dispatch.on_devices(local, (by_head, of_states, P(by_head[0])), by_head)
     return local(queries, states, segment)
 
 

@@ -24,15 +24,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from brt.distributed import rules
-from brt.ops.dispatch import output_residual
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
-from brt.ops.segmented_recurrent_attention.recurrence import (
+from brt.ops import dispatch
+from brt.ops.cross_attention.config import CrossConfig
+from brt.ops.cross_attention.recurrence import (
     RecurrenceParameters,
     RecurrentStates,
     leak_and_threshold,
     output_scale,
 )
-from brt.ops.segmented_recurrent_attention.tpu_kernels import (
+from brt.ops.cross_attention.tpu_kernels import (
     NeuronKernelGradients,
     NeuronKernelInputs,
     NeuronKernelOutputs,
@@ -40,6 +40,7 @@ from brt.ops.segmented_recurrent_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
+from brt.ops.dispatch import output_residual
 from brt.ops.tpu import LANES, parallel_heads, vmem_refusal
 
 _HEAD_DIMS = (64, 128)
@@ -108,11 +109,10 @@ def recurrence(
     if rules.partitioned():
         head_partition = rules.partition_spec(None, "lanes", "heads", None, None, shape=keys.shape)
         lane_partition = P(head_partition[1])
-        local = jax.shard_map(
-            local,
-            in_specs=(head_partition, head_partition, lane_partition, P()),
-            out_specs=(head_partition, P(*head_partition[1:3]), P(*head_partition[1:3])),
-            axis_names=rules.automatic_axes(), check_vma=False,
+        by_source = P(*head_partition[1:3])
+        local = dispatch.on_devices(
+            local, (head_partition, head_partition, lane_partition, P()),
+            (head_partition, by_source, by_source),
         )  # fmt: skip
     states, squares, fired = local(keys, values, counts, learned)
     numbers = counts * math.prod(states.shape[2:])

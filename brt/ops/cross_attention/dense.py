@@ -12,73 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.ops import masked_attention
+from brt.ops.cross_attention.recurrence import RecurrentStates, recurrence
+from brt.ops.cross_attention.windows import Source, attend_to_window, combine_outputs
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention.config import CrossConfig
-from brt.ops.segmented_recurrent_attention.recurrence import RecurrentStates
-from brt.ops.segmented_recurrent_attention.windows import (
-    SegmentWindows,
-    attend_to_window,
-    combine_outputs,
-)
-
-
-class DenseKernels(NamedTuple):
-    """Kernels for the form "dense"."""
-
-    read_states: Callable[..., Array]  # has the contract of `read_states`
-    unit: int  # the kernels take a multiple of so many queries and of so many keys
-    most: int | None = None  # the kernels take at most so many queries of a source
-
-    def support(self, queries: int, keys: int) -> bool:
-        fits = self.most is None or queries <= self.most
-        return fits and queries % self.unit == 0 and keys % self.unit == 0
-
-
-def attend_densely(
-    queries: Float[Array, "B T H K"],
-    windows: SegmentWindows,
-    recurrence: RecurrentStates | None,
-    sigma: Float[Array, ""] | None,
-    config: CrossConfig,
-    own: Int[Array, "B T"],
-    dropout: Dropout | None,
-    kernels: DenseKernels | None,
-) -> Float[Array, "B T H K"]:
-    """Returns the attention output of every query, where `own` is the segment of each query.
-
-    The other arguments are those of `xla.attend` and `windows.combine_outputs`; None as `kernels`
-    selects plain XLA.
-    """
-    if kernels is not None and windows.shared is None:
-        return _attend_by_kernels(
-            queries, windows, recurrence, sigma, config, own, dropout, kernels
-        )
-    batch, length, heads, width = queries.shape
-    count, size = windows.keys.shape[0], windows.keys.shape[3]
-    by_head = queries.swapaxes(1, 2)
-    # The axes of `is_own` are [B, T, M].
-    is_own = own[:, :, None] == jnp.arange(count)[None, None]
-    attended = recurrent = None
-    if config.use_segment:
-        keys, values = (
-            jnp.moveaxis(x, 0, 2).reshape(batch, heads, -1, width)
-            for x in (windows.keys, windows.values)
-        )
-        mask = is_own[:, :, :, None] & jnp.moveaxis(windows.mask, 0, 1)[:, None]
-        mask = mask.reshape(batch, length, count * size)
-        if windows.shared is not None:
-            keys = jnp.concatenate([keys, windows.shared.keys], axis=2)
-            values = jnp.concatenate([values, windows.shared.values], axis=2)
-            shared = windows.shared.mask[:, None]
-            shared = jnp.broadcast_to(shared, (batch, length, shared.shape[-1]))
-            mask = jnp.concatenate([mask, shared], axis=2)
-        attended = attend_to_window(by_head, keys, values, mask, dropout)
-    if recurrence is not None:
-        states, scale, _ = recurrence
-        recurrent = read_states(queries, states, own).swapaxes(1, 2)
-        if scale is not None:
-            recurrent = recurrent * scale.astype(queries.dtype)
-    return combine_outputs(attended, recurrent, sigma).swapaxes(1, 2)
 
 
 def read_states(
@@ -99,20 +35,71 @@ def read_states(
     return jnp.matmul(flat, states).swapaxes(1, 2)
 
 
-def _attend_by_kernels(
+class SegmentKernels(NamedTuple):
+    """Kernels for the form "dense", besides that of masked attention, and for the recurrence."""
+
+    read_states: Callable[..., Array] = read_states
+    unit: int = 1  # the kernels take a multiple of so many queries and of so many keys
+    most: int | None = None  # the kernels take at most so many queries of a source
+    recur: Callable[..., RecurrentStates] = recurrence
+
+    def support(self, queries: int, keys: int) -> bool:
+        fits = self.most is None or queries <= self.most
+        return fits and queries % self.unit == 0 and keys % self.unit == 0
+
+
+def attend_densely(
     queries: Float[Array, "B T H K"],
-    windows: SegmentWindows,
-    recurrence: RecurrentStates | None,
-    sigma: Float[Array, ""] | None,
-    config: CrossConfig,
+    source: Source,
     own: Int[Array, "B T"],
     dropout: Dropout | None,
-    kernels: DenseKernels,
+    kernels: SegmentKernels | None,
+) -> Float[Array, "B T H K"]:
+    """Returns the attention output of every query, where `own` is the segment of each query.
+
+    None as `kernels` selects plain XLA.
+    """
+    windows, recurrence = source.windows, source.recurrence
+    if kernels is not None and windows.shared is None:
+        return _attend_by_kernels(queries, source, own, dropout, kernels)
+    batch, length, heads, width = queries.shape
+    count, size = windows.keys.shape[0], windows.keys.shape[3]
+    by_head = queries.swapaxes(1, 2)
+    # The axes of `is_own` are [B, T, M].
+    is_own = own[:, :, None] == jnp.arange(count)[None, None]
+    attended = recurrent = scale = None
+    if source.use_segment:
+        keys, values = (
+            jnp.moveaxis(x, 0, 2).reshape(batch, heads, -1, width)
+            for x in (windows.keys, windows.values)
+        )
+        mask = is_own[:, :, :, None] & jnp.moveaxis(windows.mask, 0, 1)[:, None]
+        mask = mask.reshape(batch, length, count * size)
+        if windows.shared is not None:
+            keys = jnp.concatenate([keys, windows.shared.keys], axis=2)
+            values = jnp.concatenate([values, windows.shared.values], axis=2)
+            shared = windows.shared.mask[:, None]
+            shared = jnp.broadcast_to(shared, (batch, length, shared.shape[-1]))
+            mask = jnp.concatenate([mask, shared], axis=2)
+        attended = attend_to_window(by_head, keys, values, mask, dropout)
+    if recurrence is not None:
+        recurrent = read_states(queries, recurrence.states, own).swapaxes(1, 2)
+        scale = recurrence.scale
+    return combine_outputs(attended, recurrent, scale, source.sigma).swapaxes(1, 2)
+
+
+def _attend_by_kernels(
+    queries: Float[Array, "B T H K"],
+    source: Source,
+    own: Int[Array, "B T"],
+    dropout: Dropout | None,
+    kernels: SegmentKernels,
 ) -> Float[Array, "B T H K"]:
     # The kernels read all arrays as the projections write them.
     batch, _, heads, width = queries.shape
-    attended = recurrent = None
-    if config.use_segment:
+    windows, recurrence = source.windows, source.recurrence
+    attended = recurrent = scale = None
+    if source.use_segment:
         keys, values = (
             x.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)
             for x in (windows.keys, windows.values)
@@ -123,8 +110,6 @@ def _attend_by_kernels(
             mask &= own[:, :, None] == jnp.arange(count * size)[None, None] // size
         attended = masked_attention.attend(queries, keys, values, None, mask, dropout)
     if recurrence is not None:
-        states, scale, _ = recurrence
-        recurrent = kernels.read_states(queries, states, own)
-        if scale is not None:
-            recurrent = recurrent * scale.swapaxes(1, 2).astype(queries.dtype)
-    return combine_outputs(attended, recurrent, sigma)
+        recurrent = kernels.read_states(queries, recurrence.states, own)
+        scale = None if recurrence.scale is None else recurrence.scale.swapaxes(1, 2)
+    return combine_outputs(attended, recurrent, scale, source.sigma)

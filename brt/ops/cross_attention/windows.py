@@ -1,0 +1,134 @@
+"""The keys and values that the queries of each segment read (its window), and attention to them.
+
+In shapes, M is the number of segments, S of keys of a window, Q of queries that read it, and Y of
+shared keys, or of all keys of a window in the result of `with_shared`.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.cross_attention import baselines
+from brt.ops.cross_attention.config import CrossConfig
+from brt.ops.cross_attention.parameters import CrossParameters
+from brt.ops.cross_attention.recurrence import RecurrentStates
+from brt.ops.cross_attention.segments import (
+    SegmentWindows,
+    SharedKeys,
+    segment_counts,
+    split_segments,
+)
+from brt.ops.dropout import Dropout
+from brt.ops.softmax_attention import attend_by_head
+
+
+def build_windows(
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H K"],
+    valid: Bool[Array, "B X"],
+    parameters: CrossParameters,
+    config: CrossConfig,
+) -> SegmentWindows:
+    """Returns, for all segments, the keys and values that the targets of a segment read."""
+    if config.mask_kv:
+        keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
+    size = keys.shape[1] if config.kind == "full" else config.segment_size
+    own_keys, own_values = (split_segments(x, size).swapaxes(2, 3) for x in (keys, values))
+    mask, counts = split_segments(valid, size), segment_counts(valid, config, size)
+    windows = SegmentWindows(own_keys, own_values, mask, counts)
+    if config.kind == "local_global":
+        counted = mask if config.mask_kv else jnp.ones_like(mask)
+        return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
+    if config.kind not in ("xl_memory", "transformer_xl"):
+        return windows
+    recurs, memories = config.kind == "xl_memory", (None, None)
+    if recurs:
+        weights = (parameters.memory_keys, parameters.memory_values)
+        memories = (
+            split_segments(baselines.rnn(x, w), size).swapaxes(2, 3)
+            for x, w in zip((keys, values), weights, strict=True)
+        )
+    k, v = map(baselines.with_previous, (own_keys, own_values), memories)
+    return SegmentWindows(k, v, baselines.previous_mask(mask, first=recurs), counts)
+
+
+def with_shared(
+    keys: Float[Array, "*B H S K"],
+    values: Float[Array, "*B H S K"],
+    mask: Bool[Array, "*B S"],
+    shared: SharedKeys | None,
+    axis: int,
+) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
+    """Appends shared keys and values, if any, to every window; windows are on `axis`."""
+    if shared is None:
+        return keys, values, mask
+
+    def append_shared(window_part: Array, shared_part: Array, keys_axis: int) -> Array:
+        shared_part = jnp.expand_dims(shared_part, axis)
+        shared_part = jnp.broadcast_to(
+            shared_part, (*mask.shape[:-1], *shared_part.shape[mask.ndim - 1 :])
+        )
+        return jnp.concatenate([window_part, shared_part], axis=keys_axis)
+
+    return (
+        append_shared(keys, shared.keys, -2),
+        append_shared(values, shared.values, -2),
+        append_shared(mask, shared.mask, -1),
+    )
+
+
+def attend_to_window(
+    queries: Float[Array, "*B H Q K"],
+    keys: Float[Array, "*B H S K"],
+    values: Float[Array, "*B H S K"],
+    mask: Bool[Array, "*B S"] | Bool[Array, "*B Q S"],
+    dropout: Dropout | None = None,
+    *,
+    lanes: int = 0,
+) -> Float[Array, "*B H Q K"]:
+    """Returns the softmax attention to windows; zeros for a query without a usable key.
+
+    The mask is for all queries of a window or for each. `lanes` is the axis of `queries` that has
+    the rows of the batch, for which dropout draws separate numbers.
+    """
+    factors = None
+    if dropout is not None:
+        shape = list((*queries.shape[:-1], keys.shape[-2]))
+        shape.insert(0, shape.pop(lanes))
+        factors = jnp.moveaxis(dropout.factors(tuple(shape), values.dtype), 0, lanes)
+    y = attend_by_head(queries, keys, values, mask, factors)
+    some = jnp.any(mask, axis=-1, keepdims=True)
+    some = some[..., None, :, :] if mask.ndim == queries.ndim - 1 else some[..., None, None, :]
+    return jnp.where(some, y, 0)
+
+
+class Source(NamedTuple):
+    """What the target positions read of a source."""
+
+    windows: SegmentWindows
+    use_segment: bool  # False omits the softmax attention to the windows
+    recurrence: RecurrentStates | None = None
+    # The weight of the softmax attention, while the recurrence has the weight 1 - sigma; None if
+    # both have the weight 1.
+    sigma: Float[Array, ""] | None = None
+
+
+def combine_outputs(
+    attended: Float[Array, "*B"] | None,
+    recurrent: Float[Array, "*B"] | None,
+    scale: Float[Array, "..."] | None,
+    sigma: Array | None,
+) -> Float[Array, "*B"]:
+    """Returns sigma * attended + (1 - sigma) * recurrent * scale, without sigma the sum of both.
+
+    If one of the two is None, the result is the other one; None as `scale` stands for 1.
+    """
+    if recurrent is not None and scale is not None:
+        recurrent = recurrent * scale.astype(recurrent.dtype)
+    if attended is None or recurrent is None:
+        return next(x for x in (attended, recurrent) if x is not None)
+    if sigma is None:
+        return attended + recurrent
+    sigma = sigma.astype(attended.dtype)
+    return sigma * attended + (1 - sigma) * recurrent

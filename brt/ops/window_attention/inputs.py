@@ -1,0 +1,70 @@
+"""The arrays of window attention, and the band of biases that all tiles of a window share.
+
+In shapes, G is the number of heads of keys, each of which serves H / G consecutive heads of
+queries, D of parts of the segment, and Z = W + T.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.ops.dropout import Dropout, DropoutMask
+from brt.ops.normalization import l2_normalize, scaled_unit
+
+
+class WindowInputs(NamedTuple):
+    """The arrays of attention to a window of W tokens; `api.local_attention` describes them."""
+
+    queries: Float[Array, "B T H K"]
+    cached: tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]]
+    keys: Float[Array, "B T G K"]
+    values: Float[Array, "B T G K"]
+    bias: Float[Array, "H W"] | None
+    first: Int[Array, "B D"]
+    dropout: Dropout | DropoutMask | None = None
+    scale: Float[Array, " H"] | None = None
+
+    @property
+    def window(self) -> int:
+        return self.cached[0].shape[1]
+
+    @property
+    def part(self) -> int:
+        """The number of tokens of a part, at whose start a document may start."""
+        return self.queries.shape[1] // self.first.shape[1]
+
+    def starts(self) -> Int[Array, "B T"]:
+        """Returns the place of the first token of each token's document."""
+        return jnp.repeat(self.first, self.part, axis=1)
+
+    def joined(
+        self,
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B Z G K"], Float[Array, "B Z G K"]]:
+        """Returns queries, keys and values; the latter begin with the cached ones.
+
+        Queries and keys are normalized if there is a scale.
+        """
+        pairs = zip(self.cached, (self.keys, self.values), strict=True)
+        keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
+        if self.scale is None:
+            return self.queries, keys, values
+        return scaled_unit(self.queries, self.scale), l2_normalize(keys), values
+
+
+def bias_band(
+    bias: Float[Array, "H W"], rows: int, columns: int, *, nearest: int, hidden: float
+) -> Float[Array, "H R C"]:
+    """Returns the biases of R = `rows` queries and C = `columns` keys from the first one's window.
+
+    Query r sees the keys c with `nearest` <= d = r + W - c < W + `nearest`, with the bias in column
+    d - `nearest`. All other pairs have the bias `hidden`.
+    """
+    window, length = bias.shape[1], rows + columns
+    around = (0, 0), (1 - nearest, length - window - 1 + nearest)
+    band = jnp.pad(jnp.flip(bias, axis=1), around, constant_values=hidden)
+    # The band has L = `length` numbers and is repeated once for every query. If the repeated
+    # numbers are read as rows of L - 1 numbers, the band begins in each row one place later than in
+    # the row before.
+    shifted = jnp.tile(band, (1, rows))[:, : rows * (length - 1)]
+    return shifted.reshape(-1, rows, length - 1)[..., :columns]
