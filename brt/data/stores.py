@@ -38,7 +38,10 @@ COLUMNS = "rows.npz"  # The file of this name contains the columns of a store.
 
 
 class OnDisk:
-    """A one-dimensional array of `size` little-endian values in a file; indexing reads a copy."""
+    """A one-dimensional array of `size` little-endian values in a file.
+
+    Indexing with a slice, or with indices, int64 [..., K], reads a copy, as from a NumPy array.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype, size: int):
         self.dtype, self.size = np.dtype(dtype), size
@@ -49,16 +52,14 @@ class OnDisk:
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, step = part.indices(self.size)
-        if step != 1:
-            raise ValueError(f"numbers of a file are read one after another, not by {step}")
-        values = np.empty(max(stop - start, 0), self.dtype)
-        self._read(values, start)
-        return values
-
-    def gather(self, places: np.ndarray) -> np.ndarray:
-        """Returns the values at the given indices, int64 [..., K]."""
+    def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
+        if isinstance(places, slice):
+            start, stop, step = places.indices(self.size)
+            if step != 1:
+                raise ValueError(f"numbers of a file are read one after another, not by {step}")
+            values = np.empty(max(stop - start, 0), self.dtype)
+            self._read(values, start)
+            return values
         # For each row of K indices, all values between the smallest and the largest index are read,
         # so the indices of a row should be close to each other.
         rows = places.reshape(-1, places.shape[-1])
@@ -83,22 +84,6 @@ class OnDisk:
                     f"{self.size * self.dtype.itemsize:,}; delete {store} and prepare it again"
                 )
             left, at = left[count:], at + count
-
-
-class InMemory:
-    """A one-dimensional array in memory, with the interface of `OnDisk`."""
-
-    def __init__(self, values: np.ndarray):
-        self.dtype, self.size, self._values = values.dtype, len(values), values
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        return self._values[part]
-
-    def gather(self, places: np.ndarray) -> np.ndarray:
-        return self._values[places]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

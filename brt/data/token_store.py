@@ -43,7 +43,7 @@ import numpy as np
 from brt import durable, untrusted
 from brt.data import losses, manifests, stores
 from brt.data.documents import Document
-from brt.data.stores import InMemory, OnDisk
+from brt.data.stores import OnDisk
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
 
@@ -245,7 +245,7 @@ class TokenStore(stores.Store):
     names.
     """
 
-    tokens: OnDisk | InMemory  # uint [tokens] of all documents, which are read when indexed
+    tokens: OnDisk | np.ndarray  # uint [tokens] of all documents, which are read when indexed
     offsets: np.ndarray  # int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]]
     bytes: np.ndarray  # int64 [documents], of the UTF-8 text
     characters: np.ndarray  # int64 [documents], Unicode code points

@@ -181,13 +181,13 @@ def test_iterating_equals_random_access_and_restores_everywhere(mixed):
     read = reader(mixed)
     steps = 3 * read.steps_per_epoch
     batches, states = [], []
-    iterator = lanes.iterate(read)
+    iterator = lanes.BatchIterator(read)
     for _ in range(steps):
         states.append(json.loads(json.dumps(iterator.get_state())))
         batches.append(next(iterator))
     iterator.close()
     assert all(equal(batch, read[step]) for step, batch in enumerate(batches))
-    again = lanes.iterate(read)
+    again = lanes.BatchIterator(read)
     for step, state in enumerate(states):
         assert state["step"] == step
         again.set_state(state)
@@ -198,14 +198,14 @@ def test_iterating_equals_random_access_and_restores_everywhere(mixed):
 
 
 def test_iterating_from_a_step(mixed):
-    iterator = lanes.iterate(reader(mixed), start_step=5)
+    iterator = lanes.BatchIterator(reader(mixed), start_step=5)
     assert iterator.get_state()["step"] == 5
     assert equal(next(iterator), reader(mixed)[5])
     iterator.close()
 
 
 def test_a_state_of_another_reader_is_refused(mixed, tmp_path):
-    state = lanes.iterate(reader(mixed)).get_state()
+    state = lanes.BatchIterator(reader(mixed)).get_state()
     other = make(tmp_path / "s", [5, 6])
     for read, message in (
         (reader(mixed, batch_size=2), "batch_size was 3 and is 2"),
@@ -215,11 +215,11 @@ def test_a_state_of_another_reader_is_refused(mixed, tmp_path):
         (reader(mixed, shuffle=False), "shuffle was True and is False"),
         (reader(other), "store was [0-9a-f]{64} and is [0-9a-f]{64}"),
     ):
-        iterator = lanes.iterate(read)
+        iterator = lanes.BatchIterator(read)
         with pytest.raises(ConfigError, match=f"data position cannot be restored: {message}; "):
             iterator.set_state(state)
         iterator.close()
-    iterator = lanes.iterate(reader(mixed, lanes=range(1)))  # the lanes of another process
+    iterator = lanes.BatchIterator(reader(mixed, lanes=range(1)))  # the lanes of another process
     iterator.set_state({**state, "step": 3})
     assert iterator.get_state()["step"] == 3
     iterator.close()
@@ -236,7 +236,7 @@ def test_errors_reach_the_consumer_and_the_thread_ends(mixed, monkeypatch):
         return whole(self, step)
 
     monkeypatch.setattr(LaneReader, "__getitem__", broken)
-    iterator = lanes.iterate(read)
+    iterator = lanes.BatchIterator(read)
     for _ in range(4):
         next(iterator)
     with pytest.raises(OSError, match="the disk is gone"):

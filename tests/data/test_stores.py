@@ -46,15 +46,15 @@ def test_what_is_read_is_what_an_array_has(numbers):
     starts = np.random.default_rng(1).integers(1, 4900, (4, 3))
     places = starts[..., None] + np.minimum(np.arange(-1, 32), 20)
     for chosen in (places, places[:, :, ::-1], places[:0], np.zeros((2, 1), int)):
-        np.testing.assert_array_equal(stored.gather(chosen), values[chosen])
-        assert stored.gather(chosen).dtype == values.dtype
+        np.testing.assert_array_equal(stored[chosen], values[chosen])
+        assert stored[chosen].dtype == values.dtype
 
 
 def test_a_file_that_is_cut_is_told_and_the_rest_of_it_is_read(numbers, tmp_path):
     values, stored = numbers
     os.truncate(tmp_path / "numbers.bin", 1000 * values.itemsize + 1)
     np.testing.assert_array_equal(stored[:1000], values[:1000])
-    for read in (lambda: stored[:], lambda: stored.gather(np.arange(900, 1100)[None])):
+    for read in (lambda: stored[:], lambda: stored[np.arange(900, 1100)[None]]):
         with pytest.raises(DataError, match=r"numbers\.bin was cut while it was being read"):
             read()
 
