@@ -101,9 +101,7 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
     the same on every machine. Every split gets at least one document.
     """
     splits = ["train"] * len(names)
-    order = sorted(
-        range(len(names)), key=lambda i: (_sha256(Path(names[i]).name), names[i])
-    )
+    order = sorted(range(len(names)), key=lambda i: (_sha256(Path(names[i]).name), names[i]))
     # `free` is the number of documents that remain after every split got one.
     free = len(names) - len(fractions) - 1
     for split, fraction in fractions.items():

@@ -16,7 +16,6 @@ from jaxtyping import Int
 
 from brt.data import originals, tokenizer_files
 from brt.data.tokenizer_training import Special
-from brt.errors import ConfigError
 
 ROBERTA = Special(unk_id=3, bos_id=0, eos_id=2, pad_id=1)
 START, END, PAD = ("<s>", "[CLS]"), ("</s>", "[SEP]"), ("<pad>", "[PAD]")
@@ -79,19 +78,10 @@ class TextTokenizer:
 
 def load(name: str) -> TextTokenizer:
     """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json."""
-    if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
-        return _bytes()
-    if name.endswith(".model"):
-        return _sentencepiece(Path(name))
-    if name.endswith(".json"):
-        return _json(Path(name))
-    raise ConfigError(
-        f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', "
-        "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
-    )
+    return tokenizer_files.load(name, {"bytes": _bytes, ".model": _sentencepiece, ".json": _json})
 
 
-def _bytes() -> TextTokenizer:
+def _bytes(path: Path) -> TextTokenizer:
     def encode_texts(texts: list[str]) -> list[Encoding]:
         encodings = []
         for text in texts:

@@ -1,21 +1,40 @@
 """Opens sentencepiece models and tokenizer.json files, and reports faults of these files."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sentencepiece
 
 from brt import bounded, untrusted
 from brt.data import tokenizer_trial
 from brt.data.special_tokens import Added
-from brt.errors import DataError
+from brt.errors import ConfigError, DataError
 
 MAX_BYTES = 64 << 20
 # A tokenizer whose ids are bytes needs no file. Where brt stores the files of tokenizers, a file of
 # this name stands for such a tokenizer.
 BYTES = "bytes.txt"
+_NAMES = {
+    "'bytes'": "bytes", "'path/to/file.model'": ".model", "'path/to/tokenizer.json'": ".json",
+}  # fmt: skip
+T = TypeVar("T")
+
+
+def load(name: str, readers: Mapping[str, Callable[[Path], T]]) -> T:
+    """Returns the tokenizer of a name, which is "bytes" or the path of a file.
+
+    `readers` are functions that open a tokenizer, for "bytes" and for suffixes of files. If there
+    is none for the name, ConfigError is raised.
+    """
+    kind = "bytes" if name == "bytes" or Path(name).name == BYTES else Path(name).suffix
+    if kind not in readers:
+        known = [text for text, ending in _NAMES.items() if ending in readers]
+        raise ConfigError(
+            f"Data.tokenizer = '{name}' is none of {', '.join(known)}, 'train:VOCAB_SIZE'"
+        )
+    return readers[kind](Path(name))
 
 
 def read(path: Path) -> bytes:
