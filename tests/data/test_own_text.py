@@ -75,7 +75,7 @@ def test_the_end_of_one_file_is_held_out_at_paragraphs(
 def test_text_beyond_a_chunk_and_without_paragraphs(
     data: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("brt.data.documents.CHUNK", 1000)
+    monkeypatch.setattr("brt.data.contents.CHUNK", 1000)
     for text in (book(2, 300).replace("\n\n", " "), "é" * 9000, book(3, 300)):
         found = texts(prepare(data(write(tmp_path / "a.txt", text), test_fraction=0.0)))
         assert list(found) == ["train", "validation"]

@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -60,16 +59,6 @@ def test_splits_share_the_documents(data, books):
     everything = sorted(text for split in found.values() for text in split)
     assert everything == sorted(path.read_text() for path in books.iterdir())
     assert texts(prepare(data())) == found
-
-
-def test_jsonl_documents_are_shared_too(data, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"document {i}"}) for i in range(40)))
-    found = texts(prepare(data(train=(str(path),), test_fraction=0.25)))
-    assert {split: len(text) for split, text in found.items()} == {
-        "train": 28, "validation": 2, "test": 10,
-    }  # fmt: skip
-    assert len({text for split in found.values() for text in split}) == 40
 
 
 def test_a_changed_file_never_meets_a_stale_store(data, books):

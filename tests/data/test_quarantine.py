@@ -107,6 +107,8 @@ def test_bad_documents_are_named_beside_what_is_prepared(
         section = Data(train=data.train, cache_dir=data.cache_dir, max_bad_records=most)
         return preparation.prepare(section)
 
+    with pytest.raises(ConfigError, match=r"Data.max_bad_records = -1"):
+        prepared(-1)
     for most, reason in (
         (0, "^.*a.jsonl:10 is not JSON"),
         (1, "2 documents .*than Data.max_"),
@@ -121,17 +123,7 @@ def test_bad_documents_are_named_beside_what_is_prepared(
     assert [json.loads(line)["line"] for line in quarantine] == [10, 11]
     assert prepared(2).directory == found.directory != prepared(3).directory
     assert capsys.readouterr().err.count("2 documents are left out") == 2, "of the cache, too"
-    clean = preparation.prepare(Data(train=(str(write(tmp_path, GOOD)),), max_bad_records=2))
+    (tmp_path / "clean.jsonl").write_bytes(b"\n".join(lines(GOOD)))
+    clean = preparation.prepare(Data(train=(f"{tmp_path}/clean.jsonl",), max_bad_records=2))
     assert not (clean.directory / "quarantine.jsonl").exists()
     assert "left out" not in capsys.readouterr().err
-
-
-def write(place: Path, texts: list[str]) -> Path:
-    path = place / "clean.jsonl"
-    path.write_bytes(b"\n".join(lines(texts)))
-    return path
-
-
-def test_fewer_than_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Data.max_bad_records = -1"):
-        Data(max_bad_records=-1)
