@@ -124,9 +124,9 @@ def test_words_are_those_of_split(seed: int) -> None:
 
 def check_counts(text: str) -> None:
     assert token_store.count_words(text, text.encode()) == len(text.split())
-    counter = token_store.Counter()
+    counter = token_store.Counter("a", BYTES)
     for character in text:
-        counter.add(character, character.encode())
+        counter.add(character, BYTES.encode(character))
     sizes = counter.bytes, counter.characters, counter.words
     assert sizes == (len(text.encode()), len(text), len(text.split()))
 
