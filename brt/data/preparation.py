@@ -120,7 +120,8 @@ class Corpus(Generic[Encoder, Opened]):
         known = (self.directory / MANIFEST).is_file()
         manifest = read_manifest(self.directory) if known else {"sources": {}}
         descriptions = {}
-        for split, store in self.splits.items():
+        stores: Mapping[str, Any] = self.splits
+        for split, store in stores.items():
             files = manifest["sources"].get(split, [])
             size = getattr(store, "manifest", {}).get("bytes") or sum(f["bytes"] for f in files)
             descriptions[split] = {

@@ -159,18 +159,6 @@ def test_a_directory_that_could_not_be_held_or_removed_is_gone_with_the_next(
     assert names(tmp_path) == [".mine.abcd1234", "done"]
 
 
-@pytest.fixture
-def failing_unlink(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Makes every removal of a file fail until the patch is undone."""
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", fail)
-        yield patch
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_temporary_directory_that_cannot_be_removed_is_told_and_removed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
