@@ -277,8 +277,14 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
         if own := task_field(name, task):
             section, _, field = own.partition(".")
             values.setdefault(section, {})[field] = _checked(binding, task).value
-        elif task in TASK_SECTIONS and not _is_default(binding):
-            raise _without_effect(binding, task)
+        elif task in TASK_SECTIONS:
+            value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
+            if default_of(name) not in (value, (value,)):
+                others = (other for own in fields_of(name) for other in tasks_with(own))
+                raise ConfigError(
+                    f"{binding.origin}: {name} has no effect if Training.task = {task!r}; set "
+                    f"Training.task = {next(others)!r}, or remove {name}"
+                )
     warmup = _shorten_warmup(values, origins, base or Config())
     try:
         config = with_values(values, base)
@@ -287,36 +293,20 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
     return Resolved(config, origins, bound, (*filter(None, [warmup]), *_idle(config, winners)))
 
 
-def _is_default(binding: Binding) -> bool:
-    value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
-    return default_of(binding.name) in (value, (value,))
-
-
-def _without_effect(binding: Binding, task: str) -> ConfigError:
-    tasks = (other for own in fields_of(binding.name) for other in tasks_with(own))
-    return ConfigError(
-        f"{binding.origin}: {binding.name} has no effect if Training.task = {task!r}; set "
-        f"Training.task = {next(tasks)!r}, or remove {binding.name}"
-    )
-
-
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
     """Yields a sentence for each bound section of a kind of layers that the model does not have."""
     for section, cls in kind_sections().items():
         bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
         bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]
         # The files that come with brt give sizes for several kinds.
-        bound = [b for b in bound if not _comes_with_brt(b.origin)]
+        files = [Path(b.origin.rpartition(":")[0]).resolve() for b in bound]
+        own = configs_directory().resolve()
+        bound = [b for b, file in zip(bound, files, strict=True) if not file.is_relative_to(own)]
         if bound and not has_section(config, section):
             yield (
                 f"{bound[0].origin}: {bound[0].name} does nothing, because no layer is of this "
                 f"kind; name some in {section}.layers"
             )
-
-
-def _comes_with_brt(origin: str) -> bool:
-    file = Path(origin.rpartition(":")[0]).resolve()
-    return file.is_relative_to(configs_directory().resolve())
 
 
 def _shorten_warmup(

@@ -123,14 +123,6 @@ class Ragged:
         values = np.concatenate([empty, *rows]).astype(np.int32)
         return cls(values, row_offsets([len(row) for row in rows]))
 
-    @classmethod
-    def read(cls, path: Path, dtype: np.dtype, offsets: np.ndarray) -> "Ragged":
-        """Returns the rows in a file of a `RaggedWriter`; a row is read when it is indexed."""
-        count, rest = divmod(path.stat().st_size, dtype.itemsize)
-        if rest or (offsets.size and count != int(offsets.flat[-1])):
-            raise ValueError(f"{path.name} has another size than its rows")
-        return cls.checked(OnDisk(path, dtype, count), offsets)
-
 
 def row_offsets(lengths: Sequence[int]) -> np.ndarray:
     """Returns int64 [rows + 1], the index at which each row begins, and the sum of all lengths."""
@@ -238,12 +230,18 @@ class Files(NamedTuple):
         return Ragged.checked(self.columns[name], self.columns[f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
-        """Returns rows of different lengths, whose values are in a file of their own.
+        """Returns rows of different lengths, whose values are in a file of a `RaggedWriter`.
+
+        A row is read when it is indexed.
 
         `offsets` is int64 [rows + 1], the index of each row's first value, and the number of
         values.
         """
-        rows = Ragged.read(self.directory / file, dtype, offsets)
+        path = self.directory / file
+        size, rest = divmod(path.stat().st_size, dtype.itemsize)
+        if rest or (offsets.size and size != int(offsets.flat[-1])):
+            raise ValueError(f"{path.name} has another size than its rows")
+        rows = Ragged.checked(OnDisk(path, dtype, size), offsets)
         self.check(count, rows)
         return rows
 
