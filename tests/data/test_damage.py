@@ -11,7 +11,6 @@ import pytest
 from brt.config import Data
 from brt.data import preparation, stores
 from brt.data.preparation import Dataset
-from brt.data.stores import Ragged
 from brt.errors import DataError
 
 
@@ -37,28 +36,7 @@ def read_all(directory: Path) -> Dataset:
     dataset = preparation.prepare(Data(store=str(directory)))
     preparation.summary(dataset)
     dataset.described()
-    store = dataset.split("train")
-    assert store.fingerprint and store.vocab_size > store.bos_id >= 0
-    assert sum(len(store.document(i)) for i in range(len(store))) == store.lengths.sum()
     return dataset
-
-
-@pytest.mark.slow_cases("train/manifest.json")
-@pytest.mark.parametrize("name", ["corpus.json", "train/manifest.json", "train/rows.npz"])
-def test_a_bit_that_is_another_is_one_sentence_or_changes_nothing_that_is_read(name, dataset):
-    path = dataset / name
-    good = path.read_bytes()
-    refused = 0
-    for place in range(0, len(good), 11):
-        path.write_bytes(good[:place] + bytes([good[place] ^ (1 << place % 8)]) + good[place + 1 :])
-        try:
-            read_all(dataset)
-        except DataError as error:
-            refused += 1
-            assert "\n" not in str(error)
-    assert refused > 20
-    path.write_bytes(good)
-    read_all(dataset)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +70,9 @@ def test_what_a_corpus_says_is_checked(change, said, dataset):
     [
         ({"offsets": np.array([0, 90, 20, 108])}, "rows do not fill|tokens.bin"),
         ({"offsets": np.array([0, 2**62, -(2**62), 108])}, "rows do not fill|tokens.bin"),
+        ({"offsets": np.array([0.0, 20.0, 90.0, 108.0])}, "rows do not fill|tokens.bin"),
+        ({"offsets": np.array([[0, 108]])}, "rows do not fill|tokens.bin"),
+        ({"offsets": np.zeros(0, int)}, "rows do not fill|tokens.bin"),
         ({"words": np.array([1.5, np.nan])}, "words is no column of finite numbers"),
         ({"names": np.frombuffer(b"{}", np.uint8)}, "a part of names is {}, which is no str"),
         (
@@ -137,13 +118,6 @@ def test_a_damaged_cache_says_so(tmp_path):
         path.write_bytes(content)
         with pytest.raises(DataError, match="is damaged.*; delete"):
             preparation.prepare(data, progress=False)
-
-
-@pytest.mark.parametrize("offsets", [[0, 3, 2, 4], [1, 4], [0, 3], [[0, 4]], [], [0.0, 4.0]])
-def test_rows_lie_among_their_values(offsets):
-    with pytest.raises(ValueError, match="rows do not fill 4 values"):
-        Ragged.checked(np.arange(4), np.array(offsets))
-    assert len(Ragged.checked(np.arange(4), np.array([0, 0, 4]))) == 2
 
 
 @pytest.mark.parametrize("places", [[-1], [3], [0.5]])
