@@ -12,9 +12,9 @@ process. An ordinary read of a truncated file returns too few bytes, which can b
 error.
 
 The files of a store are compared with their hashes, and read again only if they have changed. After
-a file was found to have the right hash, an empty file (the seal) is created in the cache. The name
-of the seal is a hash of the file's expected hash, size, times and inode. After any change of the
-file, the seal would have another name, so no seal is found and the file is read again.
+a file was found to have the right hash, a seal is created in the cache. The name of the seal is a
+hash of the file's expected hash, size, times and inode. After any change of the file, the seal
+would have another name, so no seal is found and the file is read again.
 """
 
 import contextlib
@@ -167,27 +167,16 @@ def check_hashes(directory: Path, hashes: Mapping[str, str], *, whole: bool = Fa
     for name, expected in hashes.items():
         path = directory / name
         stat = path.stat()
-        seal = _seal(expected, stat)
-        if not whole and seal and os.path.exists(seal):
+        state = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        key = hashlib.sha256(repr(state).encode()).hexdigest()
+        if not whole and user_cache.sealed("verified", key):
             continue
         actual = sources.sha256(path)
-        # Errors are ignored, because without a seal, the file is only read again next time.
-        with contextlib.suppress(OSError):
-            if seal and actual != expected:
-                seal.unlink(missing_ok=True)
-            elif seal and time.time() - stat.st_ctime > SETTLED:
-                user_cache.make(seal.parent)
-                seal.touch()
         if actual != expected:
+            user_cache.seal("verified", key, good=False)
             raise ValueError(f"{name} has the sha256 {actual[:12]}, not {expected[:12]}")
-
-
-def _seal(expected: str, stat: os.stat_result) -> Path | None:
-    """Returns the path of a file's seal; None without a cache."""
-    if not (place := user_cache.directory()):
-        return None
-    state = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    return place / "verified" / hashlib.sha256(repr(state).encode()).hexdigest()
+        if time.time() - stat.st_ctime > SETTLED:
+            user_cache.seal("verified", key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
