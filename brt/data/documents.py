@@ -119,10 +119,7 @@ def _documents(
     bad: Quarantine,
     unit: str = "record",
 ) -> Iterator[Document]:
-    """Yields the documents of a file, up to the place where the file is damaged.
-
-    The text of a record is cut into chunks, so that later stages hold one chunk at a time.
-    """
+    """Yields the documents of a file, up to the place where the file is damaged."""
     has_text = False
     try:
         for record in records:
@@ -130,12 +127,16 @@ def _documents(
             text = bad.call_and_collect(read, file, **{unit: record.number})
             if text is not None:
                 has_text = True
-                pieces = (text[start : start + CHUNK] for start in range(0, len(text), CHUNK))
-                yield Document(record.name, pieces)
+                yield Document(record.name, _pieces(text))
         if not has_text and not bad.knows(file):
             raise plain_text.no_text(file)
     except BadRecord as error:
         bad.collect(error, file)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts the text of a record into chunks, so that later stages hold one chunk at a time."""
+    return (text[start : start + CHUNK] for start in range(0, len(text), CHUNK))
 
 
 def _numbered(rows: Iterable[Row]) -> Iterator[Record]:
