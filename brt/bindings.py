@@ -9,7 +9,7 @@ A macro is a named value, which other values may contain.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,16 +157,17 @@ def resolve(
     task = _task(sources, base)
     _check_names(sources, beside)
     macros = _macros(sources)
-    _check_macros(macros, sources)
-    fields = {
-        key: [
-            _evaluated(b, macros)
-            for b in source.bindings
-            if "." in b.name and not _belongs(b, beside)
-        ]
-        for key, source in sources.items()
-    }
-    return _build(_winners(fields, _below(sources)), base, task)
+    used = check_defined(macros, (b for source in sources.values() for b in source.bindings))
+    for name, binding in macros.items():
+        if name not in used:
+            guess = suggestion(name, used)
+            raise ConfigError(f"{binding.origin}: macro {name} is never used{guess}")
+
+    def evaluated(binding: Binding) -> Binding:
+        return _checked(binding._replace(value=substituted(binding.value, macros)))
+
+    winners = _winners(sources, lambda b: "." in b.name and not _belongs(b, beside), evaluated)
+    return _build(winners, base, task)
 
 
 def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
@@ -175,25 +176,24 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
     Field names and types of values are not checked.
     """
     macros = _macros(sources)
-    found = {key: [b for b in s.bindings if _belongs(b, name)] for key, s in sources.items()}
-    check_defined(macros, [*macros.values(), *(b for own in found.values() for b in own)])
-    fields = {
-        key: [b._replace(value=substituted(b.value, macros)) for b in own]
-        for key, own in found.items()
-    }
-    winners = _winners(fields, _below(sources))
+    own = (b for source in sources.values() for b in source.bindings if _belongs(b, name))
+    check_defined(macros, [*macros.values(), *own])
+    winners = _winners(
+        sources,
+        lambda b: _belongs(b, name),
+        lambda b: b._replace(value=substituted(b.value, macros)),
+    )
     return {full.partition(".")[2]: binding for full, binding in winners.items()}
 
 
 def _task(sources: Mapping[str, Source], base: Config | None) -> str:
     """Returns the name of the task that the sources bind. There may be no task of this name."""
-    name = "Training.task"
-    bound = {key: [b for b in own.bindings if b.name == name] for key, own in sources.items()}
-    winner = _winners(bound, _below(sources)).get(name)
-    if winner is None:
+    found = _winners(sources, lambda b: b.name == "Training.task")
+    if not found:
         return (base or Config()).training.task
     macros = _macros(sources)
-    check_defined(macros, [winner])
+    check_defined(macros, found.values())
+    (winner,) = found.values()
     return str(substituted(winner.value, macros))
 
 
@@ -201,19 +201,12 @@ def _belongs(binding: Binding, section: str) -> bool:
     return binding.name.partition(".")[0] == section
 
 
-def _below(sources: Mapping[str, Source]) -> dict[str, set[str]]:
-    return {key: _included(key, sources) for key in sources}
-
-
 def _macros(sources: Mapping[str, Source]) -> dict[str, Binding]:
-    definitions = {
-        key: [b for b in source.bindings if "." not in b.name] for key, source in sources.items()
-    }
-    return _winners(definitions, _below(sources))
+    return _winners(sources, lambda b: "." not in b.name)
 
 
 def _check_names(sources: Mapping[str, Source], beside: str) -> None:
-    for binding in _all_bindings(sources):
+    for binding in (b for source in sources.values() for b in source.bindings):
         name, _, origin = binding
         if beside and _belongs(binding, beside):
             continue
@@ -228,20 +221,23 @@ def _check_names(sources: Mapping[str, Source], beside: str) -> None:
 
 
 def _winners(
-    bindings: Mapping[str, list[Binding]], below: Mapping[str, set[str]]
+    sources: Mapping[str, Source],
+    wanted: Callable[[Binding], bool],
+    evaluated: Callable[[Binding], Binding] = lambda binding: binding,
 ) -> dict[str, Binding]:
-    """Returns, for each name, the binding that no other one overrides; refuses contradictions.
+    """Returns, for each name, the wanted binding that no other one overrides.
 
-    Both arguments are by the source's key. `below` are the keys of the sources that each source
-    includes, at any depth; it overrides them.
+    Contradictions, of bindings that are `evaluated`, are refused.
     """
     candidates: dict[str, dict[str, Binding]] = {}
-    for key, own in bindings.items():
-        for binding in own:
+    for key, source in sources.items():
+        for binding in map(evaluated, filter(wanted, source.bindings)):
             rivals = candidates.setdefault(binding.name, {})
             if key in rivals:
                 raise _duplicate(rivals[key], binding, "keep one")
             rivals[key] = binding
+    # A source overrides those that it includes, at any depth.
+    below = {key: _included(key, sources) for key in sources}
     winners = {}
     for name, rivals in candidates.items():
         best = [b for key, b in rivals.items() if not any(key in below[other] for other in rivals)]
@@ -264,18 +260,10 @@ def _duplicate(first: Binding, second: Binding, remedy: str) -> ConfigError:
     )
 
 
-def _check_macros(macros: Mapping[str, Binding], sources: Mapping[str, Source]) -> None:
-    used = check_defined(macros, _all_bindings(sources))
-    for name, binding in macros.items():
-        if name not in used:
-            guess = suggestion(name, used)
-            raise ConfigError(f"{binding.origin}: macro {name} is never used{guess}")
-
-
-def _evaluated(binding: Binding, macros: Mapping[str, Binding]) -> Binding:
-    value = substituted(binding.value, macros)
+def _checked(binding: Binding, task: str | None = None) -> Binding:
+    """Returns a binding with its value converted; an error begins with the binding's origin."""
     try:
-        return binding._replace(value=checked_value(binding.name, value))
+        return binding._replace(value=checked_value(binding.name, binding.value, task))
     except ConfigError as error:
         raise ConfigError(f"{binding.origin}: {error}") from error
 
@@ -288,9 +276,15 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
     for name, binding in winners.items():
         if own := task_field(name, task):
             section, _, field = own.partition(".")
-            values.setdefault(section, {})[field] = _value_for(task, binding)
-        elif task in TASK_SECTIONS and not _is_default(binding):
-            raise _without_effect(binding, task)
+            values.setdefault(section, {})[field] = _checked(binding, task).value
+        elif task in TASK_SECTIONS:
+            value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
+            if default_of(name) not in (value, (value,)):
+                others = (other for own in fields_of(name) for other in tasks_with(own))
+                raise ConfigError(
+                    f"{binding.origin}: {name} has no effect if Training.task = {task!r}; set "
+                    f"Training.task = {next(others)!r}, or remove {name}"
+                )
     warmup = _shorten_warmup(values, origins, base or Config())
     try:
         config = with_values(values, base)
@@ -299,44 +293,20 @@ def _build(winners: Mapping[str, Binding], base: Config | None, task: str) -> Re
     return Resolved(config, origins, bound, (*filter(None, [warmup]), *_idle(config, winners)))
 
 
-def _is_default(binding: Binding) -> bool:
-    value = tuple(binding.value) if isinstance(binding.value, list) else binding.value
-    return default_of(binding.name) in (value, (value,))
-
-
-def _without_effect(binding: Binding, task: str) -> ConfigError:
-    tasks = (other for own in fields_of(binding.name) for other in tasks_with(own))
-    return ConfigError(
-        f"{binding.origin}: {binding.name} has no effect if Training.task = {task!r}; set "
-        f"Training.task = {next(tasks)!r}, or remove {binding.name}"
-    )
-
-
-def _value_for(task: str, binding: Binding) -> Any:
-    """Returns the checked value of a binding; raises ConfigError if the task does not allow it."""
-    try:
-        return checked_value(binding.name, binding.value, task)
-    except ConfigError as error:
-        raise ConfigError(f"{binding.origin}: {error}") from error
-
-
 def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
     """Yields a sentence for each bound section of a kind of layers that the model does not have."""
     for section, cls in kind_sections().items():
         bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
         bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]
         # The files that come with brt give sizes for several kinds.
-        bound = [b for b in bound if not _comes_with_brt(b.origin)]
+        files = [Path(b.origin.rpartition(":")[0]).resolve() for b in bound]
+        own = configs_directory().resolve()
+        bound = [b for b, file in zip(bound, files, strict=True) if not file.is_relative_to(own)]
         if bound and not has_section(config, section):
             yield (
                 f"{bound[0].origin}: {bound[0].name} does nothing, because no layer is of this "
                 f"kind; name some in {section}.layers"
             )
-
-
-def _comes_with_brt(origin: str) -> bool:
-    file = Path(origin.rpartition(":")[0]).resolve()
-    return file.is_relative_to(configs_directory().resolve())
 
 
 def _shorten_warmup(
@@ -382,6 +352,7 @@ def _whence(message: str, origins: Mapping[str, str]) -> str:
 
 
 def _included(key: str, sources: Mapping[str, Source]) -> set[str]:
+    """Returns the keys of all sources that a source includes, at any depth."""
     found: set[str] = set()
     waiting = list(sources[key].includes)
     while waiting:
@@ -390,11 +361,6 @@ def _included(key: str, sources: Mapping[str, Source]) -> set[str]:
             found.add(other)
             waiting += sources[other].includes
     return found
-
-
-def _all_bindings(sources: Mapping[str, Source]) -> Iterator[Binding]:
-    for source in sources.values():
-        yield from source.bindings
 
 
 def _text(value: Any) -> str:

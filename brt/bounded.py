@@ -2,11 +2,10 @@
 
 Libraries in other languages read some kinds of files, and a crafted file can make them take any
 memory, run for ever, or end the process. Therefore a child process first does with a file what brt
-will do with it. The name of an empty file in the user's cache (the seal) says that a trial went
-well, so that a file is tried once. Files that brt has written itself get a seal at once.
+will do with it. A seal in the user's cache says that a trial went well, so that a file is tried
+once. Files that brt has written itself get a seal at once.
 """
 
-import contextlib
 import hashlib
 import os
 import resource
@@ -39,18 +38,12 @@ def key(*parts: bytes) -> str:
 def trust(key: str) -> None:
     """Creates the seal of a file that brt has written, so that the file is not tried."""
     _tried.add(key)
-    place = user_cache.directory()
-    # Without a seal, the file is only tried.
-    with contextlib.suppress(OSError):
-        if place:
-            user_cache.make(place / "tried")
-            (place / "tried" / key).touch()
+    user_cache.seal("tried", key)
 
 
 def trusted(key: str) -> bool:
     """Returns True if a file was tried before, or if brt has written it."""
-    place = user_cache.directory()
-    return key in _tried or bool(place and os.path.exists(place / "tried" / key))
+    return key in _tried or user_cache.sealed("tried", key)
 
 
 def check(

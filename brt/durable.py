@@ -69,27 +69,28 @@ def remedy(error: BaseException) -> str:
     return "make room there" if is_full(error) else "see to the disk"
 
 
+def _space(directory: Path) -> os.statvfs_result | None:
+    """Returns the sizes of a disk and how much is free; None if nothing says so."""
+    try:
+        return os.statvfs(nearest_existing(directory))
+    except OSError:
+        return None
+
+
 def describe_shortage(directory: Path, error: BaseException) -> str:
     """Returns a phrase that says which resource is used up: bytes, inodes or a quota."""
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
-    try:
-        status = os.statvfs(nearest_existing(directory))
-    except OSError:
-        return "the disk is full"
-    bytes_left = status.f_bavail / max(status.f_blocks, 1)
-    files_left = status.f_favail / status.f_files if status.f_files else 1.0
-    few = status.f_favail < max(_FEW_FILES, _FULL_SHARE * status.f_files)
-    if few and files_left < bytes_left:
-        return "no inodes are left for more files on the disk"
+    if (status := _space(directory)) and status.f_files:
+        few = status.f_favail < max(_FEW_FILES, _FULL_SHARE * status.f_files)
+        if few and status.f_favail / status.f_files < status.f_bavail / max(status.f_blocks, 1):
+            return "no inodes are left for more files on the disk"
     return "the disk is full"
 
 
 def free_space(directory: Path, error: BaseException) -> str:
     """Returns a phrase that says how much space is free, and whether a quota may be used up."""
-    try:
-        status = os.statvfs(nearest_existing(directory))
-    except OSError:
+    if not (status := _space(directory)):
         return "nothing says how much is free"
     free = f"{size(status.f_bavail * status.f_frsize)} were free"
     much = (

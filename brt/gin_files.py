@@ -75,7 +75,12 @@ def _add(
     """Adds a statement to the source `key`, or the file that it includes to `sources`."""
     match statement:
         case config_parser.BindingStatement():
-            sources[key].bindings.append(_binding(statement, origin))
+            name = ".".join(filter(None, (statement.selector, statement.arg_name)))
+            if statement.scope:
+                raise ConfigError(
+                    f"{origin}: {statement.scope}/{name} has a scope; bind {name} itself"
+                )
+            sources[key].bindings.append(Binding(name, statement.value, origin))
         case config_parser.IncludeStatement(filename=file):
             asked = f"{origin}: include {file!r}"
             path = find_gin_file(file, asked=asked, beside=directory)
@@ -87,13 +92,6 @@ def _add(
             )
         case config_parser.BlockDeclaration():
             pass  # The bindings of the block follow as statements of their own.
-
-
-def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
-    name = ".".join(filter(None, (statement.selector, statement.arg_name)))
-    if statement.scope:
-        raise ConfigError(f"{origin}: {statement.scope}/{name} has a scope; bind {name} itself")
-    return Binding(name, statement.value, origin)
 
 
 class _Grammar(config_parser.ConfigParser):
@@ -171,12 +169,6 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
         raise ConfigError(f"{origin(None)}: {_unreadable(str(error.args[0]), None)}") from error
 
 
-def _value_in(line: str | None) -> str:
-    """Returns the text after the only = of a line; "" if there is none or it has brackets."""
-    word = (line or "").partition("=")[2].partition("#")[0].strip()
-    return "" if word[:1] in ("(", "[", "{") or "=" in word else word
-
-
 def _no_value(word: str) -> str:
     """Returns a clause which says that a text is no value, and what one is."""
     shown = word[:_MOST_QUOTED]
@@ -190,7 +182,9 @@ def _no_value(word: str) -> str:
 
 def _unreadable(message: str, line: str | None) -> str:
     """Returns a clear sentence for a syntax error of gin's parser."""
-    word = _value_in(line)
+    # The value is the text after the only = of a line, unless it has brackets.
+    word = (line or "").partition("=")[2].partition("#")[0].strip()
+    word = "" if word[:1] in ("(", "[", "{") or "=" in word else word
     if match := re.search("Failed to parse token '(.*)'", message):
         reason = _no_value(word) if word else f"{match[1][:_MOST_QUOTED]} is no value"
     elif message.startswith(("Unable to parse value", "Expected newline")) and word:

@@ -68,10 +68,6 @@ def read_file(path: Path | str, largest: int = LARGEST) -> bytes:
         return file.read()
 
 
-class HalfSurrogate(json.JSONDecodeError):
-    """JSON has a surrogate without its partner, which UTF-8 cannot represent."""
-
-
 def parse_json(
     text: str | bytes, decode: Callable[[Any], Any] = json.loads, halves: str = "strict"
 ) -> Any:
@@ -79,7 +75,7 @@ def parse_json(
 
     JSON that is nested deeply, or contains very long numbers or very many lists and objects, is a
     JSONDecodeError. `halves` says what happens to surrogates without a partner. "strict" raises
-    HalfSurrogate, except for those by which Python represents bytes of file names that are not
+    a JSONDecodeError, except for those by which Python represents bytes of file names that are not
     UTF-8 (U+DC80 to U+DCFF). "replace" converts them to U+FFFD, and "keep" leaves them in the
     value, for callers that report them themselves.
     """
@@ -115,7 +111,7 @@ def _without_halves(value: Any, text: str | bytes, halves: str) -> Any:
     for match in found:
         code = ord(match[2]) if len(match[2]) == 1 else int(match[2][2:], 16)
         if not 0xDC80 <= code <= 0xDCFF:
-            raise HalfSurrogate("Half a surrogate pair", source, match.start())
+            raise json.JSONDecodeError("Half a surrogate pair", source, match.start())
     return value
 
 

@@ -4,6 +4,7 @@ Only environment variables determine the directory. No setting can do so, becaus
 compiled programs that brt executes, and a config may come with a run that somebody else made.
 """
 
+import contextlib
 import errno
 import functools
 import os
@@ -61,6 +62,25 @@ def make(place: Path) -> None:
     for path in (*reversed(place.parents), place):
         if not path.is_dir():
             path.mkdir(mode=0o700, exist_ok=True)
+
+
+def seal(kind: str, key: str, *, good: bool = True) -> None:
+    """Notes in the cache that a file was found to be good, or (`good` False) takes the note back.
+
+    The name of an empty file, the seal, is the `key`, a hash of what was looked at. Errors are
+    ignored, because without a seal, the file is only looked at again.
+    """
+    with contextlib.suppress(OSError):
+        if (place := directory()) and good:
+            make(place / kind)
+            (place / kind / key).touch()
+        elif place:
+            (place / kind / key).unlink(missing_ok=True)
+
+
+def sealed(kind: str, key: str) -> bool:
+    place = directory()
+    return bool(place and os.path.exists(place / kind / key))
 
 
 def _written() -> Path:

@@ -6,6 +6,7 @@ written into them.
 
 import errno
 import fcntl
+import io
 import os
 import re
 import stat
@@ -274,32 +275,23 @@ def test_checkpoints_may_be_links_to_other_disks(tmp_path: Path) -> None:
 def test_a_lock_on_a_failing_disk_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, moment: str
 ) -> None:
-    class Failing:
-        def __init__(self, file):
-            self._file, self._emptied = file, 0
+    error, emptied = OSError(code, os.strerror(code)), 0
 
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self._file.close()
-
+    class Failing(io.FileIO):
         def write(self, content):
             if moment == "write":
-                raise OSError(code, os.strerror(code))
+                raise error
 
         def truncate(self, size):
-            self._emptied += 1
-            if moment == "end" and self._emptied == 2:
-                raise OSError(code, os.strerror(code))
+            nonlocal emptied
+            emptied += 1
+            if moment == "end" and emptied % 2 == 0:
+                raise error
 
     def opened(path, mode, **how):
         if moment == "open":
-            raise OSError(code, os.strerror(code))
-        return Failing(open(path, mode, **how))
+            raise error
+        return Failing(path, mode)
 
     run = workdirs.create(tmp_path)
     monkeypatch.setattr(durable, "open_file", opened)

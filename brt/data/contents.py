@@ -186,12 +186,6 @@ def read_json(
         yield parse_json(f"{file.name}:{number}", number, line, errors)
 
 
-def json_lines(file: File) -> Iterator[Record]:
-    """Yields the records of a file of JSON lines, whatever the suffix of the file is."""
-    for number, line in _numbered(file, untrusted.LARGEST):
-        yield parse_json(f"{file.name}:{number}", number, line)
-
-
 def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yields the number, counted from one, and the bytes of every line that is not empty."""
     all_lines = lines(file.name, text(file), max_bytes)

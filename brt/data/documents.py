@@ -6,7 +6,7 @@ is in one of its fields (or columns).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,7 +63,8 @@ def read(
     bad = Quarantine() if bad is None else bad
     for source in names:
         if source.startswith("tfds:"):
-            yield from _documents(source, _tfds_records(source, text_field, errors), bad)
+            examples = _numbered(tables.examples(source))
+            yield from _documents(source, examples, text_field, errors, bad)
         elif source.startswith(MEMORY):
             novels = "\n".join(file.path.read_text("utf-8") for file in sources.files(source))
             for name, text in memory_tasks.documents(source, novels):
@@ -78,11 +79,13 @@ def _read_file(
 ) -> Iterator[Document]:
     match formats.kind(file.path.name):
         case "json" | "jsonl":
-            records = _json_records(file, field, errors, max_bytes)
+            records = contents.read_json(file, errors=errors, max_bytes=max_bytes)
+            yield from _documents(file.name, records, field, errors, bad, unit="line")
         case "array_record":
-            records = _array_records(file, field, errors, max_bytes)
+            records = _array_records(file, errors, max_bytes)
+            yield from _documents(file.name, records, field, errors, bad)
         case "csv" | "tsv" | "parquet" | "arrow":
-            records = _table_records(file, field, errors)
+            yield from _documents(file.name, _numbered(tables.rows(file)), field, errors, bad)
         case _:
 
             def text() -> Iterator[str]:
@@ -94,33 +97,37 @@ def _read_file(
 
             if not bad.most or bad.call_and_collect(is_readable, file.name):
                 yield Document(file.name, text())
-            return
-    yield from _documents(file.name, records, bad)
 
 
 def _text(file: File, errors: str, max_bytes: int) -> Iterator[str]:
-    data = contents.text(file)
+    """Yields the text of a file; raises BadRecord if all of it is whitespace."""
+    data, blank = contents.text(file), True
     if formats.compression_suffix(file.path.name):
         data = contents.no_more_than(max_bytes, file.name, data)
-    return _with_text(file.name, plain_text.read(file.name, data, errors, plain_text.REPLACE))
+    for chunk in plain_text.read(file.name, data, errors, REPLACE):
+        blank = blank and not chunk.strip()
+        yield chunk
+    if blank:
+        raise plain_text.no_text(file.name)
 
 
-class _Record(NamedTuple):
-    """A record: its name, its place in the file as in `Quarantine.collect`, and its text."""
-
-    name: str
-    place: dict[str, int]
-    text: Callable[[], str]  # Raises BadRecord if the record has no usable text.
-
-
-def _documents(file: str, records: Iterator[_Record], bad: Quarantine) -> Iterator[Document]:
+def _documents(
+    file: str,
+    records: Iterator[Record],
+    field: str,
+    errors: str,
+    bad: Quarantine,
+    unit: str = "record",
+) -> Iterator[Document]:
     """Yields the documents of a file, up to the place where the file is damaged."""
     has_text = False
     try:
-        for name, place, read in records:
-            if (text := bad.call_and_collect(read, file, **place)) is not None:
+        for record in records:
+            read = partial(_record_text, record, field, errors)
+            text = bad.call_and_collect(read, file, **{unit: record.number})
+            if text is not None:
                 has_text = True
-                yield Document(name, _pieces(text))
+                yield Document(record.name, _pieces(text))
         if not has_text and not bad.knows(file):
             raise plain_text.no_text(file)
     except BadRecord as error:
@@ -129,37 +136,15 @@ def _documents(file: str, records: Iterator[_Record], bad: Quarantine) -> Iterat
 
 def _pieces(text: str) -> Iterator[str]:
     """Cuts the text of a record into chunks, so that later stages hold one chunk at a time."""
-    return (text[start : start + CHUNK] for start in range(0, len(text) or 1, CHUNK))
+    return (text[start : start + CHUNK] for start in range(0, len(text), CHUNK))
 
 
-def _with_text(name: str, chunks: Iterable[str]) -> Iterator[str]:
-    """Yields the chunks of a text unchanged; raises BadRecord if all of them are whitespace."""
-    blank = True
-    for chunk in chunks:
-        blank = blank and not chunk.strip()
-        yield chunk
-    if blank:
-        raise plain_text.no_text(name)
+def _numbered(rows: Iterable[Row]) -> Iterator[Record]:
+    for number, row in enumerate(rows):
+        yield Record(row.name, number, row.values, row.problem)
 
 
-def _json_records(file: File, field: str, errors: str, max_bytes: int) -> Iterator[_Record]:
-    for record in contents.read_json(file, errors=errors, max_bytes=max_bytes):
-        read = partial(_json_text, record, field, errors)
-        yield _Record(record.name, {"line": record.number}, read)
-
-
-def _table_records(file: File, field: str, errors: str) -> Iterator[_Record]:
-    for number, row in enumerate(tables.rows(file)):
-        yield _Record(row.name, {"record": number}, partial(_row_text, row, field, errors))
-
-
-def _tfds_records(source: str, field: str, errors: str) -> Iterator[_Record]:
-    for i, example in enumerate(sources.tfds_data(source).examples):
-        row = Row(f"{source}:{i}", example)
-        yield _Record(row.name, {"record": i}, partial(_row_text, row, field, errors))
-
-
-def _array_records(file: File, field: str, errors: str, max_bytes: int) -> Iterator[_Record]:
+def _array_records(file: File, errors: str, max_bytes: int) -> Iterator[Record]:
     """Reads an ArrayRecord file, whose records are UTF-8 texts or JSON objects."""
     from array_record.python.array_record_module import ArrayRecordReader
 
@@ -173,52 +158,27 @@ def _array_records(file: File, field: str, errors: str, max_bytes: int) -> Itera
                 name = f"{file.name}:{i}"
                 if len(data) > max_bytes:
                     raise contents.too_large(name, max_bytes)
-                yield _Record(name, {"record": i}, partial(_data_text, name, data, field, errors))
+                is_json = data.lstrip()[:1] == b"{"
+                record = contents.parse_json(name, i, data, errors)
+                yield record if is_json else Record(name, i, data)
     except (RuntimeError, ValueError, IndexError) as error:
         if isinstance(error, DataError):
             raise
         raise BadRecord(f"{file.name} is damaged: {str(error).partition(';')[0]}") from error
 
 
-def _json_text(record: Record, field: str, errors: str) -> str:
+def _record_text(record: Record, field: str, errors: str) -> str:
+    """Returns the text of a record: its value, or a field of it, which may be a list of texts."""
+    name, value = record.name, record.value
     if record.problem:
         remedy = "" if ";" in record.problem else "; repair it"
         if "UTF-8 at byte" in record.problem:
             remedy = f"; repair it, or read such bytes as U+FFFD with {REPLACE}"
-        raise BadRecord(f"{record.name} {record.problem}{remedy}")
-    if isinstance(record.value, str):  # The members of a JSON array may be texts, not objects.
-        return _checked(record.name, record.value, errors)
-    return _value_text(record.name, _field(record.name, record.value, field), errors)
-
-
-def _data_text(name: str, data: bytes, field: str, errors: str) -> str:
-    if data.lstrip()[:1] == b"{":
-        return _json_text(contents.parse_json(name, 0, data, errors), field, errors)
-    return _value_text(name, data, errors)
-
-
-def _row_text(row: Row, field: str, errors: str) -> str:
-    if row.problem:
-        raise BadRecord(f"{row.name} {row.problem}")
-    return _value_text(row.name, _field(row.name, row.values, field), errors)
-
-
-def _value_text(name: str, value: Any, errors: str) -> str:
-    """Returns the text of a value, which is a text or a list of texts (paragraphs)."""
+        raise BadRecord(f"{name} {record.problem}{remedy}")
+    if not isinstance(value, str | bytes):  # The members of a JSON array may be texts.
+        value = _field(name, value, field)
     parts = value if isinstance(value, list) else [value]
-    return _checked(name, "\n".join(_part(name, part, errors) for part in parts), errors)
-
-
-def _part(name: str, value: Any, errors: str) -> str:
-    if isinstance(value, bytes):
-        value = plain_text.decoded(name, value, errors, REPLACE)
-    if not isinstance(value, str):
-        raise BadRecord(f"{name} holds {tables.type_name(value)}, not text; leave it out")
-    return value.removeprefix(plain_text.MARK)
-
-
-def _checked(name: str, text: str, errors: str) -> str:
-    text = text.removeprefix(plain_text.MARK)
+    text = "\n".join(_part(name, part, errors) for part in parts)
     if not text.strip():
         raise plain_text.no_text(name)
     if fault := plain_text.binary(plain_text.unreadable(text), len(text)):
@@ -227,6 +187,14 @@ def _checked(name: str, text: str, errors: str) -> str:
     if problem := plain_text.problem(text):
         raise BadRecord(f"{name} {problem}; repair it, or read it as U+FFFD with {REPLACE}")
     return text
+
+
+def _part(name: str, value: Any, errors: str) -> str:
+    if isinstance(value, bytes):
+        value = plain_text.decoded(name, value, errors, REPLACE)
+    if not isinstance(value, str):
+        raise BadRecord(f"{name} holds {tables.type_name(value)}, not text; leave it out")
+    return value.removeprefix(plain_text.MARK)
 
 
 def _field(name: str, example: Any, field: str) -> Any:

@@ -71,7 +71,7 @@ def gather(
     # `stored` is the same as `left`, but without the end token and without the limit of `lengths`.
     stored = (store.offsets[document + 1] - store.offsets[document] - past)[..., None]
     index = (store.offsets[document] + past)[..., None] + np.minimum(column, stored - 1)
-    tokens = store.tokens.gather(np.where(left > 0, np.maximum(index, 0), 0)).astype(np.int32)
+    tokens = store.tokens[np.where(left > 0, np.maximum(index, 0), 0)].astype(np.int32)
     if store.end_id >= 0:
         tokens[column == stored] = store.end_id
     scored = column[1:] < left
@@ -177,7 +177,7 @@ class BatchIterator(Iterator[Any]):
     `Reader.identity`.
     """
 
-    def __init__(self, reader: Reader, start_step: int, prefetch: int):
+    def __init__(self, reader: Reader, start_step: int = 0, prefetch: int = 2):
         # Importing grain takes 1.5 seconds, which commands without training need not wait for.
         import grain
 
@@ -208,10 +208,6 @@ class BatchIterator(Iterator[Any]):
 
     def close(self) -> None:
         self._batches.close()
-
-
-def iterate(reader: Reader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
-    return BatchIterator(reader, start_step, prefetch)
 
 
 def evaluation_batches(

@@ -112,11 +112,6 @@ def parse(source: str) -> Memory:
     return memory
 
 
-def belongs_to(fact: str, split: str) -> bool:
-    """Returns True if a fact, given as a text, belongs to the split according to its hash."""
-    return hashlib.sha256(fact.encode()).digest()[0] % 8 in SHARES[split]
-
-
 def _wrong(memory: Memory) -> str:
     """Returns a phrase about settings that contradict each other; "" for valid settings."""
     task, facts, symbols, farthest = memory.task, memory.facts, memory.symbols, max(memory.distance)
@@ -186,6 +181,10 @@ class Answer(NamedTuple):
     text: bytes  # the correct answer
 
 
+Tell = Callable[[Memory, RandomState, int], Events]
+Solve = Callable[[Memory, bytes], Iterator[Answer]]
+
+
 def documents(source: str, novels: str) -> Iterator[tuple[str, str]]:
     """Yields the name and the text of every document of a source.
 
@@ -204,7 +203,8 @@ def documents(source: str, novels: str) -> Iterator[tuple[str, str]]:
         start = random.randint(len(novels) - memory.size + 1) if novels else 0
         filler = novels[start : start + memory.size] or "." * memory.size
         distance = memory.distance[number % len(memory.distance)]
-        events = _KINDS[memory.task].tell(memory, random, distance)
+        tell, _ = _KINDS[memory.task]
+        events = tell(memory, random, distance)
         yield f"{source}#{number}", _laid(filler, events)
 
 
@@ -214,7 +214,8 @@ def answers(name: str, text: bytes) -> Iterator[Answer]:
     `name` is the name that `documents` gave the document, and `text` its text in UTF-8.
     """
     memory = parse(name)
-    return _KINDS[memory.task].solve(memory, text)
+    _, solve = _KINDS[memory.task]
+    return solve(memory, text)
 
 
 def _laid(filler: str, events: Events) -> str:
@@ -253,9 +254,10 @@ def _value(memory: Memory, random: RandomState) -> str:
 
 
 def _owned(memory: Memory, draw: Callable[[], T]) -> T:
-    """Returns the first draw that belongs to the split."""
+    """Returns the first draw that belongs to the split according to its hash."""
     for _ in range(_DRAWS):
-        if belongs_to(str(drawn := draw()), memory.split):
+        drawn = draw()
+        if hashlib.sha256(str(drawn).encode()).digest()[0] % 8 in SHARES[memory.split]:
             return drawn
     raise DataError(
         f"memory:{memory.task}/{memory.split} with facts={memory.facts}, "
@@ -346,16 +348,9 @@ def _solve_events(memory: Memory, text: bytes) -> Iterator[Answer]:
             yield Answer(*match.span(1), first, b"%d" % (len(events) % memory.symbols))
 
 
-class _Kind(NamedTuple):
-    tell: Callable[[Memory, RandomState, int], Events]
-    solve: Callable[[Memory, bytes], Iterator[Answer]]
-
-
-_FACTS = _Kind(_tell_facts, _solve_facts)
-_KINDS = {
-    "copy": _FACTS,
-    "recall": _FACTS,
-    "needle": _FACTS,
-    "tracking": _Kind(_tell_moves, _solve_moves),
-    "counting": _Kind(_tell_events, _solve_events),
+# For each task, the functions that state the facts of a document and that solve it.
+_KINDS: dict[str, tuple[Tell, Solve]] = {
+    **dict.fromkeys(("copy", "recall", "needle"), (_tell_facts, _solve_facts)),
+    "tracking": (_tell_moves, _solve_moves),
+    "counting": (_tell_events, _solve_events),
 }

@@ -6,6 +6,7 @@ with one half of a surrogate pair, is refused.
 """
 
 import codecs
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 
@@ -83,7 +84,7 @@ def read(
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0  # The byte at this position is the first one that is not decoded yet.
     first, characters, bad = True, 0, 0
-    for chunk in _ended(data):
+    for chunk in itertools.chain(filter(None, data), [b""]):  # The empty chunk ends the decoding.
         pending = decoder.getstate()[0]
         try:
             text = decoder.decode(chunk, final=not chunk)
@@ -127,9 +128,3 @@ def _undecodable(name: str, offset: int, error: UnicodeDecodeError, remedy: str)
     more = f", or read such bytes as U+FFFD with {remedy}" if remedy else ""
     byte = f"byte {offset + error.start} (0x{error.object[error.start]:02x})"
     return BadRecord(f"{name} is not UTF-8 at {byte}; convert it{more}")
-
-
-def _ended(data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the chunks that are not empty, and then an empty chunk, which ends the decoding."""
-    yield from filter(None, data)
-    yield b""

@@ -1,7 +1,7 @@
 """Prepares the data that a config section names: documents, or rows such as pairs of texts.
 
 The data are read from files, encoded as ids, and stored in a directory, which is in the cache or at
-a place that the user names (see `brt.data.cache`):
+a place that the user names:
 
     train/ validation/ test/         stores (a split without data is absent)
     tokenizer.* or vocabulary.json   the object that encodes the data
@@ -15,23 +15,26 @@ which the next process continues if this one is killed.
 import abc
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
-from brt import config, durable, untrusted
+from brt import config, durable, output, untrusted, user_cache
 from brt.config.checks import share_of
+from brt.config.fields import cached_settings
 from brt.data import (
-    cache,
     generated,
     losses,
+    manifests,
     originals,
     quarantine,
     sources,
@@ -40,7 +43,6 @@ from brt.data import (
     tokenizer_training,
     tokenizers,
 )
-from brt.data.cache import read_manifest
 from brt.data.formats import DOCUMENTS
 from brt.data.quarantine import BadRow, Tally
 from brt.data.sources import FileHash
@@ -55,7 +57,39 @@ from brt.formatting import counted
 Encoder = TypeVar("Encoder")
 Opened = TypeVar("Opened")
 Row = TypeVar("Row")
+Hashes = Mapping[str, Sequence[FileHash]]  # the files of each split
 TOGETHER = 256  # This number of rows is tokenized in parallel.
+MANIFEST = manifests.CORPUS
+# This version of the code that reads files is increased when a change of the code makes the same
+# files yield other texts or rows.
+READING = 2
+# This seed determines the sample of text that a tokenizer is trained on.
+SEED = 0
+NAMED = 3  # The description of a split has this number of names of documents.
+_KIND = {
+    "key": str,
+    "sources": {str: [{"name": str, "bytes": int, "sha256": str}]},
+    "splits": [str],
+    "held_out?": {str: str},
+    "quarantined?": int,
+    "tokenizer?": {"file": str, "name": str},
+    "vocabulary?": {"file": str},
+}
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Returns the manifest of a directory of prepared data, or raises DataError about damage."""
+    manifest = manifests.read(directory / MANIFEST, _KIND)
+    with manifests.explaining_damage(directory, "corpus"):
+        if coverage := manifest.get("tokenizer", {}).get("coverage"):
+            untrusted.check(coverage, {"fraction": float}, "coverage")
+        if not {*manifest["splits"]} <= {*SPLITS}:
+            raise ValueError(f"{MANIFEST} has the splits {', '.join(manifest['splits'])}")
+        for kind in ("tokenizer", "vocabulary"):
+            name = manifest[kind]["file"] if kind in manifest else MANIFEST
+            if Path(name).name != name or not (directory / name).is_file():
+                raise ValueError(f"{MANIFEST} names {name!r}, which is not there")
+    return manifest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,14 +111,35 @@ class Corpus(Generic[Encoder, Opened]):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns a JSON description of each split, by name; see `cache.describe_splits`."""
-        return cache.describe_splits(self.directory, self.splits, self.rows)
+        """Returns a JSON description of each split, by the name of the split.
+
+        It contains the number of rows (under the key `rows`), the size in bytes, a few names, the
+        hash of the content, a phrase about the way in which the split was held out of the training
+        data ("" if it has sources of its own), and the source files, if there is a manifest.
+        """
+        known = (self.directory / MANIFEST).is_file()
+        manifest = read_manifest(self.directory) if known else {"sources": {}}
+        descriptions = {}
+        stores: Mapping[str, Any] = self.splits
+        for split, store in stores.items():
+            files = manifest["sources"].get(split, [])
+            size = getattr(store, "manifest", {}).get("bytes") or sum(f["bytes"] for f in files)
+            descriptions[split] = {
+                self.rows: len(store),
+                **({"bytes": size} if size else {}),
+                "names": list(getattr(store, "names", ())[:NAMED]),
+                "sha256": store.fingerprint,
+                "held_out": manifest.get("held_out", {}).get(split, ""),
+                "sources": files,
+            }
+        return descriptions
 
 
 class Preparation(abc.ABC):
     """Base class that prepares and opens the data that a config section describes.
 
-    Each kind of data has a subclass, which defines how the data are read, encoded and stored.
+    Each kind of data has a subclass, which defines how the data are read, encoded and stored. The
+    section has the fields train, validation, test and cache_dir.
     """
 
     dataset: type[Corpus]  # `open` returns an instance of this class
@@ -114,8 +169,7 @@ class Preparation(abc.ABC):
             for split in SPLITS
         }
         self.check_sources(hashes)
-        more = {"kind": self.kind, **self.key_values()}
-        return self.open_prepared(cache.prepared(self.section, hashes, self._build, output, **more))
+        return self.open_prepared(self._prepared(hashes, self._build, output, self.key_values()))
 
     def open_prepared(self, directory: Path) -> Any:
         """Opens all splits in a directory of prepared data; damage raises DataError."""
@@ -126,19 +180,88 @@ class Preparation(abc.ABC):
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
         """Opens a single split as a `dataset`; prepares the split first if necessary.
 
-        `encoder` may be the tokenizer of a trained model; `known` is as in `cache.prepared_split`.
+        `encoder` may be the tokenizer of a trained model. `known` is a directory in which a run has
+        prepared this split before. It is used again if the split is held out of Data.train, or if
+        the sources of the split are unchanged or cannot be read any more. Sources of other splits
+        are not read, except those of Data.train if the split is held out of them.
         """
         if split not in self.shares and not getattr(self.section, split):
             raise DataError(
                 f"there are no {split} {self.dataset.rows}; name some with Data.{split}"
             )
         self.tokenizer = encoder
-        directory = cache.prepared_split(
-            self.section, split, split in self.shares, known, self.hashes,
-            functools.partial(self.write_splits, (split,)), kind=self.kind,
-            encoder=encoder.fingerprint, **self.values_from_train(),
-        )  # fmt: skip
-        return self._opened(directory, encoder, (split,))
+        return self._opened(self._prepared_split(split, known), encoder, (split,))
+
+    def _prepared_split(self, split: str, known: Path | None) -> Path:
+        """Returns the directory that contains one prepared split; prepares it if necessary."""
+        if known and not ((known / MANIFEST).is_file() and (known / split).is_dir()):
+            known = None
+        if known and split in self.shares:
+            return known
+        try:
+            # Training data, and splits held out of them, depend on all sources of Data.train.
+            hashes: Hashes
+            if split in ("train", *self.shares):
+                hashes = {**dict.fromkeys(SPLITS, []), "train": self.hashes(self.section.train)}
+            else:
+                hashes = {split: self.hashes(getattr(self.section, split))}
+        except DataError:
+            if not known:
+                raise
+            return known
+        if known and _sources(hashes)[split] == read_manifest(known)["sources"][split]:
+            return known
+        more = {"only": split, "encoder": self.tokenizer.fingerprint, **self.values_from_train()}
+        return self._prepared(hashes, functools.partial(self.write_splits, (split,)), None, more)
+
+    def _prepared(
+        self,
+        hashes: Hashes,
+        build: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]],
+        output: Path | str | None,
+        more: Mapping[str, Any],
+    ) -> Path:
+        """Returns the directory of prepared data; prepares them if necessary.
+
+        Args:
+          hashes: hashes of the files of each split. They are a part of the directory's name, so
+            that data are prepared again if a file has changed.
+          build: function that writes prepared data. Its arguments are the directory to fill and the
+            settings and sources that the manifest will have; it returns further entries of the
+            manifest.
+          output: the directory to write; None selects a directory in the cache, named by a hash. If
+            it contains something other than these data, DataError is raised.
+          more: further values, as JSON, that determine the content.
+        """
+        section = self.section
+        facts = {"settings": cached_settings(section), "sources": _sources(hashes)}
+        content = {
+            "format": manifests.FORMAT,
+            "reading": READING,
+            "sources": {split: getattr(section, split) for split in hashes},
+            "files": hashes,
+            "settings": facts["settings"],
+            "kind": self.kind,
+            **more,
+        }
+        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        if output is None:
+            directory = Path(section.cache_dir or user_cache.writable()) / key[:32]
+        else:
+            directory = Path(output)
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            manifests.remove_abandoned(directory)
+        else:
+            where = "Data.cache_dir" if output is None else ""
+            with manifests.atomic_directory(directory, setting=where, key=key) as temporary:
+                described = build(temporary, facts)
+                manifests.write(temporary / MANIFEST, {"key": key, **facts, **described})
+        if not (directory / MANIFEST).exists() or read_manifest(directory)["key"] != key:
+            what = "is damaged; delete it" if output is None else (
+                "contains something else; delete it or name another directory"
+            )  # fmt: skip
+            raise DataError(f"{directory} {what}")
+        return directory
 
     def _opened(self, directory: Path, encoder: Any, splits: Iterable[str]) -> Any:
         opened = {name: self.open_store(directory / name, encoder) for name in splits}
@@ -182,9 +305,16 @@ class Preparation(abc.ABC):
         """Returns a sentence about the files of a source that are not read; "" if all are read."""
         return sources.left_out(name, self.endings)
 
-    def check_sources(self, hashes: cache.Hashes) -> None:
-        """Raises DataError if two splits have a file in common."""
-        cache.refuse_shared(hashes)
+    def check_sources(self, hashes: Hashes) -> None:
+        """Raises DataError if two splits share a file, which would make evaluation invalid."""
+        seen: dict[str, tuple[str, str]] = {}
+        for split, file in ((split, file) for split, files in hashes.items() for file in files):
+            other, name = seen.setdefault(file.sha256, (split, file.name))
+            if other != split and not file.name.startswith("tfds:"):
+                raise DataError(
+                    f"{file.name} of Data.{split} has the same content as {name} of "
+                    f"Data.{other}; take it out of one of them"
+                )
 
     def key_values(self) -> dict[str, Any]:
         """Returns further values, as JSON, that determine the data and its key in the cache."""
@@ -203,14 +333,30 @@ class Preparation(abc.ABC):
     ) -> dict[str, Any]:
         """Writes the stores of some splits, and returns the manifest's entries about the splits.
 
-        `facts` has the settings and sources, as in `cache.prepared`.
+        `facts` has the settings and sources, as in `_prepared`.
         """
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        cache.print_unread_files(self.section, SPLITS, self.left_out, self.progress)
+        names = (name for split in SPLITS for name in getattr(self.section, split))
+        for line in filter(None, map(self.left_out, dict.fromkeys(names))):
+            self.say(line)
         described = self.begin(directory)
         splits = [split for split in SPLITS if split in self.shares or getattr(self.section, split)]
         return {**self.write_splits(splits, directory, facts), **described}
+
+    def say(self, text: str) -> None:
+        """Prints a line to stderr, unless the caller wants no progress."""
+        if self.progress:
+            output.say(text)
+
+    def bar(self, split: str, **unit: Any) -> tqdm:
+        """Returns a progress bar, which only a terminal shows; `unit` goes to tqdm."""
+        hidden = not (self.progress and sys.stderr.isatty())
+        return tqdm(desc=f"preparing {split}", disable=hidden, **unit)
+
+
+def _sources(hashes: Hashes) -> dict[str, list[dict[str, Any]]]:
+    return {split: [file._asdict() for file in files] for split, files in hashes.items()}
 
 
 class RowPreparation(Preparation):
@@ -265,13 +411,13 @@ class RowPreparation(Preparation):
         for split in splits:
             place = directory / split
             place.mkdir()
-            with cache.bar(split, self.progress, unit=" rows") as bar:
+            with self.bar(split, unit=" rows") as bar:
                 tally = Tally(split, progress=bar.update)
                 line = self.write(split, place, tally)
             if tally.bad:
-                cache.say(tally.described(), self.progress)
+                self.say(tally.described())
             origin = f" ({held_out[split]})" if split in held_out else ""
-            cache.say(f"prepared {split}{origin}: {line}", self.progress)
+            self.say(f"prepared {split}{origin}: {line}")
         return {"splits": list(splits), "held_out": held_out}
 
 
@@ -308,10 +454,10 @@ class TokenizedPreparation(Preparation):
     def begin(self, directory: Path) -> dict[str, Any]:
         coverage = None
         if size := self._size:
-            cache.say(f"training a tokenizer of {size} pieces", self.progress)
+            self.say(f"training a tokenizer of {size} pieces")
             path = directory / "tokenizer.model"
             coverage = tokenizer_training.train_sentencepiece(
-                self.texts(), size, path, seed=cache.SEED, special=self.special
+                self.texts(), size, path, seed=SEED, special=self.special
             )
             self.tokenizer = self.load(str(path))
         else:
@@ -388,7 +534,7 @@ class DocumentPreparation(TokenizedPreparation):
         if count := read_manifest(dataset.directory).get("quarantined"):
             phrase = "1 document is" if count == 1 else f"{count:,} documents are"
             where = dataset.directory / quarantine.NAME
-            cache.say(f"{phrase} left out because of errors: {where}", self.progress)
+            self.say(f"{phrase} left out because of errors: {where}")
         return dataset
 
     def load_prepared(self, file: Path) -> Tokenizer:
@@ -425,12 +571,12 @@ class DocumentPreparation(TokenizedPreparation):
                 _refuse_shared_texts(partial, {other: earlier, split: store})
             written[split] = store
             counts, origin = store.manifest, f" ({held_out[split]})" if split in held_out else ""
-            cache.say(
-                f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
-                f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
-                + "".join(f"; {clause}" for clause in [_lost(store)] if clause),
-                self.progress and not sys.stderr.isatty(),
-            )
+            if not sys.stderr.isatty():  # A terminal shows a progress bar.
+                self.say(
+                    f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
+                    f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
+                    + "".join(f"; {clause}" for clause in [_lost(store)] if clause)
+                )
         plan.bad.write(directory)
         shutil.rmtree(partial)
         return {"splits": list(splits), "held_out": held_out, "quarantined": len(plan.bad)}
@@ -445,13 +591,12 @@ class DocumentPreparation(TokenizedPreparation):
         shutil.rmtree(directory / split, ignore_errors=True)
         partial = directory / "partial" / split
         if done := token_store.committed(partial):
-            cache.say(
+            self.say(
                 f"continuing with {split}: {counted(done.documents, 'document')} "
-                f"({done.bytes:,} bytes) are prepared",
-                self.progress,
+                f"({done.bytes:,} bytes) are prepared"
             )
         size = sum(file["bytes"] for file in facts["sources"].get(split, ())) or None
-        with cache.bar(split, self.progress, total=size, unit="B", unit_scale=True) as bar:
+        with self.bar(split, total=size, unit="B", unit_scale=True) as bar:
             return token_store.write(
                 directory / split, documents, self.tokenizer, settings=facts,
                 progress=bar.update, partial=partial,
@@ -495,25 +640,12 @@ def _refuse_shared_texts(partial: Path, stores: Mapping[str, TokenStore]) -> Non
     `partial` has their digests (see `token_store.Writer`).
     """
     (first, first_store), (second, second_store) = stores.items()
-    earlier, later = (_digests(partial / split) for split in (first, second))
-    candidates = np.flatnonzero(np.isin(_starts(later), _starts(earlier)))
-    if not len(candidates):
-        return
-    places = {bytes(digest): i for i, digest in enumerate(earlier)}
-    for i in candidates:
-        other, name = places.get(bytes(later[i])), second_store.names[i]
-        if other is not None and not name.startswith("tfds:"):
+    earlier, later = (np.fromfile(partial / split / token_store.DIGESTS, "S32") for split in stores)
+    for i in np.flatnonzero(np.isin(later, earlier)):
+        name = second_store.names[i]
+        if not name.startswith("tfds:"):
+            other = first_store.names[np.flatnonzero(earlier == later[i])[0]]
             raise DataError(
-                f"{name} of {second} has the same text as {first_store.names[other]} of "
-                f"{first}; take it out of one of them"
+                f"{name} of {second} has the same text as {other} of {first}; take it out of one "
+                "of them"
             )
-
-
-def _digests(directory: Path) -> np.ndarray:
-    """Returns the digests of a split, uint8 [documents, 32]."""
-    return np.fromfile(directory / token_store.DIGESTS, np.uint8).reshape(-1, 32)
-
-
-def _starts(digests: np.ndarray) -> np.ndarray:
-    """Returns the first eight bytes of each digest as a number, uint64 [documents]."""
-    return np.ascontiguousarray(digests[:, :8]).view(np.uint64)[:, 0]

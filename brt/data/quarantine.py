@@ -94,8 +94,12 @@ class Tally:
         self._split, self._skip, self._progress = split, skip, progress
         self._bad: list[str] = []  # The list has descriptions of the first bad rows.
 
-    def usable(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yields the items that are not of the class BadRow, and counts all items."""
+    def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
+        """Yields the items that are not of the class BadRow, and may raise DataError at the end.
+
+        It does if all rows are bad, or if a row is bad and `errors` (Data.errors) is "refuse", not
+        "skip". All items are counted.
+        """
         for item in items:
             self.rows += 1
             self._progress()
@@ -105,14 +109,6 @@ class Tally:
             self.bad += 1
             if len(self._bad) < KEPT:
                 self._bad.append(f"{item.name} {item.problem}")
-
-    def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
-        """Yields the items that are not of the class BadRow, and may raise DataError at the end.
-
-        It does if all rows are bad, or if a row is bad and `errors` (Data.errors) is "refuse", not
-        "skip".
-        """
-        yield from self.usable(items)
         if self.bad == self.rows:
             raise DataError(f"{self.described()}; repair them, or name other files or columns")
         if self.bad and errors == "refuse":

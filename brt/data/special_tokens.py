@@ -47,13 +47,6 @@ class Statements(NamedTuple):
     notes: tuple[str, ...] = ()  # contradictions about what transformers puts around a text
 
 
-class Beginning(NamedTuple):
-    """With which id documents begin, -1 for none, and what the user should know about it."""
-
-    token: int
-    notes: tuple[str, ...] = ()
-
-
 def read(
     place: Path, files: Mapping[str, bytes], described: Mapping[str, Any] | None = None
 ) -> Statements:
@@ -67,7 +60,10 @@ def read(
         if described is not None:
             contents["tokenizer.json"] = described
         begin = [
-            *_processor(contents.get("tokenizer.json", {})),
+            *(
+                Claim("tokenizer.json: post_processor", piece)
+                for piece in _edges(contents.get("tokenizer.json", {}), 0, "cls")[:1]
+            ),
             *_pieces(contents, "bos_token"),
             *_default(contents),
             *_ids(contents, "bos_token_id"),
@@ -82,10 +78,11 @@ def read(
 
 def beginning(
     said: Statements, id_of: Callable[[int | str], int | None], default: int
-) -> Beginning:
-    """Chooses the id that documents begin with; `default` is the id if no file names a token.
+) -> tuple[int, tuple[str, ...]]:
+    """Returns the id that documents begin with, and what the user should know about it.
 
-    `id_of` returns the id of an id or a piece; None if it is no special token of the tokenizer.
+    `default` is the id if no file names a token. `id_of` returns the id of an id or a piece; None
+    if it is no special token of the tokenizer.
     """
     known = [(claim, id_of(claim.token)) for claim in said.begin]
     unknown = [claim for claim, i in known if i is None]
@@ -96,12 +93,12 @@ def beginning(
         others = [str(claim) for claim, i in valid if i != chosen]
         if others:
             notes.append(f"{first} contradicts {', '.join(others)}; documents begin with the first")
-        return Beginning(chosen, tuple(notes))
+        return chosen, tuple(notes)
     for claim in said.end:
         if (end := id_of(claim.token)) is not None:
             notes.append(f"no file names a BOS, so documents begin with the end token: {claim}")
-            return Beginning(end, tuple(notes))
-    return Beginning(default, tuple(notes))
+            return end, tuple(notes)
+    return default, tuple(notes)
 
 
 def missing(
@@ -144,45 +141,35 @@ def _json(name: str, content: bytes) -> dict[str, Any]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _processor(described: Mapping[str, Any]) -> list[Claim]:
-    """Returns the special token that the post-processor of a tokenizer.json puts before a text."""
-    pieces = [_edge(step, 0, "cls") for step in _steps(described)]
-    return [Claim("tokenizer.json: post_processor", piece) for piece in pieces if piece][:1]
+def _part(value: Any, *path: str | int) -> Any:
+    """Returns the part of JSON at a path of keys and indices; None if there is none."""
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        else:
+            value = value[key] if isinstance(value, list) and value and key in (0, -1) else None
+    return value
 
 
-def _ends(described: Mapping[str, Any]) -> bool:
-    """Returns True if the post-processor of a tokenizer.json puts a special token after a text."""
-    return any(_edge(step, -1, "sep") for step in _steps(described))
+def _edges(described: Mapping[str, Any], place: int, name: str) -> list[str]:
+    """Returns the special tokens that the post-processor of a tokenizer.json puts at one end.
 
-
-def _steps(described: Mapping[str, Any]) -> list[Any]:
-    steps = described.get("post_processor")
-    if isinstance(steps, dict):
-        steps = steps.get("processors", [steps])
-    return steps if isinstance(steps, list) else []
-
-
-def _edge(step: Any, place: int, name: str) -> str | None:
-    """Returns the special token that a step of a post-processor puts at one end of a text.
-
-    Args:
-      step: the description of the step.
-      place: the index of the token in a template: 0 for the first one, -1 for the last one.
-      name: the name of the token in a processor of the kind of BERT's.
+    `place` is the index of the token in a template, 0 at the start of a text and -1 at its end;
+    `name` is its name in a processor of the kind of BERT's.
     """
-    step = step if isinstance(step, dict) else {}
-    token = None
-    if step.get("type") == "TemplateProcessing":
-        token = _at(step.get("single"), place)
-        token = token.get("SpecialToken") if isinstance(token, dict) else None
-        token = token.get("id") if isinstance(token, dict) else None
-    elif step.get("type") in ("RobertaProcessing", "BertProcessing"):
-        token = _at(step.get(name), 0)
-    return token if isinstance(token, str) else None
-
-
-def _at(values: Any, place: int) -> Any:
-    return values[place] if isinstance(values, list) and values else None
+    steps = described.get("post_processor")
+    steps = _part(steps, "processors") or [steps]
+    paths = {
+        "TemplateProcessing": ("single", place, "SpecialToken", "id"),
+        "RobertaProcessing": (name, 0),
+        "BertProcessing": (name, 0),
+    }
+    found = [
+        _part(step, *paths[kind])
+        for step in (steps if isinstance(steps, list) else [])
+        if isinstance(kind := _part(step, "type"), str) and kind in paths
+    ]
+    return [token for token in found if isinstance(token, str)]
 
 
 def _default(contents: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
@@ -203,7 +190,9 @@ def _around(contents: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """
     settings, described = contents.get("tokenizer_config.json", {}), contents.get("tokenizer.json")
     bos, eos = (settings.get(f"add_{edge}_token") for edge in ("bos", "eos"))
-    puts = (bool(_processor(described)), _ends(described)) if described else (bos, eos)
+    puts = bos, eos
+    if described:
+        puts = bool(_edges(described, 0, "cls")), bool(_edges(described, -1, "sep"))
     notes = []
     for name, flag, put in zip(("add_bos_token", "add_eos_token"), (bos, eos), puts, strict=True):
         place = f"tokenizer_config.json: {name} = {flag}"
@@ -226,7 +215,7 @@ def _pieces(contents: Mapping[str, Mapping[str, Any]], key: str) -> list[Claim]:
 
 def _piece(token: Any) -> str | None:
     """Returns the piece of a token that a file gives as a string or as an object."""
-    token = token.get("content") if isinstance(token, dict) else token
+    token = _part(token, "content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 

@@ -101,7 +101,7 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
     the same on every machine. Every split gets at least one document.
     """
     splits = ["train"] * len(names)
-    order = _by_hash(names)
+    order = sorted(range(len(names)), key=lambda i: (_sha256(Path(names[i]).name), names[i]))
     # `free` is the number of documents that remain after every split got one.
     free = len(names) - len(fractions) - 1
     for split, fraction in fractions.items():
@@ -110,19 +110,6 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
         for _ in range(1 + more):
             splits[order.pop()] = split
     return splits
-
-
-def _by_hash(names: Sequence[str]) -> list[int]:
-    """Returns the indices of names in the order of their files' hashes, and then of the names."""
-    # Eight bytes of a hash are compared first, because many names would need much memory as keys.
-    starts = np.fromiter((_hash_of_text(Path(name).name) for name in names), np.uint64, len(names))
-    order = np.argsort(starts, kind="stable")
-    ends = np.r_[np.flatnonzero(np.diff(starts[order])) + 1, len(order)]
-    begins = np.r_[0, ends[:-1]]
-    for begin, end in zip(begins[ends - begins > 1], ends[ends - begins > 1], strict=True):
-        same = order[begin:end].tolist()
-        order[begin:end] = sorted(same, key=lambda i: (_hash(names[i]), names[i]))
-    return order.tolist()
 
 
 def held_out_ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
@@ -226,10 +213,6 @@ def _border(text: str) -> int:
     """Returns the position after the first paragraph of a text, or after its first line or word."""
     matches: Iterator[Any] = (re.search(border, text) for border in BORDERS)
     return next((match.end() for match in matches if match), 0)
-
-
-def _hash(name: str) -> str:
-    return _sha256(Path(name).name).hex()
 
 
 def _hash_of_text(text: str) -> int:

@@ -12,9 +12,9 @@ process. An ordinary read of a truncated file returns too few bytes, which can b
 error.
 
 The files of a store are compared with their hashes, and read again only if they have changed. After
-a file was found to have the right hash, an empty file (the seal) is created in the cache. The name
-of the seal is a hash of the file's expected hash, size, times and inode. After any change of the
-file, the seal would have another name, so no seal is found and the file is read again.
+a file was found to have the right hash, a seal is created in the cache. The name of the seal is a
+hash of the file's expected hash, size, times and inode. After any change of the file, the seal
+would have another name, so no seal is found and the file is read again.
 """
 
 import contextlib
@@ -38,7 +38,10 @@ COLUMNS = "rows.npz"  # The file of this name contains the columns of a store.
 
 
 class OnDisk:
-    """A one-dimensional array of `size` little-endian values in a file; indexing reads a copy."""
+    """A one-dimensional array of `size` little-endian values in a file.
+
+    Indexing with a slice, or with indices, int64 [..., K], reads a copy, as from a NumPy array.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype, size: int):
         self.dtype, self.size = np.dtype(dtype), size
@@ -49,16 +52,14 @@ class OnDisk:
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, step = part.indices(self.size)
-        if step != 1:
-            raise ValueError(f"numbers of a file are read one after another, not by {step}")
-        values = np.empty(max(stop - start, 0), self.dtype)
-        self._read(values, start)
-        return values
-
-    def gather(self, places: np.ndarray) -> np.ndarray:
-        """Returns the values at the given indices, int64 [..., K]."""
+    def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
+        if isinstance(places, slice):
+            start, stop, step = places.indices(self.size)
+            if step != 1:
+                raise ValueError(f"numbers of a file are read one after another, not by {step}")
+            values = np.empty(max(stop - start, 0), self.dtype)
+            self._read(values, start)
+            return values
         # For each row of K indices, all values between the smallest and the largest index are read,
         # so the indices of a row should be close to each other.
         rows = places.reshape(-1, places.shape[-1])
@@ -83,22 +84,6 @@ class OnDisk:
                     f"{self.size * self.dtype.itemsize:,}; delete {store} and prepare it again"
                 )
             left, at = left[count:], at + count
-
-
-class InMemory:
-    """A one-dimensional array in memory, with the interface of `OnDisk`."""
-
-    def __init__(self, values: np.ndarray):
-        self.dtype, self.size, self._values = values.dtype, len(values), values
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        return self._values[part]
-
-    def gather(self, places: np.ndarray) -> np.ndarray:
-        return self._values[places]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,14 +122,6 @@ class Ragged:
         empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, np.int32)
         values = np.concatenate([empty, *rows]).astype(np.int32)
         return cls(values, row_offsets([len(row) for row in rows]))
-
-    @classmethod
-    def read(cls, path: Path, dtype: np.dtype, offsets: np.ndarray) -> "Ragged":
-        """Returns the rows in a file of a `RaggedWriter`; a row is read when it is indexed."""
-        count, rest = divmod(path.stat().st_size, dtype.itemsize)
-        if rest or (offsets.size and count != int(offsets.flat[-1])):
-            raise ValueError(f"{path.name} has another size than its rows")
-        return cls.checked(OnDisk(path, dtype, count), offsets)
 
 
 def row_offsets(lengths: Sequence[int]) -> np.ndarray:
@@ -190,27 +167,16 @@ def check_hashes(directory: Path, hashes: Mapping[str, str], *, whole: bool = Fa
     for name, expected in hashes.items():
         path = directory / name
         stat = path.stat()
-        seal = _seal(expected, stat)
-        if not whole and seal and os.path.exists(seal):
+        state = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        key = hashlib.sha256(repr(state).encode()).hexdigest()
+        if not whole and user_cache.sealed("verified", key):
             continue
         actual = sources.sha256(path)
-        # Errors are ignored, because without a seal, the file is only read again next time.
-        with contextlib.suppress(OSError):
-            if seal and actual != expected:
-                seal.unlink(missing_ok=True)
-            elif seal and time.time() - stat.st_ctime > SETTLED:
-                user_cache.make(seal.parent)
-                seal.touch()
         if actual != expected:
+            user_cache.seal("verified", key, good=False)
             raise ValueError(f"{name} has the sha256 {actual[:12]}, not {expected[:12]}")
-
-
-def _seal(expected: str, stat: os.stat_result) -> Path | None:
-    """Returns the path of a file's seal; None without a cache."""
-    if not (place := user_cache.directory()):
-        return None
-    state = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    return place / "verified" / hashlib.sha256(repr(state).encode()).hexdigest()
+        if time.time() - stat.st_ctime > SETTLED:
+            user_cache.seal("verified", key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -253,12 +219,18 @@ class Files(NamedTuple):
         return Ragged.checked(self.columns[name], self.columns[f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
-        """Returns rows of different lengths, whose values are in a file of their own.
+        """Returns rows of different lengths, whose values are in a file of a `RaggedWriter`.
+
+        A row is read when it is indexed.
 
         `offsets` is int64 [rows + 1], the index of each row's first value, and the number of
         values.
         """
-        rows = Ragged.read(self.directory / file, dtype, offsets)
+        path = self.directory / file
+        size, rest = divmod(path.stat().st_size, dtype.itemsize)
+        if rest or (offsets.size and size != int(offsets.flat[-1])):
+            raise ValueError(f"{path.name} has another size than its rows")
+        rows = Ragged.checked(OnDisk(path, dtype, size), offsets)
         self.check(count, rows)
         return rows
 

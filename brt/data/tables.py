@@ -47,7 +47,7 @@ def tables(
     DataError.
     """
     if source.startswith("tfds:"):
-        yield Table(source, _tfds(source))
+        yield Table(source, examples(source))
         return
     for file in sources.files(source, suffixes):
         ending = formats.without_compression(file.path.name)
@@ -108,16 +108,13 @@ def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
         case "parquet" | "arrow":
             return _columnar(file)
         case "csv":
-            return _csv(file)
+            return _separated(file, csv.reader(_lines(file), strict=True))
         case "tsv":
-            return _tsv(file, header)
+            # Values have no quotes.
+            lines = (line.removesuffix("\n").removesuffix("\r") for line in _lines(file))
+            return _separated(file, (line.split("\t") if line else [] for line in lines), header)
         case _:
             return _objects(contents.read_json(file))
-
-
-def json_lines(file: File) -> Iterator[Row]:
-    """Yields the rows of a file of JSON lines, whatever the suffix of the file is."""
-    return _objects(contents.json_lines(file))
 
 
 def _objects(records: Iterable[contents.Record]) -> Iterator[Row]:
@@ -202,49 +199,35 @@ def unique(file: str, columns: Sequence[str]) -> Sequence[str]:
     return columns
 
 
-def _csv(file: File) -> Iterator[Row]:
-    """Yields records as defined by RFC 4180; bytes that are not UTF-8 affect only their own row."""
+def _lines(file: File) -> Iterator[str]:
+    """Yields lines, in which surrogates represent bytes that are not UTF-8."""
+    for line in contents.lines(file.name, contents.text(file)):
+        yield (line + b"\n").decode("utf-8", "surrogateescape")
+
+
+def _separated(
+    file: File, records: Iterator[list[str]], header: tuple[str, ...] = ()
+) -> Iterator[Row]:
+    """Yields the records of a CSV (RFC 4180) or TSV file; leaves out columns without a name.
+
+    Bytes that are not UTF-8 affect only the values that they belong to.
+    """
     # Documents may exceed the csv module's default limit of 128 kB for a field.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    lines = (
-        (line + b"\n").decode("utf-8", "surrogateescape")
-        for line in contents.lines(file.name, contents.text(file))
-    )
-    records = csv.reader(lines, strict=True)
+    names: Sequence[str] = header
     number = 0
     try:
-        header = unique(file.name, [n.removeprefix(plain_text.MARK) for n in next(records, [])])
-        number = 1
-        for number, fields in enumerate(records, 2):
+        for number, fields in enumerate(records, 1):
             name = f"{file.name}:{number}"
-            if len(fields) == len(header):
-                yield Row(name, dict(zip(header, map(_unescaped, fields), strict=True)))
+            if not names:
+                names = unique(file.name, [field.removeprefix(plain_text.MARK) for field in fields])
+            elif len(fields) == len(names):
+                named = zip(names, fields, strict=True)
+                yield Row(name, {column: _unescaped(text) for column, text in named if column})
             elif any(fields):
-                sizes = f"has {len(fields)} fields where the header has {len(header)}"
-                yield Row(name, {}, sizes)
+                yield Row(name, {}, f"has {len(fields)} fields where the header has {len(names)}")
     except csv.Error as error:
         raise DataError(f"{file.name} is not CSV after its record {number} ({error})") from error
-
-
-def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
-    """Yields the rows of tab-separated values without quotes; leaves out columns without a name."""
-    names: Sequence[str] = header
-    for number, line in enumerate(contents.lines(file.name, contents.text(file)), 1):
-        name = f"{file.name}:{number}"
-        if not line.strip(b"\r"):
-            continue
-        try:
-            fields = line.decode("utf-8").removesuffix("\r").split("\t")
-        except UnicodeDecodeError as error:
-            yield Row(name, {}, contents.not_utf8(error))
-            continue
-        if not names:
-            names = unique(file.name, [field.removeprefix(plain_text.MARK) for field in fields])
-        elif len(fields) == len(names):
-            named = zip(names, fields, strict=True)
-            yield Row(name, {column: field for column, field in named if column})
-        else:
-            yield Row(name, {}, f"has {len(fields)} fields where the header has {len(names)}")
 
 
 def _unescaped(text: str) -> str | bytes:
@@ -316,11 +299,13 @@ def _column(column: Any) -> list[Any]:
     import pyarrow as pa
     import pyarrow.compute
 
+    def is_any(names: Sequence[str]) -> bool:
+        return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
+
     kind = column.type
     if isinstance(kind, pa.DictionaryType):
         return _column(column.dictionary_decode())
-    number = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
-    if any(is_kind(kind) for is_kind in number):
+    if is_any(_NUMBERS):
         return column.to_pylist()
     if str(kind).removeprefix("large_") in _TEXTUAL:
         return column.cast(pa.large_binary()).to_pylist()
@@ -331,7 +316,7 @@ def _column(column: Any) -> list[Any]:
         fields = [_column(column.field(i)) for i in range(len(names))]
         row_values = zip(*fields, strict=True) if fields else itertools.repeat(())
         values = (dict(zip(names, row, strict=True)) for row in row_values)
-    elif _is_list(kind):
+    elif is_any(_LISTS):
         members = iter(_column(column.flatten()))
         lengths = pa.compute.list_value_length(column).to_pylist()
         values = (list(itertools.islice(members, length or 0)) for length in lengths)
@@ -339,16 +324,11 @@ def _column(column: Any) -> list[Any]:
 
 
 _TEXTUAL = ("string", "binary", "string_view", "binary_view")
+_NUMBERS = ("integer", "floating", "boolean", "null")
+_LISTS = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
 
 
-def _is_list(kind: Any) -> bool:
-    import pyarrow as pa
-
-    names = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view",
-             "is_large_list_view")  # fmt: skip
-    return any(getattr(pa.types, name, lambda kind: False)(kind) for name in names)
-
-
-def _tfds(source: str) -> Iterator[Row]:
+def examples(source: str) -> Iterator[Row]:
+    """Yields the examples of a TensorFlow dataset as rows."""
     for i, example in enumerate(sources.tfds_data(source).examples):
         yield Row(f"{source}:{i}", flat(example))

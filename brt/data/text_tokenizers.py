@@ -16,7 +16,6 @@ from jaxtyping import Int
 
 from brt.data import originals, tokenizer_files
 from brt.data.tokenizer_training import Special
-from brt.errors import ConfigError
 
 ROBERTA = Special(unk_id=3, bos_id=0, eos_id=2, pad_id=1)
 START, END, PAD = ("<s>", "[CLS]"), ("</s>", "[SEP]"), ("<pad>", "[PAD]")
@@ -79,19 +78,10 @@ class TextTokenizer:
 
 def load(name: str) -> TextTokenizer:
     """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json."""
-    if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
-        return _bytes()
-    if name.endswith(".model"):
-        return _sentencepiece(Path(name))
-    if name.endswith(".json"):
-        return _json(Path(name))
-    raise ConfigError(
-        f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', "
-        "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
-    )
+    return tokenizer_files.load(name, {"bytes": _bytes, ".model": _sentencepiece, ".json": _json})
 
 
-def _bytes() -> TextTokenizer:
+def _bytes(path: Path) -> TextTokenizer:
     def encode_texts(texts: list[str]) -> list[Encoding]:
         encodings = []
         for text in texts:
@@ -103,9 +93,9 @@ def _bytes() -> TextTokenizer:
     def decode_ids(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    file = tokenizer_files.BYTES, b"bytes\n"
     described = b"bytes of a text, between special ids"
-    return _with_special("bytes", described, file, 256, encode_texts, decode_ids)
+    loaded = _with_special(Path("bytes"), described, 256, encode_texts, decode_ids, beside={})
+    return dataclasses.replace(loaded, file=(tokenizer_files.BYTES, b"bytes\n"))
 
 
 def _sentencepiece(path: Path) -> TextTokenizer:
@@ -118,8 +108,8 @@ def _sentencepiece(path: Path) -> TextTokenizer:
 
     special = [processor.bos_id(), processor.eos_id(), processor.pad_id()]
     return _with_special(
-        path.name, content, ("tokenizer.model", content), processor.vocab_size(), encode_texts,
-        processor.decode, [i if i >= 0 else None for i in special], originals.read(path),
+        path, content, processor.vocab_size(), encode_texts, processor.decode,
+        [i if i >= 0 else None for i in special],
     )  # fmt: skip
 
 
@@ -135,10 +125,8 @@ def _json(path: Path) -> TextTokenizer:
         next((i for piece in pieces if (i := tokenizer.token_to_id(piece)) is not None), None)
         for pieces in (START, END, PAD)
     ]
-    loaded = _with_special(
-        path.name, content, ("tokenizer.json", content), tokenizer.get_vocab_size(), encode_texts,
-        tokenizer.decode, ids, originals.read(path),
-    )  # fmt: skip
+    size = tokenizer.get_vocab_size()
+    loaded = _with_special(path, content, size, encode_texts, tokenizer.decode, ids)
     with tokenizer_files.guarded(path):
         template = _template(tokenizer)
     return dataclasses.replace(loaded, **template or {})
@@ -167,19 +155,18 @@ def _spelt(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Encoding:
 
 
 def _with_special(
-    name: str,
-    identity: bytes,
-    file: tuple[str, bytes],
+    path: Path,
+    content: bytes,
     size: int,
     encode_texts: Callable[[list[str]], list[Encoding]],
     decode_ids: Callable[[list[int]], str],
     special: Sequence[int | None] = (None, None, None),
     beside: Mapping[str, bytes] | None = None,
 ) -> TextTokenizer:
-    """Returns a tokenizer with RoBERTa's template.
+    """Returns the tokenizer of a file with this content, with RoBERTa's template.
 
     `special` has the ids before a text, after it, and of the padding; one that is None gets a new
-    id. The hash of `identity` identifies the tokenizer.
+    id. None for `beside` reads the files beside the file.
     """
     known: list[int] = []
     for id in special:
@@ -187,7 +174,9 @@ def _with_special(
         size += id is None
     begin, end, pad = known
     return TextTokenizer(
-        name=name, fingerprint=hashlib.sha256(identity).hexdigest(), file=file, vocab_size=size,
+        name=path.name, fingerprint=hashlib.sha256(content).hexdigest(),
+        file=(f"tokenizer{path.suffix}", content), vocab_size=size,
         begin=(begin,), between=(end, end), end=(end,), pad_id=pad,
-        encode_texts=encode_texts, decode_ids=decode_ids, beside=beside or {},
+        encode_texts=encode_texts, decode_ids=decode_ids,
+        beside=originals.read(path) if beside is None else beside,
     )  # fmt: skip

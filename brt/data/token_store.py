@@ -43,7 +43,7 @@ import numpy as np
 from brt import durable, untrusted
 from brt.data import losses, manifests, stores
 from brt.data.documents import Document
-from brt.data.stores import InMemory, OnDisk
+from brt.data.stores import OnDisk
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
 
@@ -72,56 +72,61 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chun
         for batch in _batches(documents, tokenizer):
             texts = [chunk.text for chunk in batch]
             running.append((batch, pool.submit(tokenizer.encode_chunks, texts)))
+            # The last batch is empty, so that all others are yielded.
             if len(running) > 1:
-                yield from _encoded(*running.popleft())
-        for batch, ids in running:
-            yield from _encoded(batch, ids)
-
-
-def _encoded(batch: list[Chunk], ids: Future) -> Iterator[Chunk]:
-    for chunk, own in zip(batch, ids.result(), strict=True):
-        yield chunk._replace(ids=np.asarray(own, np.int32))
+                chunks, future = running.popleft()
+                for chunk, ids in zip(chunks, future.result(), strict=True):
+                    yield chunk._replace(ids=np.asarray(ids, np.int32))
 
 
 def _batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[Chunk]]:
+    """Yields the chunks of documents in lists of about `BATCH` characters, and an empty list."""
     batch: list[Chunk] = []
     size = 0
-    for chunk in _chunks(documents, tokenizer):
-        batch.append(chunk)
-        size += len(chunk.text)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _chunks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk]:
     for document in documents:
         name: str | None = document.name
-        for text in filter(None, tokenizer.cut(document.chunks)):
-            yield Chunk(name, text)
+        for text in itertools.chain(filter(None, tokenizer.cut(document.chunks)), [""]):
+            if text or name is not None:
+                batch.append(Chunk(name, text))
             name = None
-        if name is not None:
-            yield Chunk(name, "")
+            size += len(text)
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+    yield []
 
 
 class Counter:
-    """Counts the UTF-8 bytes, code points and words (as by `str.split`) of a document in chunks."""
+    """Counts and hashes a document while its chunks are written.
 
-    def __init__(self) -> None:
-        self.bytes = self.characters = self.words = 0
+    Counted are the tokens, UTF-8 bytes, code points, words (as by `str.split`) and lost bytes.
+    """
+
+    def __init__(self, name: str, tokenizer: Tokenizer):
+        self.name = name
+        self.tokens = self.bytes = self.characters = self.words = 0
         # If the previous chunk ended inside of a word, the rest of the word must not count again.
         self._in_word = False
+        self._losses, self._digest = losses.Losses(tokenizer), hashlib.sha256()
 
-    def add(self, text: str, data: bytes) -> None:
-        """Takes the next chunk: its text, and the text in UTF-8."""
-        if not text:
-            return
-        self.bytes += len(data)
-        self.characters += len(text)
-        self.words += count_words(text, data) - (self._in_word and not text[0].isspace())
-        self._in_word = not text[-1].isspace()
+    def add(self, text: str, ids: np.ndarray) -> int:
+        """Takes the next chunk, and returns its number of UTF-8 bytes."""
+        data = text.encode()
+        self._losses.add(data, ids)
+        self._digest.update(data)
+        self.tokens += len(ids)
+        if text:
+            self.bytes += len(data)
+            self.characters += len(text)
+            self.words += count_words(text, data) - (self._in_word and not text[0].isspace())
+            self._in_word = not text[-1].isspace()
+        return len(data)
+
+    def end(self, writer: "Writer") -> None:
+        row = Row(self.tokens, self.bytes, self.characters, self.words, self._losses.lost)
+        writer.end_document(self.name, row, self._digest.digest(), self._losses.unknown)
 
 
 def count_words(text: str, data: bytes) -> int:
@@ -245,7 +250,7 @@ class TokenStore(stores.Store):
     names.
     """
 
-    tokens: OnDisk | InMemory  # uint [tokens] of all documents, which are read when indexed
+    tokens: OnDisk | np.ndarray  # uint [tokens] of all documents, which are read when indexed
     offsets: np.ndarray  # int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]]
     bytes: np.ndarray  # int64 [documents], of the UTF-8 text
     characters: np.ndarray  # int64 [documents], Unicode code points
@@ -359,41 +364,17 @@ def _write_documents(
     writer: Writer,
     progress: Callable[[int], Any],
 ) -> None:
-    document: _Document | None = None
+    document: Counter | None = None
     for chunk in encode(documents, tokenizer):
         if chunk.name is not None:
             if document:
                 document.end(writer)
-            document = _Document(chunk.name, tokenizer)
+            document = Counter(chunk.name, tokenizer)
         assert document
-        size = document.add(chunk)
         writer.add_tokens(chunk.ids)
-        progress(size)
+        progress(document.add(chunk.text, chunk.ids))
     if document:
         document.end(writer)
-
-
-class _Document:
-    """Counts and hashes a document while its chunks are written."""
-
-    def __init__(self, name: str, tokenizer: Tokenizer):
-        self._name, self._tokens = name, 0
-        self._counter, self._losses = Counter(), losses.Losses(tokenizer)
-        self._digest = hashlib.sha256()
-
-    def add(self, chunk: Chunk) -> int:
-        """Takes the next chunk, and returns its number of UTF-8 bytes."""
-        data = chunk.text.encode()
-        self._counter.add(chunk.text, data)
-        self._losses.add(data, chunk.ids)
-        self._digest.update(data)
-        self._tokens += len(chunk.ids)
-        return len(data)
-
-    def end(self, writer: Writer) -> None:
-        count, lost = self._counter, self._losses
-        row = Row(self._tokens, count.bytes, count.characters, count.words, lost.lost)
-        writer.end_document(self._name, row, self._digest.digest(), lost.unknown)
 
 
 _COLUMNS = ("offsets", "bytes", "characters", "words", "lost")

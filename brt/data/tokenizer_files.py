@@ -1,21 +1,56 @@
-"""Opens sentencepiece models and tokenizer.json files, and reports faults of these files."""
+"""Opens sentencepiece models and tokenizer.json files, and reports faults of these files.
 
+Before a foreign tokenizer is opened, a child process opens it, and encodes and decodes some texts,
+which show how much memory and time the tokenizer takes for usual characters. A rule can be limited
+to rare characters, so this trial also limits how much each rule may lengthen a text.
+"""
+
+import base64
 import contextlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sentencepiece
 
 from brt import bounded, untrusted
-from brt.data import tokenizer_trial
 from brt.data.special_tokens import Added
-from brt.errors import DataError
+from brt.errors import ConfigError, DataError
 
 MAX_BYTES = 64 << 20
 # A tokenizer whose ids are bytes needs no file. Where brt stores the files of tokenizers, a file of
 # this name stands for such a tokenizer.
 BYTES = "bytes.txt"
+_SENTENCEPIECE = b"sentencepiece"
+_NAMES = {
+    "'bytes'": "bytes", "'path/to/file.model'": ".model", "'path/to/tokenizer.json'": ".json",
+}  # fmt: skip
+# The rules of a tokenizer may together lengthen a text at most by this factor. Normalizing to NFKC
+# lengthens one character by a factor of 11.
+GROWTH = 256
+LONGEST = 1 << 14  # The text of one id may have at most this number of bytes.
+_CHUNK = 4096
+TRIED = (
+    "a", "a text", "Ab 12,\n\n\t  – é 山 \U0001f600 ﷺ ▁\r\n" * 40,
+    *(piece * (_CHUNK // len(piece)) + "!" for piece in ("a", " ", "0", "é", "\n", "ab ", ", ")),
+)  # fmt: skip
+T = TypeVar("T")
+
+
+def load(name: str, readers: Mapping[str, Callable[[Path], T]]) -> T:
+    """Returns the tokenizer of a name, which is "bytes" or the path of a file.
+
+    `readers` are functions that open a tokenizer, for "bytes" and for suffixes of files. If there
+    is none for the name, ConfigError is raised.
+    """
+    kind = "bytes" if name == "bytes" or Path(name).name == BYTES else Path(name).suffix
+    if kind not in readers:
+        known = [text for text, ending in _NAMES.items() if ending in readers]
+        raise ConfigError(
+            f"Data.tokenizer = '{name}' is none of {', '.join(known)}, 'train:VOCAB_SIZE'"
+        )
+    return readers[kind](Path(name))
 
 
 def read(path: Path) -> bytes:
@@ -42,11 +77,33 @@ def guarded(path: Path | str, what: str = "cannot read a text") -> Iterator[None
         raise DataError(f"the tokenizer {path} {what} ({gave_up}{error})") from error
 
 
-def _try(path: Path, content: bytes) -> None:
+def _check(path: Path, content: bytes) -> None:
+    """Tries a tokenizer in a child process, unless the same file was tried before."""
+    kind = b"json" if path.name.endswith(".json") else _SENTENCEPIECE
     try:
-        tokenizer_trial.check(path.name, content)
+        bounded.check(__name__, kind + b"\n" + content, bounded.key(kind, content))
     except bounded.Refused as error:
         raise DataError(f"the tokenizer {path} cannot be used: {error}; name another") from error
+
+
+def trust(content: bytes) -> None:
+    """Notes that brt has trained this sentencepiece model, which is therefore not tried."""
+    bounded.trust(bounded.key(_SENTENCEPIECE, content))
+
+
+def _parsed(content: bytes) -> Any:
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
+    model.ParseFromString(content)
+    return model
+
+
+def _processor(model: Any, exact: bool) -> sentencepiece.SentencePieceProcessor:
+    if exact:
+        model.normalizer_spec.add_dummy_prefix = False
+        model.normalizer_spec.remove_extra_whitespaces = False
+    return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
 
 
 def sentencepiece_model(
@@ -56,50 +113,44 @@ def sentencepiece_model(
 
     `exact` disables the model's dummy prefix and removal of whitespace, which change texts.
     """
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
-
-    _try(path, content)
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
+    _check(path, content)
     with guarded(path, "is not a sentencepiece model"):
-        model.ParseFromString(content)
-        if exact:
-            model.normalizer_spec.add_dummy_prefix = False
-            model.normalizer_spec.remove_extra_whitespaces = False
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        processor = _processor(_parsed(content), exact)
         if processor.vocab_size() == 0:
-            raise DecodeError("it has no pieces")
+            raise ValueError("it has no pieces")
         processor.id_to_piece([*range(processor.vocab_size())])
     return processor
 
 
 def with_pieces(path: Path, content: bytes, added: Iterable[Added]) -> bytes:
     """Returns the content of a sentencepiece model with further pieces after its own."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
     with guarded(path, "is not a sentencepiece model"):
-        model.ParseFromString(content)
-    kinds = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
+        model = _parsed(content)
+    kinds = type(model).SentencePiece
     for token in added:
         kind = kinds.CONTROL if token.special else kinds.USER_DEFINED
         model.pieces.add(piece=token.piece.replace(" ", "\u2581"), score=0.0, type=kind)
     return model.SerializeToString()
 
 
-def json_model(path: Path, content: bytes) -> Any:
-    """Opens a tokenizer.json as a `tokenizers.Tokenizer`, without truncation and padding."""
+def _plain(content: bytes) -> Any:
+    """Opens a tokenizer.json without truncation and padding, which would change the ids."""
     from tokenizers import Tokenizer
 
-    _try(path, content)
+    tokenizer = Tokenizer.from_buffer(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def json_model(path: Path, content: bytes) -> Any:
+    """Opens a tokenizer.json as a `tokenizers.Tokenizer`, without truncation and padding."""
+    _check(path, content)
     with guarded(path, "is not a tokenizer.json"):
-        tokenizer = Tokenizer.from_buffer(content)
+        tokenizer = _plain(content)
     vocabulary = tokenizer.get_vocab()
     if sorted(vocabulary.values()) != [*range(len(vocabulary))]:
         raise DataError(f"the ids of the tokenizer {path} are not 0 to {len(vocabulary) - 1:,}")
-    # Truncation and padding, which the file may enable, would change the ids of a text.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     # With this option, `</s>` inside of a text is encoded as text and not as a special token.
     tokenizer.encode_special_tokens = True
     with guarded(path, "cannot encode a text"):
@@ -110,3 +161,89 @@ def json_model(path: Path, content: bytes) -> Any:
             "post_processor"
         )
     return tokenizer
+
+
+def _try(request: bytes) -> None:
+    kind, _, content = request.partition(b"\n")
+    (_try_sentencepiece if kind == _SENTENCEPIECE else _try_json)(content)
+
+
+def _try_json(content: bytes) -> None:
+    tokenizer = _plain(content)
+    pieces = tokenizer.get_vocab()
+    _check_growth("piece", max(map(_length, pieces), default=0), LONGEST)
+    # What the library has understood is checked, and not the file.
+    _check_growth("normalizer", _growth(tokenizer.normalizer), GROWTH)
+    _check_growth("decoder", _growth(tokenizer.decoder), GROWTH)
+    for text in TRIED:
+        with _explained_elsewhere():
+            tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            tokenizer.decode(tokenizer.encode(text).ids)
+            tokenizer.encode(text, "b")
+
+
+def _growth(part: Any) -> float:
+    """Returns the largest factor by which a normalizer or decoder lengthens texts."""
+    # Only rules of the tokenizers library that can be limited to some characters count.
+    return _factor(untrusted.parse_json(part.__getstate__())) if part else 1.0
+
+
+def _factor(rule: dict[str, Any]) -> float:
+    match rule["type"]:
+        case "Sequence":
+            rules = rule.get("normalizers") or rule.get("decoders") or []
+            return math.prod(map(_factor, rules))
+        case "Prepend":
+            return 1 + _length(rule["prepend"])
+        case "Replace":
+            # A regular expression may match at every character, without removing it.
+            replaced, new = rule["pattern"].get("String"), _length(rule["content"])
+            return max(1, new / max(1, _length(replaced))) if replaced else 1 + new
+        case "Precompiled":
+            return _longest_replacement(base64.b64decode(rule["precompiled_charsmap"]))
+    return 1
+
+
+def _longest_replacement(charsmap: bytes) -> int:
+    """Returns the length of the longest text in the table of characters of sentencepiece."""
+    # The table is the size of a trie (4 bytes), the trie, and the texts, which end with NUL.
+    start = 4 + int.from_bytes(charsmap[:4], "little")
+    return max(1, *map(len, charsmap[start:].split(b"\0")))
+
+
+def _try_sentencepiece(content: bytes) -> None:
+    model = _parsed(content)
+    for spec in (model.normalizer_spec, model.denormalizer_spec):
+        _check_growth("normalizer", _longest_replacement(spec.precompiled_charsmap), GROWTH)
+    longest = max((_length(piece.piece) for piece in model.pieces), default=0)
+    _check_growth("piece", max(longest, _length(model.trainer_spec.unk_surface)), LONGEST)
+    for exact in (False, True):
+        processor = _processor(model, exact)
+        for text in TRIED:
+            with _explained_elsewhere():
+                processor.encode([text], return_type="offset_mapping")
+                processor.decode(processor.encode(text))
+
+
+@contextlib.contextmanager
+def _explained_elsewhere() -> Iterator[None]:
+    """Ignores the errors of a text, because brt refuses such texts itself, with an explanation."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception:
+        pass
+
+
+def _length(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _check_growth(what: str, found: float, most: int) -> None:
+    if found > most:
+        raise bounded.Refused(f"its {what} makes a text more than {most:,} times as long")
+
+
+if __name__ == "__main__":
+    bounded.serve(_try)

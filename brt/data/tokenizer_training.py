@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import sentencepiece
 
-from brt.data import tokenizer_trial, tokenizers
+from brt.data import tokenizer_files, tokenizers
 from brt.errors import ConfigError, DataError
 
 # A line of training text has at most this number of characters, and therefore at most four times as
@@ -90,7 +90,7 @@ def train_sentencepiece(
     except RuntimeError as error:
         raise _explained(error, vocab_size) from error
     output.write_bytes(model)
-    tokenizer_trial.trust(model)
+    tokenizer_files.trust(model)
     return coverage
 
 

@@ -16,8 +16,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -31,93 +30,6 @@ from brt.errors import ConfigError, DataError
 CHUNK = 4096
 
 Ids = Sequence[int | np.integer] | np.ndarray
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The interface of the tokenizers of language models."""
-
-    name: str  # the value of Data.tokenizer, without directories
-    vocab_size: int  # all ids are below this number
-    # The id of BOS, the input from which the first token of a document is predicted; no text
-    # contains BOS.
-    bos_id: int
-    unk_id: int  # the id of text that the tokenizer cannot represent; -1 if it represents all
-    special_ids: Mapping[str, int]  # the ids of special tokens, which no text contains, by name
-    fingerprint: str  # SHA-256 of everything that determines the ids
-    notes: tuple[str, ...]  # what the user should know about the special tokens
-
-    @property
-    def beside(self) -> Mapping[str, bytes]:
-        """The content of the files beside this file, by name, which are kept with it."""
-
-    @property
-    def file(self) -> tuple[str, bytes]:
-        """Name and content of a file from which `load` can read the tokenizer."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of a text, int32 [T]."""
-
-    def cut(self, parts: Iterable[str]) -> Iterator[str]:
-        """Divides a text, which is read in `parts` of any length, into chunks for `encode_chunks`.
-
-        No token crosses the end of a chunk, so the ids may differ from those of the whole text.
-        """
-
-    def encode_chunks(self, chunks: list[str]) -> list[np.ndarray]:
-        """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
-
-    def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes of ids; those of consecutive parts can be concatenated."""
-
-
-def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: bool = False) -> np.ndarray:
-    """Returns the ids of a text that somebody gives a model to continue, int32 [T].
-
-    `special_tokens` encodes the names of special tokens, such as <|im_start|>, as these tokens;
-    False encodes them as other text, as in documents.
-    """
-    if not special_tokens:
-        return tokenizer.encode(text)
-    special = tokenizer.special_ids
-    if not special:
-        raise ConfigError(
-            f"the tokenizer {tokenizer.name} has no special tokens; leave special_tokens out"
-        )
-    names = sorted(special, key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
-    # The parts with odd indices are the names.
-    ids = [[special[p]] if i % 2 else tokenizer.encode(p) for i, p in enumerate(parts) if p]
-    return np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
-
-
-def decode(tokenizer: Tokenizer, ids: Ids) -> str:
-    # Bytes that are not UTF-8 become U+FFFD.
-    return tokenizer.decode_bytes(ids).decode("utf-8", "replace")
-
-
-class StreamDecoder:
-    """Decodes a text token by token; a character is returned when its last byte is known.
-
-    `unfinished` are the first bytes of a character that the text before has not completed.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, unfinished: bytes = b""):
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.setstate((unfinished, 0))
-
-    @property
-    def unfinished(self) -> bytes:
-        """The bytes that the text so far has of an unfinished character."""
-        return self._decoder.getstate()[0]
-
-    def decode(self, ids: Ids, *, final: bool = False) -> str:
-        """Takes the next ids, and returns the characters that have become complete.
-
-        If no ids follow (`final`), bytes of an incomplete character become U+FFFD.
-        """
-        return self._decoder.decode(self._tokenizer.decode_bytes(ids), final)
 
 
 def end_of_line(text: str, start: int, stop: int) -> int:
@@ -169,13 +81,24 @@ def cut(
         yield text
 
 
-class ChunkTokenizer(abc.ABC):
-    """Base class of tokenizers that encode long texts chunk by chunk.
+class Tokenizer(abc.ABC):
+    """Base class of the tokenizers of language models.
 
-    A subclass defines `encode_chunks` and sets `_bytes`, the bytes that each id stands for. It may
-    also set `_chunk_end`, the function that determines where chunks end (see `cut`).
+    A subclass defines `encode_chunks`, and the bytes `_bytes` that each id stands for. It may also
+    set `_chunk_end`, the function that determines where chunks end (see `cut`).
     """
 
+    name: str  # the value of Data.tokenizer, without directories
+    vocab_size: int  # all ids are below this number
+    # The id of BOS, the input from which the first token of a document is predicted; no text
+    # contains BOS.
+    bos_id: int
+    unk_id: int  # the id of text that the tokenizer cannot represent; -1 if it represents all
+    special_ids: Mapping[str, int] = {}  # the ids of special tokens, which no text contains
+    fingerprint: str  # SHA-256 of everything that determines the ids
+    notes: tuple[str, ...] = ()  # what the user should know about the special tokens
+    file: tuple[str, bytes]  # name and content of a file from which `load` can read the tokenizer
+    beside: Mapping[str, bytes] = {}  # the content of the files beside `file`, by name
     _bytes: list[bytes]
     _chunk_end: staticmethod = staticmethod(end_of_line)
 
@@ -184,14 +107,19 @@ class ChunkTokenizer(abc.ABC):
         """Returns the ids of each chunk, an int32 array [T]; chunks are encoded in parallel."""
 
     def cut(self, parts: Iterable[str]) -> Iterator[str]:
-        """Yields chunks of a text that can be encoded separately, wherever its `parts` end."""
+        """Divides a text, which is read in `parts` of any length, into chunks for `encode_chunks`.
+
+        No token crosses the end of a chunk, so the ids may differ from those of the whole text.
+        """
         return cut(parts, CHUNK, self._chunk_end)
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of a text, int32 [T]."""
         chunks = [*self.cut([text])]
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks(chunks)])
 
     def decode_bytes(self, ids: Ids) -> bytes:
+        """Returns the UTF-8 bytes of ids; those of consecutive parts can be concatenated."""
         pool, starts, lengths = self._pool
         ids = np.asarray(ids, np.int64)
         sizes = lengths[ids]
@@ -207,19 +135,34 @@ class ChunkTokenizer(abc.ABC):
         lengths = np.array([*map(len, self._bytes)], np.int64)
         return np.frombuffer(b"".join(self._bytes), np.uint8), np.cumsum(lengths) - lengths, lengths
 
+    def _read(self, path: Path, stored: str) -> bytes:
+        """Reads the file of a tokenizer, which brt stores with the name `stored`."""
+        content = tokenizer_files.read(path)
+        self.path, self.name = path, path.name
+        self.file, self.beside = (stored, content), originals.read(path)
+        return content
 
-class ByteTokenizer:
+    def _begin(self, said: special_tokens.Statements, default: int, added: list[Added]) -> int:
+        """Chooses BOS, which is `default` if no file names one, and returns it; -1 for none."""
+        self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
+        identity = special_tokens.identity(self.file[1], self.bos_id, default, added)
+        self.fingerprint = hashlib.sha256(identity).hexdigest()
+        return self.bos_id
+
+    def _id_of(self, token: int | str) -> int | None:
+        """Returns the id of a piece, or an id of a special token; None for others."""
+        raise NotImplementedError
+
+
+class ByteTokenizer(Tokenizer):
     """The tokenizer whose ids are UTF-8 bytes. BOS is NUL, which does not occur in text."""
 
     name = "bytes"
     vocab_size = 256
     bos_id = 0
     unk_id = -1
-    special_ids: Mapping[str, int] = {}
     fingerprint = hashlib.sha256(b"bytes").hexdigest()
     file = tokenizer_files.BYTES, b"bytes\n"
-    beside: Mapping[str, bytes] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -234,10 +177,59 @@ class ByteTokenizer:
         return np.asarray(ids, np.uint8).tobytes()
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: bool = False) -> np.ndarray:
+    """Returns the ids of a text that somebody gives a model to continue, int32 [T].
+
+    `special_tokens` encodes the names of special tokens, such as <|im_start|>, as these tokens;
+    False encodes them as other text, as in documents.
+    """
+    if not special_tokens:
+        return tokenizer.encode(text)
+    special = tokenizer.special_ids
+    if not special:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name} has no special tokens; leave special_tokens out"
+        )
+    names = sorted(special, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+    # The parts with odd indices are the names.
+    ids = [[special[p]] if i % 2 else tokenizer.encode(p) for i, p in enumerate(parts) if p]
+    return np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
+
+
+def decode(tokenizer: Tokenizer, ids: Ids) -> str:
+    # Bytes that are not UTF-8 become U+FFFD.
+    return tokenizer.decode_bytes(ids).decode("utf-8", "replace")
+
+
+class StreamDecoder:
+    """Decodes a text token by token; a character is returned when its last byte is known.
+
+    `unfinished` are the first bytes of a character that the text before has not completed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, unfinished: bytes = b""):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.setstate((unfinished, 0))
+
+    @property
+    def unfinished(self) -> bytes:
+        """The bytes that the text so far has of an unfinished character."""
+        return self._decoder.getstate()[0]
+
+    def decode(self, ids: Ids, *, final: bool = False) -> str:
+        """Takes the next ids, and returns the characters that have become complete.
+
+        If no ids follow (`final`), bytes of an incomplete character become U+FFFD.
+        """
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids), final)
+
+
 SPACE = "\u2581"  # This character represents a space in the pieces of sentencepiece.
 
 
-class SentencePieceTokenizer(ChunkTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model, without its dummy prefix and whitespace removal; see `Tokenizer`.
 
     These would change every chunk of a text. Without them, a model with byte fallback and identity
@@ -246,10 +238,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
     """
 
     def __init__(self, path: Path | str):
-        self.path = Path(path)
-        self.name = self.path.name
-        content = tokenizer_files.read(self.path)
-        self.file, self.beside = ("tokenizer.model", content), originals.read(self.path)
+        content = self._read(Path(path), "tokenizer.model")
         said = special_tokens.read(self.path, self.beside)
         self._processor, added = self._opened(content, said)
         self.vocab_size = self._processor.vocab_size()
@@ -258,11 +247,8 @@ class SentencePieceTokenizer(ChunkTokenizer):
         # input of T5's decoders.
         ids = self._processor.bos_id(), self._processor.pad_id()
         default = next((i for i in ids if i >= 0), -1)
-        self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
-        if self.bos_id < 0:
+        if self._begin(said, default, added) < 0:
             raise DataError(f"the tokenizer {path} has no BOS piece; train it with bos_id=1")
-        identity = special_tokens.identity(content, self.bos_id, default, added)
-        self.fingerprint = hashlib.sha256(identity).hexdigest()
         self._bytes = [_piece_bytes(self._processor, i) for i in range(self.vocab_size)]
         controls = filter(self._processor.is_control, range(self.vocab_size))
         self.special_ids: Mapping[str, int] = {self._processor.id_to_piece(i): i for i in controls}
@@ -272,7 +258,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
 
     def _opened(
         self, content: bytes, said: special_tokens.Statements
-    ) -> tuple[sentencepiece.SentencePieceProcessor, list[special_tokens.Added]]:
+    ) -> tuple[sentencepiece.SentencePieceProcessor, list[Added]]:
         """Returns the model with the tokens that other files add to it, and these tokens."""
         model = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
         pieces = {model.id_to_piece(i): i for i in range(model.vocab_size())} if said.added else {}
@@ -283,7 +269,6 @@ class SentencePieceTokenizer(ChunkTokenizer):
         return model, added
 
     def _id_of(self, token: int | str) -> int | None:
-        """Returns the id of a piece, or an id of a special token; None for others."""
         if isinstance(token, str):
             i = self._processor.piece_to_id(token)
             return i if self._processor.id_to_piece(i) == token else None
@@ -333,7 +318,7 @@ RARE = {bytes([byte]) for byte in (*range(9), 11, 12, *range(14, 32), 0x7F, 0xF1
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
-class ByteLevelTokenizer(ChunkTokenizer):
+class ByteLevelTokenizer(Tokenizer):
     """A byte-level BPE tokenizer, which adds no special ids to a text; see `tokenizers.Tokenizer`.
 
     If the last id of the file is the mask token, `vocab_size` does not include this id: no text is
@@ -344,10 +329,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
     _chunk_end = staticmethod(end_of_word)
 
     def __init__(self, path: Path | str):
-        self.path = Path(path)
-        self.name = self.path.name
-        content = tokenizer_files.read(self.path)
-        self.file, self.beside = ("tokenizer.json", content), originals.read(self.path)
+        content = self._read(Path(path), "tokenizer.json")
         settings = _settings(self.path, content)
         said = special_tokens.read(self.path, self.beside, settings)
         self._tokenizer = _opened(self.path, content, settings)
@@ -364,14 +346,11 @@ class ByteLevelTokenizer(ChunkTokenizer):
         ]
         ids = (self._tokenizer.token_to_id(piece) for piece in special_tokens.START)
         default = next((i for i in ids if i is not None), -1)
-        self.bos_id, self.notes = special_tokens.beginning(said, self._id_of, default)
-        if self.bos_id < 0:
+        if self._begin(said, default, added) < 0:
             raise DataError(
                 f"the tokenizer {path} has none of the pieces {', '.join(special_tokens.START)}; "
                 "name its bos_token in a tokenizer_config.json beside it"
             )
-        identity = special_tokens.identity(content, self.bos_id, default, added)
-        self.fingerprint = hashlib.sha256(identity).hexdigest()
         pieces = {*self._bytes}
         self._missing = bytes(b for b in range(256) if b not in NEVER and bytes([b]) not in pieces)
         missing = {bytes([byte]) for byte in self._missing} - RARE
@@ -391,7 +370,6 @@ class ByteLevelTokenizer(ChunkTokenizer):
         return [np.asarray(encoding.ids, np.int32) for encoding in encoded]
 
     def _id_of(self, token: int | str) -> int | None:
-        """Returns the id of a piece, or an id of a special token; None for others."""
         named = isinstance(token, str)
         i: Any = self._tokenizer.token_to_id(token) if named else token
         if i is None or not 0 <= i < self.vocab_size:
@@ -504,13 +482,11 @@ BYTE_OF_CHARACTER = _bytes_of_characters()
 
 def load(name: str) -> Tokenizer:
     """Loads "bytes", or the tokenizer in a sentencepiece .model or a tokenizer.json."""
-    if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
-        return ByteTokenizer()
-    if name.endswith(".model"):
-        return SentencePieceTokenizer(name)
-    if name.endswith(".json"):
-        return ByteLevelTokenizer(name)
-    raise ConfigError(
-        f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', "
-        "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
+    return tokenizer_files.load(
+        name,
+        {
+            "bytes": lambda path: ByteTokenizer(),
+            ".model": SentencePieceTokenizer,
+            ".json": ByteLevelTokenizer,
+        },
     )

@@ -24,7 +24,7 @@ from brt.checkpointing.reader import Restored, VerifiedCheckpoint
 from brt.checkpointing.writer import CheckpointWriter, check_disk
 from brt.config import Config
 from brt.config_io import config_text, saved_json
-from brt.data.lanes import BatchIterator, iterate
+from brt.data.lanes import BatchIterator
 from brt.distributed import mesh as meshes
 from brt.distributed import processes
 from brt.errors import NonFiniteError, Preempted, closing
@@ -423,7 +423,7 @@ def _open_batches(
 ) -> BatchIterator:
     """Opens the iterator of batches at the position of the checkpoint, and tells the user."""
     start = restored.step if restored else 0
-    batches = iterate(runs.local_reader(run), start)
+    batches = BatchIterator(runs.local_reader(run), start)
     stack.callback(batches.close)
     if restored:
         saved = restored.meta["data"]

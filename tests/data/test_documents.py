@@ -1,17 +1,24 @@
+"""Tests that documents are read as streams, and that unreadable ones are refused, or are skipped,
+named and counted, but never misread.
+"""
+
 import gzip
 import json
 import lzma
+import re
 import sys
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import zstandard
 
 from brt.config import Data
-from brt.data import documents, preparation, sources, token_store, tokenizers
+from brt.data import contents, documents, preparation, sources, token_store, tokenizers
+from brt.data.quarantine import Quarantine
 from brt.errors import ConfigError, DataError
 
-TEXT = "One\r\n\n  two\tthree é 日本 \U0001f600\n"
+TEXT = "One\r\n\n  two\tthree é 日本 \U0001f600 \ufeff\n"
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
 
@@ -27,28 +34,26 @@ def write(path, content):
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_jsonl_line_is_a_document(tmp_path, ending):
-    lines = "\n".join(json.dumps({"body": text}) for text in (TEXT, "second")) + "\n\n"
-    path = write(tmp_path / f"a.jsonl{ending}", COMPRESS[ending](lines.encode()))
-    assert read(path, text_field="body") == [(f"{path}:1", TEXT), (f"{path}:2", "second")]
-
-
-@pytest.mark.parametrize("ending", COMPRESS)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1000])
 def test_chunk_borders_do_not_matter(tmp_path, monkeypatch, ending, chunk):
+    monkeypatch.setattr(contents, "CHUNK", chunk)
+    monkeypatch.setattr(contents, "ZSTD_CHUNK", chunk)
     monkeypatch.setattr(documents, "CHUNK", chunk)
-    path = write(tmp_path / f"a.txt{ending}", COMPRESS[ending](b"\xef\xbb\xbf" + TEXT.encode()))
-    assert read(path) == [(str(path), TEXT)]
+    line = json.dumps({"text": TEXT}, ensure_ascii=False)
+    for name, content in (
+        ("a.txt", TEXT),
+        ("a.jsonl", f"{line}\n\n"),
+        ("a.csv", f'text\n"{TEXT}"'),
+    ):
+        content = COMPRESS[ending](b"\xef\xbb\xbf" + content.encode())
+        ((_, text),) = read(write(tmp_path / f"{name}{ending}", content))
+        assert text == TEXT
 
 
 def test_several_frames_are_one_text(tmp_path):
     for ending in (".gz", ".xz", ".zst"):
         content = COMPRESS[ending](b"one ") + COMPRESS[ending](b"two")
         assert read(write(tmp_path / f"a.txt{ending}", content))[0][1] == "one two"
-
-
-def test_byte_order_mark_is_dropped_at_the_start_only(tmp_path):
-    assert read(write(tmp_path / "a.txt", "\ufeffa\ufeffb"))[0][1] == "a\ufeffb"
 
 
 def test_a_long_document_is_streamed(tmp_path):
@@ -63,11 +68,13 @@ def test_a_long_document_is_streamed(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
 def test_undecodable_bytes_are_named(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(documents, "CHUNK", chunk)
+    monkeypatch.setattr(contents, "CHUNK", chunk)
     path = write(tmp_path / "a.txt", "日本".encode() + b"\xff after")
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8 at byte 6 \(0xff\).*Data\.errors"):
         read(path)
     assert read(path, errors="replace")[0][1] == "日本\ufffd after"
+    path = write(tmp_path / "b.jsonl", b'{"text": "a\\u0000b\xff"}')
+    assert read(path, errors="replace")[0][1] == "a\ufffdb\ufffd"
 
 
 def test_text_that_ends_inside_a_character_is_named(tmp_path):
@@ -87,22 +94,24 @@ def test_truncated_files_are_named(tmp_path, ending):
         read(path)
 
 
-def test_zst_without_its_library_says_what_to_install(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.txt.zst", zstandard.compress(b"text"))
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(DataError, match=r"a\.txt\.zst needs a library: pip install zstandard"):
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")],
+)
+def test_a_missing_library_is_named(tmp_path, monkeypatch, name, module):
+    path = write(tmp_path / name, zstandard.compress(b"text"))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=rf"{name} needs a library: pip install {module}"):
         read(path)
 
 
-@pytest.mark.parametrize("content", ["", " \n\t\n", "\ufeff"])
-def test_a_file_without_text_is_refused(tmp_path, content):
-    with pytest.raises(DataError, match=r"a\.txt has no text"):
-        read(write(tmp_path / "a.txt", content))
-
-
-def test_jsonl_without_lines_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"a\.jsonl has no text"):
-        read(write(tmp_path / "a.jsonl", "\n\n"))
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.txt", ""), ("a.txt", " \n\t\n"), ("a.txt", "\ufeff"), ("a.jsonl", "\n\n")],
+)
+def test_a_file_without_text_is_refused(tmp_path, name, content):
+    with pytest.raises(DataError, match=rf"{name} has no text"):
+        read(write(tmp_path / name, content))
 
 
 def write_records(path, records):
@@ -115,14 +124,10 @@ def write_records(path, records):
 
 
 def test_array_records_are_text_or_json(tmp_path):
-    path = write_records(tmp_path / "a.array_record", [b"plain\n", b'{"text": "json"}'])
-    assert read(path) == [(f"{path}:0", "plain\n"), (f"{path}:1", "json")]
-
-
-def test_more_array_records_than_are_fetched_at_a_time(tmp_path):
-    expected = [f"record {i}" for i in range(150)]
-    path = write_records(tmp_path / "a.array_record", [text.encode() for text in expected])
-    assert [text for _, text in read(path)] == expected
+    texts = [f"record {i}" for i in range(2 * documents.READ_RECORDS + 1)]
+    records = [*map(str.encode, texts), b'{"text": "json"}']
+    found = read(path := write_records(tmp_path / "a.array_record", records))
+    assert found == [(f"{path}:{i}", text) for i, text in enumerate([*texts, "json"])]
 
 
 def test_damaged_array_records_are_named(tmp_path):
@@ -226,13 +231,111 @@ def test_the_limit_is_a_setting(tmp_path):
         Data(max_document_bytes=0)
 
 
-@pytest.mark.parametrize(
-    "line, why",
-    [("[" * 100_000, "Brackets too deep"), ('{"text": 1%s}' % ("0" * 5000), "Number with too many"),
-     ('{"text": ' + '{"a":' * 100_000, "Brackets too deep")],
-    ids=["brackets", "digits", "objects"],
-)  # fmt: skip
-def test_lines_that_exceed_the_parser_are_named(line, why, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(DataError, match=rf"a\.jsonl:2 is not JSON: {why}"):
-        read(tmp_path / "a.jsonl")
+GOOD = [f"A good text, number {i}." for i in range(9)]
+BAD_LINES = {
+    b'{"text": "not \xff UTF-8"}': r"is not UTF-8 at byte 14 \(0xff\)",
+    b'{"text": "half': "is not JSON: Unterminated string",
+    b"\0" * 40: "is not JSON: Expecting value",
+    b'{"text": "a\\u0000b"}': "has a NUL at character 1",
+    b'{"other": "field"}': r"has no field 'text'; name one of \['other'\] with Data.columns = ",
+    b'["text"]': "is not an object with a field 'text'",
+    b'{"text": 3}': "the field 'text' is int, not text",
+    b'{"text": " "}': "has no text",
+    b'{"text": "\\ud800"}': "half a surrogate pair",
+}
+BAD_FILES = {
+    "latin.txt": b"\xe9t\xe9 " * 9,
+    "zeroed.txt": b"text" + b"\0" * 4096,
+    "blank.txt": b"  \n ",
+    "cut.txt.gz": gzip.compress(b"a text that was longer " * 99)[:-20],
+    "noise.gz": b"no gzip at all",
+}
+
+
+def texts(path: Path, bad: Quarantine | None = None) -> list[str]:
+    """Returns the texts of the documents in a file; `bad` collects documents that are skipped."""
+    return [text for _, text in read(path, bad=bad)]
+
+
+def lines(texts: list[str]) -> list[bytes]:
+    return [json.dumps({"text": text}).encode() for text in texts]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_left_out_alone(line: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = lines(GOOD)
+    path.write_bytes(b"\n".join([*good[:4], line, *good[4:]]))
+    with pytest.raises(DataError, match=f"a.jsonl:5.*{reason}"):
+        texts(path)
+    bad = Quarantine(1)
+    assert texts(path, bad) == GOOD == texts(path, bad), "as often as it is read"
+    assert len(bad) == 1
+    bad.write(tmp_path)
+    said = json.loads((tmp_path / "quarantine.jsonl").read_text())
+    assert (said["file"], said["line"]) == (str(path), 5) and re.search(reason, said["reason"])
+
+
+@pytest.mark.parametrize(("name", "content"), BAD_FILES.items(), ids=BAD_FILES)
+def test_a_bad_file_is_left_out_whole(name: str, content: bytes, tmp_path: Path) -> None:
+    for i, text in enumerate(GOOD):
+        (tmp_path / f"{i}.txt").write_text(text)
+    (tmp_path / name).write_bytes(content)
+    pattern = tmp_path / "*"
+    with pytest.raises(DataError, match=name):
+        texts(pattern)
+    bad = Quarantine(1)
+    assert texts(pattern, bad) == GOOD == texts(pattern, bad) and len(bad) == 1
+
+
+def test_what_is_behind_the_end_of_a_damaged_file_is_left_out(tmp_path: Path) -> None:
+    whole = b"\n".join(lines([f"{i} {text * 99}" for i, text in enumerate(GOOD * 200)]))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(whole)[:-30])
+    bad = Quarantine(3)
+    found = texts(tmp_path / "a.jsonl.gz", bad)
+    assert 0 < len(found) <= 1800 and len(bad) == 1
+    assert all(text == f"{i} {GOOD[i % 9] * 99}" for i, text in enumerate(found))
+
+
+def test_limits_and_what_is_not_damaged_are_refused_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines([*GOOD, "long " * 999])))
+    with pytest.raises(DataError, match=r"a.jsonl:10 is larger than 999 bytes"):
+        list(documents.read([str(tmp_path / "a.jsonl")], max_bytes=999, bad=Quarantine(9)))
+    with pytest.raises(DataError, match="does not exist"):
+        texts(tmp_path / "b.jsonl", Quarantine(9))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    """Writes two bad lines among good documents; some of the good documents are held out."""
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines(GOOD), b"{", b"[]"]))
+    return Data(train=(str(tmp_path / "a.jsonl"),), cache_dir=str(tmp_path / "cache"))
+
+
+def test_bad_documents_are_named_beside_what_is_prepared(
+    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepared(most: int) -> preparation.Dataset:
+        section = Data(train=data.train, cache_dir=data.cache_dir, max_bad_records=most)
+        return preparation.prepare(section)
+
+    with pytest.raises(ConfigError, match=r"Data.max_bad_records = -1"):
+        prepared(-1)
+    for most, reason in (
+        (0, "^.*a.jsonl:10 is not JSON"),
+        (1, "2 documents .*than Data.max_"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            prepared(most)
+    found = prepared(2)
+    said = capsys.readouterr().err
+    assert f"2 documents are left out because of errors: {found.directory}/quara" in said
+    assert sum(len(store) for store in found.splits.values()) == len(GOOD)
+    quarantine = (found.directory / "quarantine.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in quarantine] == [10, 11]
+    assert prepared(2).directory == found.directory != prepared(3).directory
+    assert capsys.readouterr().err.count("2 documents are left out") == 2, "of the cache, too"
+    (tmp_path / "clean.jsonl").write_bytes(b"\n".join(lines(GOOD)))
+    clean = preparation.prepare(Data(train=(f"{tmp_path}/clean.jsonl",), max_bad_records=2))
+    assert not (clean.directory / "quarantine.jsonl").exists()
+    assert "left out" not in capsys.readouterr().err

@@ -17,12 +17,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from brt.data import contents, documents, formats, sources
 from brt.data.contents import File
 from brt.errors import DataError
 
-TEXTS = ["One text.\r\nIts\u2028second\x0cline.", "Zwei Täxte \U0001f600"]
+# The csv module's default limit of a field is shorter than the last text.
+TEXTS = ["One text.\r\nIts\u2028second\x0cline.", "Zwei Täxte \U0001f600", "x" * 200_000]
 
 
 def read(*names: Path | str, **settings: str) -> list[str]:
@@ -38,14 +40,14 @@ def lines() -> bytes:
 def parquet(kind: pa.DataType) -> bytes:
     """Returns TEXTS as a Parquet file whose text column has the given type."""
     file = io.BytesIO()
-    pq.write_table(pa.table({"n": [1, 2], "text": pa.array(TEXTS, kind)}), file)
+    pq.write_table(pa.table({"n": [1, 2, 3], "text": pa.array(TEXTS, kind)}), file)
     return file.getvalue()
 
 
 def arrow(kind: Callable[..., Any]) -> bytes:
-    """Returns TEXTS as an Arrow file or stream, as `kind` writes it, in two batches."""
+    """Returns TEXTS as an Arrow file or stream, as `kind` writes it, in three batches."""
     file = io.BytesIO()
-    table = pa.table({"n": [1, 2], "text": TEXTS})
+    table = pa.table({"n": [1, 2, 3], "text": TEXTS})
     with kind(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=1)
     return file.getvalue()
@@ -70,7 +72,9 @@ CONTENTS: dict[str, Callable[[], bytes]] = {
     "data-00000-of-00001.arrow": lambda: arrow(pa.ipc.new_stream),
     "file.arrow": lambda: arrow(pa.ipc.new_file),
 }
-PACKED = {"": bytes, ".gz": gzip.compress, ".XZ": lzma.compress}
+PACKED = {
+    "": bytes, ".gz": gzip.compress, ".XZ": lzma.compress, ".zst": zstandard.compress,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("packing", PACKED)

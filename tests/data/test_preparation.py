@@ -1,14 +1,22 @@
+"""Tests how documents are prepared, and which are held out if the user names no other splits."""
+
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from brt import config
-from brt.data import preparation, tokenizers
+from brt.data import preparation, sources, tokenizers
+from brt.data.preparation import Dataset, DocumentPreparation
 from brt.errors import DataError
+
+Make = Callable[..., config.Data]
 
 
 @pytest.fixture
@@ -21,18 +29,21 @@ def books(tmp_path):
 
 
 @pytest.fixture
-def data(tmp_path, books):
-    """Returns a function that makes a section Data from the books and changed settings."""
+def data(tmp_path, books) -> Make:
+    """Returns a function that makes a section Data from training files, with an empty cache.
 
-    def make(**settings):
-        settings = {"train": (str(books),), "validation": (), "test": (), **settings}
-        return config.Data(cache_dir=str(tmp_path / "cache"), **settings)
+    Without files, the section has the books.
+    """
+
+    def make(*train: Path | str, **settings: object) -> config.Data:
+        names = tuple(map(str, train or [books]))
+        return config.Data(train=names, cache_dir=str(tmp_path / "cache"), **settings)
 
     return make
 
 
-def prepare(data, output=None):
-    return preparation.prepare(data, output, progress=False)
+def prepare(section: config.Data, output: Path | None = None, progress: bool = False) -> Dataset:
+    return preparation.prepare(section, output, progress=progress)
 
 
 def texts(dataset):
@@ -60,16 +71,6 @@ def test_splits_share_the_documents(data, books):
     everything = sorted(text for split in found.values() for text in split)
     assert everything == sorted(path.read_text() for path in books.iterdir())
     assert texts(prepare(data())) == found
-
-
-def test_jsonl_documents_are_shared_too(data, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"document {i}"}) for i in range(40)))
-    found = texts(prepare(data(train=(str(path),), test_fraction=0.25)))
-    assert {split: len(text) for split, text in found.items()} == {
-        "train": 28, "validation": 2, "test": 10,
-    }  # fmt: skip
-    assert len({text for split in found.values() for text in split}) == 40
 
 
 def test_a_changed_file_never_meets_a_stale_store(data, books):
@@ -177,7 +178,7 @@ def command(*args, directory):
     return subprocess.run(
         [sys.executable, "-m", "brt.prepare", *map(str, args)],
         capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(preparation.Path(preparation.__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])},
         cwd=directory,
     )  # fmt: skip
 
@@ -198,3 +199,136 @@ def test_brt_prepare_counts_all_bytes_and_names_the_setting_for_its_store(books,
     assert other.stderr.splitlines()[-1].endswith(
         "out contains something else; delete it or name another directory"
     )
+
+
+def book(seed: int, paragraphs: int = 80) -> str:
+    """Returns a random text of paragraphs, each of which begins with the seed and its number."""
+    words = "the sea was calm and grey while we sat on the deck of an old ship".split()
+    draw = np.random.default_rng(seed)
+    lines = (" ".join(draw.choice(words, draw.integers(9, 40))) for _ in range(paragraphs))
+    return "\n\n".join(f"{seed}.{i} {line}." for i, line in enumerate(lines)) + "\n"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_the_end_of_one_file_is_held_out_at_paragraphs(
+    data: Make, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    text = book(1, 300)
+    dataset = prepare(data(write(tmp_path / "input.txt", text)), progress=True)
+    (train,), (validation,), (test,) = (texts(dataset)[s] for s in ("train", "validation", "test"))
+    assert train + validation + test == text
+    assert train.endswith("\n\n") and validation.endswith("\n\n")
+    for part in (validation, test):
+        assert 0.03 < len(part) / len(text) < 0.07
+    place = len(train)
+    assert dataset.split("train").names == (f"{tmp_path}/input.txt[:{place}]",)
+    assert dataset.split("test").names == (f"{tmp_path}/input.txt[{place + len(validation)}:]",)
+    said = "5% of each document of Data.train, at its end"
+    assert f"prepared validation ({said}): 1 document," in capsys.readouterr().err
+    assert dataset.described()["test"]["held_out"] == said
+
+
+def test_text_beyond_a_chunk_and_without_paragraphs(
+    data: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("brt.data.contents.CHUNK", 1000)
+    for text in (book(2, 300).replace("\n\n", " "), "é" * 9000, book(3, 300)):
+        found = texts(prepare(data(write(tmp_path / "a.txt", text), test_fraction=0.0)))
+        assert list(found) == ["train", "validation"]
+        assert found["train"][0] + found["validation"][0] == text
+
+
+def test_two_documents_lose_their_ends_and_three_are_shared(data: Make, tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{i}.txt", book(i)) for i in range(3)]
+    two, three = (texts(prepare(data(*files[:count]))) for count in (2, 3))
+    assert [len(two[split]) for split in two] == [2, 2, 2]
+    assert [a + b + c for a, b, c in zip(*two.values(), strict=True)] == [book(0), book(1)]
+    assert {split: len(found) for split, found in three.items()} == dict.fromkeys(three, 1)
+    assert sorted(text for found in three.values() for text in found) == [book(i) for i in range(3)]
+
+
+def test_a_short_document_is_refused(data: Make, tmp_path: Path) -> None:
+    short = write(tmp_path / "note.txt", "Not much to learn from.")
+    message = (
+        r"note\.txt has 23 characters, too few to hold out its end for validation and test \(at "
+        r"least 100 each\); train on more text, or name files with Data\.validation and Data\.test"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare(data(short))
+    alone = prepare(data(short, validation_fraction=0.0, test_fraction=0.0))
+    assert list(alone.splits) == ["train"]
+
+
+def test_copies_of_a_document_are_in_the_same_split(data: Make, tmp_path: Path) -> None:
+    rows = [{"text": book(i)} for i in (*range(8), *range(8))]
+    found = texts(prepare(data(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows))))))
+    contents = [set(own) for own in found.values()]
+    assert all(len(own) == 2 * len(set(own)) for own in found.values())
+    assert sum(map(len, contents)) == 8 == len(set.union(*contents))
+
+
+def test_a_document_in_two_named_splits_is_refused(data: Make, tmp_path: Path) -> None:
+    a, b = (
+        write(tmp_path / f"{name}.jsonl", "\n".join(json.dumps({"text": book(i)}) for i in own))
+        for name, own in (("a", (1, 2)), ("b", (3, 2)))
+    )
+    message = r"b\.jsonl:2 of validation has the same text as .*a\.jsonl:2 of train; take it out"
+    with pytest.raises(DataError, match=message):
+        prepare(data(a, validation=(str(b),), test_fraction=0.0))
+
+
+def test_directories_of_code_are_read_and_what_is_not_is_counted(
+    data: Make, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    place = tmp_path / "project"
+    for i, name in enumerate(("a.py", "README.md", "deep/b.rs", "paper.TEX")):
+        write(place / name, book(i))
+    for name in (
+        "a.csv",
+        "b.csv",
+        "package.json",
+        "x.png",
+        "Makefile",
+        ".git/config.txt",
+        ".hidden.py",
+    ):
+        write(place / name, "{\n}")
+    write(place / "__init__.py", "")
+    dataset = prepare(data(place), progress=True)
+    assert sum(map(len, dataset.splits.values())) == 4
+    said = capsys.readouterr().err
+    assert f"{place} contains files that are not read: 2 *.csv, " in said
+    assert all(f"1 {what}" in said for what in ("*.png", "*.json", "no suffix", "empty"))
+    assert sources.left_out(str(place / "a.py")) == ""
+
+
+def test_one_split_is_prepared_without_a_look_at_the_others(data: Make, tmp_path: Path) -> None:
+    train, test = (write(tmp_path / f"{n}.txt", book(i)) for i, n in enumerate(("train", "test")))
+    section = data(train, test=(str(test),), validation_fraction=0.0, tokenizer="train:300")
+    whole = prepare(section)
+    train.unlink()
+    alone = DocumentPreparation(section, False).open_split("test", whole.tokenizer)
+    assert alone.directory != whole.directory and list(alone.splits) == ["test"]
+    assert alone.split("test").fingerprint == whole.split("test").fingerprint
+    known = DocumentPreparation(section).open_split("test", whole.tokenizer, whole.directory)
+    assert known.directory == whole.directory
+    test.write_text(book(5))
+    changed = DocumentPreparation(section).open_split("test", whole.tokenizer, whole.directory)
+    assert texts(changed)["test"] == [book(5)]
+    with pytest.raises(DataError, match="there are no validation documents; name some with Data"):
+        DocumentPreparation(section).open_split("validation", whole.tokenizer)
+
+
+def test_a_part_of_train_is_found_again_where_it_was_prepared(data: Make, tmp_path: Path) -> None:
+    section = data(write(tmp_path / "input.txt", book(4, 200)))
+    whole = prepare(section)
+    again = DocumentPreparation(section, False).open_split("test", whole.tokenizer)
+    assert texts(again)["test"] == texts(whole)["test"] and again.directory != whole.directory
+    (tmp_path / "input.txt").unlink()
+    known = DocumentPreparation(section).open_split("test", whole.tokenizer, whole.directory)
+    assert known.directory == whole.directory

@@ -15,7 +15,7 @@ from brt.errors import DataError
 @pytest.fixture
 def books(tmp_path):
     """Returns a directory with text files, one of them compressed, and another file."""
-    for name in ("b.txt", "a.txt", "deep/c.txt.gz", "notes.md"):
+    for name in ("b.txt", "a.txt", "deep/c.txt.gz", "notes.md", "a[1].tex"):
         path = tmp_path / "books" / name
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(name)
@@ -28,16 +28,12 @@ def names(source):
 
 
 def test_directories_and_globs_are_sorted(books):
-    assert names(books) == ["a.txt", "b.txt", "c.txt.gz", "notes.md"]
+    assert names(books) == ["a.txt", "a[1].tex", "b.txt", "c.txt.gz", "notes.md"]
+    assert names(books / "a[1].tex") == ["a[1].tex"], "a name that looks like a pattern"
     assert names(books / "*.txt") == ["a.txt", "b.txt"]
     assert names(books / "**" / "*.gz") == ["c.txt.gz"]
     assert names(books / "notes.md") == ["notes.md"]
-    assert names(books.parent / "b*") == ["a.txt", "b.txt", "c.txt.gz", "notes.md"]
-
-
-def test_a_file_whose_name_looks_like_a_glob(tmp_path):
-    (tmp_path / "a[1].txt").write_text("text")
-    assert names(tmp_path / "a[1].txt") == ["a[1].txt"]
+    assert names(books.parent / "b*") == names(books)
 
 
 def test_what_is_missing_is_named(tmp_path, books):
@@ -46,7 +42,8 @@ def test_what_is_missing_is_named(tmp_path, books):
     (tmp_path / "store" / "corpus.json").write_text("{}")
     for source, message in (
         (tmp_path / "no.txt", r"no\.txt does not exist"),
-        (books / "*.tex", r"the pattern .*\*\.tex matches no file"),
+        (books / "*.rst", r"the pattern .*\*\.rst matches no file"),
+        ("x" * 5000, "xxx does not exist"),  # longer than the names of files
         (tmp_path / "empty", r"the directory .*empty has no \*\.txt, \*\.md or other text"),
         (tmp_path / "store", r"has no \*\.txt, .* file.*; set Data\.store"),
         ("corpus:plays", "corpus:plays does not exist; there are corpus:novels/test, corpus"),
@@ -121,11 +118,6 @@ def test_what_may_have_no_end_is_no_source(tmp_path):
             sources.hashed(sources.File(path, tmp_path / path))
 
 
-def test_a_name_longer_than_files_have(tmp_path):
-    with pytest.raises(DataError, match="xxx does not exist"):
-        sources.files("x" * 5000)
-
-
 @pytest.fixture
 def linked(tmp_path: Path) -> Path:
     """Returns a directory with links to files, to other directories, to itself and to nothing."""
@@ -145,6 +137,8 @@ def test_a_directory_gives_what_a_pattern_gives(linked: Path) -> None:
     (linked / "gone.txt").unlink()
     assert sorted(names(f"{linked}/**/*.txt")) == sorted(found)
     assert [str(file.path) for file in sources.files(str(linked))][0] == f"{linked}/b/c.txt"
+    (linked / "other.txt").symlink_to("near.txt")
+    assert len(names(linked)) == len(found), "a file of several names is read once"
 
 
 def test_links_to_nothing_are_counted_or_refused(linked: Path) -> None:
@@ -175,8 +169,3 @@ def test_folders_that_cannot_be_read_are_counted_or_refused(
         DataError, match="directory .*/b cannot be read: Permission denied; make it"
     ):
         names(f"{linked}/**/*.txt")
-
-
-def test_a_file_of_several_names_is_read_once(linked: Path) -> None:
-    (linked / "other.txt").symlink_to("near.txt")
-    assert names(linked).count("near.txt") + names(linked).count("other.txt") == 1

@@ -14,7 +14,7 @@ import brt.tasks  # noqa: F401  # This import registers the layer kinds and the 
 from brt.config import Data, Pairs, Questions, Sentences, Speech
 from brt.config.fields import settings
 from brt.config.names import section_types
-from brt.data import cache, preparation
+from brt.data import preparation
 from brt.errors import DataError
 from brt.tasks.extractive_qa import preparation as questions
 from brt.tasks.speech_recognition import preparation as speech
@@ -215,7 +215,7 @@ def content(found: dict[str, bytes] | str) -> dict[str, bytes] | str:
     return {
         name: file
         for name, file in found.items()
-        if not name.endswith(("manifest.json", cache.MANIFEST))
+        if not name.endswith(("manifest.json", preparation.MANIFEST))
     }
 
 

@@ -23,7 +23,7 @@ from brt.errors import ConfigError, DataError
 NOVEL = sources.CORPORA / "novels/train/robert-louis-stevenson-treasure-island.txt"
 ODD = (
     "a\tb\r\nc  d   \n\n\n \x00 x\u2581y\u2581\u2581 \u2585 \u2047 é 日本 \U0001f600 <0x0A> <s> "
-    "<unk> </s> \ufeff\u200b\u00a0 end  "
+    "<unk> </s> <mask> \ufeff\u200b\u00a0 end  "
 )
 
 
@@ -34,9 +34,30 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=["bytes", "sentencepiece"])
-def tokenizer(request, model):
-    return tokenizers.load("bytes" if request.param == "bytes" else str(model))
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Returns a tokenizer file like RoBERTa's: most special tokens have the first ids, and the
+    mask token has the last id.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<s>", "<pad>", "</s>", "<unk>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([NOVEL.read_text(encoding="utf-8")[:100_000]], trainer)
+    tokenizer.add_special_tokens(["<mask>"])
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(params=["bytes", "model", "file"])
+def tokenizer(request):
+    name = request.param
+    return tokenizers.load(name if name == "bytes" else str(request.getfixturevalue(name)))
 
 
 def in_parts(text, seed):
@@ -53,11 +74,6 @@ def test_text_comes_back_exactly(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32 and (len(ids) > 0) == bool(text)
     assert tokenizers.decode(tokenizer, ids) == text
-
-
-def test_a_novel_comes_back_exactly(tokenizer):
-    text = NOVEL.read_text(encoding="utf-8")
-    assert tokenizers.decode(tokenizer, tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -107,9 +123,12 @@ def test_bytes_that_are_no_text_are_shown_as_such():
     assert decoder.decode([], final=True) == "\ufffd"
 
 
-def test_bos_is_never_a_target(tokenizer):
+def test_a_novel_comes_back_exactly_and_has_no_special_ids(tokenizer):
     text = NOVEL.read_text(encoding="utf-8")
-    assert tokenizer.bos_id not in tokenizer.encode(text)
+    ids = tokenizer.encode(text)
+    assert tokenizers.decode(tokenizer, ids) == text
+    special = [tokenizer.bos_id, *tokenizer.special_ids.values()]
+    assert not np.isin([*ids, *tokenizer.encode(ODD.replace("\0", ""))], special).any()
     assert 0 <= tokenizer.bos_id < tokenizer.vocab_size
     assert tokenizers.decode(tokenizer, [tokenizer.bos_id]) in ("", "\x00")
 
@@ -190,15 +209,10 @@ def test_vocabularies_that_do_not_fit_are_refused(tmp_path):
         train("hello world\n", 100)
     with pytest.raises(DataError, match="there is no text to train a tokenizer on"):
         train("", 300)
+    # This is refused before sentencepiece trains for minutes without possible interruption.
+    with pytest.raises(DataError, match=r"'train:999999999' asks .* use train:272 or less"):
+        train("hello world\n", 999_999_999)
     train("hello world\n", int(re.search(r"train:(\d+)$", str(e.value))[1]))
-
-
-def test_more_pieces_than_there_are_bytes_are_refused_at_once(tmp_path):
-    """The size is refused before sentencepiece trains for minutes without possible interruption."""
-    with pytest.raises(
-        DataError, match=r"'train:999999999' asks for more .* use train:272 or less"
-    ):
-        tokenizer_training.train_sentencepiece([["hello world\n"]], 999_999_999, tmp_path / "a")
 
 
 @pytest.mark.parametrize(
@@ -207,67 +221,19 @@ def test_more_pieces_than_there_are_bytes_are_refused_at_once(tmp_path):
 def test_a_size_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match="Data.tokenizer = 'train:.*' must name a size"):
         tokenizer_training.vocabulary_size(text)
-
-
-def test_only_the_name_of_a_tokenizer_to_train_has_a_vocabulary_size():
     assert tokenizer_training.vocabulary_size("train:32000") == 32000
     assert tokenizer_training.vocabulary_size("bytes") is None
 
 
-UNUSUAL = "a\tb\r\nc  d   \n\n\n \x00 x\u2581y é 日本 \U0001f600 <s> </s> <mask> \ufeff\u200b end  "
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    """Returns a tokenizer file like RoBERTa's: most special tokens have the first ids, and the
-    mask token has the last id.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator([NOVEL.read_text(encoding="utf-8")[:100_000]], trainer)
-    tokenizer.add_special_tokens(["<mask>"])
-    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
-
-
-def test_text_comes_back_exactly_and_has_no_special_ids(file):
-    tokenizer = tokenizers.load(str(file))
-    assert (tokenizer.vocab_size, tokenizer.bos_id) == (400, 0)  # without the mask token, id 400
-    for text in (
-        "",
-        " ",
-        UNUSUAL,
-        UNUSUAL * 300,
-        "x" * 9000,
-        NOVEL.read_text(encoding="utf-8")[:50_000],
-    ):
-        ids = tokenizer.encode(text)
-        assert ids.dtype == np.int32 and (len(ids) > 0) == bool(text)
-        assert tokenizers.decode(tokenizer, ids) == text
-        assert not np.isin(ids, [0, 1, 2, 3, 400]).any()
-    assert tokenizer.decode_bytes([0, 2, 400]) == b""
-
-
-def test_tokens_are_the_librarys_however_the_text_arrives(file):
-    text, draw = NOVEL.read_text(encoding="utf-8")[:20_000] + UNUSUAL, random.Random(0)
+def test_tokens_of_a_file_are_the_librarys(file):
     library = Tokenizer.from_file(str(file))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    short = text[:3000]
-    expected = library.encode(short, add_special_tokens=False).ids
+    text = NOVEL.read_text(encoding="utf-8")[:3000]
     tokenizer = tokenizers.load(str(file))
-    np.testing.assert_array_equal(tokenizer.encode(short), expected)
-    cuts = sorted(draw.sample(range(len(text)), 20))
-    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
-    found = np.concatenate([*tokenizer.encode_chunks([*tokenizer.cut(iter(parts))])])
-    np.testing.assert_array_equal(found, tokenizer.encode(text))
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (400, 0)  # without the mask token, id 400
+    expected = library.encode(text, add_special_tokens=False).ids
+    np.testing.assert_array_equal(tokenizer.encode(text), expected)
+    assert tokenizer.decode_bytes([0, 2, 400]) == b""
 
 
 def test_a_corpus_keeps_the_file(file, tmp_path):

@@ -47,7 +47,7 @@ INSTALLED = [
     "/etc",
 ]  # fmt: skip
 
-TRIALS = [["-P", "-m", name] for name in ("brt.checkpointing.manifest", "brt.data.tokenizer_trial")]
+TRIALS = [["-P", "-m", name] for name in ("brt.checkpointing.manifest", "brt.data.tokenizer_files")]
 
 
 class Trace:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from brt import output
 from brt.config import Config
 from brt.config.fields import MEMORY
 from brt.data import memory_tasks
-from brt.data.cache import say
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.tasks.report import EXACT_ANSWERS, Metric
@@ -201,9 +201,8 @@ def warn_of_cut_gradients(config: Config) -> None:
             source.startswith(MEMORY)
             and (far := max(memory_tasks.parse(source).distance)) >= length
         ):
-            say(
+            output.say(
                 f"warning: {source} asks for facts from {far} bytes before, but gradients end at "
                 f"the start of a segment of Training.segment_length = {length}, so the model "
-                f"cannot learn to remember over this distance; set it above {far}",
-                True,
+                f"cannot learn to remember over this distance; set it above {far}"
             )

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from brt import output
 from brt.config import Config
 from brt.config.checks import check
 from brt.data import losses, splits
-from brt.data.cache import say
 from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
@@ -231,7 +231,7 @@ class DocumentEvaluator:
             f"{' and '.join(present) or 'no parts'}",
         )
         if beyond := config.model.beyond_context():
-            say(f"warning: {beyond}", True)
+            output.say(f"warning: {beyond}")
         self._store, self._tokenizer = documents(config, dataset, split), dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())

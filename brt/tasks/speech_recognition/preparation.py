@@ -29,8 +29,8 @@ import numpy as np
 from jaxtyping import Int
 
 from brt import config, untrusted
-from brt.data import cache, stores
-from brt.data.preparation import Corpus, RowPreparation
+from brt.data import stores
+from brt.data.preparation import Corpus, Hashes, RowPreparation
 from brt.data.quarantine import BadRow, Tally
 from brt.data.readers import RowReader, padded
 from brt.data.sources import FileHash
@@ -229,7 +229,7 @@ class SpeechPreparation(RowPreparation):
     def load(name: str) -> Vocabulary:
         return Vocabulary.load(Path(name))
 
-    def check_sources(self, hashes: cache.Hashes) -> None:
+    def check_sources(self, hashes: Hashes) -> None:
         """Accepts files that two splits have in common, such as a table of the wav files of all
         splits; the utterances of the splits are compared instead when they are written.
         """

@@ -230,7 +230,7 @@ def read_scientific_papers(directory: Path) -> dict[str, Iterator[Example | BadR
         split: find(directory, *(f"{folder}{name}" for folder in folders))
         for split, name in PAPER_FILES.items()
     }
-    return {split: map(_paper, tables.json_lines(File(str(p), p))) for split, p in paths.items()}
+    return {split: map(_paper, tables.rows(File(str(p), p))) for split, p in paths.items()}
 
 
 def _paper(row: Row) -> Example | BadRow:

@@ -15,7 +15,7 @@ import numpy as np
 
 from brt.data import originals, tokenizer_files
 from brt.data.tokenizers import Ids
-from brt.errors import ConfigError, DataError
+from brt.errors import DataError
 
 START, END, PAD = "<s>", "</s>", "<pad>"  # The tokenizers of T5 and BART use these names.
 
@@ -71,14 +71,7 @@ def load(path: str) -> PairTokenizer:
 
     Raises DataError if the file is missing or damaged, or has no end or padding token.
     """
-    if path.endswith(".model"):
-        return _sentencepiece(Path(path))
-    if path.endswith(".json"):
-        return _json(Path(path))
-    raise ConfigError(
-        f"Data.tokenizer = '{path}' is none of 'path/to/spiece.model', 'path/to/tokenizer.json', "
-        "'train:VOCAB_SIZE'"
-    )
+    return tokenizer_files.load(path, {".model": _sentencepiece, ".json": _json})
 
 
 def _sentencepiece(path: Path) -> PairTokenizer:

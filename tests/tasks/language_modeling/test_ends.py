@@ -180,13 +180,13 @@ def test_a_run_goes_on_as_it_began(config: Config, dataset: Dataset) -> None:
     task = tasks.from_config(config)
     with_ends, plain = task.reader(config, dataset), task.reader(without(config), dataset)
     for began, resumed in ((with_ends, plain), (plain, with_ends)):
-        iterator, other = lanes.iterate(began), lanes.iterate(resumed)
+        iterator, other = lanes.BatchIterator(began), lanes.BatchIterator(resumed)
         with pytest.raises(ConfigError, match="score_ends was"):
             other.set_state(iterator.get_state())
         iterator.set_state(iterator.get_state())
         iterator.close()
         other.close()
-    state = lanes.iterate(plain)
+    state = lanes.BatchIterator(plain)
     state.set_state({k: v for k, v in state.get_state().items() if k != "score_ends"})
     state.close()
 

@@ -22,7 +22,6 @@ from jaxtyping import Array
 
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
-from brt.data.stores import InMemory
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import place_like
@@ -278,7 +277,7 @@ def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
     }
     return dataclasses.replace(
         store,
-        tokens=InMemory(np.concatenate([only, other[: len(only)]])),
+        tokens=np.concatenate([only, other[: len(only)]]),
         offsets=np.r_[0, np.cumsum([len(only), min(len(only), len(other))])],
         names=(*store.names, donor.names[longest]),
         # `lost` counts the bytes of each document that tokenization loses. The donor's document

@@ -125,14 +125,14 @@ def test_a_batch_is_the_same_from_wherever_one_comes(store, buckets):
 
 def test_a_state_of_another_reader_is_refused(make_store):
     store = make_store(LENGTHS["mixed"])
-    state = lanes.iterate(reader(store, buckets=(8, 32))).get_state()
+    state = lanes.BatchIterator(reader(store, buckets=(8, 32))).get_state()
     for settings, message in (
         ({"batch_size": 2}, "batch_size was 4 and is 2"),
         ({"buckets": (16, 32)}, r"buckets was \[8, 32\] and is \[16, 32\]"),
         ({"seed": 1}, "seed was 5 and is 1"),
         ({"shuffle": False}, "shuffle was True and is False"),
     ):
-        iterator = lanes.iterate(reader(store, **{"buckets": (8, 32), **settings}))
+        iterator = lanes.BatchIterator(reader(store, **{"buckets": (8, 32), **settings}))
         with pytest.raises(ConfigError, match=f"data position cannot be restored: {message}; "):
             iterator.set_state(state)
         iterator.close()

@@ -89,7 +89,7 @@ def test_bad_tokenizers_are_named(tmp_path, bart_json, lines):
     ):
         with pytest.raises(DataError, match=message):
             tokenization.load(path)
-    with pytest.raises(ConfigError, match=r"Data\.tokenizer = 'bytes' is none of 'path/to/spiec"):
+    with pytest.raises(ConfigError, match=r"Data\.tokenizer = 'bytes' is none of 'path/to/file"):
         tokenization.load("bytes")
 
 
