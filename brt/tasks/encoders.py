@@ -27,7 +27,7 @@ from brt.interop.pretrained import Pretrained
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
 from brt.models.encoder import encoder_flops
-from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
+from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest, Evaluator
 from brt.tasks.interface import Dataset, LossInputs, Task
 from brt.tasks.report import EvaluationResult, example_indices
 from brt.tasks.weights import (
@@ -58,14 +58,34 @@ class EncoderTask(Task):
     exports = True
     # The targets on which Training.label_smoothing would have no effect; "" if it has one.
     unsmoothed: ClassVar[str] = ""
+    evaluator_class: ClassVar[type[Any]]  # is called with the task and an `EvaluationRequest`
 
     def check(self, config: Config) -> None:
-        smoothing = config.training.label_smoothing
+        smoothing, model = config.training.label_smoothing, config.encoder
         if self.unsmoothed and smoothing:
             raise ConfigError(
                 f"Training.label_smoothing = {smoothing} has no effect on {self.unsmoothed}; "
                 "remove it"
             )
+        if self.frames:
+            return  # The length of the longest utterance is not known yet.
+        if model.features:
+            raise ConfigError(
+                f"the encoder reads vectors of width {model.features}, but Training.task = "
+                f"{self.name!r} reads tokens"
+            )
+        for name, length in self.lengths(config).items():
+            if model.positions == "learned" and length > model.max_positions:
+                raise ConfigError(
+                    f"{name} = {length} is above Model.max_positions = {model.max_positions}; "
+                    "lower it, or raise that (of pretrained weights: with brt.convert "
+                    "--extend_positions)"
+                )
+            config.attention.check_length(length, f"{name} = {length}")
+
+    def lengths(self, config: Config) -> dict[str, int]:
+        """Returns the settings that limit the number of tokens the encoder reads, by name."""
+        return {"Data.max_length": getattr(config, self.data).max_length}
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Also returns the primary metric with exact attention, such as "accuracy_full"."""
@@ -131,25 +151,6 @@ class EncoderTask(Task):
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
         return 3 * rows * encoder_flops(config.encoder, length)
 
-    def check_encoder(self, config: Config, *lengths: tuple[str, int]) -> None:
-        """Raises ConfigError if the encoder does not read tokens, or cannot read sequences of the
-        `lengths`, pairs of a setting's name and its value in tokens.
-        """
-        model = config.encoder
-        if model.features:
-            raise ConfigError(
-                f"the encoder reads vectors of width {model.features}, but Training.task = "
-                f"{self.name!r} reads tokens"
-            )
-        for name, length in lengths:
-            if model.positions == "learned" and length > model.max_positions:
-                raise ConfigError(
-                    f"{name} = {length} is above Model.max_positions = {model.max_positions}; "
-                    "lower it, or raise that (of pretrained weights: with brt.convert "
-                    "--extend_positions)"
-                )
-            config.attention.check_length(length, f"{name} = {length}")
-
     def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Also refuses key projections that the kind of attention would never use."""
         kind = config.attention.kind
@@ -160,6 +161,31 @@ class EncoderTask(Task):
             )
         ids = self.required_vocab_size(dataset.tokenizer)
         return fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
+
+    def evaluator(self, request: EvaluationRequest) -> Evaluator:
+        if request.ablate:
+            raise ConfigError(
+                f"--ablate={request.ablate} is for language models; an encoder has no memory"
+            )
+        return self.evaluator_class(self, request)
+
+    def steps_with_own_data(
+        self, workdir: str, what: str, gin_file: str, data: str, more: str = ""
+    ) -> list[str]:
+        """Returns commands that evaluate a run as it was trained and with exact attention, and that
+        train on the user's own data.
+
+        `what` describes a file of such data, `data` is the setting with its name, and `more` are
+        further flags.
+        """
+        evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
+        return [
+            evaluate,
+            f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\"",
+            f"with your own {what}:",
+            f"python -m brt.train --gin_file=configs/runs/{gin_file} {more}--workdir=runs/mine "
+            f'--gin_bindings="{data}"',
+        ]
 
     def export(self, source: ExportSource) -> ExportableModel:
         """Returns the encoder in the format of Hugging Face's RoBERTa, which has exact attention,
@@ -252,22 +278,6 @@ def with_exact_attention(config: Config) -> Config | None:
     return dataclasses.replace(config, attention=attention)
 
 
-def refuse_ablation(ablate: str | None) -> None:
-    if ablate:
-        raise ConfigError(f"--ablate={ablate} is for language models; an encoder has no memory")
-
-
-def encoder_next_steps(workdir: str) -> list[str]:
-    """Returns commands that evaluate a run as it was trained, and with exact attention."""
-    evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
-    return [evaluate, f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\""]
-
-
-def own_data_binding(section: str, ending: str) -> str:
-    """Returns a flag for example commands that names a file of the user as training data."""
-    return f"--gin_bindings=\"{section}.train = 'mine.{ending}'\""
-
-
 class TimedFunction:
     """A function that is compiled for each shape of batch, and whose calls are timed.
 
@@ -330,6 +340,9 @@ class HeadEvaluator(abc.ABC):
     compared_metric: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8  # number of rows that `sample` reads
     inputs: ClassVar[str] = "tokens"  # the noun for what the encoder reads, or "frames"
+    # The metric that is the number of rows, and the noun for them.
+    rows: ClassVar[tuple[str, str]]
+    forms: ClassVar[dict[str, str]] = {}  # format of each metric that is a column of the table
     unit, partial = "row", False
 
     def __init__(self, task: EncoderTask, request: EvaluationRequest):
@@ -361,17 +374,29 @@ class HeadEvaluator(abc.ABC):
         `outputs` has each row's results of `forward`, and `seconds` is the time spent in it.
         """
 
-    @abc.abstractmethod
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table with a row for each kind of attention."""
+        """Returns the lines of a table with a row for each kind of attention.
 
-    def title(self, report: dict[str, Any], count: str, noun: str = "") -> str:
-        """Returns a phrase with the number of rows, which is the metric `count`.
-
-        The `noun` for rows is the name of the metric by default.
+        Metrics of `forms` that the report lacks are left out.
         """
+        shown = [name for name in self.forms if name in report]
+        head = "".join(f"{name.replace('_', ' '):>16}" for name in shown)
+        lines = [
+            f"{self.title(report)}, trained with {report['trained_with']} attention",
+            "",
+            f"{'attention':<20}{head}{'tokens/s':>12}",
+        ]
+        for result in results:
+            m = result.metrics
+            cells = "".join(f"{self.forms[name].format(m[name]):>16}" for name in shown)
+            lines.append(f"{m['attention']:<20}{cells}{m['tokens_per_second']:>12,.0f}")
+        return lines
+
+    def title(self, report: dict[str, Any]) -> str:
+        """Returns a phrase with the number of rows."""
+        count, noun = self.rows
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
-        return f"{report[count]:,} {noun or count}{left_out}"
+        return f"{report[count]:,} {noun}{left_out}"
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
@@ -441,21 +466,3 @@ class HeadEvaluator(abc.ABC):
             "\n".join([*self.table(report, results), "", *(first.shown[i] for i in shown)]),
             name="" if kind == self._trained else f"_{kind}",
         )  # fmt: skip
-
-
-def metric_table(
-    report: dict[str, Any], results: list[HeadResult], forms: dict[str, str]
-) -> list[str]:
-    """Returns the lines of a table with a row for each kind of attention.
-
-    `forms` has the format of each metric that becomes a column; metrics that the report lacks are
-    left out.
-    """
-    shown = [name for name in forms if name in report]
-    head = "".join(f"{name.replace('_', ' '):>16}" for name in shown)
-    lines = [f"{'attention':<20}{head}{'tokens/s':>12}"]
-    for result in results:
-        cells = "".join(f"{forms[name].format(result.metrics[name]):>16}" for name in shown)
-        speed = result.metrics["tokens_per_second"]
-        lines.append(f"{result.metrics['attention']:<20}{cells}{speed:>12,.0f}")
-    return lines

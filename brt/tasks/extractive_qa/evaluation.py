@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Config
 from brt.ops.spans import best_spans, span_nats
-from brt.tasks.encoders import HeadEvaluator, HeadResult, metric_table
+from brt.tasks.encoders import HeadEvaluator, HeadResult
 from brt.tasks.extractive_qa import squad
 from brt.tasks.extractive_qa.preparation import QuestionStore
 from brt.types import TextBatch
@@ -43,6 +43,8 @@ class AnswerEvaluator(HeadEvaluator):
     """
 
     compared_metric = "exact_match", "exact match {:.2f} %"
+    rows = "questions", "questions"
+    forms = {"exact_match": "{:.2f} %", "f1": "{:.2f} %", "bits_per_place": "{:.4f}"}
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """The function's third argument is the mask of `QuestionStore.context_mask`. Its results
@@ -87,11 +89,6 @@ class AnswerEvaluator(HeadEvaluator):
         metrics |= {"score": metrics["f1"], "score_name": "f1"}
         summary = f"exact match {metrics['exact_match']:.2f} %, F1 {metrics['f1']:.2f} %"
         return HeadResult(metrics, summary, rows, [_shown(row) for row in rows])
-
-    def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        title = f"{self.title(report, 'questions')}, trained with {report['trained_with']}"
-        forms = {"exact_match": "{:.2f} %", "f1": "{:.2f} %", "bits_per_place": "{:.4f}"}
-        return [f"{title} attention", "", *metric_table(report, results, forms)]
 
 
 def best_answer(

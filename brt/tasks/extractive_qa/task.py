@@ -7,10 +7,10 @@ from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
 from brt.data.readers import TextReader
 from brt.ops.spans import span_nats
-from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
+from brt.tasks.encoders import EncoderTask
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
 from brt.tasks.extractive_qa.preparation import QuestionPreparation
-from brt.tasks.interface import Aux, EvaluationRequest, LossInputs, count_scored
+from brt.tasks.interface import Aux, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
 
 
@@ -26,17 +26,13 @@ class ExtractiveQa(EncoderTask):
     head, unsmoothed = "spans", "spans"
     sections = TASK_SECTIONS["extractive_qa"]
     data, preparation = "questions", QuestionPreparation
-    row_reader = TextReader
+    row_reader, evaluator_class = TextReader, AnswerEvaluator
     metrics = (
         Metric("bits_per_place", "bits per place"),
         Metric("exact_match", "exact match %", ".2f"),
         Metric("f1", "F1 %", ".2f"),
     )
     table_metrics = (SCORE,)
-
-    def check(self, config: Config) -> None:
-        super().check(config)
-        self.check_encoder(config, ("Data.max_length", config.questions.max_length))
 
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
@@ -46,14 +42,7 @@ class ExtractiveQa(EncoderTask):
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 
-    def evaluator(self, request: EvaluationRequest) -> AnswerEvaluator:
-        refuse_ablation(request.ablate)
-        return AnswerEvaluator(self, request)
-
     def next_steps(self, workdir: str) -> list[str]:
-        return [
-            *encoder_next_steps(workdir),
-            "with your own questions, in files of SQuAD's form:",
-            "python -m brt.train --gin_file=configs/runs/spans_quickstart.gin "
-            f"--workdir=runs/mine {own_data_binding('Questions', 'json')}",
-        ]
+        what = "questions, in files of SQuAD's form"
+        data = "Questions.train = 'mine.json'"
+        return self.steps_with_own_data(workdir, what, "spans_quickstart.gin", data)

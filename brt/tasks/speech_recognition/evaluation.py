@@ -78,7 +78,7 @@ class TranscriptEvaluator(HeadEvaluator):
     """
 
     compared_metric, sampled = ("token_error_rate", "{:.2f} %"), 1
-    inputs = "frames"
+    inputs, rows = "frames", ("utterances", "utterances")
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """The function maps the parameters and a batch to the log probabilities of the tokens at
@@ -145,7 +145,7 @@ class TranscriptEvaluator(HeadEvaluator):
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
         lines = [
-            f"{self.title(report, 'utterances')}, "
+            f"{self.title(report)}, "
             f"{report['audio_seconds'] / 60:,.1f} minutes, "
             f"{report['token_errors']['reference']:,} tokens; {how}, trained with "
             f"{report['trained_with']} attention",

@@ -16,7 +16,8 @@ from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
 from brt.errors import ConfigError, DataError
 from brt.ops.speech import ctc_nats, spec_augment
-from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
+from brt.tasks.arguments import Evaluator
+from brt.tasks.encoders import EncoderTask
 from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
@@ -44,7 +45,7 @@ class SpeechRecognition(EncoderTask):
     frames = True
     sections = TASK_SECTIONS["speech_recognition"]
     data, preparation = "speech", SpeechPreparation
-    row_reader = SpeechReader
+    row_reader, evaluator_class = SpeechReader, TranscriptEvaluator
     metrics = (
         BITS_PER_BYTE,
         BITS_PER_TOKEN,
@@ -109,12 +110,17 @@ class SpeechRecognition(EncoderTask):
         nats = jnp.sum(ctc_nats(logits, batch.valid, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 
-    def evaluator(self, request: EvaluationRequest) -> TranscriptEvaluator:
+    def evaluator(self, request: EvaluationRequest) -> Evaluator:
         """Also raises errors if the model cannot read the frames of the split."""
-        refuse_ablation(request.ablate)
-        check_width(request.config, request.dataset, request.split)
-        check_attention(request.config, request.dataset)
-        return TranscriptEvaluator(self, request)
+        config, dataset, split = request.config, request.dataset, request.split
+        width = dataset.split(split).width
+        if width != config.encoder.features:
+            raise DataError(
+                f"the frames of Data.{split} = {getattr(config.speech, split)} have {width} "
+                f"features, the model reads {config.encoder.features}; compute the same for both"
+            )
+        check_attention(config, dataset)
+        return super().evaluator(request)
 
     def units_per_token(self, config: Config, dataset: Dataset) -> float:
         """Mean number of UTF-8 bytes per token of the training transcripts."""
@@ -122,24 +128,11 @@ class SpeechRecognition(EncoderTask):
         return train.transcript_bytes / max(len(train.targets.values), 1)
 
     def next_steps(self, workdir: str) -> list[str]:
-        evaluate = encoder_next_steps(workdir)
-        return [
-            *evaluate,
-            f"{evaluate[0]} --gin_bindings='Decoding.beams = 8'",
-            "with your own speech, a table of wav files with the columns file and transcript each:",
-            "python -m brt.train --gin_file=configs/runs/speech_quickstart.gin "
-            f"--workdir=runs/mine {own_data_binding('Speech', 'tsv')}",
-        ]
-
-
-def check_width(config: Config, dataset: Dataset, split: str) -> None:
-    """Raises DataError unless the frames of a split have as many features as the model reads."""
-    width = dataset.split(split).width
-    if width != config.encoder.features:
-        raise DataError(
-            f"the frames of Data.{split} = {getattr(config.speech, split)} have {width} "
-            f"features, the model reads {config.encoder.features}; compute the same for both"
+        what = "speech, a table of wav files with the columns file and transcript each"
+        evaluate, exact, *own = self.steps_with_own_data(
+            workdir, what, "speech_quickstart.gin", "Speech.train = 'mine.tsv'"
         )
+        return [evaluate, exact, f"{evaluate} --gin_bindings='Decoding.beams = 8'", *own]
 
 
 def check_attention(config: Config, dataset: SpeechDataset) -> None:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
 from brt.data.tokenizers import Ids
-from brt.tasks.encoders import HeadEvaluator, HeadResult, metric_table
+from brt.tasks.encoders import HeadEvaluator, HeadResult
 from brt.types import TextBatch
 
 _SHOWN = 60  # An example shows at most this number of characters of a text.
@@ -36,7 +36,7 @@ class SentenceEvaluator(HeadEvaluator):
 
     bits: ClassVar[str]  # name of the metric with the bits per row
     score_name: ClassVar[str]  # name of the metric, in percent, that is the score
-    forms: ClassVar[dict[str, str]]  # format of each metric in a table
+    rows = "rows", "sentences"
 
     @staticmethod
     @abc.abstractmethod
@@ -93,10 +93,6 @@ class SentenceEvaluator(HeadEvaluator):
     def _beginning(self, row: int) -> str:
         texts = self.dataset.tokenizer.texts(self.store.read(row))
         return " / ".join(repr(textwrap.shorten(t, _SHOWN, placeholder=" ...")) for t in texts)
-
-    def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        title = f"{self.title(report, 'rows', 'sentences')}, trained with {report['trained_with']}"
-        return [f"{title} attention", "", *metric_table(report, results, self.forms)]
 
 
 class Classifier(SentenceEvaluator):

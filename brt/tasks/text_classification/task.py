@@ -11,8 +11,8 @@ from brt.config import Config, Encoder
 from brt.config.shared import TASK_SECTIONS
 from brt.data.readers import TextReader
 from brt.errors import ConfigError
-from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
-from brt.tasks.interface import Aux, Dataset, EvaluationRequest, LossInputs, count_scored
+from brt.tasks.encoders import EncoderTask
+from brt.tasks.interface import Aux, Dataset, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
 from brt.tasks.text_classification.evaluation import Classifier, Regressor, SentenceEvaluator
 from brt.tasks.text_classification.preparation import NumberPreparation, SentencePreparation
@@ -35,10 +35,6 @@ class TextClassification(EncoderTask):
     table_metrics = (SCORE,)
     # It also defines the loss of a row.
     evaluator_class: ClassVar[type[SentenceEvaluator]] = Classifier
-
-    def check(self, config: Config) -> None:
-        super().check(config)
-        self.check_encoder(config, ("Data.max_length", config.sentences.max_length))
 
     def sizes_are_configured(self, config: Config) -> bool:
         """The size of the model's output is the number of labels, which depends on the data."""
@@ -73,21 +69,14 @@ class TextClassification(EncoderTask):
         smoothed = jnp.sum(jnp.where(batch.scored[:, 0], uniform_nats, 0.0))
         return (1 - share) * nats + share * smoothed, aux
 
-    def evaluator(self, request: EvaluationRequest) -> SentenceEvaluator:
-        refuse_ablation(request.ablate)
-        return self.evaluator_class(self, request)
-
     def next_steps(self, workdir: str) -> list[str]:
-        column = "score" if self.preparation.numbers else "label"
-        task = (
-            f"--gin_bindings=\"Training.task = '{self.name}'\" " if self.preparation.numbers else ""
-        )
-        return [
-            *encoder_next_steps(workdir),
-            f'with your own sentences, a line of {{"sentence": ..., "{column}": ...}} each:',
-            "python -m brt.train --gin_file=configs/runs/classification_quickstart.gin "
-            f"{task}--workdir=runs/mine {own_data_binding('Sentences', 'jsonl')}",
-        ]
+        numbers = self.preparation.numbers
+        column = "score" if numbers else "label"
+        return self.steps_with_own_data(
+            workdir, f'sentences, a line of {{"sentence": ..., "{column}": ...}} each',
+            "classification_quickstart.gin", "Sentences.train = 'mine.jsonl'",
+            f"--gin_bindings=\"Training.task = '{self.name}'\" " if numbers else "",
+        )  # fmt: skip
 
 
 class TextRegression(TextClassification):

@@ -84,11 +84,9 @@ def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Arra
     carried state (`LayerKind.parts`): state vectors that change with every block or token.
     """
     states: dict[int, list[Array]] = {}
-    first = 0
     for run, state in zip(runs(model), carried, strict=True):
         if arrays := [leaf for leaf in _state_leaves(run, state)[0] if _is_float(leaf)]:
-            states |= {first + i: [leaf[:, i] for leaf in arrays] for i in range(run.layers)}
-        first += run.layers
+            states |= {k: [leaf[:, i] for leaf in arrays] for i, k in enumerate(run.indices)}
     return states
 
 
@@ -96,16 +94,15 @@ def with_states(
     model: Model, carried: StackState, states: Mapping[int, Sequence[Array]]
 ) -> StackState:
     """Returns the carried state of all layers, with the result of `layer_states` replaced."""
-    after, first = [], 0
+    after = []
     for run, state in zip(runs(model), carried, strict=True):
         leaves, fields = _state_leaves(run, state)
-        layers = [iter(states.get(first + i, ())) for i in range(run.layers)]
+        layers = [iter(states.get(layer, ())) for layer in run.indices]
         replaced = [
             jnp.stack([next(layer) for layer in layers], axis=1) if _is_float(leaf) else leaf
             for leaf in leaves
         ]
         after.append(state._replace(**jax.tree.unflatten(fields, replaced)))
-        first += run.layers
     return tuple(after)
 
 
@@ -125,15 +122,14 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
     In each block, a channel keeps the share g = sigmoid(bias) of its value, or g = g1 g2 if it
     passes two gates (the dual layout). The decay is -log g.
     """
-    decays, first = {}, 0
-    for name, kind, count, _ in runs(model):
-        if kinds.of(kind).section is Recurrence and model.of(Recurrence).gate == "fixed":
-            cell = params["stack"][name]["cell"]
+    decays = {}
+    for run in runs(model):
+        if run.layer_kind.section is Recurrence and model.of(Recurrence).gate == "fixed":
+            cell = params["stack"][run.name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]
             # The decay by one gate, -log sigmoid(b), equals softplus(-b).
             decay = reduce(jnp.add, (jax.nn.softplus(-b) for b in biases))
-            decays |= {first + i: decay[i] for i in range(count)}
-        first += count
+            decays |= {layer: decay[i] for i, layer in enumerate(run.indices)}
     return decays
 
 
