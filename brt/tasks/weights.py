@@ -58,7 +58,7 @@ class WarmStart(NamedTuple):
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the weights were trained with another tokenizer.
+    """Raises ConfigError if the weights are known to be trained with another tokenizer.
 
     Tokenizers of bytes are not distinguished, because they assign the same ids to bytes and differ
     only in special ids.

@@ -59,17 +59,6 @@ def sum_errors(counts: Iterable[Errors]) -> Errors:
     return Errors(*np.sum([np.zeros(4, np.int64), *counts], axis=0).tolist())
 
 
-class Transcript(NamedTuple):
-    """The true transcript (reference) and the decoded transcript (hypothesis) of an utterance."""
-
-    id: str
-    reference: str
-    hypothesis: str
-    nats: float  # -log p of the reference, according to the model
-    token_errors: Errors  # edits that turn the reference into the hypothesis
-    word_errors: Errors
-
-
 class TranscriptEvaluator(HeadEvaluator):
     """Evaluates the transcripts of the utterances of a split.
 
@@ -101,17 +90,17 @@ class TranscriptEvaluator(HeadEvaluator):
         -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
         byte. Tokens that do not occur in training are scored as the unknown token.
         """
-        transcripts = [
+        rows = [
             self._transcript(row, log_probs, float(nats))
             for row, (log_probs, nats) in outputs.items()
         ]
-        tokens = sum_errors(t.token_errors for t in transcripts)
-        words = sum_errors(t.word_errors for t in transcripts)
-        bits = sum(t.nats for t in transcripts) / math.log(2)
+        tokens = sum_errors(Errors(**row["token_errors"]) for row in rows)
+        words = sum_errors(Errors(**row["word_errors"]) for row in rows)
+        bits = sum(row["nats"] for row in rows) / math.log(2)
         audio = float(self.store.seconds[list(outputs)].sum())
-        size = sum(len(t.reference.encode()) for t in transcripts)
+        size = sum(len(row["reference"].encode()) for row in rows)
         metrics = {
-            "utterances": len(transcripts),
+            "utterances": len(rows),
             "token_error_rate": 100 * tokens.rate,
             "word_error_rate": 100 * words.rate,
             "token_errors": tokens._asdict(),
@@ -126,21 +115,27 @@ class TranscriptEvaluator(HeadEvaluator):
             f"{metrics['token_error_rate']:.2f} % token errors, "
             f"{metrics['word_error_rate']:.2f} % word errors"
         )
-        rows, texts = [_row(t) for t in transcripts], [shown(t) for t in transcripts]
-        return HeadResult(metrics, summary, rows, texts)
+        return HeadResult(metrics, summary, rows, [_shown(row) for row in rows])
 
-    def _transcript(self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float) -> Transcript:
+    def _transcript(
+        self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float
+    ) -> dict[str, Any]:
+        """Returns the true transcript (reference) and the decoded one (hypothesis), as JSON."""
         log_probs = log_probs[: int(self.store.lengths[row])]
         beams, vocabulary = self.section.beams, self.dataset.tokenizer
         best = ctc.greedy(log_probs)
         if beams > 1:
             best = ctc.prefix_beam_search(log_probs, beams)[0]
         said, heard = self.store.transcripts[row], vocabulary.decode(best.tokens)
-        return Transcript(
-            id=self.store.ids[row], reference=said, hypothesis=heard, nats=nats,
-            token_errors=count_errors(units(said, vocabulary.unit), units(heard, vocabulary.unit)),
-            word_errors=count_errors(said.split(), heard.split()),
-        )  # fmt: skip
+        tokens = [units(transcript, vocabulary.unit) for transcript in (said, heard)]
+        return {
+            "id": self.store.ids[row],
+            "reference": said,
+            "hypothesis": heard,
+            "nats": nats,
+            "token_errors": count_errors(*tokens)._asdict(),
+            "word_errors": count_errors(said.split(), heard.split())._asdict(),
+        }
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
@@ -163,20 +158,9 @@ class TranscriptEvaluator(HeadEvaluator):
         return [*lines, "", "encoder: time for a second of speech"]
 
 
-def shown(transcript: Transcript) -> str:
-    t = transcript
+def _shown(row: dict[str, Any]) -> str:
+    errors = Errors(**row["token_errors"])
     return (
-        f"{t.id}: {t.token_errors.count} errors in {t.token_errors.reference} tokens\n"
-        f"  said:  {t.reference or '(nothing)'}\n  heard: {t.hypothesis or '(nothing)'}"
+        f"{row['id']}: {errors.count} errors in {errors.reference} tokens\n"
+        f"  said:  {row['reference'] or '(nothing)'}\n  heard: {row['hypothesis'] or '(nothing)'}"
     )
-
-
-def _row(t: Transcript) -> dict[str, Any]:
-    return {
-        "id": t.id,
-        "reference": t.reference,
-        "hypothesis": t.hypothesis,
-        "nats": t.nats,
-        "token_errors": t.token_errors._asdict(),
-        "word_errors": t.word_errors._asdict(),
-    }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from brt.formatting import counted
+from brt.tasks.report import example_indices
 from brt.tasks.summarization.rouge import TEXT, Aggregate, RougeProtocol, Score, aggregate
 
 # The report shows examples in two columns. A column has this width in characters, and at most this
@@ -112,8 +113,7 @@ def text(scored: ScoredSummaries) -> str:
         + (f"{copied:.1f} % of word pairs" if copied is not None else "no word pairs")
         + " are in the source",
     ]
-    count = len(scored.summaries)
-    for index in sorted({0, count // 2, count - 1}):
+    for index in example_indices(len(scored.summaries)):
         lines += ["", *_example(scored, index)]
     return "\n".join(lines)
 

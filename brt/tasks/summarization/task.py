@@ -34,7 +34,7 @@ from brt.tasks.summarization.evaluation import SummaryEvaluator, is_lossless, sc
 from brt.tasks.summarization.preparation import PairPreparation, PairReader
 from brt.tasks.summarization.summaries import SummaryWriter, network, predict, special_tokens
 from brt.tasks.summarization.tokenization import PairTokenizer
-from brt.tasks.weights import Tokenizer, Weights, fill_in_vocabulary
+from brt.tasks.weights import Weights, fill_in_vocabulary
 from brt.types import PairBatch, Variables
 
 # If the cross-attention of a model has parameters with these names, training logs their values. The
@@ -209,11 +209,3 @@ class Summarization(Task):
             str(where), described.model, None, None,
             lambda: pretrained.load(where, config.cross_attention).params,
         )  # fmt: skip
-
-    def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Converted weights, whose tokenizer is not known, are not checked."""
-        return (
-            config
-            if weights.tokenizer is None
-            else super().with_weights(config, weights, tokenizer)
-        )

@@ -226,16 +226,14 @@ def matthews(table: Confusion) -> float:
 
 
 def pearson(x: Numbers, y: Numbers) -> float:
-    return float(scipy.stats.pearsonr(*_exact(x, y)).statistic) if _vary(x, y) else 0.0
+    return (
+        float(scipy.stats.pearsonr(np.float64(x), np.float64(y)).statistic) if _vary(x, y) else 0.0
+    )
 
 
 def spearman(x: Numbers, y: Numbers) -> float:
     """Returns Spearman's rank correlation; equal numbers share a rank."""
     return float(scipy.stats.spearmanr(x, y).statistic) if _vary(x, y) else 0.0
-
-
-def _exact(*numbers: Numbers) -> list[np.ndarray]:
-    return [np.asarray(x, np.float64) for x in numbers]
 
 
 def _vary(*numbers: Numbers) -> bool:
