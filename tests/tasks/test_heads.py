@@ -14,11 +14,11 @@ from brt.config import Attention, Config, Encoder, Evaluation, Questions, Senten
 from brt.data.readers import TextReader
 from brt.errors import NonFiniteError
 from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
-from brt.tasks.extractive_qa import evaluation, squad
 from brt.tasks.extractive_qa import preparation as question_preparation
-from brt.tasks.extractive_qa.evaluation import WindowPrediction
+from brt.tasks.extractive_qa import squad
+from brt.tasks.extractive_qa.task import WindowPrediction, average_scores, best_answer
 from brt.tasks.text_classification import preparation as sentence_preparation
-from brt.tasks.text_classification.evaluation import Classifier
+from brt.tasks.text_classification.task import Classifier
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -208,15 +208,15 @@ def test_no_answer_needs_every_window_and_a_margin(questions):
         WindowPrediction(1, 40, 40, 4.0, 5.5, 0.0),
     ]
     first = store.text(0, 40, 41)
-    assert evaluation.best_answer(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
-    assert evaluation.best_answer(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
-    assert evaluation.best_answer(store, windows, True, 0.6)["prediction"] == first
+    assert best_answer(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
+    assert best_answer(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
+    assert best_answer(store, windows, True, 0.6)["prediction"] == first
     there = [*windows, WindowPrediction(2, 40, 40, 1.0, 4.0, 0.0)]  # The new one has an answer.
-    assert evaluation.best_answer(store, there, True, 0.0)["no_answer_score"] == 4.0
-    assert evaluation.best_answer(store, there, True, 0.0)["prediction"] == first
+    assert best_answer(store, there, True, 0.0)["no_answer_score"] == 4.0
+    assert best_answer(store, there, True, 0.0)["prediction"] == first
     rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
             {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
-    found = evaluation.average_scores(rows)
+    found = average_scores(rows)
     assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
 
 

@@ -16,7 +16,7 @@ from brt.ops.speech import ctc_nats
 from brt.tasks.arguments import Control, EvaluationRequest
 from brt.tasks.encoders import with_exact_attention
 from brt.tasks.speech_recognition import preparation
-from brt.tasks.speech_recognition.evaluation import Errors, count_errors, sum_errors
+from brt.tasks.speech_recognition.task import Errors, count_errors, sum_errors
 from brt.training.state import initial_params
 from brt.types import Variables
 
