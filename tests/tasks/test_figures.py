@@ -87,7 +87,7 @@ def approx(value: float) -> Any:
 
 
 def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
-    """Documents of uneven length share batches; the second part reads 21 tokens of each."""
+    """Documents of uneven length share batches."""
     texts = [text(0, 3), text(1, 40), text(2, 17)]
     config = Config(
         model=Model(
@@ -98,7 +98,7 @@ def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
             test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
         ),
         training=Training(segment_length=16, batch_size=1),
-        evaluation=Evaluation(batch_size=2, tokens_per_document=21),
+        evaluation=Evaluation(batch_size=2),
     )  # fmt: skip
     found = case(config)
     store = found.dataset.split("train")
@@ -113,42 +113,6 @@ def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
     )
     words = sum(len(t.split()) for t in texts)
     assert found.report["word_perplexity"] == approx(math.exp(nats / words))
-    part = tasks.from_config(config).evaluator(
-        EvaluationRequest(found.config, found.dataset, "train")
-    )
-    metrics = part(Variables(found.params), whole=False).metrics
-    kept = [t.encode()[:21] for t in texts]
-    assert part.partial and metrics["tokens"] == metrics["bytes"] == sum(map(len, kept))
-    assert metrics["words"] == sum(len(k.decode(errors="replace").split()) for k in kept)
-
-
-@pytest.mark.slow  # Quick tests of other tasks cover the same code.
-def test_bits_of_masked_tokens(tmp_path: Path) -> None:
-    config = Config(
-        encoder=ENCODER,
-        data=Data(
-            train=lines(tmp_path, [{"text": text(i, n)} for i, n in enumerate((2, 30, 11))]),
-            validation_fraction=0.0, test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
-        ),
-        training=Training(task="masked_language_modeling", segment_length=16, batch_size=1),
-        evaluation=Evaluation(batch_size=2),
-    )  # fmt: skip
-    found = case(config)
-    report, rows = found.report, found.rows
-    lengths = found.dataset.split("train").lengths
-    assert report["masked_tokens"] == sum(r["masked_tokens"] for r in rows)
-    assert [r["masked_tokens"] > 0 for r in rows] == [True] * 3
-    assert report["masked_tokens"] < 0.3 * lengths.sum(), "a share of the text, not of the padding"
-    bits = sum(r["bits"] for r in rows)
-    assert report["bits_per_masked_token"] == approx(bits / report["masked_tokens"])
-    again = tasks.from_config(config).evaluator(
-        EvaluationRequest(
-            Config(**{**vars(found.config), "evaluation": Evaluation(batch_size=3)}),
-            found.dataset,
-            "train",
-        )
-    )
-    assert again(Variables(found.params)).metrics["bits"] == approx(bits)
 
 
 @pytest.fixture(scope="module")

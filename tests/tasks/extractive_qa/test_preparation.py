@@ -11,7 +11,7 @@ import pytest
 
 from brt.config import Questions
 from brt.data.readers import TextReader
-from brt.errors import ConfigError, DataError
+from brt.errors import DataError
 from brt.tasks.extractive_qa import preparation
 from brt.tasks.extractive_qa.preparation import token_range, windows
 
@@ -169,21 +169,6 @@ def test_questions_without_an_answer(make):
 def test_files_in_another_form_are_refused(make, text, message):
     with pytest.raises(DataError, match=message):
         prepare(make(text))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"stride": 30}, r"Data.max_length = 44 must be above Questions.stride \+ .* = 50"),
-        ({"buckets": (20, 40)}, r"the last of Data.buckets = \(20, 40\) must be .* = 44"),
-        ({"buckets": (44, 20)}, "must ascend"),
-        ({"train": ()}, "Data.train names no source"),
-        ({"max_answer_length": 0}, "Questions.max_answer_length = 0 must be above 0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(make, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        make(**settings)
 
 
 def test_made_up_questions_are_the_same_everywhere_and_batches_hold_them(make):

@@ -150,25 +150,6 @@ def test_keys_that_nothing_reads_are_not_trained(texts: Dataset) -> None:
         TASK.resolve(config, texts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"encoder": Encoder(features=3)}, "reads vectors of width 3, but Training.task ="),
-        (
-            {"encoder": Encoder(max_positions=19)},
-            "Training.segment_length = 20 is above Model.max_positions = 19",
-        ),
-        (
-            {"evaluation": Evaluation(segment_length=21)},
-            "Evaluation.segment_length = 21 is above Model.max_positions = 20",
-        ),
-    ],
-)
-def test_settings_that_clash_are_refused(changes: dict, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        tasks.check(dataclasses.replace(CONFIG, **changes))
-
-
 def test_the_mask_needs_an_id(texts: Dataset) -> None:
     small = dataclasses.replace(CONFIG.encoder, vocab_size=256)
     with pytest.raises(ConfigError, match="bytes with 257 ids, the mask included; set it to 0"):
