@@ -28,7 +28,7 @@ from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
 from brt.models.encoder import encoder_flops
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest, Evaluator
-from brt.tasks.interface import Dataset, LossInputs, Task
+from brt.tasks.interface import Dataset, Task
 from brt.tasks.report import EvaluationResult, example_indices
 from brt.tasks.weights import (
     Tokenizer,
@@ -106,43 +106,21 @@ class EncoderTask(Task):
         return encoder.init(self.network(config), key)
 
     def predict(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        batch: Any,
-        *,
-        inputs: Array | None = None,
-        dropout: Array | None = None,
-        attention: Array | None = None,
-        **options: Any,
+        self, config: Config, params: PyTree[Array], batch: Any, key: Array | None = None
     ) -> Float[Array, "B ..."]:
-        """Returns the head's logits [B, ...], or another output that `options` requests.
+        """Returns the head's logits [B, ...]; the field `valid` of a batch is the mask of padding.
 
-        Args:
-          batch: has the inputs in the field `tokens`, and the mask of padding in `valid`.
-          inputs: inputs that are used instead of `batch.tokens`.
-          dropout: random key for dropout in a training step; None disables dropout.
-          attention: random key for kinds of attention that draw random numbers; None uses the same
-            key in every call.
-          options: further arguments of the call of `EncoderWithHead`.
+        `key` is the random key of a training step. Without a key, there is no dropout, and kinds of
+        attention that draw random numbers draw the same ones in every call.
         """
-        attention = jax.random.key(0) if attention is None else attention
-        outputs: Any = self.network(config, training=dropout is not None).apply(
-            {"params": params}, batch.tokens if inputs is None else inputs, batch.valid, attention,
-            rngs=None if dropout is None else {"dropout": dropout}, **options,
+        dropout, attention = None, jax.random.key(0)
+        if key is not None:
+            dropout, attention = (jax.random.fold_in(key, i) for i in (_DROPOUT, _ATTENTION))
+        logits: Any = self.network(config, training=key is not None).apply(
+            {"params": params}, batch.features if self.frames else batch.tokens, batch.valid,
+            attention, rngs=None if key is None else {"dropout": dropout},
         )  # fmt: skip
-        return outputs
-
-    def training_logits(
-        self, config: Config, params: PyTree[Array], loss_inputs: LossInputs, **options: Any
-    ) -> Float[Array, "B ..."]:
-        """Returns `predict` in a training step, with random keys from the step's key."""
-        dropout, attention = (
-            jax.random.fold_in(loss_inputs.key, i) for i in (_DROPOUT, _ATTENTION)
-        )
-        return self.predict(
-            config, params, loss_inputs.batch, dropout=dropout, attention=attention, **options
-        )
+        return logits
 
     def flops(self, config: Config, batch: Any) -> int | None:
         """The result is None if the attention is not exact."""

@@ -164,7 +164,8 @@ class ExtractiveQa(EncoderTask):
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Cross-entropy of two targets in each window: the answer's first and last token."""
-        batch, logits = inputs.batch, self.training_logits(config, params, inputs)
+        batch = inputs.batch
+        logits = self.predict(config, params, batch, inputs.key)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 

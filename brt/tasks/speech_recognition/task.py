@@ -241,26 +241,18 @@ class SpeechRecognition(EncoderTask):
             speech=dataclasses.replace(config.speech, sample_rate=dataset.rate),
         )
 
-    def predict(
-        self, config: Config, params: PyTree[Array], batch: SpeechBatch, **options: Any
-    ) -> Float[Array, "B X C"]:
-        """Returns the logits of the C tokens, including the blank, for each of the X frames;
-        features in `inputs` are read instead of `batch.features`.
-        """
-        return super().predict(config, params, batch, **{"inputs": batch.features} | options)
-
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         batch, speech = inputs.batch, config.speech
-        features = batch.features
         if speech.time_masks or speech.feature_masks:
             features = spec_augment(
-                features, batch.valid, jax.random.fold_in(inputs.key, _MASKS),
+                batch.features, batch.valid, jax.random.fold_in(inputs.key, _MASKS),
                 time_masks=speech.time_masks, time_mask_frames=speech.time_mask_frames,
                 feature_masks=speech.feature_masks, feature_mask_width=speech.feature_mask_width,
             )  # fmt: skip
-        logits = self.training_logits(config, params, inputs, inputs=features)
+            batch = batch._replace(features=features)
+        logits = self.predict(config, params, batch, inputs.key)
         nats = jnp.sum(ctc_nats(logits, batch.valid, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 

@@ -288,7 +288,8 @@ class TextClassification(EncoderTask):
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """The loss is smoothed by Training.label_smoothing; the nats of the `Aux` are not."""
-        batch, logits = inputs.batch, self.training_logits(config, params, inputs)
+        batch = inputs.batch
+        logits = self.predict(config, params, batch, inputs.key)
         nats = jnp.sum(self.evaluator_class.nats(logits, batch))
         aux = Aux(nats, count_scored(batch.scored))
         share = config.training.label_smoothing

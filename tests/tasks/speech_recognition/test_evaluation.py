@@ -1,6 +1,4 @@
 import dataclasses
-import itertools
-from functools import cache
 
 import flax.linen as nn
 import jax
@@ -124,35 +122,6 @@ def test_frames_of_another_width_are_refused(dataset, config):
     wrong = dataclasses.replace(config, encoder=encoder)
     with pytest.raises(DataError, match=r"Data.train = \('generated.*have 20 .*model reads 13"):
         tasks.from_config(wrong).evaluator(EvaluationRequest(wrong, dataset, "train"))
-
-
-@cache
-def fewest(reference, hypothesis):
-    """Returns the edit distance by its recursive definition: the last edit is one of three."""
-    if not reference or not hypothesis:
-        return len(reference) + len(hypothesis)
-    return min(
-        fewest(reference[:-1], hypothesis[:-1]) + (reference[-1] != hypothesis[-1]),
-        fewest(reference[:-1], hypothesis) + 1,
-        fewest(reference, hypothesis[:-1]) + 1,
-    )
-
-
-def test_every_short_pair_has_the_fewest_errors():
-    texts = ["".join(t) for n in range(5) for t in itertools.product("ab", repeat=n)]
-    for reference, hypothesis in itertools.product(texts, texts):
-        found = count_errors(reference, hypothesis)
-        assert found.count == fewest(reference, hypothesis)
-        assert found.reference == len(reference)
-        assert found.insertions - found.deletions == len(hypothesis) - len(reference)
-        assert found.deletions + found.substitutions <= len(reference)
-
-
-def test_errors_of_random_pairs_are_the_fewest_edits():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        a, b = ("".join(rng.choice(list("abcd"), rng.integers(0, 40))) for _ in range(2))
-        assert count_errors(a, b).count == fewest(tuple(a), tuple(b)) == count_errors(b, a).count
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from recordings import arrays
 from brt.config import Speech
 from brt.errors import DataError
 from brt.tasks.speech_recognition import preparation
+from brt.tasks.speech_recognition.preparation import SpeechReader
 
 
 @pytest.fixture
@@ -158,3 +159,23 @@ def test_silence_is_read(make, write_npz):
     path, other = (write_npz(name, ["", "ab"], **silent) for name in ("s", "t"))
     store = prepare(make(train=path, validation=other)).split("train")
     assert (store.values.values[:] == 0).all() and store.transcripts == ("", "ab")
+
+
+@pytest.mark.parametrize("buckets", [(), (180, 400)])
+def test_a_batch_has_features_and_tokens_of_its_rows(make, buckets):
+    store = prepare(make(train="generated:b/11", validation=())).split("train")
+    read, seen = SpeechReader(store=store, batch_size=4, seed=5, buckets=buckets), []
+    for step in range(read.steps_per_epoch):
+        batch = read[step]
+        assert batch.features.dtype == np.float32 and batch.targets.dtype == np.int32
+        assert batch.features.shape[1] in (buckets or (store.lengths.max(),))
+        for i, row in enumerate(batch.row):
+            there = row >= 0
+            features = store.features(row) if there else np.zeros((0, store.width))
+            targets = store.targets[row] if there else np.zeros(0)
+            np.testing.assert_array_equal(batch.features[i][batch.valid[i]], features)
+            np.testing.assert_array_equal(batch.targets[i][batch.scored[i]], targets)
+            assert (batch.features[i][~batch.valid[i]] == 0).all()
+            assert batch.valid[i, : len(features)].all() and batch.scored[i, : len(targets)].all()
+        seen += batch.row[batch.row >= 0].tolist()
+    assert sorted(seen) == list(range(11))
