@@ -113,12 +113,13 @@ class EncoderTask(Task):
         `key` is the random key of a training step. Without a key, there is no dropout, and kinds of
         attention that draw random numbers draw the same ones in every call.
         """
-        dropout, attention = None, jax.random.key(0)
+        rngs, attention = None, jax.random.key(0)
         if key is not None:
-            dropout, attention = (jax.random.fold_in(key, i) for i in (_DROPOUT, _ATTENTION))
+            rngs = {"dropout": jax.random.fold_in(key, _DROPOUT)}
+            attention = jax.random.fold_in(key, _ATTENTION)
         logits: Any = self.network(config, training=key is not None).apply(
             {"params": params}, batch.features if self.frames else batch.tokens, batch.valid,
-            attention, rngs=None if key is None else {"dropout": dropout},
+            attention, rngs=rngs,
         )  # fmt: skip
         return logits
 

@@ -101,7 +101,7 @@ def test_a_summary_has_at_most_as_many_tokens_as_requested(
 ) -> None:
     limits: list[int] = []
 
-    class Recorder:
+    class Recorder(summaries.Summarizer):
         def __init__(self, config: Config, *_: Any):
             limits.append(config.decoding.max_length - 1)
 
