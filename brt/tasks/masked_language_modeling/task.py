@@ -185,7 +185,13 @@ class MaskedEvaluator:
             "masked_tokens": total,
             "documents": len(bits),
             "tokens_per_second": speed,
-            "protocol": self._protocol(),
+            "protocol": {
+                "split": self._split,
+                "segment_length": self._config.evaluation_segment_length,
+                "mask_share": self._config.training.mask_share,
+                "attention": dataclasses.asdict(self._config.attention),
+                "tokenizer": self._tokenizer.name,
+            },
         }
         rows = [
             {"document": name, "bits": float(document_bits), "masked_tokens": int(count)}
@@ -196,15 +202,6 @@ class MaskedEvaluator:
             f"{metrics['accuracy']:.1%} right"
         )
         return EvaluationResult(metrics, summary, {"documents": rows}, self._text(metrics))
-
-    def _protocol(self) -> dict[str, Any]:
-        return {
-            "split": self._split,
-            "segment_length": self._config.evaluation_segment_length,
-            "mask_share": self._config.training.mask_share,
-            "attention": dataclasses.asdict(self._config.attention),
-            "tokenizer": self._tokenizer.name,
-        }
 
     def _text(self, metrics: dict[str, Any]) -> str:
         p, kind = metrics["protocol"], self._config.attention.kind

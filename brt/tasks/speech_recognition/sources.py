@@ -90,7 +90,7 @@ def left_out(name: str) -> str:
 
 def _files(name: str) -> list[Path]:
     if _is_table(name):
-        return table_files(name)
+        return [parse_table(name)[0].parent / row["file"] for row in table_rows(name)]
     path = Path(name)
     return kaldi_files(path) if path.is_dir() else [_array_file(name)]
 
@@ -181,11 +181,6 @@ def table_recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
         )  # fmt: skip
 
 
-def table_files(source: str) -> list[Path]:
-    """Returns the paths of the wav files that the rows of a source name."""
-    return [parse_table(source)[0].parent / row["file"] for row in table_rows(source)]
-
-
 def table_rows(source: str) -> list[dict[str, str]]:
     """Returns the rows of a source, PATH.tsv[:SPLIT]: those with SPLIT in the column `split`."""
     path, split = parse_table(source)
@@ -221,8 +216,7 @@ def kaldi_recordings(directory: Path, speech: config.Speech) -> Iterator[Recordi
     """
     transcripts = table(directory / "text")
     speakers = table(directory / "utt2spk") if (directory / "utt2spk").exists() else {}
-    places = locations(directory)
-    archived = location_table(directory).name == "feats.scp"
+    archived, places = locations(directory)
     for id, transcript in transcripts.items():
         if id not in places:
             raise DataError(f"{directory} has no audio for {id}, which its text has")
@@ -237,31 +231,22 @@ def _load_kaldi(where: str, archived: bool, speech: config.Speech) -> tuple[np.n
 def kaldi_files(directory: Path) -> list[Path]:
     """Returns the paths of the directory's tables, and of the files that the tables name."""
     existing = [directory / name for name in TABLES if (directory / name).exists()]
-    archived = location_table(directory).name == "feats.scp"
-    named = {
-        where.rpartition(":")[0] if archived else where for where in locations(directory).values()
-    }
+    archived, places = locations(directory)
+    named = {where.rpartition(":")[0] if archived else where for where in places.values()}
     return [*existing, *map(Path, sorted(named))]
 
 
-def location_table(directory: Path) -> Path:
-    """Returns the path of the table that says where the sound or the features of utterances are:
-    feats.scp if it exists, otherwise wav.scp.
+def locations(directory: Path) -> tuple[bool, dict[str, str]]:
+    """Returns True if the directory has a feats.scp, and the place of each utterance, by its id.
+
+    A place is ARCHIVE:POSITION (a byte offset in an archive of features) if there is a feats.scp,
+    otherwise the path of a wav file, from wav.scp.
     """
-    for name in ("feats.scp", "wav.scp"):
-        if (directory / name).exists():
-            return directory / name
-    raise DataError(f"{directory} has neither feats.scp nor wav.scp")
-
-
-def locations(directory: Path) -> dict[str, str]:
-    """Returns the place of the sound or the features of each utterance, by the utterance's id.
-
-    A place is ARCHIVE:POSITION (a byte offset in an archive of features) if the directory has a
-    feats.scp, otherwise the path of a wav file.
-    """
-    path = location_table(directory)
-    if path.name == "wav.scp" and (directory / "segments").exists():
+    archived = (directory / "feats.scp").exists()
+    path = directory / ("feats.scp" if archived else "wav.scp")
+    if not path.exists():
+        raise DataError(f"{directory} has neither feats.scp nor wav.scp")
+    if not archived and (directory / "segments").exists():
         raise DataError(
             f"{directory} cuts its wav files by `segments`; compute features of its utterances "
             "(feats.scp), or write a wav file of each"
@@ -273,7 +258,7 @@ def locations(directory: Path) -> dict[str, str]:
                 f"{path} has a command for {id} ({where}); brt runs none: write wav files and "
                 "name them there"
             )
-    return places
+    return archived, places
 
 
 def table(path: Path) -> dict[str, str]:

@@ -219,7 +219,8 @@ class SpeechRecognition(EncoderTask):
         the model cannot read the longest utterance.
         """
         config = super().resolve(config, dataset)
-        encoder, width = config.encoder, dataset.width
+        encoder, train = config.encoder, dataset.split("train")
+        width = train.width
         if encoder.features not in (0, width):
             where = config.training.init_from
             weights = f"the weights of Training.init_from = {where!r} read" if where else "it reads"
@@ -238,7 +239,7 @@ class SpeechRecognition(EncoderTask):
         return dataclasses.replace(
             config,
             encoder=dataclasses.replace(encoder, features=width),
-            speech=dataclasses.replace(config.speech, sample_rate=dataset.rate),
+            speech=dataclasses.replace(config.speech, sample_rate=train.rate),
         )
 
     def loss(

@@ -81,6 +81,9 @@ class Score(NamedTuple):
     recall: float
     f1: float
 
+    def percentages(self) -> dict[str, float]:
+        return {name: 100 * value for name, value in self._asdict().items()}
+
 
 def _score(hits: int, reference: int, prediction: int) -> Score:
     if not hits:
@@ -289,22 +292,14 @@ def get_protocol(name: str) -> RougeProtocol:
     return PROTOCOLS[name]
 
 
-class Aggregate(NamedTuple):
-    """The mean of a score over documents, with the bounds of its confidence interval."""
+def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, dict[str, float]]:
+    """Returns the means of each kind of score over documents, in percent, as JSON.
 
-    low: Score
-    mid: Score
-    high: Score
-
-
-def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, Aggregate]:
-    """Returns the mean of each kind of score over documents, with its confidence interval.
-
-    The intervals are estimated by the bootstrap: percentiles of the means of many samples of the
-    documents, drawn with replacement. `Aggregate.mid` is the mean of the documents themselves. The
-    BootstrapAggregator of the package rouge-score returns the median of the samples' means instead,
-    which differs randomly in the second decimal of a percentage. Raises DataError if there are no
-    documents.
+    The entries `low` and `high` are the confidence interval of the mean F1. It is estimated by the
+    bootstrap: percentiles of the means of many samples of the documents, drawn with replacement.
+    The other entries are the means of the documents themselves. The BootstrapAggregator of the
+    package rouge-score returns the medians of the samples' means instead, which differ randomly in
+    the second decimal of a percentage. Raises DataError if there are no documents.
     """
     if not scores:
         raise DataError("there are no summaries to score: the split has no documents")
@@ -318,6 +313,10 @@ def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, Aggregate]:
     low, high = np.quantile(means, [tail, 1 - tail], axis=0)
     mid = values.mean(axis=0)
     return {
-        name: Aggregate(*(Score(*map(float, bound[i])) for bound in (low, mid, high)))
+        name: {
+            **Score(*map(float, mid[i])).percentages(),
+            "low": 100 * float(low[i, -1]),
+            "high": 100 * float(high[i, -1]),
+        }
         for i, name in enumerate(names)
     }

@@ -152,11 +152,8 @@ class Regressor(SentenceEvaluator):
     when the data were prepared do not count.
     """
 
-    bits, score_name, compared_metric = (
-        "bits_per_number",
-        "pearson",
-        ("pearson", "Pearson {:.2f} %"),
-    )
+    bits, score_name = "bits_per_number", "pearson"
+    compared_metric = "pearson", "Pearson {:.2f} %"
     forms = {
         "pearson": "{:.2f} %", "spearman": "{:.2f} %", "root_mean_square_error": "{:.3f}",
         "bits_per_number": "{:.4f}",

@@ -31,7 +31,8 @@ def dataset(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(dataset):
     encoder = Encoder(
-        layers=1, model_dim=16, heads=2, mlp_dim=16, features=dataset.width, positions="none",
+        layers=1, model_dim=16, heads=2, mlp_dim=16, features=dataset.split("train").width,
+        positions="none",
         vocab_size=dataset.tokenizer.vocab_size, dtype="float32",
     )  # fmt: skip
     return Config(

@@ -133,11 +133,13 @@ def test_aggregates_are_means_with_an_interval_that_shrinks_as_it_should() -> No
         documents = [{"rouge1": Score(*row), "rouge2": Score(0.5, 0.5, 0.5)} for row in values]
         found = aggregate(documents)
         assert found == aggregate(documents)  # The bootstrap's seed is fixed.
-        np.testing.assert_allclose(found["rouge1"].mid, values.mean(axis=0), atol=1e-12)
-        half = 1.96 * values.std(axis=0) / count**0.5
-        np.testing.assert_allclose(found["rouge1"].high, values.mean(0) + half, atol=0.15 * half[0])
-        np.testing.assert_allclose(found["rouge1"].low, values.mean(0) - half, atol=0.15 * half[0])
-        assert found["rouge2"].low == found["rouge2"].high == Score(0.5, 0.5, 0.5)
+        means = [found["rouge1"][name] for name in ("precision", "recall", "f1")]
+        np.testing.assert_allclose(means, 100 * values.mean(axis=0), atol=1e-10)
+        f1 = 100 * values[:, 2]
+        half = 1.96 * f1.std() / count**0.5
+        np.testing.assert_allclose(found["rouge1"]["high"], f1.mean() + half, atol=0.15 * half)
+        np.testing.assert_allclose(found["rouge1"]["low"], f1.mean() - half, atol=0.15 * half)
+        assert found["rouge2"]["low"] == found["rouge2"]["high"] == 50
     with pytest.raises(DataError, match="no summaries to score: the split has no documents"):
         aggregate([])
 

@@ -36,9 +36,10 @@ def prepare(speech):
 def test_stores_have_what_the_files_have(make):
     speech = make(normalization="none")
     dataset = prepare(speech)
-    assert list(dataset.splits) == ["train", "validation"] and dataset.width == 3
+    assert list(dataset.splits) == ["train", "validation"]
     assert dataset.tokenizer.tokens == ("\ufffd", "a", "b", "c")
     train, validation = dataset.split("train"), dataset.split("validation")
+    assert train.width == 3
     assert train.lengths.tolist() == [20, 9, 5] == train.frames.tolist()
     assert train.transcripts == ("abba", "cab", "")
     assert [train.targets[i].tolist() for i in range(3)] == [[1, 2, 2, 1], [3, 1, 2], []]
@@ -127,7 +128,7 @@ def test_samples_of_another_rate_are_refused(make, tmp_path, write_wav):
     with pytest.raises(DataError, match="16000 samples a second where .*8000.wav has 8000"):
         prepare(make(train=tables[0], validation=tables[1]))
     dataset = prepare(make(train=tables[0], validation=()))
-    assert dataset.rate == 8000
+    assert dataset.split("train").rate == 8000
     # The config of a run contains the sample rate of its data.
     other = make(train=tables[0], validation=tables[1], sample_rate=8000)
     message = "16000.wav has 16000 samples a second, but Speech.sample_rate = 8000; convert it"
