@@ -262,7 +262,7 @@ class TimedFunction:
 
     The function takes parameters, a batch (with the fields `valid` and `row`), and possibly further
     arrays. `seconds` and `inputs` are the time spent in it, without compilation, and the number of
-    inputs without padding, both since `restart`.
+    inputs without padding.
     """
 
     def __init__(self, function: Callable[..., PyTree[Array]]):
@@ -286,17 +286,6 @@ class TimedFunction:
                 "the model's logits are not finite; take an earlier checkpoint (--step)"
             )
         return outputs
-
-    def restart(self) -> None:
-        self.seconds, self.inputs = 0.0, 0
-
-    def speed(self, inputs: str) -> dict[str, int | float]:
-        """Returns metrics by name; `inputs` is the noun for inputs, "tokens" or "frames"."""
-        return {
-            inputs: self.inputs,
-            "seconds": self.seconds,
-            f"{inputs}_per_second": self.inputs / max(self.seconds, 1e-9),
-        }
 
 
 class HeadResult(NamedTuple):
@@ -406,7 +395,7 @@ class HeadEvaluator(abc.ABC):
         control: Control,
     ) -> HeadResult | None:
         """Evaluates all rows or, if `limit` is above 0, one batch of at most `limit` rows."""
-        timed.restart()
+        timed.seconds, timed.inputs = 0.0, 0
         outputs: dict[int, tuple] = {}
         reader = self.task.row_reader
         assert reader
@@ -427,7 +416,9 @@ class HeadEvaluator(abc.ABC):
             "attention": config.attention.kind,
             **result.metrics,
             "left_out": self.store.manifest["rows"]["bad"],
-            **timed.speed(self.inputs),
+            self.inputs: timed.inputs,
+            "seconds": timed.seconds,
+            f"{self.inputs}_per_second": timed.inputs / max(timed.seconds, 1e-9),
         }
         return result._replace(metrics=metrics)
 

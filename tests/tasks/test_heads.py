@@ -39,9 +39,15 @@ def build(objective, **sections):
 
 
 def forward(config, params):
-    """Returns a compiled function from (ids, valid, key) to logits."""
+    """Returns a compiled function from ids and a padded length to the logits of a row alone."""
     apply = jax.jit(tasks.from_config(config).network(config).apply)
-    return partial(apply, {"params": params})
+
+    def logits(ids, length):
+        padded = jnp.asarray(np.pad(ids, (0, length - len(ids))))[None]
+        valid = (jnp.arange(length) < len(ids))[None]
+        return np.asarray(apply({"params": params}, padded, valid, jax.random.key(0))[0], float)
+
+    return logits
 
 
 def loss(config):
@@ -87,10 +93,8 @@ def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
     store, result = dataset.split("train"), read(config, params, dataset)
     rows, alone, nats = result.rows["predictions"], forward(config, params), []
     for row, found in enumerate(rows):
-        ids = jnp.asarray(np.pad(store.tokens[row], (0, 256 - len(store.tokens[row]))))[None]
-        valid = (jnp.arange(256) < len(store.tokens[row]))[None]
-        logits = np.asarray(alone(ids, valid, jax.random.key(0)), np.float64)
-        p = np.exp(logits[0]) / np.exp(logits[0]).sum()
+        logits = alone(store.tokens[row], 256)
+        p = np.exp(logits) / np.exp(logits).sum()
         np.testing.assert_allclose(found["probabilities"], p, atol=2e-6)
         assert found["prediction"] == store.labels[p.argmax()] and found["id"] == store.ids[row]
         nats.append(-np.log(p[store.targets[row]]))
@@ -123,9 +127,7 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
     store, result = dataset.split("train"), read(config, params, dataset)
     alone, guesses = forward(config, params), []
     for row, found in enumerate(result.rows["predictions"]):
-        ids = jnp.asarray(np.pad(store.tokens[row], (0, 32 - len(store.tokens[row]))))[None]
-        valid = (jnp.arange(32) < len(store.tokens[row]))[None]
-        guesses.append(alone(ids, valid, jax.random.key(0)).item())
+        guesses.append(alone(store.tokens[row], 32).item())
         assert found["prediction"] == pytest.approx(guesses[-1], rel=1e-4)
         assert (found["id"], found["number"]) == (store.ids[row], rows[row][1])
     assert f"\n{store.ids[0]}, 'one': 1.5, guessed {guesses[0]:.2f}\n" in result.text
@@ -155,8 +157,7 @@ def test_smoothing_is_towards_all_labels_alike(sentences):
     assert not nats[6:].any() and (nats[:6] > 0).all()
     training = dataclasses.replace(config.training, label_smoothing=0.3)
     smooth = dataclasses.replace(config, training=training)
-    key = jax.random.fold_in(jax.random.key(1), 1)
-    logits = forward(config, params)(batch.tokens, batch.valid, key)
+    logits = tasks.from_config(config).predict(config, params, batch)
     log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)[:6]
     target = 0.7 * np.eye(3)[np.asarray(batch.targets[:6, 0])] + 0.1
     total, _ = loss(smooth)(params, batch, jax.random.key(1))
@@ -171,10 +172,7 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
     best, nothing, nats = {}, {}, 0.0
     for row in range(len(store)):
         question, start, stop, *targets = store.window(row)
-        size = int(store.lengths[row])
-        ids = jnp.asarray(np.pad(store.tokens(row), (0, 160 - size)))[None]
-        logits = alone(ids, (jnp.arange(160) < size)[None], jax.random.key(0))
-        logits = np.asarray(logits[0, :size], np.float64)
+        logits = alone(store.tokens(row), 160)[: store.lengths[row]]
         nats += sum(
             np.log(np.exp(logits[:, i]).sum()) - logits[target, i]
             for i, target in enumerate(targets)

@@ -42,21 +42,6 @@ def make(tmp_path, files):
     return prepare
 
 
-def decoded(dataset, split):
-    store = dataset.split(split)
-    return [dataset.tokenizer.decode(store.source[row]) for row in range(len(store))]
-
-
-def test_documents_and_summaries_come_back(make, files):
-    dataset = make(max_source_length=4000)
-    for split, path in files.items():
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        store = dataset.split(split)
-        assert decoded(dataset, split) == [row["document"] for row in rows]
-        assert [store.summary(i) for i in range(len(store))] == [row["summary"] for row in rows]
-        assert list(store.ids) == [row["id"] for row in rows]
-
-
 def test_a_tokenizer_file_is_kept_and_decides_the_ids(make, bart_json, tmp_path):
     dataset = make(tokenizer=str(bart_json))
     assert (dataset.directory / "tokenizer.json").read_bytes() == bart_json.read_bytes()
