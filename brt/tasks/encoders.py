@@ -44,9 +44,6 @@ from brt.types import Batch, Variables
 # their own.
 _DROPOUT, _ATTENTION = 0, 1
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
-# The table gives the exact kind of attention that an approximate kind approximates. Kinds that are
-# not listed approximate "full".
-_EXACT = {"reformer": "shared_full"}
 
 
 class EncoderTask(Task):
@@ -250,9 +247,9 @@ def with_exact_attention(config: Config) -> Config | None:
     """Returns the config with the exact attention that the config's kind approximates; None if the
     attention of the config is exact already.
     """
-    kind = _EXACT.get(config.attention.kind, "full")
     if config.attention.kind in ("full", "shared_full"):
         return None
+    kind = "shared_full" if config.attention.kind == "reformer" else "full"
     attention = dataclasses.replace(config.attention, kind=kind)
     return dataclasses.replace(config, attention=attention)
 

@@ -12,9 +12,8 @@ from jaxtyping import Array, PyTree
 from brt.config import Config
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
+from brt.formatting import listed
 from brt.layers.basic import compute_dtype
-
-_SHOWN = 4  # An error lists at most this number of parameters.
 
 
 @runtime_checkable
@@ -112,8 +111,7 @@ def merge_weights(
     missing = [name for name in new if name not in old]
     required = [name for name in missing if not name.startswith(tuple(optional))]
     if required:
-        names = ", ".join(required[:_SHOWN])
-        raise CheckpointError(f"{weights.where} lacks {names}, which this model has")
+        raise CheckpointError(f"{weights.where} lacks {listed(required)}, which this model has")
     if growing in old and len(old[growing]) < len(new[growing]):
         rows = len(old[growing])
         missing.append(f"{growing} from row {rows} on")

@@ -29,7 +29,6 @@ from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.differences import (
-    Difference,
     basis,
     paired_difference,
     position_ranges,
@@ -218,13 +217,6 @@ def range_starts(window: int, longest: int) -> list[int]:
     return starts
 
 
-def summary(report: Mapping[str, Any], difference: Difference | None) -> str:
-    """Returns a phrase with the difference in bits per byte, which is None if it is not defined."""
-    if difference is None:
-        return "compared per token, because the tokens do not reproduce the text"
-    return f"{difference.value:+.4f} bits/byte compared with {report['other']['run']}"
-
-
 def _interval(value: float | None, half: float | None) -> str:
     if value is None or half is None:
         return "one document"
@@ -367,12 +359,15 @@ class ComparisonEvaluator:
             "difference_95": difference and difference.half_width,
         }  # fmt: skip
         draw = html = None
+        summary = "compared per token, because the tokens do not reproduce the text"
+        if difference is not None:
+            summary = f"{difference.value:+.4f} bits/byte compared with {self._other.name}"
         if self._same_tokens:
-            classes = self._classes()
-            nats = ours.tokens, theirs.tokens
+            window, nats = self._config.model.window, (ours.tokens, theirs.tokens)
+            classes = [token_classes(self._pieces(i), window) for i in range(len(self._store))]
             metrics["classes"] = group_rows("class", _NAMES, classes, *nats)
             lengths = [len(own) for own in ours.tokens]
-            starts = range_starts(self._config.model.window, max(lengths, default=0))
+            starts = range_starts(window, max(lengths, default=0))
             ranges = [position_ranges(starts, length) for length in lengths]
             metrics["positions"] = group_rows("from", starts, ranges, *nats)
             html = partial(self._page, classes, ours, theirs)
@@ -383,13 +378,9 @@ class ComparisonEvaluator:
             for score, other in zip(ours.documents, other_nats.tolist(), strict=True)
         ]
         return EvaluationResult(
-            metrics, summary(metrics, difference), {"documents": documents},
+            metrics, summary, {"documents": documents},
             report_text(metrics), name="_comparison", draw=draw, page=html,
         )  # fmt: skip
-
-    def _classes(self) -> list[np.ndarray]:
-        window = self._config.model.window
-        return [token_classes(self._pieces(i), window) for i in range(len(self._store))]
 
     def _pieces(self, document: int) -> list[bytes]:
         """Returns the bytes of each token of a document; an end token that is scored has none."""

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config, Model
 from brt.config.checks import check
 from brt.errors import CheckpointError
+from brt.formatting import listed
 from brt.layers.runs import ModelState, StackState
 from brt.models.decoder import forward_flops_per_token, logit_scale, output_weights
 from brt.ops.cross_entropy import cross_entropy
@@ -106,7 +107,7 @@ def start_teacher(config: Config, weights: Weights, initial: PyTree[Array]) -> P
     if other := [*start.missing, *start.unused]:
         raise CheckpointError(
             f"Distillation.window needs a teacher whose layers have windows alone, but "
-            f"{weights.where} differs in {', '.join(other[:4])}; set Distillation.window = 0, or "
+            f"{weights.where} differs in {listed(other)}; set Distillation.window = 0, or "
             "name another directory in Training.init_from"
         )
     return start.params

@@ -24,7 +24,9 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     new = by_layer(initial, model)
     missing = [name for name in new if name not in old]
     for name, array in new.items():
-        if name in old and _lacks_states(name, old[name].shape, array.shape):
+        # The weights have an output kernel [1, H, K, D] where the model has one for two attentions.
+        one = name.endswith("/output") and array.shape[0] == 2 and (1, *array.shape[1:])
+        if name in old and old[name].shape == one:
             old[name] = jnp.concatenate([old[name], array[1:].astype(old[name].dtype)])
             missing.append(f"{name} for attention to states")
         elif name in old and old[name].shape != array.shape:
@@ -34,11 +36,6 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
             )
     merged = {name: old.get(name, array) for name, array in new.items()}
     return WarmStart(_by_run(merged, model), missing, [name for name in old if name not in new])
-
-
-def _lacks_states(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Returns True for an output kernel [1, H, K, D] where the model has one for two attentions."""
-    return name.endswith("/output") and (1, *new[1:]) == old and new[0] == 2
 
 
 def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:

@@ -30,9 +30,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -137,12 +138,12 @@ def array_recordings(path: Path) -> Iterator[Recording]:
         frames = features[end - lengths[i] : end]
         yield Recording(
             str(path), str(arrays["ids"][i]), str(speakers[i]), str(arrays["transcripts"][i]),
-            partial(_loaded_frames, frames),
+            partial(_without_rate, np.asarray, frames),
         )  # fmt: skip
 
 
-def _loaded_frames(frames: np.ndarray) -> tuple[np.ndarray, int]:
-    return frames, 0
+def _without_rate(load: Callable[..., np.ndarray], *given: Any) -> tuple[np.ndarray, int]:
+    return load(*given), 0
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -220,12 +221,10 @@ def kaldi_recordings(directory: Path, speech: config.Speech) -> Iterator[Recordi
     for id, transcript in transcripts.items():
         if id not in places:
             raise DataError(f"{directory} has no audio for {id}, which its text has")
-        load = partial(_load_kaldi, places[id], archived, speech)
+        load = partial(filter_bank.read, Path(places[id]), speech)
+        if archived:
+            load = partial(_without_rate, read_matrix, places[id])
         yield Recording(str(directory), id, speakers.get(id, ""), transcript, load)
-
-
-def _load_kaldi(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray, int]:
-    return (read_matrix(where), 0) if archived else filter_bank.read(Path(where), speech)
 
 
 def kaldi_files(directory: Path) -> list[Path]:
@@ -328,12 +327,8 @@ def generated_recordings(source: str) -> Iterator[Recording]:
         speaker = f"{name}-{draw.randint(SPEAKERS)}"
         transcript = " ".join(words[i] for i in draw.randint(len(words), size=draw.randint(6, 9)))
         id = f"{name}-{number:05}"
-        load = partial(_load_generated, transcript, speaker, id)
+        load = partial(_without_rate, sound, transcript, speaker, id)
         yield Recording(source, id, speaker, transcript, load)
-
-
-def _load_generated(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
-    return sound(transcript, speaker, id), 0
 
 
 def lexicon() -> list[str]:

@@ -203,16 +203,12 @@ def _media_sum_split(transcripts: Path, members: set[str]) -> Iterator[Example |
             yield BadRow(name, "is no JSON object")
         elif value.get("id") in members:
             missing.discard(value["id"])
-            yield Example(name, value["id"], _media_sum_values(value))
+            # Features that a transcript lacks are empty.
+            values = {feature: value.get(feature, "") for feature in MEDIA_SUM_TEXTS}
+            values |= {feature: value.get(feature, []) for feature in MEDIA_SUM_LISTS}
+            yield Example(name, value["id"], values)
     for member in sorted(missing):
         yield BadRow(f"{transcripts}", f"has no transcript '{member}'")
-
-
-def _media_sum_values(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns all features; those that a transcript lacks are empty."""
-    return {name: value.get(name, "") for name in MEDIA_SUM_TEXTS} | {
-        n: value.get(n, []) for n in MEDIA_SUM_LISTS
-    }
 
 
 def read_scientific_papers(directory: Path) -> dict[str, Iterator[Example | BadRow]]:

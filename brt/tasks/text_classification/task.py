@@ -10,7 +10,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,8 @@ class SentenceEvaluator(HeadEvaluator):
 class Classifier(SentenceEvaluator):
     """Evaluates classification; the predictions are log probabilities of the labels.
 
-    Accuracy, F1 and Matthews correlation are computed from the most likely label of each row. Bits
+    Accuracy, F1 and Matthews correlation are computed from the most likely label of each row.
+    Accuracy and F1 are percentages; the F1 score is that of the second of two labels. Bits
     are -log2 p of the true labels without smoothing, averaged over rows. Rows that were left out
     when the data were prepared do not count. Rows of more than Data.max_length tokens were cut
     then, too, so the model reads only a part of them.
@@ -128,7 +129,15 @@ class Classifier(SentenceEvaluator):
     def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> HeadResult:
         labels, true = self.store.labels, self.store.targets[order]
         guesses = np.argmax(predictions, axis=1)
-        metrics = metrics_from_confusion(confusion(true, guesses, len(labels)), labels)
+        table = confusion(true, guesses, len(labels))
+        metrics = {
+            "accuracy": 100 * accuracy(table),
+            "matthews": matthews(table),
+            "labels": list(labels),
+            "confusion": table.tolist(),
+        }
+        if len(labels) == 2:
+            metrics["f1"] = 100 * f1(table)
         rows = [
             {
                 "label": labels[label],
@@ -183,21 +192,6 @@ class Regressor(SentenceEvaluator):
         shown = [f"{r['number']:g}, guessed {r['prediction']:.2f}" for r in rows]
         summary = f"Pearson {metrics['pearson']:.2f} %, Spearman {metrics['spearman']:.2f} %"
         return HeadResult(metrics, summary, rows, shown)
-
-
-def metrics_from_confusion(table: Confusion, labels: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the metrics that follow from a confusion matrix, by name.
-
-    Accuracy and F1 are percentages; Matthews correlation is from -1 to 1. The F1 score is computed
-    for the second label, and only if there are two labels.
-    """
-    metrics = {
-        "accuracy": 100 * accuracy(table),
-        "matthews": matthews(table),
-        "labels": list(labels),
-        "confusion": table.tolist(),
-    }
-    return {**metrics, "f1": 100 * f1(table)} if len(labels) == 2 else metrics
 
 
 def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:

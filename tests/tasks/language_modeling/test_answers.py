@@ -1,6 +1,5 @@
 """Tests metrics of the answers in memory tasks on a small example, read in several ways."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 
 from brt.config import Config, Data, Evaluation, Model, Training
-from brt.data import token_store
-from brt.data.documents import Document
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.layers.sections import Recurrence
@@ -44,11 +41,8 @@ SPANS = {0: [AnswerSpan(9, 12, 5, 3)], 2: [AnswerSpan(16, 19, 5, 3), AnswerSpan(
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    documents = [Document(name, iter([text])) for name, text in TEXTS.items()]
-    directory: Path = tmp_path_factory.mktemp("corpus")
-    store = token_store.write(directory / "test", documents, ByteTokenizer())
-    return Dataset(directory, ByteTokenizer(), {"test": store})
+def dataset(written: Callable) -> Dataset:
+    return written(TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +73,9 @@ class Pairs(ByteTokenizer):
         return "".join(self.text[i : i + 2] for i in ids).encode()
 
 
-def test_answers_take_whole_tokens(tmp_path: Path) -> None:
+def test_answers_take_whole_tokens(written: Callable) -> None:
     """The tokens are =a bc ;. .. >a bc < and the answer abc needs the tokens `>a` and `bc`."""
-    documents = [Document("memory:copy/test/1?length=3#0", iter([Pairs.text]))]
-    store = token_store.write(tmp_path / "test", documents, Pairs())
+    store = written({"memory:copy/test/1?length=3#0": Pairs.text}, Pairs()).split("test")
     assert answers.answer_spans(store, Pairs()) == {0: [AnswerSpan(4, 6, 2, 3)]}
 
 
@@ -182,13 +175,9 @@ def test_a_report_has_a_table_a_picture_and_figures_to_log(
 
 
 def test_documents_that_ask_for_nothing_are_read_as_ever(
-    dataset: Dataset, params: Any, tmp_path: Path
+    dataset: Dataset, params: Any, written: Callable
 ) -> None:
-    novel = [Document("novel.txt", iter([TEXTS["novel.txt"]]))]
-    store = token_store.write(tmp_path / "test", novel, ByteTokenizer())
-    alone = DocumentEvaluator(
-        EvaluationRequest(config(), dataclasses.replace(dataset, splits={"test": store}), "test")
-    )(Variables(params))
+    alone = evaluate(config(), written({"novel.txt": TEXTS["novel.txt"]}), params)
     beside = evaluate(config(), dataset, params)
     assert "answers" not in alone.metrics and alone.draw is None and "answers" not in alone.text
     bits = beside.rows["documents"][1]["bits"]

@@ -39,9 +39,9 @@ def test_all_of_a_sound_model_is_reached(
 # The first test of this file covers the same code with less work.
 @pytest.mark.slow
 def test_documents_shorter_than_a_segment_give_no_alarm(
-    tiny: Config, params: Any, written: Callable
+    tiny: Config, params: Any, stored: Callable
 ) -> None:
-    found = gradient_reach(tiny, Variables(params), written(["four", "more", "text"]))
+    found = gradient_reach(tiny, Variables(params), stored(["four", "more", "text"]))
     assert found["starved"] == [] and found["states"][0]["through"] > 0
 
 

@@ -73,9 +73,9 @@ def test_rows_of_memory_compare_equal_blocks(result: InterventionResult) -> None
 
 
 def test_a_lane_whose_neighbour_has_ended_is_not_compared(
-    tiny: Config, params: Any, written: Callable, texts: list[str]
+    tiny: Config, params: Any, stored: Callable, texts: list[str]
 ) -> None:
-    result = read(tiny, params, written([texts[0], texts[3]]))
+    result = read(tiny, params, stored([texts[0], texts[3]]))
     rows = {(row["part"], row["how"]): row for row in job.memory(result)}
     assert rows["state", "zeroed"]["tokens"] == 61 + 5
     assert rows["state", "shuffled"]["tokens"] == 16 + 5, "the first two segments"
@@ -101,9 +101,9 @@ def test_positions_sum_up_to_the_total(
 
 
 def test_the_same_document_in_another_lane_is_no_other(
-    tiny: Config, params: Any, written: Callable, texts: list[str]
+    tiny: Config, params: Any, stored: Callable, texts: list[str]
 ) -> None:
-    result = read(tiny, params, written([texts[0]] * 2))
+    result = read(tiny, params, stored([texts[0]] * 2))
     rows = {(row["part"], row["how"]): row for row in job.memory(result)}
     assert rows["state", "shuffled"]["difference"] == rows["cache", "shuffled"]["difference"] == 0
     assert rows["state", "frozen"]["difference"] != 0
@@ -125,9 +125,9 @@ def test_a_model_that_ignores_its_states_loses_nothing(
 
 
 def test_an_only_document_is_read_beside_one_of_another_split(
-    tiny: Config, params: Any, written: Callable, texts: list[str], store: TokenStore
+    tiny: Config, params: Any, stored: Callable, texts: list[str], store: TokenStore
 ) -> None:
-    only = written(texts[1:2])
+    only = stored(texts[1:2])
     result = read(tiny, params, only, donor=store)
     assert result.tokens.sum() == len(texts[1])
     part = read(tiny, params, only, donor=store, tokens=12)

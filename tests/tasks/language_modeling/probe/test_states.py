@@ -103,11 +103,11 @@ def test_a_known_gate_keeps_what_it_says(tiny: Config, params: Any, store: Token
 
 
 def test_short_documents_and_plain_models_have_none(
-    tiny: Config, params: Any, written: Callable
+    tiny: Config, params: Any, stored: Callable
 ) -> None:
-    assert retention(tiny, Variables(params), written(["short", "tiny"])) == {0: []}
+    assert retention(tiny, Variables(params), stored(["short", "tiny"])) == {0: []}
     plain = dataclasses.replace(tiny, model=with_settings(tiny.model, {"Recurrence.layers": ()}))
-    assert retention(plain, Variables(params), written(["short"])) == {}
+    assert retention(plain, Variables(params), stored(["short"])) == {}
 
 
 @pytest.mark.parametrize(
