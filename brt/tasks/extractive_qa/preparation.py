@@ -237,35 +237,34 @@ class QuestionPreparation(TextPreparation):
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
-        valid: list[Question] = []
-        context_of, questions, rows = [], [], []
-        cut = 0
-        located = tally.refuse_or_skip(_located(self.read(split), contexts), section.errors)
-        for group in in_groups(located):
-            encoded = tokenizer.encode([question.text for question, *_ in group])
-            for (question, context, answer), encoding in zip(group, encoded, strict=True):
-                ids = encoding.ids[: section.max_question_length]
-                cut += len(ids) < len(encoding.ids)
-                length = len(contexts.encodings[context].ids)
-                rows += _rows(section, tokenizer, len(valid), len(ids), length, answer)
-                valid.append(question)
-                context_of.append(context)
-                questions.append(ids)
-        table, encodings = np.array(rows, np.int32), contexts.encodings
+        located = [*tally.refuse_or_skip(_located(self.read(split), contexts), section.errors)]
+        asked = [question.text for question, *_ in located]
+        encoded = [e.ids for group in in_groups(asked) for e in tokenizer.encode(group)]
+        questions = [ids[: section.max_question_length] for ids in encoded]
+        cut = sum(len(ids) > section.max_question_length for ids in encoded)
+        encodings = contexts.encodings
+        rows = [
+            row
+            for i, (_, context, answer) in enumerate(located)
+            for row in _rows(
+                section, tokenizer, i, len(questions[i]), len(encodings[context].ids), answer
+            )
+        ]
+        table = np.array(rows, np.int32)
         columns = {
             "contexts": Ragged.from_rows([encoding.ids for encoding in encodings]),
             "spans": Ragged.from_rows([encoding.spans for encoding in encodings]),
             "questions": Ragged.from_rows(questions),
-            "context_of": np.array(context_of, np.int32),
+            "context_of": np.array([context for _, context, _ in located], np.int32),
             "rows": table,
-            "ids": [q.id for q in valid],
-            "asked": [q.text for q in valid],
-            "answers": [[answer.text for answer in q.answers] for q in valid],
+            "ids": [question.id for question, *_ in located],
+            "asked": asked,
+            "answers": [[answer.text for answer in q.answers] for q, *_ in located],
             "texts": list(contexts.indices),
         }
         stores.finish(directory, columns, {"rows": tally.report(), "cut": cut})
-        without = sum(not q.answers for q in valid)
-        line = f"{len(valid):,} questions about {len(encodings):,} texts, {len(rows):,} windows"
+        without = sum(not question.answers for question, *_ in located)
+        line = f"{len(located):,} questions about {len(encodings):,} texts, {len(rows):,} windows"
         line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
         line += f"; {without:,} without an answer" if without else ""
         return line + (f"; cut {cut:,} questions" if cut else "")

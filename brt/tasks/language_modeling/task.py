@@ -55,7 +55,7 @@ from brt.tasks.interface import (
 from brt.tasks.language_modeling import evaluation, objective, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, TextScorer, xz_bits_per_byte
-from brt.tasks.language_modeling.probe.states import StateProbe
+from brt.tasks.language_modeling.probe.states import state_probe
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
 from brt.tasks.weights import WarmStart, Weights, fill_in_vocabulary
 from brt.tasks.writers import StopFilter, WriteOptions, Writer
@@ -291,7 +291,7 @@ class LanguageModeling(Task):
         return super().select_metrics(report) | costs
 
     def probe(self, config: Config) -> ProbeFunction:
-        return StateProbe(config)
+        return state_probe(config)
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
         from brt.tasks.language_modeling.probe import job
