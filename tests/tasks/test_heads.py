@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from brt import tasks
-from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
+from brt.config import Config, Encoder, Evaluation, Questions, Sentences, Training
 from brt.data.readers import TextReader
-from brt.errors import NonFiniteError
-from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
+from brt.tasks.arguments import EvaluationRequest, LossInputs
 from brt.tasks.extractive_qa import preparation as question_preparation
 from brt.tasks.extractive_qa import squad
 from brt.tasks.extractive_qa.task import WindowPrediction, average_scores, best_answer
@@ -56,14 +55,10 @@ def loss(config):
     return lambda params, batch, key: compiled(params, LossInputs(batch, key))
 
 
-def evaluator(config, dataset, **options):
-    request = EvaluationRequest(config, dataset, "train", **options)
-    return tasks.from_config(config).evaluator(request)
-
-
-def read(config, params, dataset, *control):
+def read(config, params, dataset):
     """Returns the result of an evaluation on the split train."""
-    return evaluator(config, dataset)(Variables(params), *control)
+    request = EvaluationRequest(config, dataset, "train")
+    return tasks.from_config(config).evaluator(request)(Variables(params))
 
 
 @pytest.fixture(scope="module")
@@ -216,25 +211,3 @@ def test_no_answer_needs_every_window_and_a_margin(questions):
             {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
     found = average_scores(rows)
     assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
-
-
-@pytest.mark.slow  # Other quick tests evaluate with another attention.
-def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
-    config, params, dataset = sentences
-    kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
-    other = dataclasses.replace(config, attention=kind)
-    both = evaluator(other, dataset, compare_exact=True)(Variables(params))
-    exact = read(config, params, dataset)
-    for one, two in zip(exact.rows["predictions"], both.rows["predictions"], strict=True):
-        # The top_k keys are all keys, so clustered attention is exact.
-        np.testing.assert_allclose(one["probabilities"], two["probabilities"], atol=1e-4)
-    assert both.metrics["attention"] == both.metrics["trained_with"] == "improved_clustered"
-    assert both.metrics["accuracy_full"] == exact.metrics["accuracy"]
-    assert f"(full: {exact.metrics['accuracy']:.2f} % right)" in both.summary and not both.name
-    swapped = evaluator(other, dataset, trained=config)(Variables(params), whole=False)
-    assert swapped.metrics["trained_with"] == "full" and swapped.name == "_improved_clustered"
-    assert "accuracy_full" not in swapped.metrics
-    assert read(config, params, dataset, Control(lambda: True)) is None
-    bad = jax.tree.map(lambda x: x * np.nan, params)
-    with pytest.raises(NonFiniteError, match="the model's logits are not finite; take an earlier"):
-        evaluator(config, dataset).sample(Variables(bad), 0)

@@ -94,6 +94,18 @@ def test_figures_are_sums_over_all(dataset, result):
     assert found["seconds"] > 0
 
 
+def test_bytes_of_transcripts_are_those_of_utf_8(dataset, config, params):
+    store, task = dataset.split("train"), tasks.from_config(config)
+    umlauts = tuple(text.replace("a", "ä") for text in store.transcripts)
+    splits = {"train": dataclasses.replace(store, transcripts=umlauts)}
+    other = dataclasses.replace(dataset, splits=splits)
+    found = task.evaluator(EvaluationRequest(config, other, "train"))(Variables(params)).metrics
+    tokens, size = len(store.targets.values), sum(len(text.encode()) for text in umlauts)
+    assert size > tokens == found["token_errors"]["reference"]
+    assert found["bits_per_byte"] == pytest.approx(found["bits_per_token"] * tokens / size)
+    assert task.units_per_token(config, other) == size / tokens
+
+
 def test_one_utterance_is_enough_and_a_stop_is_heeded(dataset, config, params, result):
     evaluator, first = (
         tasks.from_config(config).evaluator(EvaluationRequest(config, dataset, "train")),

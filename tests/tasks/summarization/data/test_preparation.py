@@ -197,15 +197,6 @@ def files(tmp_path, lines):
 
 
 @pytest.fixture
-def spoilt(files):
-    """Replaces three rows of the train file by bad rows and returns the paths of all splits."""
-    lines = files["train"].read_text().split("\n")
-    lines[4], lines[7], lines[9] = "{}", '{"document": "d", "summary": " "}', "no JSON"
-    files["train"].write_text("\n".join(lines))
-    return files
-
-
-@pytest.fixture
 def make(tmp_path, files):
     def prepare(progress=False, **settings):
         settings = {
@@ -243,19 +234,6 @@ def test_the_tokenizer_is_trained_on_documents_and_summaries_of_train_only(make,
     dataset = make()
     assert len(dataset.tokenizer.encode(["qzx qzx"])[0]) <= 2 * 2
     assert len(dataset.tokenizer.encode(["jkwv"])[0]) >= 4
-
-
-def test_bad_rows_are_counted_and_refused(make, spoilt, tmp_path):
-    path = spoilt["train"]
-    with pytest.raises(DataError) as refused:
-        make()
-    assert str(refused.value) == (
-        f"3 of 60 rows of train cannot be used: {path}:5 has no column 'document', {path}:8 has an "
-        f"empty summary, {path}:10 is not JSON: Expecting value at column 1; repair them, or "
-        "continue without them with Data.errors = 'skip'"
-    )
-    assert refused.value.exit_code == 3
-    assert not [*(tmp_path / "cache").iterdir()]
 
 
 def test_what_was_cut_is_told_once(make, capsys):
