@@ -27,8 +27,8 @@ from brt.config import (
 )  # fmt: skip
 from brt.data.lanes import evaluation_batches as document_batches
 from brt.tasks.arguments import EvaluationRequest, LossInputs
-from brt.tasks.summarization.evaluation import scored_bytes
 from brt.tasks.summarization.preparation import PairReader
+from brt.tasks.summarization.task import scored_bytes
 from brt.training.state import initial_params
 from brt.types import Variables
 
