@@ -166,22 +166,16 @@ class QuestionStore(RowStore):
         return self.texts[context][spans[start + offset, 0] : spans[end + offset, 1]].strip()
 
 
-class Window(NamedTuple):
-    """A range of tokens of a text: the tokens with the indices `start` to `stop` - 1."""
-
-    start: int
-    stop: int
-
-
-def windows(length: int, size: int, overlap: int) -> list[Window]:
+def windows(length: int, size: int, overlap: int) -> list[range]:
     """Returns windows of at most `size` tokens that cover a text and share `overlap` tokens.
 
-    An empty text has one empty window. The overlap is less than `size`.
+    A window is the range of the indices of its tokens. An empty text has one empty window. The
+    overlap is less than `size`.
     """
-    cuts = [Window(0, min(size, length))]
+    cuts = [range(min(size, length))]
     while cuts[-1].stop < length:
         start = cuts[-1].start + size - overlap
-        cuts.append(Window(start, min(start + size, length)))
+        cuts.append(range(start, min(start + size, length)))
     return cuts
 
 
@@ -321,8 +315,8 @@ def _rows(
     """
     room = section.max_length - tokenizer.special_count(2) - question_length
     first = len(tokenizer.begin) + question_length + len(tokenizer.between)
-    for start, stop in windows(length, room, section.stride):
+    for window in windows(length, room, section.stride):
         target = (0, 0)
-        if answer and start <= answer[0] and answer[1] < stop:
-            target = (first + answer[0] - start, first + answer[1] - start)
-        yield WindowRow(question, start, stop, *target)
+        if answer and answer[0] in window and answer[1] in window:
+            target = (first + answer[0] - window.start, first + answer[1] - window.start)
+        yield WindowRow(question, window.start, window.stop, *target)
