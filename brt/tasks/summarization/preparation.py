@@ -74,21 +74,14 @@ class Encoder:
         return [self._wrap(ids, limit, False) for ids in self.tokenizer.encode(summaries)]
 
     def _wrap(self, ids: np.ndarray, limit: int, tail: bool) -> Encoded:
-        begin = self.tokenizer.begin
-        special = len(begin) + 1
-        shortened = cut(ids, limit - special, tail=tail)
-        wrapped = np.concatenate([begin, shortened, [self.tokenizer.eos_id]]).astype(np.int32)
-        return Encoded(wrapped, len(ids) + special)
-
-
-def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
-    """Returns at most `limit` of the ids of a text: the first ones or, with `tail`, half of them
-    from the start and half from the end.
-    """
-    if len(ids) <= limit:
-        return ids
-    last = limit // 2 if tail else 0
-    return np.concatenate([ids[: limit - last], ids[len(ids) - last :]])
+        """Cuts the ids of a text; with `tail`, half of them is kept from the end of the text."""
+        begin, end = self.tokenizer.begin, self.tokenizer.eos_id
+        room, count = limit - len(begin) - 1, len(ids)
+        if count > room:
+            last = room // 2 if tail else 0
+            ids = np.concatenate([ids[: room - last], ids[count - last :]])
+        wrapped = np.concatenate([begin, ids, [end]]).astype(np.int32)
+        return Encoded(wrapped, count + len(begin) + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -270,9 +270,8 @@ class Summarization(Task):
     def probe(self, config: Config) -> ProbeFunction:
         """Returns a function that reads the learned scalars of cross-attention from the parameters.
 
-        `_LEARNED` lists the names of the scalars, which only the cross-attention of the Segmented
-        Recurrent Transformer has. For other models the function returns no metrics. The values of a
-        layer's parameter are averaged.
+        For models without such scalars (`_LEARNED`), the function returns no metrics. The values of
+        a layer's parameter are averaged.
         """
 
         def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
