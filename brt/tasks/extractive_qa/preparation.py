@@ -230,74 +230,59 @@ class QuestionPreparation(TextPreparation):
                 seen.add(row.id)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
-        located = [*tally.refuse_or_skip(_located(self.read(split), contexts), section.errors)]
-        asked = [question.text for question, *_ in located]
+        section, tokenizer = self.section, self.tokenizer
+        contexts: dict[str, Encoding] = {}  # each context once, in the order of the questions
+        found = _located(self.read(split), contexts, tokenizer)
+        located = [*tally.refuse_or_skip(found, section.errors)]
+        asked = [question.text for question, _ in located]
         encoded = [e.ids for group in in_groups(asked) for e in tokenizer.encode(group)]
         questions = [ids[: section.max_question_length] for ids in encoded]
         cut = sum(len(ids) > section.max_question_length for ids in encoded)
-        encodings = contexts.encodings
-        rows = [
-            row
-            for i, (_, context, answer) in enumerate(located)
-            for row in _rows(
-                section, tokenizer, i, len(questions[i]), len(encodings[context].ids), answer
-            )
-        ]
-        table = np.array(rows, np.int32)
+        rows: list[WindowRow] = []
+        for i, (question, answer) in enumerate(located):
+            length = len(contexts[question.context].ids)
+            rows += _rows(section, tokenizer, i, len(questions[i]), length, answer)
+        table, places = np.array(rows, np.int32), {text: i for i, text in enumerate(contexts)}
         columns = {
-            "contexts": Ragged.from_rows([encoding.ids for encoding in encodings]),
-            "spans": Ragged.from_rows([encoding.spans for encoding in encodings]),
+            "contexts": Ragged.from_rows([encoding.ids for encoding in contexts.values()]),
+            "spans": Ragged.from_rows([encoding.spans for encoding in contexts.values()]),
             "questions": Ragged.from_rows(questions),
-            "context_of": np.array([context for _, context, _ in located], np.int32),
+            "context_of": np.array([places[question.context] for question, _ in located], np.int32),
             "rows": table,
-            "ids": [question.id for question, *_ in located],
+            "ids": [question.id for question, _ in located],
             "asked": asked,
-            "answers": [[answer.text for answer in q.answers] for q, *_ in located],
-            "texts": list(contexts.indices),
+            "answers": [[answer.text for answer in question.answers] for question, _ in located],
+            "texts": list(contexts),
         }
         stores.finish(directory, columns, {"rows": tally.report(), "cut": cut})
-        without = sum(not question.answers for question, *_ in located)
-        line = f"{len(located):,} questions about {len(encodings):,} texts, {len(rows):,} windows"
+        without = sum(not question.answers for question, _ in located)
+        line = f"{len(located):,} questions about {len(contexts):,} texts, {len(rows):,} windows"
         line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
         line += f"; {without:,} without an answer" if without else ""
         return line + (f"; cut {cut:,} questions" if cut else "")
 
 
-class _Contexts:
-    """The encoded contexts, each once, in the order in which they first occur."""
-
-    def __init__(self, tokenizer: TextTokenizer):
-        self._tokenizer = tokenizer
-        self.indices: dict[str, int] = {}
-        self.encodings: list[Encoding] = []
-
-    def index(self, text: str) -> int:
-        """Returns the index of a context, which is encoded and added if it is new."""
-        if text not in self.indices:
-            self.indices[text] = len(self.encodings)
-            self.encodings += self._tokenizer.encode([text])
-        return self.indices[text]
-
-
 def _located(
-    rows: Iterable[Question | BadRow], contexts: _Contexts
-) -> Iterator[tuple[Question, int, tuple[int, int] | None] | BadRow]:
-    """Yields questions with the index of their context and the token span of their first answer."""
+    rows: Iterable[Question | BadRow], contexts: dict[str, Encoding], tokenizer: TextTokenizer
+) -> Iterator[tuple[Question, tuple[int, int] | None] | BadRow]:
+    """Yields questions with the token span of their first answer, and adds the encodings of their
+    contexts to `contexts`.
+    """
     for row in rows:
         if isinstance(row, BadRow):
             yield row
             continue
-        context = contexts.index(row.context)
+        if row.context not in contexts:
+            (contexts[row.context],) = tokenizer.encode([row.context])
         if not row.answers:
-            yield row, context, None
+            yield row, None
             continue
         text, start = row.answers[0]
-        answer = token_range(contexts.encodings[context].spans, start, start + len(text))
+        answer = token_range(contexts[row.context].spans, start, start + len(text))
         if answer is None:
             yield BadRow(row.name, f"has the answer {text[: squad.SHOWN]!r} without any token")
         else:
-            yield row, context, answer
+            yield row, answer
 
 
 def _rows(
