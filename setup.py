@@ -35,6 +35,7 @@ INSTALL = [
     "numpy>=2,<3",  # arrays on the host
     "scipy>=1.13,<2",  # correlations
     "rapidfuzz>=3.9,<4",  # edit distances of transcripts
+    "nltk>=3.10,<4",  # the stemmer of ROUGE
     "absl-py>=2.1,<3",  # Orbax logs through it; brt filters these messages
 ]
 

@@ -41,6 +41,12 @@ class Run(NamedTuple):
     def layer_kind(self) -> LayerKind:
         return kinds.of(self.kind)
 
+    @property
+    def indices(self) -> range:
+        """The indices of the run's layers in the model."""
+        first = int(self.name.removeprefix(f"{self.kind}_"))
+        return range(first, first + self.layers)
+
 
 def runs(model: Model) -> list[Run]:
     """Returns the runs of the model, the lowest first."""

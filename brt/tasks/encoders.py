@@ -27,8 +27,8 @@ from brt.interop.pretrained import Pretrained
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
 from brt.models.encoder import encoder_flops
-from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
-from brt.tasks.interface import Dataset, LossInputs, Task
+from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest, Evaluator
+from brt.tasks.interface import Dataset, Task
 from brt.tasks.report import EvaluationResult, example_indices
 from brt.tasks.weights import (
     Tokenizer,
@@ -44,9 +44,6 @@ from brt.types import Batch, Variables
 # their own.
 _DROPOUT, _ATTENTION = 0, 1
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
-# The table gives the exact kind of attention that an approximate kind approximates. Kinds that are
-# not listed approximate "full".
-_EXACT = {"reformer": "shared_full"}
 
 
 class EncoderTask(Task):
@@ -58,14 +55,34 @@ class EncoderTask(Task):
     exports = True
     # The targets on which Training.label_smoothing would have no effect; "" if it has one.
     unsmoothed: ClassVar[str] = ""
+    evaluator_class: ClassVar[type[Any]]  # is called with the task and an `EvaluationRequest`
 
     def check(self, config: Config) -> None:
-        smoothing = config.training.label_smoothing
+        smoothing, model = config.training.label_smoothing, config.encoder
         if self.unsmoothed and smoothing:
             raise ConfigError(
                 f"Training.label_smoothing = {smoothing} has no effect on {self.unsmoothed}; "
                 "remove it"
             )
+        if self.frames:
+            return  # The length of the longest utterance is not known yet.
+        if model.features:
+            raise ConfigError(
+                f"the encoder reads vectors of width {model.features}, but Training.task = "
+                f"{self.name!r} reads tokens"
+            )
+        for name, length in self.lengths(config).items():
+            if model.positions == "learned" and length > model.max_positions:
+                raise ConfigError(
+                    f"{name} = {length} is above Model.max_positions = {model.max_positions}; "
+                    "lower it, or raise that (of pretrained weights: with brt.convert "
+                    "--extend_positions)"
+                )
+            config.attention.check_length(length, f"{name} = {length}")
+
+    def lengths(self, config: Config) -> dict[str, int]:
+        """Returns the settings that limit the number of tokens the encoder reads, by name."""
+        return {"Data.max_length": getattr(config, self.data).max_length}
 
     def select_metrics(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Also returns the primary metric with exact attention, such as "accuracy_full"."""
@@ -86,43 +103,22 @@ class EncoderTask(Task):
         return encoder.init(self.network(config), key)
 
     def predict(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        batch: Any,
-        *,
-        inputs: Array | None = None,
-        dropout: Array | None = None,
-        attention: Array | None = None,
-        **options: Any,
+        self, config: Config, params: PyTree[Array], batch: Any, key: Array | None = None
     ) -> Float[Array, "B ..."]:
-        """Returns the head's logits [B, ...], or another output that `options` requests.
+        """Returns the head's logits [B, ...]; the field `valid` of a batch is the mask of padding.
 
-        Args:
-          batch: has the inputs in the field `tokens`, and the mask of padding in `valid`.
-          inputs: inputs that are used instead of `batch.tokens`.
-          dropout: random key for dropout in a training step; None disables dropout.
-          attention: random key for kinds of attention that draw random numbers; None uses the same
-            key in every call.
-          options: further arguments of the call of `EncoderWithHead`.
+        `key` is the random key of a training step. Without a key, there is no dropout, and kinds of
+        attention that draw random numbers draw the same ones in every call.
         """
-        attention = jax.random.key(0) if attention is None else attention
-        outputs: Any = self.network(config, training=dropout is not None).apply(
-            {"params": params}, batch.tokens if inputs is None else inputs, batch.valid, attention,
-            rngs=None if dropout is None else {"dropout": dropout}, **options,
+        rngs, attention = None, jax.random.key(0)
+        if key is not None:
+            rngs = {"dropout": jax.random.fold_in(key, _DROPOUT)}
+            attention = jax.random.fold_in(key, _ATTENTION)
+        logits: Any = self.network(config, training=key is not None).apply(
+            {"params": params}, batch.features if self.frames else batch.tokens, batch.valid,
+            attention, rngs=rngs,
         )  # fmt: skip
-        return outputs
-
-    def training_logits(
-        self, config: Config, params: PyTree[Array], loss_inputs: LossInputs, **options: Any
-    ) -> Float[Array, "B ..."]:
-        """Returns `predict` in a training step, with random keys from the step's key."""
-        dropout, attention = (
-            jax.random.fold_in(loss_inputs.key, i) for i in (_DROPOUT, _ATTENTION)
-        )
-        return self.predict(
-            config, params, loss_inputs.batch, dropout=dropout, attention=attention, **options
-        )
+        return logits
 
     def flops(self, config: Config, batch: Any) -> int | None:
         """The result is None if the attention is not exact."""
@@ -130,25 +126,6 @@ class EncoderTask(Task):
             return None
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
         return 3 * rows * encoder_flops(config.encoder, length)
-
-    def check_encoder(self, config: Config, *lengths: tuple[str, int]) -> None:
-        """Raises ConfigError if the encoder does not read tokens, or cannot read sequences of the
-        `lengths`, pairs of a setting's name and its value in tokens.
-        """
-        model = config.encoder
-        if model.features:
-            raise ConfigError(
-                f"the encoder reads vectors of width {model.features}, but Training.task = "
-                f"{self.name!r} reads tokens"
-            )
-        for name, length in lengths:
-            if model.positions == "learned" and length > model.max_positions:
-                raise ConfigError(
-                    f"{name} = {length} is above Model.max_positions = {model.max_positions}; "
-                    "lower it, or raise that (of pretrained weights: with brt.convert "
-                    "--extend_positions)"
-                )
-            config.attention.check_length(length, f"{name} = {length}")
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Also refuses key projections that the kind of attention would never use."""
@@ -160,6 +137,31 @@ class EncoderTask(Task):
             )
         ids = self.required_vocab_size(dataset.tokenizer)
         return fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
+
+    def evaluator(self, request: EvaluationRequest) -> Evaluator:
+        if request.ablate:
+            raise ConfigError(
+                f"--ablate={request.ablate} is for language models; an encoder has no memory"
+            )
+        return self.evaluator_class(self, request)
+
+    def steps_with_own_data(
+        self, workdir: str, what: str, gin_file: str, data: str, more: str = ""
+    ) -> list[str]:
+        """Returns commands that evaluate a run as it was trained and with exact attention, and that
+        train on the user's own data.
+
+        `what` describes a file of such data, `data` is the setting with its name, and `more` are
+        further flags.
+        """
+        evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
+        return [
+            evaluate,
+            f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\"",
+            f"with your own {what}:",
+            f"python -m brt.train --gin_file=configs/runs/{gin_file} {more}--workdir=runs/mine "
+            f'--gin_bindings="{data}"',
+        ]
 
     def export(self, source: ExportSource) -> ExportableModel:
         """Returns the encoder in the format of Hugging Face's RoBERTa, which has exact attention,
@@ -245,27 +247,11 @@ def with_exact_attention(config: Config) -> Config | None:
     """Returns the config with the exact attention that the config's kind approximates; None if the
     attention of the config is exact already.
     """
-    kind = _EXACT.get(config.attention.kind, "full")
     if config.attention.kind in ("full", "shared_full"):
         return None
+    kind = "shared_full" if config.attention.kind == "reformer" else "full"
     attention = dataclasses.replace(config.attention, kind=kind)
     return dataclasses.replace(config, attention=attention)
-
-
-def refuse_ablation(ablate: str | None) -> None:
-    if ablate:
-        raise ConfigError(f"--ablate={ablate} is for language models; an encoder has no memory")
-
-
-def encoder_next_steps(workdir: str) -> list[str]:
-    """Returns commands that evaluate a run as it was trained, and with exact attention."""
-    evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
-    return [evaluate, f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\""]
-
-
-def own_data_binding(section: str, ending: str) -> str:
-    """Returns a flag for example commands that names a file of the user as training data."""
-    return f"--gin_bindings=\"{section}.train = 'mine.{ending}'\""
 
 
 class TimedFunction:
@@ -273,7 +259,7 @@ class TimedFunction:
 
     The function takes parameters, a batch (with the fields `valid` and `row`), and possibly further
     arrays. `seconds` and `inputs` are the time spent in it, without compilation, and the number of
-    inputs without padding, both since `restart`.
+    inputs without padding.
     """
 
     def __init__(self, function: Callable[..., PyTree[Array]]):
@@ -298,17 +284,6 @@ class TimedFunction:
             )
         return outputs
 
-    def restart(self) -> None:
-        self.seconds, self.inputs = 0.0, 0
-
-    def speed(self, inputs: str) -> dict[str, int | float]:
-        """Returns metrics by name; `inputs` is the noun for inputs, "tokens" or "frames"."""
-        return {
-            inputs: self.inputs,
-            "seconds": self.seconds,
-            f"{inputs}_per_second": self.inputs / max(self.seconds, 1e-9),
-        }
-
 
 class HeadResult(NamedTuple):
     """Result of the evaluation of rows of a split with one kind of attention."""
@@ -330,6 +305,9 @@ class HeadEvaluator(abc.ABC):
     compared_metric: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8  # number of rows that `sample` reads
     inputs: ClassVar[str] = "tokens"  # the noun for what the encoder reads, or "frames"
+    # The metric that is the number of rows, and the noun for them.
+    rows: ClassVar[tuple[str, str]]
+    forms: ClassVar[dict[str, str]] = {}  # format of each metric that is a column of the table
     unit, partial = "row", False
 
     def __init__(self, task: EncoderTask, request: EvaluationRequest):
@@ -361,17 +339,29 @@ class HeadEvaluator(abc.ABC):
         `outputs` has each row's results of `forward`, and `seconds` is the time spent in it.
         """
 
-    @abc.abstractmethod
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
-        """Returns the lines of a table with a row for each kind of attention."""
+        """Returns the lines of a table with a row for each kind of attention.
 
-    def title(self, report: dict[str, Any], count: str, noun: str = "") -> str:
-        """Returns a phrase with the number of rows, which is the metric `count`.
-
-        The `noun` for rows is the name of the metric by default.
+        Metrics of `forms` that the report lacks are left out.
         """
+        shown = [name for name in self.forms if name in report]
+        head = "".join(f"{name.replace('_', ' '):>16}" for name in shown)
+        lines = [
+            f"{self.title(report)}, trained with {report['trained_with']} attention",
+            "",
+            f"{'attention':<20}{head}{'tokens/s':>12}",
+        ]
+        for result in results:
+            m = result.metrics
+            cells = "".join(f"{self.forms[name].format(m[name]):>16}" for name in shown)
+            lines.append(f"{m['attention']:<20}{cells}{m['tokens_per_second']:>12,.0f}")
+        return lines
+
+    def title(self, report: dict[str, Any]) -> str:
+        """Returns a phrase with the number of rows."""
+        count, noun = self.rows
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
-        return f"{report[count]:,} {noun or count}{left_out}"
+        return f"{report[count]:,} {noun}{left_out}"
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
@@ -402,7 +392,7 @@ class HeadEvaluator(abc.ABC):
         control: Control,
     ) -> HeadResult | None:
         """Evaluates all rows or, if `limit` is above 0, one batch of at most `limit` rows."""
-        timed.restart()
+        timed.seconds, timed.inputs = 0.0, 0
         outputs: dict[int, tuple] = {}
         reader = self.task.row_reader
         assert reader
@@ -423,7 +413,9 @@ class HeadEvaluator(abc.ABC):
             "attention": config.attention.kind,
             **result.metrics,
             "left_out": self.store.manifest["rows"]["bad"],
-            **timed.speed(self.inputs),
+            self.inputs: timed.inputs,
+            "seconds": timed.seconds,
+            f"{self.inputs}_per_second": timed.inputs / max(timed.seconds, 1e-9),
         }
         return result._replace(metrics=metrics)
 
@@ -441,21 +433,3 @@ class HeadEvaluator(abc.ABC):
             "\n".join([*self.table(report, results), "", *(first.shown[i] for i in shown)]),
             name="" if kind == self._trained else f"_{kind}",
         )  # fmt: skip
-
-
-def metric_table(
-    report: dict[str, Any], results: list[HeadResult], forms: dict[str, str]
-) -> list[str]:
-    """Returns the lines of a table with a row for each kind of attention.
-
-    `forms` has the format of each metric that becomes a column; metrics that the report lacks are
-    left out.
-    """
-    shown = [name for name in forms if name in report]
-    head = "".join(f"{name.replace('_', ' '):>16}" for name in shown)
-    lines = [f"{'attention':<20}{head}{'tokens/s':>12}"]
-    for result in results:
-        cells = "".join(f"{forms[name].format(result.metrics[name]):>16}" for name in shown)
-        speed = result.metrics["tokens_per_second"]
-        lines.append(f"{result.metrics['attention']:<20}{cells}{speed:>12,.0f}")
-    return lines

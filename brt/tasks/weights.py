@@ -12,9 +12,8 @@ from jaxtyping import Array, PyTree
 from brt.config import Config
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
+from brt.formatting import listed
 from brt.layers.basic import compute_dtype
-
-_SHOWN = 4  # An error lists at most this number of parameters.
 
 
 @runtime_checkable
@@ -58,7 +57,7 @@ class WarmStart(NamedTuple):
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the weights were trained with another tokenizer.
+    """Raises ConfigError if the weights are known to be trained with another tokenizer.
 
     Tokenizers of bytes are not distinguished, because they assign the same ids to bytes and differ
     only in special ids.
@@ -112,8 +111,7 @@ def merge_weights(
     missing = [name for name in new if name not in old]
     required = [name for name in missing if not name.startswith(tuple(optional))]
     if required:
-        names = ", ".join(required[:_SHOWN])
-        raise CheckpointError(f"{weights.where} lacks {names}, which this model has")
+        raise CheckpointError(f"{weights.where} lacks {listed(required)}, which this model has")
     if growing in old and len(old[growing]) < len(new[growing]):
         rows = len(old[growing])
         missing.append(f"{growing} from row {rows} on")

@@ -19,26 +19,19 @@ from brt.config import (
     Config,
     Data,
     Decoding,
-    Encoder,
     Evaluation,
     Model,
     Pairs,
     Seq2Seq,
-    Speech,
     Training,
 )  # fmt: skip
 from brt.data.lanes import evaluation_batches as document_batches
 from brt.tasks.arguments import EvaluationRequest, LossInputs
-from brt.tasks.speech_recognition.preparation import SpeechReader
-from brt.tasks.summarization.evaluation import scored_bytes
 from brt.tasks.summarization.preparation import PairReader
+from brt.tasks.summarization.task import scored_bytes
 from brt.training.state import initial_params
 from brt.types import Variables
 
-ENCODER = Encoder(
-    layers=1, model_dim=16, heads=2, mlp_dim=16, dropout=0.0, positions="sinusoidal",
-    dtype="float32",
-)  # fmt: skip
 WORDS = "fünf Füchse laufen über den kalten See und ruhen dann am Ufer aus".split()
 
 
@@ -87,7 +80,7 @@ def approx(value: float) -> Any:
 
 
 def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
-    """Documents of uneven length share batches; the second part reads 21 tokens of each."""
+    """Documents of uneven length share batches."""
     texts = [text(0, 3), text(1, 40), text(2, 17)]
     config = Config(
         model=Model(
@@ -98,7 +91,7 @@ def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
             test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
         ),
         training=Training(segment_length=16, batch_size=1),
-        evaluation=Evaluation(batch_size=2, tokens_per_document=21),
+        evaluation=Evaluation(batch_size=2),
     )  # fmt: skip
     found = case(config)
     store = found.dataset.split("train")
@@ -113,42 +106,6 @@ def test_bits_of_documents_equal_the_summed_loss(tmp_path: Path) -> None:
     )
     words = sum(len(t.split()) for t in texts)
     assert found.report["word_perplexity"] == approx(math.exp(nats / words))
-    part = tasks.from_config(config).evaluator(
-        EvaluationRequest(found.config, found.dataset, "train")
-    )
-    metrics = part(Variables(found.params), whole=False).metrics
-    kept = [t.encode()[:21] for t in texts]
-    assert part.partial and metrics["tokens"] == metrics["bytes"] == sum(map(len, kept))
-    assert metrics["words"] == sum(len(k.decode(errors="replace").split()) for k in kept)
-
-
-@pytest.mark.slow  # Quick tests of other tasks cover the same code.
-def test_bits_of_masked_tokens(tmp_path: Path) -> None:
-    config = Config(
-        encoder=ENCODER,
-        data=Data(
-            train=lines(tmp_path, [{"text": text(i, n)} for i, n in enumerate((2, 30, 11))]),
-            validation_fraction=0.0, test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
-        ),
-        training=Training(task="masked_language_modeling", segment_length=16, batch_size=1),
-        evaluation=Evaluation(batch_size=2),
-    )  # fmt: skip
-    found = case(config)
-    report, rows = found.report, found.rows
-    lengths = found.dataset.split("train").lengths
-    assert report["masked_tokens"] == sum(r["masked_tokens"] for r in rows)
-    assert [r["masked_tokens"] > 0 for r in rows] == [True] * 3
-    assert report["masked_tokens"] < 0.3 * lengths.sum(), "a share of the text, not of the padding"
-    bits = sum(r["bits"] for r in rows)
-    assert report["bits_per_masked_token"] == approx(bits / report["masked_tokens"])
-    again = tasks.from_config(config).evaluator(
-        EvaluationRequest(
-            Config(**{**vars(found.config), "evaluation": Evaluation(batch_size=3)}),
-            found.dataset,
-            "train",
-        )
-    )
-    assert again(Variables(found.params)).metrics["bits"] == approx(bits)
 
 
 @pytest.fixture(scope="module")
@@ -194,35 +151,3 @@ def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Ca
     """Training and evaluation report the same bits per byte for the same summaries."""
     units = tasks.from_config(summaries.config).units_per_token(summaries.config, summaries.dataset)
     assert summaries.report["bits_per_token"] / units == approx(summaries.report["bits_per_byte"])
-
-
-@pytest.mark.slow  # Quick tests of other tasks cover the same code.
-def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
-    """Some letters have two bytes, and the utterances have different lengths."""
-    features, said = np.random.default_rng(0).normal(size=(90, 4)), ["ä", "süß und", "öl"]
-    np.savez(
-        tmp_path / "a.npz", features=features, lengths=[12, 60, 18], ids=["a", "b", "c"],
-        transcripts=said,
-    )  # fmt: skip
-    section = Speech(
-        train=(str(tmp_path / "a.npz"),), validation=(), test=(), cache_dir=str(tmp_path / "cache")
-    )
-    found = case(
-        Config(
-            encoder=ENCODER, training=Training(task="speech_recognition"), speech=section,
-            evaluation=Evaluation(batch_size=2),
-        )
-    )  # fmt: skip
-    store = found.dataset.split("train")
-    batches = SpeechReader.evaluation(store, batch_size=1, buckets=())
-    nats, count = summed_loss(found, list(batches))
-    tokens, size = sum(map(len, said)), sum(len(s.encode()) for s in said)
-    assert count == tokens == 10 and size == 14
-    assert found.report["bits_per_token"] == approx(nats / math.log(2) / tokens)
-    assert found.report["bits_per_byte"] == approx(nats / math.log(2) / size)
-    units = tasks.from_config(found.config).units_per_token(found.config, found.dataset)
-    assert found.report["bits_per_token"] / units == approx(found.report["bits_per_byte"])
-    edits = sum(
-        sum(v for k, v in r["token_errors"].items() if k != "reference") for r in found.rows
-    )
-    assert found.report["token_error_rate"] == approx(100 * edits / tokens)

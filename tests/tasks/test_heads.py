@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from brt import tasks
-from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
+from brt.config import Config, Encoder, Evaluation, Questions, Sentences, Training
 from brt.data.readers import TextReader
-from brt.errors import NonFiniteError
-from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
-from brt.tasks.extractive_qa import evaluation, squad
+from brt.tasks.arguments import EvaluationRequest, LossInputs
 from brt.tasks.extractive_qa import preparation as question_preparation
-from brt.tasks.extractive_qa.evaluation import WindowPrediction
+from brt.tasks.extractive_qa import squad
+from brt.tasks.extractive_qa.task import WindowPrediction, average_scores, best_answer
 from brt.tasks.text_classification import preparation as sentence_preparation
-from brt.tasks.text_classification.evaluation import Classifier
+from brt.tasks.text_classification.task import Classifier
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -39,9 +38,15 @@ def build(objective, **sections):
 
 
 def forward(config, params):
-    """Returns a compiled function from (ids, valid, key) to logits."""
+    """Returns a compiled function from ids and a padded length to the logits of a row alone."""
     apply = jax.jit(tasks.from_config(config).network(config).apply)
-    return partial(apply, {"params": params})
+
+    def logits(ids, length):
+        padded = jnp.asarray(np.pad(ids, (0, length - len(ids))))[None]
+        valid = (jnp.arange(length) < len(ids))[None]
+        return np.asarray(apply({"params": params}, padded, valid, jax.random.key(0))[0], float)
+
+    return logits
 
 
 def loss(config):
@@ -50,14 +55,10 @@ def loss(config):
     return lambda params, batch, key: compiled(params, LossInputs(batch, key))
 
 
-def evaluator(config, dataset, **options):
-    request = EvaluationRequest(config, dataset, "train", **options)
-    return tasks.from_config(config).evaluator(request)
-
-
-def read(config, params, dataset, *control):
+def read(config, params, dataset):
     """Returns the result of an evaluation on the split train."""
-    return evaluator(config, dataset)(Variables(params), *control)
+    request = EvaluationRequest(config, dataset, "train")
+    return tasks.from_config(config).evaluator(request)(Variables(params))
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +88,8 @@ def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
     store, result = dataset.split("train"), read(config, params, dataset)
     rows, alone, nats = result.rows["predictions"], forward(config, params), []
     for row, found in enumerate(rows):
-        ids = jnp.asarray(np.pad(store.tokens[row], (0, 256 - len(store.tokens[row]))))[None]
-        valid = (jnp.arange(256) < len(store.tokens[row]))[None]
-        logits = np.asarray(alone(ids, valid, jax.random.key(0)), np.float64)
-        p = np.exp(logits[0]) / np.exp(logits[0]).sum()
+        logits = alone(store.tokens[row], 256)
+        p = np.exp(logits) / np.exp(logits).sum()
         np.testing.assert_allclose(found["probabilities"], p, atol=2e-6)
         assert found["prediction"] == store.labels[p.argmax()] and found["id"] == store.ids[row]
         nats.append(-np.log(p[store.targets[row]]))
@@ -123,9 +122,7 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
     store, result = dataset.split("train"), read(config, params, dataset)
     alone, guesses = forward(config, params), []
     for row, found in enumerate(result.rows["predictions"]):
-        ids = jnp.asarray(np.pad(store.tokens[row], (0, 32 - len(store.tokens[row]))))[None]
-        valid = (jnp.arange(32) < len(store.tokens[row]))[None]
-        guesses.append(alone(ids, valid, jax.random.key(0)).item())
+        guesses.append(alone(store.tokens[row], 32).item())
         assert found["prediction"] == pytest.approx(guesses[-1], rel=1e-4)
         assert (found["id"], found["number"]) == (store.ids[row], rows[row][1])
     assert f"\n{store.ids[0]}, 'one': 1.5, guessed {guesses[0]:.2f}\n" in result.text
@@ -155,8 +152,7 @@ def test_smoothing_is_towards_all_labels_alike(sentences):
     assert not nats[6:].any() and (nats[:6] > 0).all()
     training = dataclasses.replace(config.training, label_smoothing=0.3)
     smooth = dataclasses.replace(config, training=training)
-    key = jax.random.fold_in(jax.random.key(1), 1)
-    logits = forward(config, params)(batch.tokens, batch.valid, key)
+    logits = tasks.from_config(config).predict(config, params, batch)
     log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)[:6]
     target = 0.7 * np.eye(3)[np.asarray(batch.targets[:6, 0])] + 0.1
     total, _ = loss(smooth)(params, batch, jax.random.key(1))
@@ -171,10 +167,7 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
     best, nothing, nats = {}, {}, 0.0
     for row in range(len(store)):
         question, start, stop, *targets = store.window(row)
-        size = int(store.lengths[row])
-        ids = jnp.asarray(np.pad(store.tokens(row), (0, 160 - size)))[None]
-        logits = alone(ids, (jnp.arange(160) < size)[None], jax.random.key(0))
-        logits = np.asarray(logits[0, :size], np.float64)
+        logits = alone(store.tokens(row), 160)[: store.lengths[row]]
         nats += sum(
             np.log(np.exp(logits[:, i]).sum()) - logits[target, i]
             for i, target in enumerate(targets)
@@ -208,35 +201,13 @@ def test_no_answer_needs_every_window_and_a_margin(questions):
         WindowPrediction(1, 40, 40, 4.0, 5.5, 0.0),
     ]
     first = store.text(0, 40, 41)
-    assert evaluation.best_answer(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
-    assert evaluation.best_answer(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
-    assert evaluation.best_answer(store, windows, True, 0.6)["prediction"] == first
+    assert best_answer(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
+    assert best_answer(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
+    assert best_answer(store, windows, True, 0.6)["prediction"] == first
     there = [*windows, WindowPrediction(2, 40, 40, 1.0, 4.0, 0.0)]  # The new one has an answer.
-    assert evaluation.best_answer(store, there, True, 0.0)["no_answer_score"] == 4.0
-    assert evaluation.best_answer(store, there, True, 0.0)["prediction"] == first
+    assert best_answer(store, there, True, 0.0)["no_answer_score"] == 4.0
+    assert best_answer(store, there, True, 0.0)["prediction"] == first
     rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
             {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
-    found = evaluation.average_scores(rows)
+    found = average_scores(rows)
     assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
-
-
-@pytest.mark.slow  # Other quick tests evaluate with another attention.
-def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
-    config, params, dataset = sentences
-    kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
-    other = dataclasses.replace(config, attention=kind)
-    both = evaluator(other, dataset, compare_exact=True)(Variables(params))
-    exact = read(config, params, dataset)
-    for one, two in zip(exact.rows["predictions"], both.rows["predictions"], strict=True):
-        # The top_k keys are all keys, so clustered attention is exact.
-        np.testing.assert_allclose(one["probabilities"], two["probabilities"], atol=1e-4)
-    assert both.metrics["attention"] == both.metrics["trained_with"] == "improved_clustered"
-    assert both.metrics["accuracy_full"] == exact.metrics["accuracy"]
-    assert f"(full: {exact.metrics['accuracy']:.2f} % right)" in both.summary and not both.name
-    swapped = evaluator(other, dataset, trained=config)(Variables(params), whole=False)
-    assert swapped.metrics["trained_with"] == "full" and swapped.name == "_improved_clustered"
-    assert "accuracy_full" not in swapped.metrics
-    assert read(config, params, dataset, Control(lambda: True)) is None
-    bad = jax.tree.map(lambda x: x * np.nan, params)
-    with pytest.raises(NonFiniteError, match="the model's logits are not finite; take an earlier"):
-        evaluator(config, dataset).sample(Variables(bad), 0)

@@ -166,22 +166,16 @@ class QuestionStore(RowStore):
         return self.texts[context][spans[start + offset, 0] : spans[end + offset, 1]].strip()
 
 
-class Window(NamedTuple):
-    """A range of tokens of a text: the tokens with the indices `start` to `stop` - 1."""
-
-    start: int
-    stop: int
-
-
-def windows(length: int, size: int, overlap: int) -> list[Window]:
+def windows(length: int, size: int, overlap: int) -> list[range]:
     """Returns windows of at most `size` tokens that cover a text and share `overlap` tokens.
 
-    An empty text has one empty window. The overlap is less than `size`.
+    A window is the range of the indices of its tokens. An empty text has one empty window. The
+    overlap is less than `size`.
     """
-    cuts = [Window(0, min(size, length))]
+    cuts = [range(min(size, length))]
     while cuts[-1].stop < length:
         start = cuts[-1].start + size - overlap
-        cuts.append(Window(start, min(start + size, length)))
+        cuts.append(range(start, min(start + size, length)))
     return cuts
 
 
@@ -236,75 +230,59 @@ class QuestionPreparation(TextPreparation):
                 seen.add(row.id)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
-        valid: list[Question] = []
-        context_of, questions, rows = [], [], []
-        cut = 0
-        located = tally.refuse_or_skip(_located(self.read(split), contexts), section.errors)
-        for group in in_groups(located):
-            encoded = tokenizer.encode([question.text for question, *_ in group])
-            for (question, context, answer), encoding in zip(group, encoded, strict=True):
-                ids = encoding.ids[: section.max_question_length]
-                cut += len(ids) < len(encoding.ids)
-                length = len(contexts.encodings[context].ids)
-                rows += _rows(section, tokenizer, len(valid), len(ids), length, answer)
-                valid.append(question)
-                context_of.append(context)
-                questions.append(ids)
-        table, encodings = np.array(rows, np.int32), contexts.encodings
+        section, tokenizer = self.section, self.tokenizer
+        contexts: dict[str, Encoding] = {}  # each context once, in the order of the questions
+        found = _located(self.read(split), contexts, tokenizer)
+        located = [*tally.refuse_or_skip(found, section.errors)]
+        asked = [question.text for question, _ in located]
+        encoded = [e.ids for group in in_groups(asked) for e in tokenizer.encode(group)]
+        questions = [ids[: section.max_question_length] for ids in encoded]
+        cut = sum(len(ids) > section.max_question_length for ids in encoded)
+        rows: list[WindowRow] = []
+        for i, (question, answer) in enumerate(located):
+            length = len(contexts[question.context].ids)
+            rows += _rows(section, tokenizer, i, len(questions[i]), length, answer)
+        table, places = np.array(rows, np.int32), {text: i for i, text in enumerate(contexts)}
         columns = {
-            "contexts": Ragged.from_rows([encoding.ids for encoding in encodings]),
-            "spans": Ragged.from_rows([encoding.spans for encoding in encodings]),
+            "contexts": Ragged.from_rows([encoding.ids for encoding in contexts.values()]),
+            "spans": Ragged.from_rows([encoding.spans for encoding in contexts.values()]),
             "questions": Ragged.from_rows(questions),
-            "context_of": np.array(context_of, np.int32),
+            "context_of": np.array([places[question.context] for question, _ in located], np.int32),
             "rows": table,
-            "ids": [q.id for q in valid],
-            "asked": [q.text for q in valid],
-            "answers": [[answer.text for answer in q.answers] for q in valid],
-            "texts": list(contexts.indices),
+            "ids": [question.id for question, _ in located],
+            "asked": asked,
+            "answers": [[answer.text for answer in question.answers] for question, _ in located],
+            "texts": list(contexts),
         }
         stores.finish(directory, columns, {"rows": tally.report(), "cut": cut})
-        without = sum(not q.answers for q in valid)
-        line = f"{len(valid):,} questions about {len(encodings):,} texts, {len(rows):,} windows"
+        without = sum(not question.answers for question, _ in located)
+        line = f"{len(located):,} questions about {len(contexts):,} texts, {len(rows):,} windows"
         line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
         line += f"; {without:,} without an answer" if without else ""
         return line + (f"; cut {cut:,} questions" if cut else "")
 
 
-class _Contexts:
-    """The encoded contexts, each once, in the order in which they first occur."""
-
-    def __init__(self, tokenizer: TextTokenizer):
-        self._tokenizer = tokenizer
-        self.indices: dict[str, int] = {}
-        self.encodings: list[Encoding] = []
-
-    def index(self, text: str) -> int:
-        """Returns the index of a context, which is encoded and added if it is new."""
-        if text not in self.indices:
-            self.indices[text] = len(self.encodings)
-            self.encodings += self._tokenizer.encode([text])
-        return self.indices[text]
-
-
 def _located(
-    rows: Iterable[Question | BadRow], contexts: _Contexts
-) -> Iterator[tuple[Question, int, tuple[int, int] | None] | BadRow]:
-    """Yields questions with the index of their context and the token span of their first answer."""
+    rows: Iterable[Question | BadRow], contexts: dict[str, Encoding], tokenizer: TextTokenizer
+) -> Iterator[tuple[Question, tuple[int, int] | None] | BadRow]:
+    """Yields questions with the token span of their first answer, and adds the encodings of their
+    contexts to `contexts`.
+    """
     for row in rows:
         if isinstance(row, BadRow):
             yield row
             continue
-        context = contexts.index(row.context)
+        if row.context not in contexts:
+            (contexts[row.context],) = tokenizer.encode([row.context])
         if not row.answers:
-            yield row, context, None
+            yield row, None
             continue
         text, start = row.answers[0]
-        answer = token_range(contexts.encodings[context].spans, start, start + len(text))
+        answer = token_range(contexts[row.context].spans, start, start + len(text))
         if answer is None:
             yield BadRow(row.name, f"has the answer {text[: squad.SHOWN]!r} without any token")
         else:
-            yield row, context, answer
+            yield row, answer
 
 
 def _rows(
@@ -322,8 +300,8 @@ def _rows(
     """
     room = section.max_length - tokenizer.special_count(2) - question_length
     first = len(tokenizer.begin) + question_length + len(tokenizer.between)
-    for start, stop in windows(length, room, section.stride):
+    for window in windows(length, room, section.stride):
         target = (0, 0)
-        if answer and start <= answer[0] and answer[1] < stop:
-            target = (first + answer[0] - start, first + answer[1] - start)
-        yield WindowRow(question, start, stop, *target)
+        if answer and answer[0] in window and answer[1] in window:
+            target = (first + answer[0] - window.start, first + answer[1] - window.start)
+        yield WindowRow(question, window.start, window.stop, *target)

@@ -1,17 +1,143 @@
-"""The extractive question answering task: find the span of a text that answers a question."""
+"""The extractive question answering task: find the span of a text that answers a question.
+
+Long texts are cut into windows. A model reads the question together with one window of the text,
+and predicts the span of tokens of the window that is the answer; not every window contains it. In
+shapes, B is the number of windows in a batch and T their padded number of tokens.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
 from brt.data.readers import TextReader
-from brt.ops.spans import span_nats
-from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
-from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
-from brt.tasks.extractive_qa.preparation import QuestionPreparation
-from brt.tasks.interface import Aux, EvaluationRequest, LossInputs, count_scored
+from brt.ops.spans import best_spans, span_nats
+from brt.tasks.encoders import EncoderTask, HeadEvaluator, HeadResult
+from brt.tasks.extractive_qa import squad
+from brt.tasks.extractive_qa.preparation import QuestionPreparation, QuestionStore
+from brt.tasks.interface import Aux, LossInputs, count_scored
 from brt.tasks.report import SCORE, Metric
+from brt.types import TextBatch
+
+
+class WindowPrediction(NamedTuple):
+    """A model's prediction for one window."""
+
+    row: int  # index of the window in the store
+    start: int  # position of the best span's first token in the window's input
+    end: int  # position of its last token
+    score: float  # score of the best span, the sum of the logits of its start and end
+    # Sum of the start and end logits of the input's first token, which stands for "no answer in
+    # this window".
+    no_answer: float
+    nats: float  # cross-entropy of the true start plus that of the true end, as in training
+
+
+class AnswerEvaluator(HeadEvaluator):
+    """Evaluates question answering; the answer to a question is the best answer of its windows.
+
+    Exact match and F1 are defined as for SQuAD: for each question the maximum over its true
+    answers, in percent, averaged over questions. A window has two places to predict, the first and
+    the last token of the answer. Bits per place are -log2 p of the true places, averaged over the
+    places of all windows. Questions that were left out when the data were prepared do not count.
+    """
+
+    compared_metric = "exact_match", "exact match {:.2f} %"
+    rows = "questions", "questions"
+    forms = {"exact_match": "{:.2f} %", "f1": "{:.2f} %", "bits_per_place": "{:.4f}"}
+
+    def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
+        """The function's third argument is the mask of `QuestionStore.context_mask`. Its results
+        are the fields of WindowPrediction except for `row`, arrays [B].
+        """
+        longest = config.questions.max_answer_length
+
+        def read(
+            params: PyTree[Array], batch: TextBatch, mask: Bool[np.ndarray, "B T"] | Array
+        ) -> tuple[Float[Array, " B"] | Int[Array, " B"], ...]:
+            logits = self.task.predict(config, params, batch)
+            nats = span_nats(logits, batch.targets, batch.scored).sum(axis=1)
+            no_answer = logits[:, 0].sum(axis=-1)
+            return (*best_spans(logits, mask, longest), no_answer, nats)
+
+        return read
+
+    def extra_inputs(self, batch: TextBatch) -> tuple[np.ndarray, ...]:
+        return (self.store.context_mask(batch.row, batch.tokens.shape[1]),)
+
+    def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
+        section, store = self.section, self.store
+        windows: dict[int, list[WindowPrediction]] = {}
+        for row, arrays in outputs.items():
+            window = WindowPrediction(row, *(x.item() for x in arrays))
+            windows.setdefault(int(store.rows[row, 0]), []).append(window)
+        rows = []
+        for question in sorted(windows):
+            answer = best_answer(
+                store, windows[question], section.no_answer, section.no_answer_margin
+            )
+            golds = store.answers[question]
+            exact, f1 = squad.score(answer["prediction"], golds)
+            asked = {"id": store.ids[question], "question": store.asked[question]}
+            rows.append({**asked, **answer, "answers": golds, "exact_match": exact, "f1": f1})
+        nats = sum(window.nats for group in windows.values() for window in group)
+        metrics = {
+            **average_scores(rows),
+            "windows": len(outputs),
+            "bits_per_place": nats / math.log(2) / max(2 * len(outputs), 1),
+        }
+        metrics |= {"score": metrics["f1"], "score_name": "f1"}
+        summary = f"exact match {metrics['exact_match']:.2f} %, F1 {metrics['f1']:.2f} %"
+        return HeadResult(metrics, summary, rows, [_shown(row) for row in rows])
+
+
+def best_answer(
+    store: QuestionStore, windows: list[WindowPrediction], no_answer: bool, margin: float
+) -> dict[str, Any]:
+    """Returns the prediction for a question: the best answer in the windows of its context.
+
+    As in the baselines of SQuAD 2.0, the prediction is "" (no answer) only if the no-answer scores
+    of all windows exceed the score of the best span by more than `margin`, and `no_answer` is True.
+    """
+    best = max(windows, key=lambda window: (window.score, -window.row))
+    no_answer_score = min(window.no_answer for window in windows)
+    text = store.text(best.row, best.start, best.end)
+    answer = {"prediction": text, "score": best.score}
+    if not no_answer:
+        return answer
+    if no_answer_score - best.score > margin:
+        answer["prediction"] = ""
+    return {**answer, "no_answer_score": no_answer_score}
+
+
+def average_scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the averages of exact match and F1 over questions, in percent, by name.
+
+    Each of `rows` is a question, whose scores are from 0 to 1. If some questions have no answer,
+    there are also averages over the questions with an answer, whose names begin with "answerable_",
+    and over the others ("unanswerable_").
+    """
+    kinds = {"": rows, "answerable_": [r for r in rows if r["answers"]]}
+    if len(kinds["answerable_"]) == len(rows):
+        kinds.pop("answerable_")
+    else:
+        kinds["unanswerable_"] = [r for r in rows if not r["answers"]]
+    averages: dict[str, Any] = {"questions": len(rows)}
+    for kind, group in kinds.items():
+        for name in ("exact_match", "f1"):
+            averages[kind + name] = 100 * sum(row[name] for row in group) / max(len(group), 1)
+    return averages
+
+
+def _shown(row: dict[str, Any]) -> str:
+    golds = " | ".join(dict.fromkeys(row["answers"])) or "(none)"
+    prediction = row["prediction"] or "(none)"
+    return f"{row['id']}: {row['question']}\n  is:    {golds}\n  found: {prediction}"
 
 
 class ExtractiveQa(EncoderTask):
@@ -26,7 +152,7 @@ class ExtractiveQa(EncoderTask):
     head, unsmoothed = "spans", "spans"
     sections = TASK_SECTIONS["extractive_qa"]
     data, preparation = "questions", QuestionPreparation
-    row_reader = TextReader
+    row_reader, evaluator_class = TextReader, AnswerEvaluator
     metrics = (
         Metric("bits_per_place", "bits per place"),
         Metric("exact_match", "exact match %", ".2f"),
@@ -34,26 +160,16 @@ class ExtractiveQa(EncoderTask):
     )
     table_metrics = (SCORE,)
 
-    def check(self, config: Config) -> None:
-        super().check(config)
-        self.check_encoder(config, ("Data.max_length", config.questions.max_length))
-
     def loss(
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         """Cross-entropy of two targets in each window: the answer's first and last token."""
-        batch, logits = inputs.batch, self.training_logits(config, params, inputs)
+        batch = inputs.batch
+        logits = self.predict(config, params, batch, inputs.key)
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
         return nats, Aux(nats, count_scored(batch.scored))
 
-    def evaluator(self, request: EvaluationRequest) -> AnswerEvaluator:
-        refuse_ablation(request.ablate)
-        return AnswerEvaluator(self, request)
-
     def next_steps(self, workdir: str) -> list[str]:
-        return [
-            *encoder_next_steps(workdir),
-            "with your own questions, in files of SQuAD's form:",
-            "python -m brt.train --gin_file=configs/runs/spans_quickstart.gin "
-            f"--workdir=runs/mine {own_data_binding('Questions', 'json')}",
-        ]
+        what = "questions, in files of SQuAD's form"
+        data = "Questions.train = 'mine.json'"
+        return self.steps_with_own_data(workdir, what, "spans_quickstart.gin", data)

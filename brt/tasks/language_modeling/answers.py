@@ -8,7 +8,7 @@ number of tokens between the fact and the answer.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,17 +45,19 @@ class ScoredAnswer(NamedTuple):
 
 def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[AnswerSpan]]:
     """Returns the answers in each document of a memory task, by document index."""
-    documents = [d for d, name in enumerate(store.names) if name.startswith(MEMORY)]
-    return {d: list(_spans(store, d, tokenizer)) for d in documents}
-
-
-def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[AnswerSpan]:
-    pieces = [tokenizer.decode_bytes(token[None]) for token in store.document(document)]
-    ends = np.cumsum([len(piece) for piece in pieces])
-    for answer in memory_tasks.answers(store.names[document], b"".join(pieces)):
-        byte_positions = (answer.start, answer.stop - 1, answer.stated - 1)
-        start, last, told = (int(np.searchsorted(ends, b, "right")) for b in byte_positions)
-        yield AnswerSpan(start, last + 1, start - told - 1, answer.stop - answer.start)
+    spans: dict[int, list[AnswerSpan]] = {}
+    for document, name in enumerate(store.names):
+        if not name.startswith(MEMORY):
+            continue
+        pieces = [tokenizer.decode_bytes(token[None]) for token in store.document(document)]
+        ends = np.cumsum([len(piece) for piece in pieces])
+        spans[document] = []
+        for answer in memory_tasks.answers(name, b"".join(pieces)):
+            byte_positions = (answer.start, answer.stop - 1, answer.stated - 1)
+            start, last, told = (int(np.searchsorted(ends, b, "right")) for b in byte_positions)
+            size = answer.stop - answer.start
+            spans[document].append(AnswerSpan(start, last + 1, start - told - 1, size))
+    return spans
 
 
 class TokenScores:

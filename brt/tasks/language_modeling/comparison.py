@@ -28,7 +28,11 @@ from brt.errors import ConfigError
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import evaluation
-from brt.tasks.language_modeling.differences import Difference, basis, paired_difference
+from brt.tasks.language_modeling.differences import (
+    basis,
+    paired_difference,
+    position_ranges,
+)
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import EvaluationResult, example_indices
 from brt.types import Variables
@@ -164,77 +168,53 @@ def _colour(bits: float) -> str:
     return f"rgba({red},{green},{blue},{strength:.2f})"
 
 
-def class_rows(
-    classes: Sequence[np.ndarray], nats: Sequence[np.ndarray], other: Sequence[np.ndarray]
-) -> list[dict[str, Any]]:
-    """Returns a row for each class of tokens, as JSON; classes without tokens are left out.
-
-    The arguments have the class of each token of each document, its nats, and its nats in the other
-    model.
-    """
-    rows = _rows(classes, len(CLASSES), nats, other)
-    return [{"class": name, **row} for name, row in zip(CLASSES, rows, strict=True) if row]
-
-
-def position_rows(
-    nats: Sequence[np.ndarray], other: Sequence[np.ndarray], window: int
-) -> list[dict[str, Any]]:
-    """Returns a row for each range of positions in the document, as JSON.
-
-    The first range has the length of the window in tokens, and each further range ends at four
-    times the position of its start. The last range has no end. `nats` and `other` have the nats of
-    each token of each document in the two models.
-    """
-    longest = max((len(own) for own in nats), default=0)
-    starts = [0, window]
-    while 4 * starts[-1] < longest:
-        starts.append(4 * starts[-1])
-    ranges = [np.searchsorted(starts, np.arange(len(own)), side="right") - 1 for own in nats]
-    rows = _rows(ranges, len(starts), nats, other)
-    return [{"from": start, **row} for start, row in zip(starts, rows, strict=True) if row]
-
-
-def _rows(
-    groups: Sequence[np.ndarray], count: int,
+def group_rows(
+    key: str, names: Sequence[Any], groups: Sequence[np.ndarray],
     nats: Sequence[np.ndarray], other: Sequence[np.ndarray],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Compares two models on each of `count` groups of tokens.
+    """Compares two models on groups of tokens; returns a row for each group with tokens, as JSON.
 
-    A row has the number of tokens, the bits per token of both models, their difference with half of
-    its 95 % confidence interval over documents, and the share of the group in the difference of all
-    tokens. The row of a group without tokens is empty.
+    A row has the name of the group (as `key`), the number of tokens, the bits per token of both
+    models, their difference with half of its 95 % confidence interval over documents, and the share
+    of the group in the difference of all tokens.
+
+    Args:
+      groups: the group of each token of each document, as an index into `names`.
+      nats, other: the nats of each token of each document in the two models.
     """
 
-    def sums(values: Sequence[np.ndarray] | None) -> np.ndarray:
+    def sums(values: Iterable[np.ndarray | None]) -> np.ndarray:
         """Returns sums over the tokens of each group [documents, groups]."""
-        weights = [None] * len(groups) if values is None else values
-        return np.asarray([
-            np.bincount(own, weight, count) for own, weight in zip(groups, weights, strict=True)
-        ])  # fmt: skip
+        weighted = zip(groups, values, strict=True)
+        return np.asarray([np.bincount(own, weight, len(names)) for own, weight in weighted])
 
-    counts, ours, theirs = sums(None), sums(nats), sums(other)
+    counts, ours, theirs = sums([None] * len(groups)), sums(nats), sums(other)
     total = float(np.sum(ours - theirs))
     rows: list[dict[str, Any]] = []
-    for i in range(count):
+    for i, name in enumerate(names):
         tokens = int(counts[:, i].sum())
         if not tokens:
-            rows.append({})
             continue
         difference = paired_difference(ours[:, i], theirs[:, i], counts[:, i])
         bits, other_bits = (float(x[:, i].sum()) / math.log(2) / tokens for x in (ours, theirs))
         share = float(np.sum(ours[:, i] - theirs[:, i])) / total if total else None
         rows.append({
-            "tokens": tokens, "bits_per_token": bits, "other_bits_per_token": other_bits,
+            key: name, "tokens": tokens, "bits_per_token": bits, "other_bits_per_token": other_bits,
             "difference": difference.value, "difference_95": difference.half_width, "share": share,
         })  # fmt: skip
     return rows
 
 
-def summary(report: Mapping[str, Any], difference: Difference | None) -> str:
-    """Returns a phrase with the difference in bits per byte, which is None if it is not defined."""
-    if difference is None:
-        return "compared per token, because the tokens do not reproduce the text"
-    return f"{difference.value:+.4f} bits/byte compared with {report['other']['run']}"
+def range_starts(window: int, longest: int) -> list[int]:
+    """Returns the starts of ranges of positions, of which the last has no end.
+
+    The first range has the length of the window in tokens, and each further range ends at four
+    times the position of its start.
+    """
+    starts = [0, window]
+    while 4 * starts[-1] < longest:
+        starts.append(4 * starts[-1])
+    return starts
 
 
 def _interval(value: float | None, half: float | None) -> str:
@@ -363,11 +343,11 @@ class ComparisonEvaluator:
 
     def _result(self, ours: SplitScores, theirs: SplitScores) -> EvaluationResult:
         sizes = np.asarray([score.bytes for score in ours.documents])
-        nats, other_nats = (
+        own_nats, other_nats = (
             np.asarray([score.nats for score in reading.documents]) for reading in (ours, theirs)
         )
         lost = any(reading.totals.get("lost_bytes") for reading in (ours, theirs))
-        difference = None if lost else paired_difference(nats, other_nats, sizes)
+        difference = None if lost else paired_difference(own_nats, other_nats, sizes)
         metrics = {
             **ours.totals,
             "protocol": ours.protocol,
@@ -379,12 +359,17 @@ class ComparisonEvaluator:
             "difference_95": difference and difference.half_width,
         }  # fmt: skip
         draw = html = None
+        summary = "compared per token, because the tokens do not reproduce the text"
+        if difference is not None:
+            summary = f"{difference.value:+.4f} bits/byte compared with {self._other.name}"
         if self._same_tokens:
-            classes = self._classes()
-            metrics["classes"] = class_rows(classes, ours.tokens, theirs.tokens)
-            metrics["positions"] = position_rows(
-                ours.tokens, theirs.tokens, self._config.model.window
-            )
+            window, nats = self._config.model.window, (ours.tokens, theirs.tokens)
+            classes = [token_classes(self._pieces(i), window) for i in range(len(self._store))]
+            metrics["classes"] = group_rows("class", _NAMES, classes, *nats)
+            lengths = [len(own) for own in ours.tokens]
+            starts = range_starts(window, max(lengths, default=0))
+            ranges = [position_ranges(starts, length) for length in lengths]
+            metrics["positions"] = group_rows("from", starts, ranges, *nats)
             html = partial(self._page, classes, ours, theirs)
             if self._config.training.plots:
                 draw = partial(draw_classes, metrics["classes"])
@@ -393,13 +378,9 @@ class ComparisonEvaluator:
             for score, other in zip(ours.documents, other_nats.tolist(), strict=True)
         ]
         return EvaluationResult(
-            metrics, summary(metrics, difference), {"documents": documents},
+            metrics, summary, {"documents": documents},
             report_text(metrics), name="_comparison", draw=draw, page=html,
         )  # fmt: skip
-
-    def _classes(self) -> list[np.ndarray]:
-        window = self._config.model.window
-        return [token_classes(self._pieces(i), window) for i in range(len(self._store))]
 
     def _pieces(self, document: int) -> list[bytes]:
         """Returns the bytes of each token of a document; an end token that is scored has none."""

@@ -1,6 +1,7 @@
 """Paired differences between two readings of the same documents, with confidence intervals."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,11 @@ def basis(documents: int) -> str:
     line = f"95 % intervals over {counted(documents, 'document')}"
     few = f"; fewer than {_ENOUGH} say little about other documents"
     return line + (few if documents < _ENOUGH else "")
+
+
+def position_ranges(starts: Sequence[int], length: int) -> np.ndarray:
+    """Returns for each position below `length` the index of the last start that is not above it."""
+    return np.searchsorted(starts, np.arange(length), side="right") - 1
 
 
 def paired_difference(nats: np.ndarray, other: np.ndarray, sizes: np.ndarray) -> Difference:

@@ -168,7 +168,7 @@ def text_metrics(
         "bits_per_byte": None if lost else bits / bytes,
         "bits_per_token": bits / tokens,
         "bits_per_character": None if lost else bits / characters,
-        "word_perplexity": _exp(nats / words) if separated else None,
+        "word_perplexity": math.exp(nats / words) if separated and nats / words < 700 else None,
         "bits": bits,
         "tokens": tokens,
         "bytes": bytes,
@@ -176,10 +176,6 @@ def text_metrics(
         "words": words,
         **({"lost_bytes": lost} if lost else {}),
     }
-
-
-def _exp(x: float) -> float | None:
-    return math.exp(x) if x < 700 else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,30 +10,26 @@ gradients), and its caches are a part of the carry.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from brt.config import Config
+from brt.config import Config, Model
 from brt.config.checks import check
 from brt.errors import CheckpointError
-from brt.layers.runs import ModelState, StackState, new_stack_state, state_axes
-from brt.models.decoder import (
-    DecoderOutput,
-    forward_flops_per_token,
-    logit_scale,
-    output_weights,
-)
+from brt.formatting import listed
+from brt.layers.runs import ModelState, StackState
+from brt.models.decoder import forward_flops_per_token, logit_scale, output_weights
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.distillation import summed_divergence
 from brt.tasks.interface import Aux, LossInputs, count_scored
 from brt.tasks.language_modeling import warm_start
 from brt.tasks.language_modeling.forward import predict
 from brt.tasks.weights import Weights
-from brt.types import Batch, Variables
+from brt.types import Variables
 
 TEACHER = "teacher"  # The entry of the model state with the teacher's parameters.
 
@@ -85,20 +81,12 @@ def student_state(carry: StackState | DistillationCarry) -> StackState:
     return carry.student if isinstance(carry, DistillationCarry) else carry
 
 
-def with_teacher_state(
-    config: Config, carry: StackState, lanes: int, dtype: jnp.dtype
-) -> StackState | DistillationCarry:
-    """Returns the initial carry of a run, with the teacher's empty caches if it has a teacher."""
+def carry_of(config: Config, make: Callable[[Model], StackState]) -> StackState | DistillationCarry:
+    """Returns what `make` makes of the run's model and, if it has one, of its teacher."""
+    student = make(config.model)
     if not distills(config):
-        return carry
-    teacher = new_stack_state(teacher_config(config).model, lanes, dtype)
-    return DistillationCarry(carry, teacher)
-
-
-def with_teacher_axes(config: Config, axes: StackState) -> StackState | DistillationCarry:
-    if not distills(config):
-        return axes
-    return DistillationCarry(axes, state_axes(teacher_config(config).model))
+        return student
+    return DistillationCarry(student, make(teacher_config(config).model))
 
 
 def split_teacher(model_state: ModelState) -> tuple[ModelState, ModelState]:
@@ -119,32 +107,10 @@ def start_teacher(config: Config, weights: Weights, initial: PyTree[Array]) -> P
     if other := [*start.missing, *start.unused]:
         raise CheckpointError(
             f"Distillation.window needs a teacher whose layers have windows alone, but "
-            f"{weights.where} differs in {', '.join(other[:4])}; set Distillation.window = 0, or "
+            f"{weights.where} differs in {listed(other)}; set Distillation.window = 0, or "
             "name another directory in Training.init_from"
         )
     return start.params
-
-
-def divergence(
-    config: Config, params: PyTree[Array], student: DecoderOutput, batch: Batch,
-    teacher: ModelState, carry: StackState,
-) -> tuple[Float[Array, ""], StackState]:  # fmt: skip
-    """Reads a segment with the teacher, and returns the divergence of the trained model from it.
-
-    The result is the KL divergence from the teacher to the trained model, summed over the scored
-    tokens, and the teacher's caches after the segment. `carry` has its caches before the segment,
-    and `student` is the trained model's output for the segment.
-    """
-    settings = config.distillation
-    frozen = jax.lax.stop_gradient(teacher[TEACHER])
-    read = predict(teacher_config(config), Variables(frozen, {}), carry, batch)
-    total = summed_divergence(
-        student.hidden, read.hidden, batch.scored,
-        output_weights(config.model, params), output_weights(config.model, frozen),
-        scale=logit_scale(config.model), temperature=settings.temperature,
-        chunk=config.training.loss_chunk,
-    )  # fmt: skip
-    return total, read.state
 
 
 def extra_flops_per_token(config: Config) -> int:
@@ -158,22 +124,12 @@ def extra_flops_per_token(config: Config) -> int:
     return forward_flops_per_token(teacher_config(config).model) + 5 * logits
 
 
-def new_teacher(config: Config, initialize: Any) -> dict[str, PyTree[Array]]:
-    """Returns the teacher's entry of a new model state; an empty dict if there is no teacher.
-
-    `initialize` returns initial parameters for a config.
-    """
-    if not distills(config):
-        return {}
-    return {TEACHER: nn.meta.unbox(initialize(teacher_config(config)))}
-
-
 def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Float[Array, ""], Aux]:
     """Returns the loss of a batch, summed over scored tokens, and further results.
 
     The loss is the cross-entropy, smoothed by Training.label_smoothing, plus the auxiliary losses
-    of layers, plus, in runs with distillation, the weighted divergence from the teacher. The nats
-    of the `Aux` are the cross-entropy alone, without smoothing.
+    of layers, plus, in runs with distillation, the weighted KL divergence from the teacher, summed
+    over scored tokens, too. The nats of the `Aux` are the cross-entropy alone, without smoothing.
     """
     training, batch = config.training, inputs.batch
     model_state, teacher = split_teacher(inputs.model_state)
@@ -191,10 +147,16 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
     losses = {f"loss/{name}": value for name, value in output.losses.items()}
     state, after = output.state, {**output.model_state, **teacher}
     if isinstance(inputs.carry, DistillationCarry):
-        nats_apart, teacher_state = divergence(
-            config, params, output, batch, teacher, inputs.carry.teacher
-        )
-        total += config.distillation.weight * nats_apart
-        losses["loss/divergence"] = nats_apart / jnp.maximum(count, 1.0)
-        state = DistillationCarry(state, teacher_state)
+        frozen = jax.lax.stop_gradient(teacher[TEACHER])
+        caches = inputs.carry.teacher
+        read = predict(teacher_config(config), Variables(frozen, {}), caches, batch)
+        divergence = summed_divergence(
+            output.hidden, read.hidden, batch.scored,
+            output_weights(config.model, params), output_weights(config.model, frozen),
+            scale=logit_scale(config.model), temperature=config.distillation.temperature,
+            chunk=training.loss_chunk,
+        )  # fmt: skip
+        total += config.distillation.weight * divergence
+        losses["loss/divergence"] = divergence / jnp.maximum(count, 1.0)
+        state = DistillationCarry(state, read.state)
     return total, Aux(nats, count, state, after, {**output.metrics, **losses})

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,6 @@ from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.causal.config import FAMILIES
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
-from brt.layers.basic import compute_dtype
 from brt.layers.runs import (
     ModelState,
     StackState,
@@ -55,47 +55,11 @@ from brt.tasks.interface import (
 from brt.tasks.language_modeling import evaluation, objective, warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, TextScorer, xz_bits_per_byte
-from brt.tasks.language_modeling.probe.states import StateProbe
+from brt.tasks.language_modeling.probe.states import state_probe
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
 from brt.tasks.weights import WarmStart, Weights, fill_in_vocabulary
 from brt.tasks.writers import StopFilter, WriteOptions, Writer
 from brt.types import Batch, Variables
-
-
-def export(source: ExportSource) -> ExportableModel:
-    """Returns a decoder in Hugging Face's format.
-
-    The library transformers can load the result as one of its model classes, such as
-    LlamaForCausalLM, if the class computes the same function or `source.plain` is True. Otherwise,
-    the result includes PyTorch code that computes the function of the decoder.
-    """
-    opened, model = source.tokenizer(), source.config.model
-    family = causal.family_of(model)
-    if source.adapters:
-        return _adapter(source, opened, family)
-    if source.plain and not family:
-        raise CheckpointError(
-            f"{source.path} has a decoder for which transformers has no class; export it "
-            "without --plain"
-        )
-    decoder, form = TrainedDecoder(source.params, model, opened.bos_id), to_format
-    notes: tuple[str, ...] = ()
-    if family and (source.plain or causal.is_same_function(model, family)):
-        form = causal.to_format
-    elif family:
-        notes = (
-            "transformers loads the directory with trust_remote_code=True; --plain writes "
-            f"{FAMILIES[family]} instead, which attends to its whole context",
-        )
-    copy = partial(kept.write_tokenizer, opened, own_code=form is to_format)
-    if not opened.beside:
-        return ExportableModel(source.path, decoder, form, copy, notes)
-
-    def write(decoder: TrainedDecoder, dtype: str) -> ExportFormat:
-        """Returns the content of the export, with the original settings as far as they hold."""
-        return kept.with_decoder_settings(form(decoder, dtype), model, opened)
-
-    return ExportableModel(source.path, decoder, write, copy, notes)
 
 
 def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> ExportableModel:
@@ -269,13 +233,10 @@ class LanguageModeling(Task):
         return decoder.init(key, tokens, carry, start, new_model_state(model))["params"]
 
     def initial_carry(self, config: Config, lanes: int) -> StackState | objective.DistillationCarry:
-        model = config.model
-        return objective.with_teacher_state(
-            config, new_state(model, lanes), lanes, compute_dtype(model)
-        )
+        return objective.carry_of(config, lambda model: new_state(model, lanes))
 
     def carry_axes(self, config: Config) -> StackState | objective.DistillationCarry:
-        return objective.with_teacher_axes(config, state_axes(config.model))
+        return objective.carry_of(config, state_axes)
 
     def unrolls_layers(self, config: Config) -> bool:
         return unrolls_layers(config.model)
@@ -288,12 +249,15 @@ class LanguageModeling(Task):
 
     def initial_model_state(self, config: Config) -> ModelState:
         """Also has the parameters of the teacher if the config asks for distillation."""
+        state = new_model_state(config.model)
+        if not objective.distills(config):
+            return state
         key = jax.random.key(config.training.seed)
-        teacher = objective.new_teacher(config, partial(self.initial_params, key=key))
-        return {**new_model_state(config.model), **teacher}
+        params = self.initial_params(objective.teacher_config(config), key)
+        return {**state, objective.TEACHER: nn.meta.unbox(params)}
 
     def constant_model_state(self, config: Config) -> tuple[str, ...]:
-        return (objective.TEACHER,) if config.distillation.window else ()
+        return (objective.TEACHER,) if objective.distills(config) else ()
 
     def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
         own, teacher = objective.split_teacher(model_state)
@@ -327,7 +291,7 @@ class LanguageModeling(Task):
         return super().select_metrics(report) | costs
 
     def probe(self, config: Config) -> ProbeFunction:
-        return StateProbe(config)
+        return state_probe(config)
 
     def inspect(self, variables: Variables, request: InspectionRequest) -> Inspection:
         from brt.tasks.language_modeling.probe import job
@@ -371,7 +335,39 @@ class LanguageModeling(Task):
         ]
 
     def export(self, source: ExportSource) -> ExportableModel:
-        return export(source)
+        """Returns a decoder in Hugging Face's format.
+
+        The library transformers can load the result as one of its model classes, such as
+        LlamaForCausalLM, if the class computes the same function or `source.plain` is True.
+        Otherwise, the result includes PyTorch code that computes the function of the decoder.
+        """
+        opened, model = source.tokenizer(), source.config.model
+        family = causal.family_of(model)
+        if source.adapters:
+            return _adapter(source, opened, family)
+        if source.plain and not family:
+            raise CheckpointError(
+                f"{source.path} has a decoder for which transformers has no class; export it "
+                "without --plain"
+            )
+        decoder, form = TrainedDecoder(source.params, model, opened.bos_id), to_format
+        notes: tuple[str, ...] = ()
+        if family and (source.plain or causal.is_same_function(model, family)):
+            form = causal.to_format
+        elif family:
+            notes = (
+                "transformers loads the directory with trust_remote_code=True; --plain writes "
+                f"{FAMILIES[family]} instead, which attends to its whole context",
+            )
+        copy = partial(kept.write_tokenizer, opened, own_code=form is to_format)
+        if not opened.beside:
+            return ExportableModel(source.path, decoder, form, copy, notes)
+
+        def write(decoder: TrainedDecoder, dtype: str) -> ExportFormat:
+            """Returns the content of the export, with the original settings as far as they hold."""
+            return kept.with_decoder_settings(form(decoder, dtype), model, opened)
+
+        return ExportableModel(source.path, decoder, write, copy, notes)
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         files.check_is_model(where)

@@ -20,11 +20,13 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     part, only the first part is taken from them. Raises CheckpointError if an array has another
     shape.
     """
-    old = _by_layer(weights.load(), weights.model)
-    new = _by_layer(initial, model)
+    old = by_layer(weights.load(), weights.model)
+    new = by_layer(initial, model)
     missing = [name for name in new if name not in old]
     for name, array in new.items():
-        if name in old and _lacks_states(name, old[name].shape, array.shape):
+        # The weights have an output kernel [1, H, K, D] where the model has one for two attentions.
+        one = name.endswith("/output") and array.shape[0] == 2 and (1, *array.shape[1:])
+        if name in old and old[name].shape == one:
             old[name] = jnp.concatenate([old[name], array[1:].astype(old[name].dtype)])
             missing.append(f"{name} for attention to states")
         elif name in old and old[name].shape != array.shape:
@@ -36,59 +38,53 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     return WarmStart(_by_run(merged, model), missing, [name for name in old if name not in new])
 
 
-def _lacks_states(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Returns True for an output kernel [1, H, K, D] where the model has one for two attentions."""
-    return name.endswith("/output") and (1, *new[1:]) == old and new[0] == 2
-
-
 def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:
     """Returns the initial model state, taken from weights for layers that have the same kind."""
     if not initial:
         return initial
-    old, rows = (
-        _layer_states(weights.load_model_state(), weights.model),
-        _layer_states(initial, model),
-    )
-    merged = {layer: old.get(layer, row) for layer, row in rows.items()}
-    states, first = {}, 0
-    for run, kind, count, _ in runs(model):
-        if run in initial:
-            layers = [merged[kind, first + i] for i in range(count)]
-            states[run] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-        first += count
-    return states
+    old = _layer_states(weights.load_model_state(), weights.model)
+    # States of layers that have another kind now are merged, too, but not read.
+    layers = {**_layer_states(initial, model), **old}
+    return {
+        run.name: jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *(layers[run.kind, i] for i in run.indices)
+        )
+        for run in runs(model)
+        if run.name in initial
+    }
 
 
 def _layer_states(model_state: ModelState, model: Model) -> dict[tuple[str, int], PyTree[Array]]:
     """Separates the stacked state of equal layers: a state for each kind and index of a layer."""
-    states, first = {}, 0
-    for run, kind, count, _ in runs(model):
-        for i in range(count if run in model_state else 0):
-            states[kind, first + i] = jax.tree.map(lambda leaf, i=i: leaf[i], model_state[run])
-        first += count
-    return states
+    return {
+        (run.kind, layer): jax.tree.map(lambda leaf, i=i: leaf[i], model_state[run.name])
+        for run in runs(model)
+        if run.name in model_state
+        for i, layer in enumerate(run.indices)
+    }
 
 
-def _by_layer(params: PyTree[Array], model: Model) -> dict[str, Array]:
-    """Separates stacked parameters by layer; a name is, for example, "layer 3: tokens/keys"."""
-    flat, layers, first = flatten_dict(params, sep="/"), {}, 0
-    for run, _, count, _ in runs(model):
-        prefix = f"stack/{run}/"
+def by_layer(params: PyTree[Array], model: Model, form: str = "layer {}: ") -> dict[str, Array]:
+    """Separates stacked parameters by layer; a name is, for example, "layer 3: tokens/keys".
+
+    `form` is the beginning of the names, in which {} stands for the index of the layer.
+    """
+    flat, layers = flatten_dict(params, sep="/"), {}
+    for run in runs(model):
+        prefix = f"stack/{run.name}/"
         for name in [name for name in flat if name.startswith(prefix)]:
             rows = flat.pop(name)
-            for i in range(count):
-                layers[f"layer {first + i}: {name.removeprefix(prefix)}"] = rows[i]
-        first += count
+            for i, layer in enumerate(run.indices):
+                layers[form.format(layer) + name.removeprefix(prefix)] = rows[i]
     return {**layers, **flat}
 
 
 def _by_run(arrays: dict[str, Array], model: Model) -> PyTree[Array]:
-    """Stacks parameters of consecutive layers of one kind again; the inverse of `_by_layer`."""
-    rest, flat, first = dict(arrays), {}, 0
-    for run, _, count, _ in runs(model):
-        prefix = f"layer {first}: "
+    """Stacks parameters of consecutive layers of one kind again; the inverse of `by_layer`."""
+    rest, flat = dict(arrays), {}
+    for run in runs(model):
+        prefix = f"layer {run.indices[0]}: "
         for name in [name.removeprefix(prefix) for name in arrays if name.startswith(prefix)]:
-            rows = [rest.pop(f"layer {first + i}: {name}") for i in range(count)]
-            flat[f"stack/{run}/{name}"] = jnp.stack(rows)
-        first += count
+            rows = [rest.pop(f"layer {layer}: {name}") for layer in run.indices]
+            flat[f"stack/{run.name}/{name}"] = jnp.stack(rows)
     return unflatten_dict({**flat, **rest}, sep="/")

@@ -18,7 +18,7 @@ from brt.config.checks import check
 from brt.formatting import counted
 from brt.tasks.arguments import UNCONTROLLED, Control, EvaluationRequest
 from brt.tasks.language_modeling import evaluation
-from brt.tasks.language_modeling.differences import basis, paired_difference
+from brt.tasks.language_modeling.differences import basis, paired_difference, position_ranges
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, SplitScores
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EvaluationResult
 from brt.types import Variables
@@ -126,8 +126,7 @@ def sums_by_position(documents: Iterable[np.ndarray], edges: Sequence[int]) -> n
     """
     sums = np.zeros(len(edges))
     for values in documents:
-        ranges = np.searchsorted(edges, np.arange(len(values)), side="right") - 1
-        sums += np.bincount(ranges, values, len(edges))
+        sums += np.bincount(position_ranges(edges, len(values)), values, len(edges))
     return sums
 
 

@@ -37,7 +37,7 @@ from brt.ops.cross_entropy import cross_entropy
 from brt.ops.token_masking import MaskedTokens, mask_tokens
 from brt.tasks import weights
 from brt.tasks.arguments import UNCONTROLLED, Control
-from brt.tasks.encoders import EncoderTask, refuse_ablation
+from brt.tasks.encoders import EncoderTask
 from brt.tasks.interface import Aux, EvaluationRequest, LossInputs, count_scored
 from brt.tasks.report import EvaluationResult, Metric
 from brt.types import Batch, Variables
@@ -97,9 +97,9 @@ class MaskedEvaluator:
 
     unit = "tok"
 
-    def __init__(self, network: EncoderWithHead, request: EvaluationRequest):
+    def __init__(self, task: EncoderTask, request: EvaluationRequest):
         config, dataset = request.config, request.dataset
-        self._network, self._config, self._split = network, config, request.split
+        self._network, self._config, self._split = task.network(config), config, request.split
         self._trained = (request.trained or config).attention.kind
         self._tokenizer, self._store = dataset.tokenizer, dataset.split(request.split)
         self.total = int(self._store.lengths.sum())
@@ -185,7 +185,13 @@ class MaskedEvaluator:
             "masked_tokens": total,
             "documents": len(bits),
             "tokens_per_second": speed,
-            "protocol": self._protocol(),
+            "protocol": {
+                "split": self._split,
+                "segment_length": self._config.evaluation_segment_length,
+                "mask_share": self._config.training.mask_share,
+                "attention": dataclasses.asdict(self._config.attention),
+                "tokenizer": self._tokenizer.name,
+            },
         }
         rows = [
             {"document": name, "bits": float(document_bits), "masked_tokens": int(count)}
@@ -196,15 +202,6 @@ class MaskedEvaluator:
             f"{metrics['accuracy']:.1%} right"
         )
         return EvaluationResult(metrics, summary, {"documents": rows}, self._text(metrics))
-
-    def _protocol(self) -> dict[str, Any]:
-        return {
-            "split": self._split,
-            "segment_length": self._config.evaluation_segment_length,
-            "mask_share": self._config.training.mask_share,
-            "attention": dataclasses.asdict(self._config.attention),
-            "tokenizer": self._tokenizer.name,
-        }
 
     def _text(self, metrics: dict[str, Any]) -> str:
         p, kind = metrics["protocol"], self._config.attention.kind
@@ -283,19 +280,18 @@ class MaskedLanguageModeling(EncoderTask):
     head = "masked_language_modeling"
     sections = TASK_SECTIONS["masked_language_modeling"]
     data, preparation = "data", DocumentPreparation
-    shows_examples = False
+    evaluator_class, shows_examples = MaskedEvaluator, False
     metrics = (
         Metric("bits_per_masked_token", "bits per masked token"),
         Metric("accuracy", "accuracy", ".3f"),
     )
     table_metrics = (Metric("bits_per_masked_token", "bits per masked token"),)
 
-    def check(self, config: Config) -> None:
-        self.check_encoder(
-            config,
-            ("Training.segment_length", config.training.segment_length),
-            ("Evaluation.segment_length", config.evaluation_segment_length),
-        )
+    def lengths(self, config: Config) -> dict[str, int]:
+        return {
+            "Training.segment_length": config.training.segment_length,
+            "Evaluation.segment_length": config.evaluation_segment_length,
+        }
 
     def required_vocab_size(self, tokenizer: weights.Tokenizer) -> int:
         return tokenizer.vocab_size + 1
@@ -323,10 +319,6 @@ class MaskedLanguageModeling(EncoderTask):
             smoothing=config.training.label_smoothing, implementation=config.kernels.cross_entropy,
         )  # fmt: skip
         return total, Aux(nats, count_scored(tokens.scored))
-
-    def evaluator(self, request: EvaluationRequest) -> MaskedEvaluator:
-        refuse_ablation(request.ablate)
-        return MaskedEvaluator(self.network(request.config), request)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
         """The baseline is the entropy of the frequencies of tokens in the validation data, in bits:

@@ -147,7 +147,7 @@ class SpeechStore(RowStore):
 
     @property
     def width(self) -> int:
-        """Number of features of each frame after frames were stacked."""
+        """Number of features of each frame after frames were stacked, as a model reads them."""
         return self.manifest["width"]
 
     @property
@@ -185,16 +185,6 @@ class SpeechDataset(Corpus[Vocabulary, SpeechStore]):
     """Prepared utterances that are opened for reading."""
 
     rows = "utterances"
-
-    @property
-    def width(self) -> int:
-        """Number of features of each frame after frames were stacked, as a model reads them."""
-        return self.split("train").width
-
-    @property
-    def rate(self) -> int:
-        """Sample rate of the training wav files in Hz; 0 if not known, as for files of features."""
-        return self.split("train").rate
 
     @property
     def longest(self) -> int:

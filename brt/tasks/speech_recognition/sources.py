@@ -30,9 +30,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -90,7 +91,7 @@ def left_out(name: str) -> str:
 
 def _files(name: str) -> list[Path]:
     if _is_table(name):
-        return table_files(name)
+        return [parse_table(name)[0].parent / row["file"] for row in table_rows(name)]
     path = Path(name)
     return kaldi_files(path) if path.is_dir() else [_array_file(name)]
 
@@ -137,12 +138,12 @@ def array_recordings(path: Path) -> Iterator[Recording]:
         frames = features[end - lengths[i] : end]
         yield Recording(
             str(path), str(arrays["ids"][i]), str(speakers[i]), str(arrays["transcripts"][i]),
-            partial(_loaded_frames, frames),
+            partial(_without_rate, np.asarray, frames),
         )  # fmt: skip
 
 
-def _loaded_frames(frames: np.ndarray) -> tuple[np.ndarray, int]:
-    return frames, 0
+def _without_rate(load: Callable[..., np.ndarray], *given: Any) -> tuple[np.ndarray, int]:
+    return load(*given), 0
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -181,11 +182,6 @@ def table_recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
         )  # fmt: skip
 
 
-def table_files(source: str) -> list[Path]:
-    """Returns the paths of the wav files that the rows of a source name."""
-    return [parse_table(source)[0].parent / row["file"] for row in table_rows(source)]
-
-
 def table_rows(source: str) -> list[dict[str, str]]:
     """Returns the rows of a source, PATH.tsv[:SPLIT]: those with SPLIT in the column `split`."""
     path, split = parse_table(source)
@@ -221,47 +217,35 @@ def kaldi_recordings(directory: Path, speech: config.Speech) -> Iterator[Recordi
     """
     transcripts = table(directory / "text")
     speakers = table(directory / "utt2spk") if (directory / "utt2spk").exists() else {}
-    places = locations(directory)
-    archived = location_table(directory).name == "feats.scp"
+    archived, places = locations(directory)
     for id, transcript in transcripts.items():
         if id not in places:
             raise DataError(f"{directory} has no audio for {id}, which its text has")
-        load = partial(_load_kaldi, places[id], archived, speech)
+        load = partial(filter_bank.read, Path(places[id]), speech)
+        if archived:
+            load = partial(_without_rate, read_matrix, places[id])
         yield Recording(str(directory), id, speakers.get(id, ""), transcript, load)
-
-
-def _load_kaldi(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray, int]:
-    return (read_matrix(where), 0) if archived else filter_bank.read(Path(where), speech)
 
 
 def kaldi_files(directory: Path) -> list[Path]:
     """Returns the paths of the directory's tables, and of the files that the tables name."""
     existing = [directory / name for name in TABLES if (directory / name).exists()]
-    archived = location_table(directory).name == "feats.scp"
-    named = {
-        where.rpartition(":")[0] if archived else where for where in locations(directory).values()
-    }
+    archived, places = locations(directory)
+    named = {where.rpartition(":")[0] if archived else where for where in places.values()}
     return [*existing, *map(Path, sorted(named))]
 
 
-def location_table(directory: Path) -> Path:
-    """Returns the path of the table that says where the sound or the features of utterances are:
-    feats.scp if it exists, otherwise wav.scp.
+def locations(directory: Path) -> tuple[bool, dict[str, str]]:
+    """Returns True if the directory has a feats.scp, and the place of each utterance, by its id.
+
+    A place is ARCHIVE:POSITION (a byte offset in an archive of features) if there is a feats.scp,
+    otherwise the path of a wav file, from wav.scp.
     """
-    for name in ("feats.scp", "wav.scp"):
-        if (directory / name).exists():
-            return directory / name
-    raise DataError(f"{directory} has neither feats.scp nor wav.scp")
-
-
-def locations(directory: Path) -> dict[str, str]:
-    """Returns the place of the sound or the features of each utterance, by the utterance's id.
-
-    A place is ARCHIVE:POSITION (a byte offset in an archive of features) if the directory has a
-    feats.scp, otherwise the path of a wav file.
-    """
-    path = location_table(directory)
-    if path.name == "wav.scp" and (directory / "segments").exists():
+    archived = (directory / "feats.scp").exists()
+    path = directory / ("feats.scp" if archived else "wav.scp")
+    if not path.exists():
+        raise DataError(f"{directory} has neither feats.scp nor wav.scp")
+    if not archived and (directory / "segments").exists():
         raise DataError(
             f"{directory} cuts its wav files by `segments`; compute features of its utterances "
             "(feats.scp), or write a wav file of each"
@@ -273,7 +257,7 @@ def locations(directory: Path) -> dict[str, str]:
                 f"{path} has a command for {id} ({where}); brt runs none: write wav files and "
                 "name them there"
             )
-    return places
+    return archived, places
 
 
 def table(path: Path) -> dict[str, str]:
@@ -343,12 +327,8 @@ def generated_recordings(source: str) -> Iterator[Recording]:
         speaker = f"{name}-{draw.randint(SPEAKERS)}"
         transcript = " ".join(words[i] for i in draw.randint(len(words), size=draw.randint(6, 9)))
         id = f"{name}-{number:05}"
-        load = partial(_load_generated, transcript, speaker, id)
+        load = partial(_without_rate, sound, transcript, speaker, id)
         yield Recording(source, id, speaker, transcript, load)
-
-
-def _load_generated(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
-    return sound(transcript, speaker, id), 0
 
 
 def lexicon() -> list[str]:

@@ -74,21 +74,14 @@ class Encoder:
         return [self._wrap(ids, limit, False) for ids in self.tokenizer.encode(summaries)]
 
     def _wrap(self, ids: np.ndarray, limit: int, tail: bool) -> Encoded:
-        begin = self.tokenizer.begin
-        special = len(begin) + 1
-        shortened = cut(ids, limit - special, tail=tail)
-        wrapped = np.concatenate([begin, shortened, [self.tokenizer.eos_id]]).astype(np.int32)
-        return Encoded(wrapped, len(ids) + special)
-
-
-def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
-    """Returns at most `limit` of the ids of a text: the first ones or, with `tail`, half of them
-    from the start and half from the end.
-    """
-    if len(ids) <= limit:
-        return ids
-    last = limit // 2 if tail else 0
-    return np.concatenate([ids[: limit - last], ids[len(ids) - last :]])
+        """Cuts the ids of a text; with `tail`, half of them is kept from the end of the text."""
+        begin, end = self.tokenizer.begin, self.tokenizer.eos_id
+        room, count = limit - len(begin) - 1, len(ids)
+        if count > room:
+            last = room // 2 if tail else 0
+            ids = np.concatenate([ids[: room - last], ids[count - last :]])
+        wrapped = np.concatenate([begin, ids, [end]]).astype(np.int32)
+        return Encoded(wrapped, count + len(begin) + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,14 +115,6 @@ class PairStore(RowStore):
         """Number of token ids of each document after it was cut, int64 [rows]."""
         return self.source.lengths
 
-    @property
-    def max_source_length(self) -> int:
-        return self.manifest["max_source_length"]
-
-    @property
-    def max_target_length(self) -> int:
-        return self.manifest["max_target_length"]
-
     def summary(self, row: int | np.integer) -> str:
         """Returns the text of a summary, as it was read and not cut."""
         return self.reference[row].tobytes().decode()
@@ -154,14 +139,26 @@ def write_pairs(
     columns = _write_texts(directory, pairs, encoder, dtype)
     if not columns["ids"]:
         raise DataError(f"there is no pair for {directory.name}")
+    section, tokenizer = encoder.pairs, encoder.tokenizer
     report = {name: _cuts(columns, name) for name in ("source", "target")}
-    if encoder.pairs.truncation == "error":
-        _refuse(directory.name, report, encoder)
+    if section.truncation == "error":
+        _refuse(directory.name, report, section)
     offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
-    described = {**_described(columns, encoder), "dtype": dtype.str, "cut": report, **facts()}
+    special = ("vocab_size", "pad_id", "eos_id", "decoder_start_id")
+    described = {
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        **{name: getattr(tokenizer, name) for name in special},
+        "max_source_length": section.max_source_length,
+        "max_target_length": section.max_target_length,
+        "pairs": len(columns["ids"]),
+        "tokens": {name: int(columns[name][-1]) for name in ("source", "target")},
+        "reference_bytes": int(columns["reference"][-1]),
+        "dtype": dtype.str,
+        "cut": report,
+    }
     stores.finish(
-        directory, columns, described, files=("source.bin", "target.bin"),
-        identity=offsets + encoder.tokenizer.fingerprint.encode(),
+        directory, columns, {**described, **facts()}, files=("source.bin", "target.bin"),
+        identity=offsets + tokenizer.fingerprint.encode(),
     )  # fmt: skip
     return PairStore.open(directory)
 
@@ -201,31 +198,15 @@ def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
     }
 
 
-def _refuse(split: str, report: Mapping[str, Mapping[str, int]], encoder: Encoder) -> None:
-    for name, limit in (
-        ("source", encoder.pairs.max_source_length), ("target", encoder.pairs.max_target_length),
-    ):  # fmt: skip
-        if count := report[name]["rows"]:
-            what = "documents" if name == "source" else "summaries"
+def _refuse(split: str, cuts: Mapping[str, Mapping[str, int]], section: config.Pairs) -> None:
+    for name, what in (("source", "documents"), ("target", "summaries")):
+        if count := cuts[name]["rows"]:
+            limit = f"max_{name}_length"
             raise DataError(
-                f"{count:,} {what} of {split} are longer than Pairs.max_{name}_length = {limit} "
-                f"tokens, the longest has {report[name]['longest']:,}; raise the limit, or set "
-                "Pairs.truncation = 'head' to cut them"
+                f"{count:,} {what} of {split} are longer than Pairs.{limit} = "
+                f"{getattr(section, limit)} tokens, the longest has {cuts[name]['longest']:,}; "
+                "raise the limit, or set Pairs.truncation = 'head' to cut them"
             )
-
-
-def _described(columns: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
-    tokenizer = encoder.tokenizer
-    special = ("vocab_size", "pad_id", "eos_id", "decoder_start_id")
-    return {
-        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
-        **{name: getattr(tokenizer, name) for name in special},
-        "max_source_length": encoder.pairs.max_source_length,
-        "max_target_length": encoder.pairs.max_target_length,
-        "pairs": len(columns["ids"]),
-        "tokens": {name: int(columns[name][-1]) for name in ("source", "target")},
-        "reference_bytes": int(columns["reference"][-1]),
-    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -247,17 +228,15 @@ class PairReader(RowReader):
 
     @property
     def longest(self) -> int:
-        return self.store.max_source_length
+        return self.store.manifest["max_source_length"]
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
         """Summaries are padded to the store's `max_target_length`."""
-        store = self.store
-        pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
+        store, manifest = self.store, self.store.manifest
+        pad, longest = manifest["pad_id"], manifest["max_target_length"]
         source, mask = padded(rows, store.source.__getitem__, length, np.int32, fill=pad)
-        target, scored = padded(
-            rows, store.target.__getitem__, store.max_target_length, np.int32, fill=pad
-        )
-        starts = np.full((len(rows), 1), start, np.int32)
+        target, scored = padded(rows, store.target.__getitem__, longest, np.int32, fill=pad)
+        starts = np.full((len(rows), 1), manifest["decoder_start_id"], np.int32)
         return PairBatch(
             source=source,
             source_mask=mask,

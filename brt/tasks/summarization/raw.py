@@ -25,6 +25,7 @@ from brt.errors import DataError
 from brt.tasks.summarization import columns
 from brt.tasks.summarization.columns import Columns, Pair
 
+_BETWEEN = re.compile(r"[ \t\r\n,]*")  # what stands between the values of a JSON array
 CHUNK = 1 << 24  # This number of characters of a JSON array is read at a time.
 CNN_LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
 # The keys are the names of the publishers in TFDS, and the values are the directories that contain
@@ -77,11 +78,15 @@ def find(directory: Path, *names: str) -> Path:
     raise DataError(f"{directory} has no {' or '.join(names)}; name the directory with --raw")
 
 
-def json_file(path: Path) -> Any:
+def split_members(path: Path, splits: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the ids of the examples of each split, from a JSON file."""
     try:
-        return untrusted.parse_json(untrusted.read_file(path), halves="keep")
+        members = untrusted.parse_json(untrusted.read_file(path), halves="keep")
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is no JSON file ({error})") from error
+    if not (isinstance(members, dict) and {*splits} <= {*members}):
+        raise DataError(f"{path} names no {', '.join(splits)}")
+    return members
 
 
 def json_array(path: Path) -> Iterator[Any]:
@@ -92,7 +97,7 @@ def json_array(path: Path) -> Iterator[Any]:
             buffer = file.read(CHUNK).lstrip()
             if not buffer.startswith("["):
                 raise DataError(f"{path} is no JSON array")
-            position = _next(buffer, 1)
+            position = _BETWEEN.match(buffer, 1).end()  # type: ignore[union-attr]  # always matches
             while buffer[position : position + 1] != "]":
                 try:
                     value, end = untrusted.parse_json(
@@ -103,19 +108,12 @@ def json_array(path: Path) -> Iterator[Any]:
                     if not (more := file.read(CHUNK)):
                         raise DataError(f"{path} is no JSON array ({error.msg})") from error
                     buffer = buffer[position:] + more
-                    position = _next(buffer, 0)
-                    continue
-                yield value
-                position = _next(buffer, end)
+                    end = 0
+                else:
+                    yield value
+                position = _BETWEEN.match(buffer, end).end()  # type: ignore[union-attr]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error})") from error
-
-
-def _next(text: str, position: int) -> int:
-    """Returns the position of the next value, or of the end of the array."""
-    while position < len(text) and text[position] in " \t\r\n,":
-        position += 1
-    return position
 
 
 def pair_example(pair: Pair | BadRow) -> Example | BadRow:
@@ -193,9 +191,7 @@ def read_media_sum(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
     """
     transcripts = find(directory, "news_dialogue.json")
     path = find(directory, "train_val_test_split.json")
-    members = json_file(path)
-    if not (isinstance(members, dict) and {*MEDIA_SUM_SPLITS} <= {*members}):
-        raise DataError(f"{path} names no {', '.join(MEDIA_SUM_SPLITS)}")
+    members = split_members(path, MEDIA_SUM_SPLITS)
     return {split: _media_sum_split(transcripts, {*members[split]}) for split in MEDIA_SUM_SPLITS}
 
 
@@ -207,16 +203,12 @@ def _media_sum_split(transcripts: Path, members: set[str]) -> Iterator[Example |
             yield BadRow(name, "is no JSON object")
         elif value.get("id") in members:
             missing.discard(value["id"])
-            yield Example(name, value["id"], _media_sum_values(value))
+            # Features that a transcript lacks are empty.
+            values = {feature: value.get(feature, "") for feature in MEDIA_SUM_TEXTS}
+            values |= {feature: value.get(feature, []) for feature in MEDIA_SUM_LISTS}
+            yield Example(name, value["id"], values)
     for member in sorted(missing):
         yield BadRow(f"{transcripts}", f"has no transcript '{member}'")
-
-
-def _media_sum_values(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns all features; those that a transcript lacks are empty."""
-    return {name: value.get(name, "") for name in MEDIA_SUM_TEXTS} | {
-        n: value.get(n, []) for n in MEDIA_SUM_LISTS
-    }
 
 
 def read_scientific_papers(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
@@ -261,9 +253,7 @@ def read_xsum(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
     if not (directory / XSUM_SPLIT_FILE).exists():
         return {split: _xsum_table(directory, split) for split in XSUM_SPLITS}
     folder = find(directory, *XSUM_EXTRACTS)
-    members = json_file(directory / XSUM_SPLIT_FILE)
-    if not (isinstance(members, dict) and {*XSUM_SPLITS} <= {*members}):
-        raise DataError(f"{directory / XSUM_SPLIT_FILE} names no {', '.join(XSUM_SPLITS)}")
+    members = split_members(directory / XSUM_SPLIT_FILE, XSUM_SPLITS)
     ending = XSUM_EXTRACTS[folder.name]
     return {
         split: (_xsum_extract(folder / f"{member}{ending}", member) for member in members[split])
@@ -373,7 +363,11 @@ def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) 
         raise DataError(f"{target} exists; delete it, or name another directory with --output")
     tallies = {split: Tally(split, "--errors=skip") for split in splits}
     checked = {
-        split: _usable(dataset, rows, tallies[split], errors) for split, rows in splits.items()
+        split: (
+            (example.key, example.values)  # as TFDS expects them
+            for example in tallies[split].refuse_or_skip(_checked(dataset, rows), errors)
+        )
+        for split, rows in splits.items()
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -386,24 +380,14 @@ def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) 
     return tallies
 
 
-def _usable(
-    dataset: RawDataset, rows: Iterator[Example | BadRow], tally: Tally, errors: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields keys and features of the good rows, as TFDS expects them."""
-    for example in tally.refuse_or_skip(_checked(dataset, rows), errors):
-        yield example.key, example.values
-
-
 def _checked(dataset: RawDataset, rows: Iterator[Example | BadRow]) -> Iterator[Example | BadRow]:
     keys: set[str] = set()
     for example in rows:
-        if isinstance(example, BadRow):
-            yield example
-            continue
-        problem = _problem(dataset, example)
-        if not problem and example.key in keys:
-            problem = f"repeats '{example.key}'"
-        keys.add(example.key)
+        problem = ""
+        if isinstance(example, Example):
+            repeats = f"repeats '{example.key}'" if example.key in keys else ""
+            problem = _problem(dataset, example) or repeats
+            keys.add(example.key)
         yield BadRow(example.name, problem) if problem else example
 
 

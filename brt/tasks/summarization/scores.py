@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from brt.formatting import counted
-from brt.tasks.summarization.rouge import TEXT, Aggregate, RougeProtocol, Score, aggregate
+from brt.tasks.report import example_indices
+from brt.tasks.summarization.rouge import TEXT, RougeProtocol, Score, aggregate
 
 # The report shows examples in two columns. A column has this width in characters, and at most this
 # number of lines.
@@ -58,7 +59,7 @@ def score_summaries(summaries: Sequence[Summary], protocol: RougeProtocol) -> Sc
     scores = [protocol.score(s.reference, s.prediction) for s in summaries]
     report = {
         "documents": len(summaries),
-        "rouge": {name: _rouge_metrics(mean) for name, mean in aggregate(scores).items()},
+        "rouge": aggregate(scores),
         "protocol": {"name": protocol.name, "rouge": protocol.text, "aggregation": TEXT},
         "truncation": _truncation(summaries),
         "lengths": _lengths(summaries),
@@ -77,7 +78,7 @@ def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
             "prediction": summary.prediction,
             "reference": summary.reference,
             "rouge_protocol": scored.protocol.name,
-            **{name: _percentages(score_summaries) for name, score_summaries in scores.items()},
+            **{name: score.percentages() for name, score in scores.items()},
             "source_tokens": summary.source_tokens,
             "cut_tokens": summary.cut_tokens,
             "prediction_tokens": summary.prediction_tokens,
@@ -112,19 +113,9 @@ def text(scored: ScoredSummaries) -> str:
         + (f"{copied:.1f} % of word pairs" if copied is not None else "no word pairs")
         + " are in the source",
     ]
-    count = len(scored.summaries)
-    for index in sorted({0, count // 2, count - 1}):
+    for index in example_indices(len(scored.summaries)):
         lines += ["", *_example(scored, index)]
     return "\n".join(lines)
-
-
-def _percentages(score: Score) -> dict[str, int | float]:
-    return {key: 100 * value for key, value in score._asdict().items()}
-
-
-def _rouge_metrics(mean: Aggregate) -> dict[str, int | float]:
-    bounds = {"low": 100 * mean.low.f1, "high": 100 * mean.high.f1}
-    return {**_percentages(mean.mid), **bounds}
 
 
 def _truncation(summaries: Sequence[Summary]) -> dict[str, int | float]:

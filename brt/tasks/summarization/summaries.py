@@ -7,7 +7,7 @@ the width of the model.
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -110,11 +110,15 @@ class Summarizer:
     ) -> list[Summary] | None:
         """Returns the summary of each document in order; None if `control` stopped the generation.
 
-        If `limit` is above 0, only so many documents are summarised, which are evenly spaced in the
-        store and form one batch.
+        If `limit` is above 0, only the first documents are summarised, in one batch.
         """
         summaries: dict[int, Summary] = {}
-        for batch in self._batches(store, limit):
+        for batch in PairReader.evaluation(
+            store,
+            batch_size=rules.round_up("lanes", self._config.evaluation.batch_size),
+            limit=limit,
+            buckets=self._config.pairs.buckets,
+        ):
             if control.stop():
                 return None
             best = self._best(params, batch.source, batch.source_mask)
@@ -140,15 +144,6 @@ class Summarizer:
             raise NonFiniteError("the model's logits are NaN; take an earlier checkpoint (--step)")
         return best
 
-    def _batches(self, store: PairStore, limit: int) -> Iterator[PairBatch]:
-        size = rules.round_up("lanes", self._config.evaluation.batch_size)
-        buckets = self._config.pairs.buckets
-        if not 0 < limit < len(store):
-            yield from PairReader.evaluation(store, batch_size=size, buckets=buckets)
-            return
-        rows = np.linspace(0, len(store) - 1, limit).astype(np.int32)
-        yield PairReader(store=store, batch_size=limit).gather(rows, store.max_source_length)
-
     def _summary(self, store: PairStore, row: int, tokens: Int[np.ndarray, " L"]) -> Summary:
         decode, source = self._tokenizer.decode, store.source[row]
         special = {self._ids.eos, self._ids.forced_bos}
@@ -169,15 +164,12 @@ def special_tokens(tokenizer: PairTokenizer) -> SpecialTokens:
     If the tokenizer puts a token before every text, as BART's does, generation is forced to begin
     with this token, and to write the end token at the maximum length.
     """
-    begin = tokenizer.begin
+    start, end = tokenizer.decoder_start_id, tokenizer.eos_id
+    first = tokenizer.begin[0] if tokenizer.begin else None
     return SpecialTokens(
-        start=tokenizer.decoder_start_id,
-        eos=tokenizer.eos_id,
-        pad=tokenizer.pad_id,
-        bos=begin[0] if begin else None,
-        forced_bos=begin[0] if begin else None,
-        forced_eos=tokenizer.eos_id if begin else None,
-    )
+        start=start, eos=end, pad=tokenizer.pad_id, bos=first, forced_bos=first,
+        forced_eos=end if tokenizer.begin else None,
+    )  # fmt: skip
 
 
 class SummaryWriter(Writer):
@@ -185,7 +177,7 @@ class SummaryWriter(Writer):
 
     def __init__(self, config: Config, params: PyTree[Array], tokenizer: PairTokenizer):
         self._config, self._params, self._tokenizer = config, params, tokenizer
-        self._summarizers: dict[tuple[Decoding, Sampling | None], Summarizer] = {}
+        self._summarizer = cache(self._new_summarizer)
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
         """The summary has at most `options.max_tokens` tokens, including the end token."""
@@ -209,9 +201,6 @@ class SummaryWriter(Writer):
         summarizer = self._summarizer(decoding, options.sampling)
         yield summarizer.summary(self._params, source.ids, seed=options.seed or 0)
 
-    def _summarizer(self, decoding: Decoding, sampling: Sampling | None) -> Summarizer:
-        if (decoding, sampling) not in self._summarizers:
-            config = dataclasses.replace(self._config, decoding=decoding)
-            summarizer = Summarizer(config, self._tokenizer, sampling)
-            self._summarizers[decoding, sampling] = summarizer
-        return self._summarizers[decoding, sampling]
+    def _new_summarizer(self, decoding: Decoding, sampling: Sampling | None) -> Summarizer:
+        config = dataclasses.replace(self._config, decoding=decoding)
+        return Summarizer(config, self._tokenizer, sampling)

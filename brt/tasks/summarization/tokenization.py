@@ -71,25 +71,31 @@ def load(path: str) -> PairTokenizer:
 
     Raises DataError if the file is missing or damaged, or has no end or padding token.
     """
-    return tokenizer_files.load(path, {".model": _sentencepiece, ".json": _json})
-
-
-def _sentencepiece(path: Path) -> PairTokenizer:
-    content = tokenizer_files.read(path)
-    processor = tokenizer_files.sentencepiece_model(path, content)
-    pad = _required(path, processor.pad_id(), "padding", PAD)
-    end = _required(path, processor.eos_id(), "end", END)
+    if not path.endswith((".model", ".json")):
+        raise ConfigError(
+            f"Data.tokenizer = '{path}' is none of 'path/to/spiece.model', "
+            "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
+        )
+    file = Path(path)
+    content = tokenizer_files.read(file)
     return PairTokenizer(
-        name=path.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
-        beside=originals.read(path),
-        vocab_size=processor.vocab_size(), pad_id=pad, eos_id=end, decoder_start_id=pad, begin=(),
-        unk_id=processor.unk_id(),
-        encode_all=processor.encode, decode_ids=processor.decode,
+        name=file.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
+        beside=originals.read(file),
+        **(_sentencepiece if path.endswith(".model") else _json)(file, content),
     )  # fmt: skip
 
 
-def _json(path: Path) -> PairTokenizer:
-    content = tokenizer_files.read(path)
+def _sentencepiece(path: Path, content: bytes) -> dict[str, Any]:
+    processor = tokenizer_files.sentencepiece_model(path, content)
+    pad = _required(path, processor.pad_id(), "padding", PAD)
+    end = _required(path, processor.eos_id(), "end", END)
+    return dict(
+        vocab_size=processor.vocab_size(), pad_id=pad, eos_id=end, decoder_start_id=pad, begin=(),
+        unk_id=processor.unk_id(), encode_all=processor.encode, decode_ids=processor.decode,
+    )  # fmt: skip
+
+
+def _json(path: Path, content: bytes) -> dict[str, Any]:
     tokenizer = tokenizer_files.json_model(path, content)
     with tokenizer_files.guarded(path):
         begin, end_id = _template(path, tokenizer)
@@ -100,9 +106,7 @@ def _json(path: Path) -> PairTokenizer:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    return PairTokenizer(
-        name=path.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
-        beside=originals.read(path),
+    return dict(
         vocab_size=tokenizer.get_vocab_size(), pad_id=pad, eos_id=end,
         decoder_start_id=end if begin else pad, begin=begin, encode_all=encode,
         decode_ids=tokenizer.decode,

@@ -1,22 +1,17 @@
 """Tests metrics of the answers in memory tasks on a small example, read in several ways."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from brt.config import Config, Data, Evaluation, Model, Training
-from brt.data import token_store
-from brt.data.documents import Document
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.layers.sections import Recurrence
-from brt.ops.cross_entropy import token_scores
 from brt.tasks import TASKS
 from brt.tasks.arguments import EvaluationRequest
 from brt.tasks.language_modeling import answers, evaluation
@@ -46,11 +41,8 @@ SPANS = {0: [AnswerSpan(9, 12, 5, 3)], 2: [AnswerSpan(16, 19, 5, 3), AnswerSpan(
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    documents = [Document(name, iter([text])) for name, text in TEXTS.items()]
-    directory: Path = tmp_path_factory.mktemp("corpus")
-    store = token_store.write(directory / "test", documents, ByteTokenizer())
-    return Dataset(directory, ByteTokenizer(), {"test": store})
+def dataset(written: Callable) -> Dataset:
+    return written(TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +73,9 @@ class Pairs(ByteTokenizer):
         return "".join(self.text[i : i + 2] for i in ids).encode()
 
 
-def test_answers_take_whole_tokens(tmp_path: Path) -> None:
+def test_answers_take_whole_tokens(written: Callable) -> None:
     """The tokens are =a bc ;. .. >a bc < and the answer abc needs the tokens `>a` and `bc`."""
-    documents = [Document("memory:copy/test/1?length=3#0", iter([Pairs.text]))]
-    store = token_store.write(tmp_path / "test", documents, Pairs())
+    store = written({"memory:copy/test/1?length=3#0": Pairs.text}, Pairs()).split("test")
     assert answers.answer_spans(store, Pairs()) == {0: [AnswerSpan(4, 6, 2, 3)]}
 
 
@@ -160,17 +151,6 @@ def test_rows_are_windows_by_powers_of_two() -> None:
     assert found["rest_bits_per_byte"] == pytest.approx((100 - 32) / (50 - 16))
 
 
-def test_guesses_are_the_likeliest_tokens() -> None:
-    rng = np.random.default_rng(0)
-    hidden, embedding = rng.normal(size=(2, 6, 5)), rng.normal(size=(7, 5))
-    logits = hidden @ embedding.T
-    best = logits.argmax(-1)
-    targets = np.where(np.arange(12).reshape(2, 6) % 3 == 0, best, (best + 1) % 7)
-    given = [jnp.asarray(x, jnp.float32) for x in (hidden, embedding)] + [jnp.asarray(targets)]
-    right = token_scores(*given, scale=0.5, chunk=3).right
-    np.testing.assert_array_equal(right, targets == best)
-
-
 def test_a_report_has_a_table_a_picture_and_figures_to_log(
     dataset: Dataset, params: Any, tmp_path: Path
 ) -> None:
@@ -195,13 +175,9 @@ def test_a_report_has_a_table_a_picture_and_figures_to_log(
 
 
 def test_documents_that_ask_for_nothing_are_read_as_ever(
-    dataset: Dataset, params: Any, tmp_path: Path
+    dataset: Dataset, params: Any, written: Callable
 ) -> None:
-    novel = [Document("novel.txt", iter([TEXTS["novel.txt"]]))]
-    store = token_store.write(tmp_path / "test", novel, ByteTokenizer())
-    alone = DocumentEvaluator(
-        EvaluationRequest(config(), dataclasses.replace(dataset, splits={"test": store}), "test")
-    )(Variables(params))
+    alone = evaluate(config(), written({"novel.txt": TEXTS["novel.txt"]}), params)
     beside = evaluate(config(), dataset, params)
     assert "answers" not in alone.metrics and alone.draw is None and "answers" not in alone.text
     bits = beside.rows["documents"][1]["bits"]

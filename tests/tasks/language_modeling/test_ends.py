@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_decoder import write_decoder
 
-import brt
 from brt import tasks
 from brt.config import Config, Data, Evaluation, Model, Training
 from brt.data import lanes, preparation
@@ -189,27 +187,3 @@ def test_a_run_goes_on_as_it_began(config: Config, dataset: Dataset) -> None:
     state = lanes.BatchIterator(plain)
     state.set_state({k: v for k, v in state.get_state().items() if k != "score_ends"})
     state.close()
-
-
-@pytest.mark.slow
-def test_a_pretrained_decoder_learns_where_short_documents_end(tmp_path: Path) -> None:
-    write_decoder(tmp_path / "decoder")
-    (tmp_path / "documents").mkdir()
-    for i in range(60):
-        text = f"Question {i % 7}. It was the best of times."
-        (tmp_path / "documents" / f"{i}.txt").write_text(text)
-    settings = {
-        "Training.init_from": str(tmp_path / "decoder"),
-        "Data.train": (str(tmp_path / "documents"),),
-        "Data.validation_fraction": 0.0, "Data.test_fraction": 0.0,
-        "Data.cache_dir": str(tmp_path / "cache"), "Model.window": 32, "Window.block": 32,
-        "Training.segment_length": 32, "Training.batch_size": 4, "Training.steps": 100,
-        "Training.sample_every": 0, "Training.plots": False, "Optimizer.name": "adamw",
-        "Optimizer.learning_rate": 1e-2, "Optimizer.warmup_steps": 5,
-    }  # fmt: skip
-    model = brt.train(brt.config_from_gin((), settings), tmp_path / "run")
-    ids = model.tokenizer.encode("Question 3. It was the best of times.")
-    bits = model.token_bits(np.append(ids, model.config.model.end_ids[0]))
-    assert bits[-1] < 1 and bits[5:].mean() < 1
-    written = model.generate("Question 3.", max_tokens=40, temperature=0.0)
-    assert written == " It was the best of times."

@@ -1,7 +1,6 @@
 import lzma
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 
 from brt.config import Config, Evaluation, Model, Training
 from brt.data import token_store
-from brt.data.documents import Document
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.layers.sections import Recurrence
@@ -54,14 +52,11 @@ def params(random_params: Callable) -> Any:
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def dataset(written: Callable) -> Dataset:
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list("abc \n"), length)) for length in LENGTHS]
     texts[3] = "é" + texts[3][2:]  # This letter has two bytes, so the length stays the same.
-    documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
-    directory: Path = tmp_path_factory.mktemp("corpus")
-    store = token_store.write(directory / "test", documents, ByteTokenizer())
-    return Dataset(directory, ByteTokenizer(), {"test": store})
+    return written({f"{i}.txt": text for i, text in enumerate(texts)})
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +207,9 @@ def test_figures_are_the_same_nats_over_different_counts() -> None:
     assert text_metrics(1, 1, 1, 1, 1e4)["word_perplexity"] is None
 
 
-def test_xz_compresses_each_document_on_its_own(tmp_path: Path) -> None:
+def test_xz_compresses_each_document_on_its_own(written: Callable) -> None:
     texts = ["to be or not to be, " * 50, "".join(map(chr, range(128)))]
-    documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
-    store = token_store.write(tmp_path / "two", documents, ByteTokenizer())
+    store = written(dict(zip("ab", texts, strict=True))).split("test")
     size = sum(len(lzma.compress(t.encode(), preset=9 | lzma.PRESET_EXTREME)) for t in texts)
     assert xz_bits_per_byte(store, ByteTokenizer()) == 8 * size / 1128
-    one = token_store.write(tmp_path / "one", [Document("a", iter(texts[:1]))], ByteTokenizer())
-    assert xz_bits_per_byte(one, ByteTokenizer()) < 1
+    assert xz_bits_per_byte(written({"a": texts[0]}).split("test"), ByteTokenizer()) < 1

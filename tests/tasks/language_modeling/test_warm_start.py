@@ -15,7 +15,7 @@ from model_settings import with_settings
 
 from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
-from brt.config import Config, Data, Model, Training
+from brt.config import Config, Model, Training
 from brt.config.model import Norm, Window
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
@@ -147,19 +147,6 @@ def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path
     ]  # fmt: skip
     assert started.unused == ["layer 2: tokens/relative_bias"]
     np.testing.assert_array_equal(started.params["embedding"], drawn(plain, seed=1)["embedding"])
-
-
-@pytest.mark.slow  # training/test_warm_start.py has quick tests of warm starts.
-def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
-    for split in ("train", "validation"):
-        (tmp_path / f"{split}.txt").write_text(f"the text of {split}")
-    data = Data(train=(f"{tmp_path}/train.txt",), validation=(f"{tmp_path}/validation.txt",),
-                test=(), validation_fraction=0.0, test_fraction=0.0)  # fmt: skip
-    run = runs.build(dataclasses.replace(config(recurrent), data=data), progress=False)
-    said: list[str] = []
-    state = runs.new_state(run, said.append)
-    jax.tree.map(np.testing.assert_array_equal, state.params, drawn(MODEL, seed=1))
-    assert not said and run.config.model == MODEL.without(Clustered)
 
 
 def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> None:

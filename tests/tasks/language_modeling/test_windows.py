@@ -14,7 +14,7 @@ from brt.config.model import Window
 from brt.errors import ConfigError
 from brt.evaluate import _windows
 from brt.tasks.arguments import EvaluationRequest
-from brt.tasks.language_modeling.differences import basis, paired_difference
+from brt.tasks.language_modeling.differences import paired_difference
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.windows import WindowEvaluator
 from brt.training.state import initial_params
@@ -91,11 +91,6 @@ def test_the_interval_is_that_of_a_ratio_of_sums() -> None:
     # 4.302653 is the 97.5 % quantile of Student's t distribution with 2 degrees of freedom.
     assert half == pytest.approx(4.302653 * error, rel=1e-6)
     assert paired_difference(nats[:1], other[:1], sizes[:1]).half_width is None
-
-
-def test_intervals_over_few_documents_are_called_weak() -> None:
-    assert "2 documents" in basis(2) and "say little" in basis(2)
-    assert "200 documents" in basis(200) and "say little" not in basis(200)
 
 
 def test_windows_that_cannot_be_compared_are_refused(request_and_variables: tuple) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,7 @@ import pytest
 
 from brt import tasks
 from brt.config import Attention, Config, Encoder, Evaluation, Training
-from brt.data import token_store
-from brt.data.documents import Document
 from brt.data.preparation import Dataset
-from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models import encoder, seq2seq
 from brt.tasks.arguments import Control, EvaluationRequest, LossInputs
@@ -86,15 +84,9 @@ def test_the_loss_is_of_the_masked_tokens_alone(kind: str, params: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def texts(written: Callable) -> Dataset:
     draw = random.Random(0)
-    documents = [
-        Document(f"{i}.txt", iter(["".join(draw.choices("abc \n", k=length))]))
-        for i, length in enumerate((1, 50, 20, 33))
-    ]
-    directory = tmp_path_factory.mktemp("texts")
-    store = token_store.write(directory / "test", documents, ByteTokenizer())
-    return Dataset(directory, ByteTokenizer(), {"test": store})
+    return written({str(n): "".join(draw.choices("abc \n", k=n)) for n in (1, 50, 20, 33)})
 
 
 def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Dataset) -> None:
@@ -148,25 +140,6 @@ def test_keys_that_nothing_reads_are_not_trained(texts: Dataset) -> None:
     config = dataclasses.replace(CONFIG, attention=Attention(kind="reformer"))
     with pytest.raises(ConfigError, match="'reformer' takes the queries for keys, whose projec"):
         TASK.resolve(config, texts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"encoder": Encoder(features=3)}, "reads vectors of width 3, but Training.task ="),
-        (
-            {"encoder": Encoder(max_positions=19)},
-            "Training.segment_length = 20 is above Model.max_positions = 19",
-        ),
-        (
-            {"evaluation": Evaluation(segment_length=21)},
-            "Evaluation.segment_length = 21 is above Model.max_positions = 20",
-        ),
-    ],
-)
-def test_settings_that_clash_are_refused(changes: dict, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        tasks.check(dataclasses.replace(CONFIG, **changes))
 
 
 def test_the_mask_needs_an_id(texts: Dataset) -> None:

@@ -1,6 +1,4 @@
 import dataclasses
-import itertools
-from functools import cache
 
 import flax.linen as nn
 import jax
@@ -16,7 +14,7 @@ from brt.ops.speech import ctc_nats
 from brt.tasks.arguments import Control, EvaluationRequest
 from brt.tasks.encoders import with_exact_attention
 from brt.tasks.speech_recognition import preparation
-from brt.tasks.speech_recognition.evaluation import Errors, count_errors, sum_errors
+from brt.tasks.speech_recognition.task import Errors, count_errors, sum_errors
 from brt.training.state import initial_params
 from brt.types import Variables
 
@@ -33,7 +31,8 @@ def dataset(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(dataset):
     encoder = Encoder(
-        layers=1, model_dim=16, heads=2, mlp_dim=16, features=dataset.width, positions="none",
+        layers=1, model_dim=16, heads=2, mlp_dim=16, features=dataset.split("train").width,
+        positions="none",
         vocab_size=dataset.tokenizer.vocab_size, dtype="float32",
     )  # fmt: skip
     return Config(
@@ -95,6 +94,18 @@ def test_figures_are_sums_over_all(dataset, result):
     assert found["seconds"] > 0
 
 
+def test_bytes_of_transcripts_are_those_of_utf_8(dataset, config, params):
+    store, task = dataset.split("train"), tasks.from_config(config)
+    umlauts = tuple(text.replace("a", "ä") for text in store.transcripts)
+    splits = {"train": dataclasses.replace(store, transcripts=umlauts)}
+    other = dataclasses.replace(dataset, splits=splits)
+    found = task.evaluator(EvaluationRequest(config, other, "train"))(Variables(params)).metrics
+    tokens, size = len(store.targets.values), sum(len(text.encode()) for text in umlauts)
+    assert size > tokens == found["token_errors"]["reference"]
+    assert found["bits_per_byte"] == pytest.approx(found["bits_per_token"] * tokens / size)
+    assert task.units_per_token(config, other) == size / tokens
+
+
 def test_one_utterance_is_enough_and_a_stop_is_heeded(dataset, config, params, result):
     evaluator, first = (
         tasks.from_config(config).evaluator(EvaluationRequest(config, dataset, "train")),
@@ -124,35 +135,6 @@ def test_frames_of_another_width_are_refused(dataset, config):
     wrong = dataclasses.replace(config, encoder=encoder)
     with pytest.raises(DataError, match=r"Data.train = \('generated.*have 20 .*model reads 13"):
         tasks.from_config(wrong).evaluator(EvaluationRequest(wrong, dataset, "train"))
-
-
-@cache
-def fewest(reference, hypothesis):
-    """Returns the edit distance by its recursive definition: the last edit is one of three."""
-    if not reference or not hypothesis:
-        return len(reference) + len(hypothesis)
-    return min(
-        fewest(reference[:-1], hypothesis[:-1]) + (reference[-1] != hypothesis[-1]),
-        fewest(reference[:-1], hypothesis) + 1,
-        fewest(reference, hypothesis[:-1]) + 1,
-    )
-
-
-def test_every_short_pair_has_the_fewest_errors():
-    texts = ["".join(t) for n in range(5) for t in itertools.product("ab", repeat=n)]
-    for reference, hypothesis in itertools.product(texts, texts):
-        found = count_errors(reference, hypothesis)
-        assert found.count == fewest(reference, hypothesis)
-        assert found.reference == len(reference)
-        assert found.insertions - found.deletions == len(hypothesis) - len(reference)
-        assert found.deletions + found.substitutions <= len(reference)
-
-
-def test_errors_of_random_pairs_are_the_fewest_edits():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        a, b = ("".join(rng.choice(list("abcd"), rng.integers(0, 40))) for _ in range(2))
-        assert count_errors(a, b).count == fewest(tuple(a), tuple(b)) == count_errors(b, a).count
 
 
 @pytest.mark.parametrize(

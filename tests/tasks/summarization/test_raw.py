@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -52,16 +50,16 @@ def _cnn_dailymail(place):
             )
 
 
-def _xsum(place):
-    """Writes the summary files and the list of splits of XSum."""
-    (place / "bbc-summary-data").mkdir()
+def _xsum(place, folder="bbc-summary-data", ending="summary", mark="SN", title="FIRST-SENTENCE"):
+    """Writes the extracts and the list of splits of XSum."""
+    (place / folder).mkdir()
     members = {s: [f"{s}{i}" for i in range(2)] for s in ("train", "validation", "test")}
     (place / "XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json").write_text(json.dumps(members))
     for member in sum(members.values(), []):
-        (place / "bbc-summary-data" / f"{member}.summary").write_text(
-            f"[SN]URL[SN]\nhttp://bbc/{member}\n\n[SN]TITLE[SN]\nA title\n\n"
-            f"[SN]FIRST-SENTENCE[SN]\nGist of {member}.\n\n[SN]RESTBODY[SN]\n"
-            f"Share this with\nEmail\nLine one.\n\nLine two of {member}.\n"
+        (place / folder / f"{member}.{ending}").write_text(
+            f"[{mark}]URL[{mark}]\nhttp://bbc/{member}\n\n[{mark}]TITLE[{mark}]\nA title\n\n"
+            f"[{mark}]{title}[{mark}]\nGist of {member}.\n\n[{mark}]RESTBODY[{mark}]\n"
+            f"Share this with\nEmail\nLine [SIC] one.\n\n  Line two of {member}.\n"
         )
 
 
@@ -118,26 +116,20 @@ def test_missing_and_undecodable_stories_are_named(directory):
 
 
 @pytest.mark.parametrize(
-    ("mark", "summary", "folder", "ending"),
+    "form",
     [
-        ("SN", "FIRST-SENTENCE", "bbc-summary-data", ".summary"),
-        ("XSUM", "INTRODUCTION", "xsum-extracts-from-downloads", ".data"),
+        ("bbc-summary-data", "summary", "SN", "FIRST-SENTENCE"),
+        ("xsum-extracts-from-downloads", "data", "XSUM", "INTRODUCTION"),
     ],
 )
-def test_both_kinds_of_extracts(tmp_path, mark, summary, folder, ending):
-    (tmp_path / folder).mkdir()
-    members = {split: [split] for split in raw.XSUM_SPLITS}
-    (tmp_path / raw.XSUM_SPLIT_FILE).write_text(json.dumps(members))
-    for split in raw.XSUM_SPLITS[:2]:
-        (tmp_path / folder / f"{split}{ending}").write_text(
-            f"[{mark}]URL[{mark}]\nhttp://x\n\n[{mark}]{summary}[{mark}]\nGist.\n\n"
-            f"[{mark}]RESTBODY[{mark}]\nFacebook\nOne [SIC] line.\n\n  Two.\n"
-        )
+def test_both_kinds_of_extracts(tmp_path, form):
+    _xsum(tmp_path, *form)
+    (tmp_path / form[0] / f"test1.{form[1]}").unlink()
     found = raw.read_xsum(tmp_path)
-    (example,) = found["train"]
-    values = {"document": "One [SIC] line.\n  Two.", "summary": "Gist.", "id": "train"}
-    assert (example.key, example.values) == ("train", values)
-    (missing,) = found["test"]
+    (example, _), (_, missing) = found["train"], found["test"]
+    document = "Line [SIC] one.\n  Line two of train0."
+    values = {"document": document, "summary": "Gist of train0.", "id": "train0"}
+    assert (example.key, example.values) == ("train0", values)
     assert missing.problem == "cannot be read: No such file or directory"
     assert raw.parse_xsum_extract("no sections") == ("", "")
 
@@ -315,14 +307,10 @@ def test_examples_that_tfds_would_refuse_are_bad_rows(tfds):
         write(MINE, {"train": iter(examples[2:])}, "skip")
 
 
-ROOT = Path(__file__).resolve().parents[4]
-
-
 def run(*flags):
     prepare.main(prepare.parser().parse_args([*map(str, flags)]))
 
 
-@pytest.mark.filterwarnings("ignore")  # TFDS itself causes warnings.
 def test_what_is_written_and_how_to_read_it(directory, tmp_path, capsys):
     flags = ("--pairs", "media_sum", "--raw", directory("media_sum"), "--output", tmp_path / "out")
     run(*flags)
@@ -335,31 +323,23 @@ def test_what_is_written_and_how_to_read_it(directory, tmp_path, capsys):
         run(*flags)
 
 
-@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
-def test_brt_prepare_reads_the_users_own_files_of_pairs(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "d", "gist": "s"}\n{"body": "d", "gist": ""}\n')
-    (tmp_path / "b.csv").write_text("gist,body\ns,d\n")
+def test_brt_prepare_reads_the_users_own_files_of_pairs(tfds, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"body": "d", "gist": "s"}\n{"body": "d", "gist": ""}\n')
+    Path("b.csv").write_text("gist,body\ns,d\n")
     flags = "--pairs files --name mine --train a.jsonl --test b.csv --source_field body".split()
     flags += ["--target_field", "gist"]
-
-    def command(*more):
-        return subprocess.run(
-            [sys.executable, "-m", "brt.prepare", *flags, *more], cwd=tmp_path, timeout=60,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TFDS_DATA_DIR": str(tmp_path / "tfds")},
-            capture_output=True, text=True,
-        )  # fmt: skip
-
-    refused = command()
-    assert refused.returncode == 3
-    assert refused.stderr.splitlines()[-1] == (
-        "brt: error: 1 of 2 rows of train cannot be used: a.jsonl:2 has an empty summary; repair "
-        "them, or continue without them with --errors=skip"
+    message = (
+        r"^1 of 2 rows of train cannot be used: a\.jsonl:2 has an empty summary; repair them, or "
+        "continue without them with --errors=skip$"
     )
-    done = command("--errors", "skip")
-    assert done.returncode == 0, done.stderr
-    assert "train: 1 pairs (1 of 2 rows of train cannot be used: a.jsonl:2 has" in done.stdout
-    assert 'Data.test = ("tfds:mine/test",)' in done.stdout
-    assert "TFDS_DATA_DIR" not in done.stdout
+    with pytest.raises(DataError, match=message):
+        run(*flags)
+    run(*flags, "--errors", "skip")
+    told = capsys.readouterr().out
+    assert "train: 1 pairs (1 of 2 rows of train cannot be used: a.jsonl:2 has" in told
+    assert 'Data.test = ("tfds:mine/test",)' in told
+    assert "TFDS_DATA_DIR" not in told
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Tests that ROUGE scores equal those of the package rouge-score, and short cases by hand."""
 
 import random
-import re
 from collections.abc import Callable
 from importlib.resources import files
 
@@ -15,17 +14,13 @@ from brt.tasks.summarization.rouge import (
     Score,
     aggregate,
     get_protocol,
-    rouge_l,
     rouge_l_sum,
-    rouge_n,
     sentences,
-    stem,
 )
 
 TOLERANCE = 1e-9
 NAMES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
 NOVELS = sorted((files("brt.data") / "corpora/novels").glob("*/*.txt"))
-CAT, MAT = "the cat sat on the mat", "the dog and the cat sat on a mat"
 ODD = [
     ("", ""),
     ("", "a summary"),
@@ -109,76 +104,12 @@ def test_protocols_are_rouge_score_of_prepared_summaries(
             np.testing.assert_allclose(score, expected[name], atol=TOLERANCE)
 
 
-@pytest.mark.slow  # The next test checks stems of single words quickly.
-def test_stems_are_nltks_for_every_word_of_the_novels() -> None:
-    porter = pytest.importorskip("nltk.stem.porter").PorterStemmer()
-    words = set()
-    for novel in NOVELS:
-        words |= set(re.findall(r"[a-z0-9]+", novel.read_text("utf-8").lower()))
-    assert len(words) > 13_000
-    rng = random.Random(0)  # Combine endings in ways that no book has.
-    endings = re.findall(r"\w+", "ational tional enci izer bli alli eli ousli ization ator alism "
-        "iveness fulness ousness aliti iviti biliti fulli logi icate ative alize iciti ical ful "
-        "ness ance er ic able ant ement ment ion ou ism ate ous ive ize e ll ss sses ies ied eed "
-        "ed ing y s")  # fmt: skip
-    for _ in range(6_000):
-        letters = "".join(rng.choices("aeiouybcdlrst9", k=rng.randrange(1, 5)))
-        words.add(letters + "".join(rng.choices(endings, k=rng.randrange(1, 3))))
-    different = {word: stem(word) for word in words if stem(word) != porter.stem(word)}
-    assert different == {}
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("caresses", "caress"), ("ponies", "poni"), ("ties", "tie"), ("cats", "cat"),
-        ("agreed", "agre"), ("plastered", "plaster"), ("sing", "sing"), ("hopping", "hop"),
-        ("falling", "fall"), ("filing", "file"), ("happy", "happi"), ("enjoy", "enjoy"),
-        ("relational", "relat"), ("formalize", "formal"), ("adoption", "adopt"), ("roll", "roll"),
-        ("controlling", "control"), ("skies", "sky"), ("dying", "die"), ("is", "is"), ("", ""),
-    ],
-)  # fmt: skip
-def test_stems_are_those_of_porters_algorithm(word: str, expected: str) -> None:
-    assert stem(word) == expected
-
-
-def test_n_grams_count_as_often_as_they_are_in_both() -> None:
-    reference, prediction = CAT.split(), MAT.split()
-    # The texts have five words in common: the (twice), cat, sat, on and mat.
-    assert rouge_n(reference, prediction, 1) == Score(6 / 9, 1.0, 0.8)
-    # The 8 and 5 bigrams have three in common: "the cat", "cat sat" and "sat on".
-    assert rouge_n(reference, prediction, 2) == pytest.approx((3 / 8, 3 / 5, 6 / 13))
-    assert rouge_n(reference, ["the"] * 8, 1) == pytest.approx((2 / 8, 2 / 6, 2 / 7))
-    assert rouge_n(["one"], ["one"], 2) == Score(0.0, 0.0, 0.0)
-
-
-def test_the_longest_common_subsequence_keeps_the_order() -> None:
-    assert rouge_l(CAT.split(), MAT.split()) == pytest.approx((5 / 9, 5 / 6, 2 / 3))
-    assert rouge_l(list("abcdef"), list("fedcba")).recall == pytest.approx(1 / 6)
-    assert rouge_l([], ["a"]) == rouge_l(["a"], []) == Score(0.0, 0.0, 0.0)
-
-
 def test_the_union_over_sentences_is_that_of_the_paper() -> None:
     # In Lin (2004), section 3.2, w1 w2 w3 w4 w5 is compared with w1 w2 w6 w7 w8 and
     # w1 w3 w8 w9 w5, and 4 of its 5 words are matched.
     score = rouge_l_sum(["12345"], ["12678", "13895"])
     assert score == pytest.approx((4 / 10, 4 / 5, 8 / 15))
     assert rouge_l_sum(["aa"], ["a"]) == pytest.approx((1.0, 1 / 2, 2 / 3))
-
-
-def test_scores_lie_between_0_and_1_and_swap_with_the_texts(texts: list[tuple[str, str]]) -> None:
-    for reference, prediction in texts[:30]:
-        one, other = (
-            PROTOCOLS["hf"].score(*pair)
-            for pair in ((reference, prediction), (prediction, reference))
-        )
-        for name in NAMES:
-            assert all(0 <= value <= 1 for value in one[name])
-        for name in NAMES[:3]:  # rougeLsum is not symmetric: it sums over reference sentences.
-            precision, recall, f1 = other[name]
-            assert one[name] == pytest.approx((recall, precision, f1))
-        same = PROTOCOLS["hf"].score(reference, reference)
-        assert same["rouge1"].f1 == (1.0 if re.search("[a-z0-9]", reference.lower()) else 0.0)
 
 
 def test_protocols_say_what_they_do() -> None:
@@ -202,11 +133,13 @@ def test_aggregates_are_means_with_an_interval_that_shrinks_as_it_should() -> No
         documents = [{"rouge1": Score(*row), "rouge2": Score(0.5, 0.5, 0.5)} for row in values]
         found = aggregate(documents)
         assert found == aggregate(documents)  # The bootstrap's seed is fixed.
-        np.testing.assert_allclose(found["rouge1"].mid, values.mean(axis=0), atol=1e-12)
-        half = 1.96 * values.std(axis=0) / count**0.5
-        np.testing.assert_allclose(found["rouge1"].high, values.mean(0) + half, atol=0.15 * half[0])
-        np.testing.assert_allclose(found["rouge1"].low, values.mean(0) - half, atol=0.15 * half[0])
-        assert found["rouge2"].low == found["rouge2"].high == Score(0.5, 0.5, 0.5)
+        means = [found["rouge1"][name] for name in ("precision", "recall", "f1")]
+        np.testing.assert_allclose(means, 100 * values.mean(axis=0), atol=1e-10)
+        f1 = 100 * values[:, 2]
+        half = 1.96 * f1.std() / count**0.5
+        np.testing.assert_allclose(found["rouge1"]["high"], f1.mean() + half, atol=0.15 * half)
+        np.testing.assert_allclose(found["rouge1"]["low"], f1.mean() - half, atol=0.15 * half)
+        assert found["rouge2"]["low"] == found["rouge2"]["high"] == 50
     with pytest.raises(DataError, match="no summaries to score: the split has no documents"):
         aggregate([])
 

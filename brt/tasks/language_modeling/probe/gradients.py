@@ -15,17 +15,18 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from brt import tree_utils
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.distributed.mesh import place_like
-from brt.layers.runs import StackState, runs
+from brt.formatting import listed
+from brt.layers.runs import StackState
 from brt.models.decoder import new_state
 from brt.tasks.interface import Aux, LossInputs
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.objective import loss
 from brt.tasks.language_modeling.probe.states import layer_states, with_states
+from brt.tasks.language_modeling.warm_start import by_layer
 from brt.types import Batch, Variables
 
 States: TypeAlias = dict[int, list[Array]]  # The recurrent states of layers, by layer index.
@@ -48,13 +49,13 @@ def gradient_reach(config: Config, variables: Variables, store: TokenStore) -> d
                   the layer's state before the segment.
       verdict     a sentence that sums up the other entries
     """
-    config = _without_dropout(config)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0))
     backward = jax.jit(partial(_backward, config))
     first, batch = _segments(config, store)
     empty = place_like(new_state(config.model, 2), variables.params)
     _, carried = backward(variables, empty, first)
     gradients, _ = backward(variables, carried, batch)
-    named = jax.device_get(by_layer(config, gradients))
+    named = jax.device_get(by_layer(gradients, config.model, "layer_{}/"))
     starved = [name for name, gradient in named.items() if not np.any(gradient)]
     broken = [name for name, gradient in named.items() if not np.all(np.isfinite(gradient))]
     reach = jax.jit(partial(_state_reach, config))
@@ -75,43 +76,15 @@ def verdict(report: dict[str, Any]) -> str:
     """Returns a sentence that sums up the other entries of the result of `gradient_reach`."""
     starved, count = report["starved"], report["parameters"]
     if report["not_finite"]:
-        return f"the gradient of {_listed(report['not_finite'])} is not finite"
+        return f"the gradient of {listed(report['not_finite'], 8)} is not finite"
     if starved:
-        return f"{len(starved)} of {count} parameters get no gradient: {_listed(starved)}"
+        return f"{len(starved)} of {count} parameters get no gradient: {listed(starved, 8)}"
     if without := [f"layer {s['layer']}" for s in report["states"] if not s["through"]]:
         return (
             f"all {count} parameters get a gradient, but none flows back through the states of "
             + ", ".join(without)
         )
     return f"all {count} parameters get a gradient"
-
-
-def by_layer(config: Config, params: PyTree[Array]) -> dict[str, Array]:
-    """Returns the parameters of a model by name, such as `layer_3/tokens/keys`.
-
-    Parameters of consecutive layers, which the model stacks for a scan, are separated.
-    """
-    first, places = 0, {}
-    for name, _, count, _ in runs(config.model):
-        places[f"stack/{name}/"] = range(first, first + count)
-        first += count
-    named = {}
-    for path, leaf in tree_utils.named(params).items():
-        prefix = next((p for p in places if path.startswith(p)), None)
-        if prefix is None:
-            named[path] = leaf
-            continue
-        for i, layer in enumerate(places[prefix]):
-            named[f"layer_{layer}/{path.removeprefix(prefix)}"] = leaf[i]
-    return named
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _without_dropout(config: Config) -> Config:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0))
 
 
 def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:

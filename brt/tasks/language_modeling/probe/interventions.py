@@ -61,22 +61,16 @@ class InterventionResult:
     states: dict[int, dict[str, float]]
 
     def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
-        """Returns the bits per byte of the blocks that `where` marks, with an intervention or, for
-        None, of the unchanged model.
-        """
+        """Returns the bits per byte of some blocks; None stands for the unchanged model."""
         return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
 
     def counted(self, intervention: Intervention) -> np.ndarray:
-        """Returns True for the blocks that count when an intervention is scored: not padding, not
-        blocks of other documents, and for "shuffled" only blocks for which `foreign` is True.
-        """
+        """Returns True for the blocks that count when an intervention is scored."""
         foreign = self.foreign if intervention.how == "shuffled" else True
         return (self.document >= 0) & foreign
 
     def standard_error(self, intervention: Intervention) -> float:
-        """Returns the standard error of the difference in bits per byte between the model with an
-        intervention and the unchanged model.
-        """
+        """Returns the standard error of the rise in bits per byte by an intervention."""
         difference = self.nats[intervention] - self.nats[None]
         return self._error(difference, self.counted(intervention))
 

@@ -11,7 +11,7 @@ In shapes, B is the number of rows of the batch, S the number of state vectors, 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
@@ -84,11 +84,9 @@ def layer_states(model: Model, carried: StackState) -> dict[int, list[Float[Arra
     carried state (`LayerKind.parts`): state vectors that change with every block or token.
     """
     states: dict[int, list[Array]] = {}
-    first = 0
     for run, state in zip(runs(model), carried, strict=True):
         if arrays := [leaf for leaf in _state_leaves(run, state)[0] if _is_float(leaf)]:
-            states |= {first + i: [leaf[:, i] for leaf in arrays] for i in range(run.layers)}
-        first += run.layers
+            states |= {k: [leaf[:, i] for leaf in arrays] for i, k in enumerate(run.indices)}
     return states
 
 
@@ -96,16 +94,15 @@ def with_states(
     model: Model, carried: StackState, states: Mapping[int, Sequence[Array]]
 ) -> StackState:
     """Returns the carried state of all layers, with the result of `layer_states` replaced."""
-    after, first = [], 0
+    after = []
     for run, state in zip(runs(model), carried, strict=True):
         leaves, fields = _state_leaves(run, state)
-        layers = [iter(states.get(first + i, ())) for i in range(run.layers)]
+        layers = [iter(states.get(layer, ())) for layer in run.indices]
         replaced = [
             jnp.stack([next(layer) for layer in layers], axis=1) if _is_float(leaf) else leaf
             for leaf in leaves
         ]
         after.append(state._replace(**jax.tree.unflatten(fields, replaced)))
-        first += run.layers
     return tuple(after)
 
 
@@ -125,15 +122,14 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
     In each block, a channel keeps the share g = sigmoid(bias) of its value, or g = g1 g2 if it
     passes two gates (the dual layout). The decay is -log g.
     """
-    decays, first = {}, 0
-    for name, kind, count, _ in runs(model):
-        if kinds.of(kind).section is Recurrence and model.of(Recurrence).gate == "fixed":
-            cell = params["stack"][name]["cell"]
+    decays = {}
+    for run in runs(model):
+        if run.layer_kind.section is Recurrence and model.of(Recurrence).gate == "fixed":
+            cell = params["stack"][run.name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]
             # The decay by one gate, -log sigmoid(b), equals softplus(-b).
             decay = reduce(jnp.add, (jax.nn.softplus(-b) for b in biases))
-            decays |= {first + i: decay[i] for i in range(count)}
-        first += count
+            decays |= {layer: decay[i] for i, layer in enumerate(run.indices)}
     return decays
 
 
@@ -144,33 +140,31 @@ def half_life_tokens(decay: Float[Array, " D"], window: int) -> Float[Array, " D
     return math.log(2) / decay * window
 
 
-class StateProbe:
-    """Function from parameters and carry to the metrics of recurrent states that training logs.
+def state_probe(
+    config: Config,
+) -> Callable[[PyTree[Array], StackState | DistillationCarry], dict[str, Any]]:
+    """Returns a function from parameters and carry to the metrics of states that training logs.
 
-    The metrics are means over a few rows. The half-life of a gate is the median over channels, and
-    is computed for fixed gates only, because other gates depend on the text.
+    The metrics, by tag, are means over a few rows; there are none if no layer has a recurrent
+    state. The half-life of a gate is the median over channels, and is computed for fixed gates
+    only, because other gates depend on the text.
     """
+    model = config.model
+    if "state" not in parts(model):
+        return lambda params, carried: {}
 
-    def __init__(self, config: Config):
-        self._model = config.model
-        self._metrics = rules.jit(self._compute)
-        self._has_states = "state" in parts(config.model)
-
-    def _compute(self, params: PyTree[Array], carried: StackState) -> dict[str, Array]:
+    def compute(params: PyTree[Array], carried: StackState) -> dict[str, Array]:
         values = {}
-        for layer, states in layer_states(self._model, carried).items():
+        for layer, states in layer_states(model, carried).items():
             for name, value in state_metrics([x[:_LANES] for x in states])._asdict().items():
                 values[f"probe/layer_{layer}/state_{name}"] = jnp.mean(value)
-        for layer, decay in fixed_gate_decay(self._model, params).items():
-            tokens = half_life_tokens(decay, self._model.block_length)
+        for layer, decay in fixed_gate_decay(model, params).items():
+            tokens = half_life_tokens(decay, model.block_length)
             values[f"probe/layer_{layer}/gate_half_life_tokens"] = jnp.median(tokens)
         return values
 
-    def __call__(
-        self, params: PyTree[Array], carried: StackState | DistillationCarry
-    ) -> dict[str, Any]:
-        """Returns the metrics by tag; {} if no layer has a recurrent state."""
-        return self._metrics(params, student_state(carried)) if self._has_states else {}
+    compiled = rules.jit(compute)
+    return lambda params, carried: compiled(params, student_state(carried))
 
 
 BLOCKS = 16  # This number of blocks is read after the perturbation.

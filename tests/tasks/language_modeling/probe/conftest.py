@@ -1,17 +1,13 @@
 """Fixtures with a tiny model of random parameters and documents for the model to read."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from brt.config import Config, Evaluation, Model, Training
-from brt.data import token_store
-from brt.data.documents import Document
 from brt.data.token_store import TokenStore
-from brt.data.tokenizers import ByteTokenizer
 from brt.layers.sections import Recurrence
 
 WINDOW, SEGMENT = 4, 8
@@ -36,15 +32,9 @@ def params(random_params: Callable) -> Any:
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], TokenStore]:
+def stored(written: Callable) -> Callable[[Sequence[str]], TokenStore]:
     """Returns a function that writes texts to a token store, one document for each text."""
-
-    def write(texts: Sequence[str]) -> TokenStore:
-        directory: Path = tmp_path_factory.mktemp("corpus") / "split"
-        documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
-        return token_store.write(directory, documents, ByteTokenizer())
-
-    return write
+    return lambda texts: written({str(i): text for i, text in enumerate(texts)}).split("test")
 
 
 @pytest.fixture(scope="session")
@@ -54,5 +44,5 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def store(written: Callable, texts: list[str]) -> TokenStore:
-    return written(texts)
+def store(stored: Callable, texts: list[str]) -> TokenStore:
+    return stored(texts)

@@ -10,7 +10,8 @@ from brt.config import Config
 from brt.data.token_store import TokenStore
 from brt.layers import recurrent
 from brt.layers.runs import new_model_state
-from brt.tasks.language_modeling.probe.gradients import by_layer, gradient_reach
+from brt.tasks.language_modeling.probe.gradients import gradient_reach
+from brt.tasks.language_modeling.warm_start import by_layer
 from brt.types import Variables
 
 
@@ -25,7 +26,7 @@ def test_all_of_a_sound_model_is_reached(
     params = random_params(model)
     found = gradient_reach(config, Variables(params), store)
     assert found["starved"] == found["not_finite"] == []
-    names = by_layer(config, params)
+    names = by_layer(params, config.model, "layer_{}/")
     assert found["parameters"] == len(names)
     assert {name.split("/")[0] for name in names} == {"embedding", "norm", "layer_0", "layer_1"}
     assert names["layer_1/cell/keys"].shape == (16, 2, 8)
@@ -38,9 +39,9 @@ def test_all_of_a_sound_model_is_reached(
 # The first test of this file covers the same code with less work.
 @pytest.mark.slow
 def test_documents_shorter_than_a_segment_give_no_alarm(
-    tiny: Config, params: Any, written: Callable
+    tiny: Config, params: Any, stored: Callable
 ) -> None:
-    found = gradient_reach(tiny, Variables(params), written(["four", "more", "text"]))
+    found = gradient_reach(tiny, Variables(params), stored(["four", "more", "text"]))
     assert found["starved"] == [] and found["states"][0]["through"] > 0
 
 
@@ -57,7 +58,7 @@ def test_states_that_do_not_train_are_named(
 
     monkeypatch.setattr(recurrent, "state_scan", broken)
     found = gradient_reach(tiny, Variables(params), store)
-    cell = {name for name in by_layer(tiny, params) if "/cell/" in name}
+    cell = {name for name in by_layer(params, tiny.model, "layer_{}/") if "/cell/" in name}
     assert set(found["starved"]) == cell and "layer_0/cell/keys" in cell
     assert found["verdict"].startswith(
         f"{len(cell)} of {found['parameters']} parameters get no gradient: layer_0/cell/"

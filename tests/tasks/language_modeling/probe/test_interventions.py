@@ -73,9 +73,9 @@ def test_rows_of_memory_compare_equal_blocks(result: InterventionResult) -> None
 
 
 def test_a_lane_whose_neighbour_has_ended_is_not_compared(
-    tiny: Config, params: Any, written: Callable, texts: list[str]
+    tiny: Config, params: Any, stored: Callable, texts: list[str]
 ) -> None:
-    result = read(tiny, params, written([texts[0], texts[3]]))
+    result = read(tiny, params, stored([texts[0], texts[3]]))
     rows = {(row["part"], row["how"]): row for row in job.memory(result)}
     assert rows["state", "zeroed"]["tokens"] == 61 + 5
     assert rows["state", "shuffled"]["tokens"] == 16 + 5, "the first two segments"
@@ -101,9 +101,9 @@ def test_positions_sum_up_to_the_total(
 
 
 def test_the_same_document_in_another_lane_is_no_other(
-    tiny: Config, params: Any, written: Callable, texts: list[str]
+    tiny: Config, params: Any, stored: Callable, texts: list[str]
 ) -> None:
-    result = read(tiny, params, written([texts[0]] * 2))
+    result = read(tiny, params, stored([texts[0]] * 2))
     rows = {(row["part"], row["how"]): row for row in job.memory(result)}
     assert rows["state", "shuffled"]["difference"] == rows["cache", "shuffled"]["difference"] == 0
     assert rows["state", "frozen"]["difference"] != 0
@@ -125,9 +125,9 @@ def test_a_model_that_ignores_its_states_loses_nothing(
 
 
 def test_an_only_document_is_read_beside_one_of_another_split(
-    tiny: Config, params: Any, written: Callable, texts: list[str], store: TokenStore
+    tiny: Config, params: Any, stored: Callable, texts: list[str], store: TokenStore
 ) -> None:
-    only = written(texts[1:2])
+    only = stored(texts[1:2])
     result = read(tiny, params, only, donor=store)
     assert result.tokens.sum() == len(texts[1])
     part = read(tiny, params, only, donor=store, tokens=12)
@@ -158,40 +158,15 @@ def test_a_model_without_any_memory_has_nothing_to_replace(
     assert list(result.nats) == [None] and result.states == {} and job.memory(result) == []
 
 
-MEMORIES: dict[str, dict[str, Any]] = {
-    "memorizing": {"Memorizing.layers": (0,), "Memorizing.size": 16, "Memorizing.neighbors": 2},
-    "dense memory": {"DenseMemory.layers": (0,), "DenseMemory.size": 16},
-    "clustered": {"Clustered.layers": (0,), "Clustered.clusters": 2, "Clustered.top_k": 2},
-    "compressive": {"Compressive.layers": (0,), "Compressive.slots": 8},
-    "routing": {"Routing.layers": (0,), "Routing.heads": 1, "Routing.clusters": 2,
-                "Routing.keep": 8},
-    "summary": {"Summaries.long_layers": (0,), "Summaries.summaries": 2,
-        "Summaries.short_memory": 2, "Summaries.long_memory": 8,
-                "Summaries.long_increment": 2},
-    "gated linear recurrence": {"RGLRU.layers": (0,)},
-    "gated delta rule": {"GatedDeltaNet.layers": (0,)},
-    "gated delta rule beside a window": {"GatedDeltaNet.window_layers": (0,)},
-}  # fmt: skip
-
-
-@pytest.mark.slow_cases("[!r]*")
-@pytest.mark.parametrize("name", MEMORIES)
-def test_a_memory_of_any_kind_is_a_part_as_well(
-    name: str, tiny: Config, store: TokenStore, random_params: Callable
+def test_a_memory_with_a_model_state_is_a_part_as_well(
+    tiny: Config, store: TokenStore, random_params: Callable
 ) -> None:
-    model = with_settings(tiny.model, {"Recurrence.layers": (), **MEMORIES[name]})
-    config, learnt = dataclasses.replace(tiny, model=model), new_model_state(model)
-    tokenizer = ByteTokenizer()
-    result = evaluate_interventions(
-        config, Variables(random_params(model), learnt), tokenizer, store
-    )
-    rows = job.memory(result)
-    own = {
-        "dense memory": ("memory",), "summary": ("state", "memory"),
-        "gated linear recurrence": ("state",), "gated delta rule": ("state",),
-        "gated delta rule beside a window": ("state", "cache"),
-    }  # fmt: skip
+    routing = {"Routing.layers": (0,), "Routing.heads": 1, "Routing.clusters": 2}
+    model = with_settings(tiny.model, {"Recurrence.layers": (), "Routing.keep": 8, **routing})
+    variables = Variables(random_params(model), new_model_state(model))
+    config = dataclasses.replace(tiny, model=model)
+    rows = job.memory(evaluate_interventions(config, variables, ByteTokenizer(), store))
     assert [(row["part"], row["how"]) for row in rows] == [
-        (part, how) for part in own.get(name, ("cache", "memory")) for how in METHODS
+        (part, how) for part in ("cache", "memory") for how in METHODS
     ]
     assert all(row["difference"] != 0 for row in rows)

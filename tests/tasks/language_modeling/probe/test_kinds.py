@@ -15,7 +15,7 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.job import text
-from brt.tasks.language_modeling.probe.states import StateProbe
+from brt.tasks.language_modeling.probe.states import state_probe
 from brt.types import Variables
 
 
@@ -49,5 +49,5 @@ def test_a_state_that_changes_with_every_token_is_probed_like_states_of_blocks(
     assert len(gradients["blocks"]) == 2 and min(gradients["blocks"]) > 0
     assert layer["state"]["norm"] > 0 and layer["state"]["rank"] == pytest.approx(1)
     assert "recurrent states" in text({**report, "workdir": "run", "step": 1})
-    logged = StateProbe(config)(variables.params, new_state(model, 2))
+    logged = state_probe(config)(variables.params, new_state(model, 2))
     assert set(logged) == {f"probe/layer_1/state_{name}" for name in layer["state"]}

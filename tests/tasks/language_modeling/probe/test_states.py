@@ -14,13 +14,13 @@ from brt.data.token_store import TokenStore
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.probe.states import (
     BLOCKS,
-    StateProbe,
     fixed_gate_decay,
     half_life_blocks,
     half_life_tokens,
     layer_states,
     retention,
     state_metrics,
+    state_probe,
     with_states,
 )
 from brt.types import Variables
@@ -69,13 +69,13 @@ def test_the_half_life_of_a_known_gate(layout: str, gates: int, tiny: Config, pa
 def test_training_logs_recurrent_layers_only(tiny: Config, params: Any) -> None:
     carried = new_state(tiny.model, 2)
     carried = with_states(tiny.model, carried, {0: [jnp.ones((2, 6, 16))]})
-    values = StateProbe(tiny)(params, carried)
+    values = state_probe(tiny)(params, carried)
     names = ("state_norm", "state_rank", "state_similarity", "gate_half_life_tokens")
     assert set(values) == {f"probe/layer_0/{name}" for name in names}
     assert float(values["probe/layer_0/state_norm"]) == pytest.approx(4)
     assert float(values["probe/layer_0/state_rank"]) == pytest.approx(1)
     plain = dataclasses.replace(tiny, model=with_settings(tiny.model, {"Recurrence.layers": ()}))
-    assert StateProbe(plain)(params, new_state(plain.model, 2)) == {}
+    assert state_probe(plain)(params, new_state(plain.model, 2)) == {}
 
 
 def test_vectors_are_found_and_put_back_by_layer(tiny: Config) -> None:
@@ -103,11 +103,11 @@ def test_a_known_gate_keeps_what_it_says(tiny: Config, params: Any, store: Token
 
 
 def test_short_documents_and_plain_models_have_none(
-    tiny: Config, params: Any, written: Callable
+    tiny: Config, params: Any, stored: Callable
 ) -> None:
-    assert retention(tiny, Variables(params), written(["short", "tiny"])) == {0: []}
+    assert retention(tiny, Variables(params), stored(["short", "tiny"])) == {0: []}
     plain = dataclasses.replace(tiny, model=with_settings(tiny.model, {"Recurrence.layers": ()}))
-    assert retention(plain, Variables(params), written(["short"])) == {}
+    assert retention(plain, Variables(params), stored(["short"])) == {}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from recordings import arrays
 from brt.config import Speech
 from brt.errors import DataError
 from brt.tasks.speech_recognition import preparation
+from brt.tasks.speech_recognition.preparation import SpeechReader
 
 
 @pytest.fixture
@@ -35,9 +36,10 @@ def prepare(speech):
 def test_stores_have_what_the_files_have(make):
     speech = make(normalization="none")
     dataset = prepare(speech)
-    assert list(dataset.splits) == ["train", "validation"] and dataset.width == 3
+    assert list(dataset.splits) == ["train", "validation"]
     assert dataset.tokenizer.tokens == ("\ufffd", "a", "b", "c")
     train, validation = dataset.split("train"), dataset.split("validation")
+    assert train.width == 3
     assert train.lengths.tolist() == [20, 9, 5] == train.frames.tolist()
     assert train.transcripts == ("abba", "cab", "")
     assert [train.targets[i].tolist() for i in range(3)] == [[1, 2, 2, 1], [3, 1, 2], []]
@@ -126,7 +128,7 @@ def test_samples_of_another_rate_are_refused(make, tmp_path, write_wav):
     with pytest.raises(DataError, match="16000 samples a second where .*8000.wav has 8000"):
         prepare(make(train=tables[0], validation=tables[1]))
     dataset = prepare(make(train=tables[0], validation=()))
-    assert dataset.rate == 8000
+    assert dataset.split("train").rate == 8000
     # The config of a run contains the sample rate of its data.
     other = make(train=tables[0], validation=tables[1], sample_rate=8000)
     message = "16000.wav has 16000 samples a second, but Speech.sample_rate = 8000; convert it"
@@ -158,3 +160,23 @@ def test_silence_is_read(make, write_npz):
     path, other = (write_npz(name, ["", "ab"], **silent) for name in ("s", "t"))
     store = prepare(make(train=path, validation=other)).split("train")
     assert (store.values.values[:] == 0).all() and store.transcripts == ("", "ab")
+
+
+@pytest.mark.parametrize("buckets", [(), (180, 400)])
+def test_a_batch_has_features_and_tokens_of_its_rows(make, buckets):
+    store = prepare(make(train="generated:b/11", validation=())).split("train")
+    read, seen = SpeechReader(store=store, batch_size=4, seed=5, buckets=buckets), []
+    for step in range(read.steps_per_epoch):
+        batch = read[step]
+        assert batch.features.dtype == np.float32 and batch.targets.dtype == np.int32
+        assert batch.features.shape[1] in (buckets or (store.lengths.max(),))
+        for i, row in enumerate(batch.row):
+            there = row >= 0
+            features = store.features(row) if there else np.zeros((0, store.width))
+            targets = store.targets[row] if there else np.zeros(0)
+            np.testing.assert_array_equal(batch.features[i][batch.valid[i]], features)
+            np.testing.assert_array_equal(batch.targets[i][batch.scored[i]], targets)
+            assert (batch.features[i][~batch.valid[i]] == 0).all()
+            assert batch.valid[i, : len(features)].all() and batch.scored[i, : len(targets)].all()
+        seen += batch.row[batch.row >= 0].tolist()
+    assert sorted(seen) == list(range(11))

@@ -15,11 +15,6 @@ def test_an_utterance_gets_mean_0_and_deviation_1():
     np.testing.assert_allclose(found.std(axis=0), [1, 1, 0, 1], atol=1e-5)
 
 
-def test_silence_stays_silent():
-    silence = np.zeros((5, 3), np.float32)
-    assert (utterances.normalize(silence, utterances.moments(silence)) == 0).all()
-
-
 def test_a_speaker_has_the_moments_of_all_frames():
     rng = np.random.default_rng(1)
     parts = [rng.normal(2, 3, (n, 3)).astype(np.float32) for n in (5, 9, 4)]

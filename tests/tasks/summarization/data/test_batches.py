@@ -3,7 +3,6 @@ import pytest
 
 from brt.data import lanes
 from brt.errors import ConfigError
-from brt.tasks.summarization import preparation
 from brt.tasks.summarization.preparation import PairReader
 
 LENGTHS = {
@@ -136,12 +135,6 @@ def test_a_state_of_another_reader_is_refused(make_store):
         with pytest.raises(ConfigError, match=f"data position cannot be restored: {message}; "):
             iterator.set_state(state)
         iterator.close()
-
-
-def test_evaluation_reads_every_pair_once(store, buckets):
-    found = [*preparation.PairReader.evaluation(store, batch_size=4, buckets=buckets)]
-    assert sorted(rows_of(found)) == [*range(len(store))]
-    assert all(batch.source.shape[0] == 4 for batch in found)
 
 
 def test_positions_are_those_of_documents_and_summaries(store, buckets):

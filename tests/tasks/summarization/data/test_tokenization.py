@@ -8,7 +8,7 @@ import tokenizers
 from brt import config
 from brt.data import tokenizer_training
 from brt.errors import ConfigError, DataError
-from brt.tasks.summarization import preparation, tokenization
+from brt.tasks.summarization import tokenization
 from brt.tasks.summarization.preparation import Encoder
 
 TEXT = "  The  captain said: fifteen men\non a chest, Jim\u2026 "
@@ -60,12 +60,6 @@ def test_a_trained_tokenizer_keeps_lines_and_odd_characters(trained_model):
     found = tokenization.load(str(trained_model))
     text = "One\n\n  two\tthree é 日本 \U0001f600\n"
     assert found.decode(found.encode([text])[0]) == text
-
-
-def test_fingerprints_tell_files_apart(t5_model, bart_json, trained_model):
-    paths = (t5_model, bart_json, trained_model)
-    assert len({tokenization.load(str(path)).fingerprint for path in paths}) == 3
-    assert all(tokenization.load(str(p)).content == p.read_bytes() for p in paths)
 
 
 def test_bad_tokenizers_are_named(tmp_path, bart_json, lines):
@@ -127,15 +121,6 @@ def test_what_is_cut_keeps_its_begin_and_end(tokenizer, lines, truncation, limit
             assert encoded.ids.dtype == np.int32
             assert len(encoded.ids) <= limit
             assert encoded.uncut == len(begin) + len(ids) + 1
-
-
-def test_head_and_tail_are_of_one_size():
-    ids = np.arange(100)
-    assert preparation.cut(ids, 7, tail=True).tolist() == [0, 1, 2, 3, 97, 98, 99]
-    assert preparation.cut(ids, 6, tail=True).tolist() == [0, 1, 2, 97, 98, 99]
-    assert preparation.cut(ids, 6, tail=False).tolist() == [0, 1, 2, 3, 4, 5]
-    for limit in (100, 101):
-        assert preparation.cut(ids, limit, tail=True) is ids
 
 
 def test_the_prefix_stands_before_documents_only(tokenizer):
