@@ -31,10 +31,18 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def read(directory: Callable[[str], Path]) -> Callable:
-    """Returns a function that reads a model by name with `convert.read`; results are reused."""
-    from brt.interop.huggingface import convert
+    """Returns a function that reads a model by name with `pretrained.read`; results are reused."""
+    from brt.interop import pretrained
 
-    return functools.cache(lambda name: convert.read(directory(name)))
+    return functools.cache(lambda name: pretrained.read(directory(name)))
+
+
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes results independent of whether transformers is installed."""
+    from brt.interop.huggingface import verify
+
+    monkeypatch.setattr(verify, "transformers_output", lambda *_: None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -262,7 +262,7 @@ def test_adapters_of_a_run_are_read_as_they_were(
 ) -> None:
     source, base = adapters_of_run
     exported = LanguageModeling().export(source)
-    list(converting.to_hf(exported, tmp_path / "adapter", verified=False))
+    list(converting.to_hf(source.path, exported, tmp_path / "adapter", verified=False))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
     }  # fmt: skip
@@ -286,7 +286,9 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
         training = dataclasses.replace(source.config.training, init_from=str(place))
         config = dataclasses.replace(source.config, training=training)
         exported = LanguageModeling().export(source._replace(config=config))
-        return list(converting.to_hf(exported, tmp_path / f"of {place.name}", verified=False))
+        return list(
+            converting.to_hf(source.path, exported, tmp_path / f"of {place.name}", verified=False)
+        )
 
     (note,) = (line for line in export(start) if "PEFT needs" in line)
     command = shlex.split(note.partition("brt.convert ")[2].partition(" writes it")[0])
@@ -322,7 +324,7 @@ def test_peft_computes_what_brt_computes(
     transformers = pytest.importorskip("transformers")
     source, base = adapters_of_run
     exported = LanguageModeling().export(source)
-    lines = list(converting.to_hf(exported, tmp_path / "ours", verified=True))
+    lines = list(converting.to_hf(source.path, exported, tmp_path / "ours", verified=True))
     assert any(line.startswith("logits against transformers") for line in lines)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()

@@ -80,7 +80,7 @@ class TrainedDecoder(NamedTuple):
     bos_id: int
 
 
-def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
+def to_format(trained: TrainedDecoder) -> ExportFormat:
     """Returns the content of an exported directory: settings, arrays, and the PyTorch code that
     runs the model. Raises CheckpointError for kinds of layers that the code does not implement.
     """
@@ -104,12 +104,12 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
         f"{', '.join([f'decoder of {model.layers} layers', *kinds])}, width {model.model_dim}, "
         f"window {model.window}{sinks}, {parameter_count(trained.params):,} parameters"
     )
-    config = {"config.json": settings(trained, dtype)}
+    config = {"config.json": settings(trained)}
     verify = partial(compare, trained.params, model, exported)
     return ExportFormat(summary, config, exported, verify, code=CODE)
 
 
-def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
+def settings(trained: TrainedDecoder) -> dict[str, Any]:
     """Returns the content of config.json. Settings that other models of transformers also have get
     the names that are usual there.
     """
@@ -130,7 +130,6 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
             "AutoConfig": f"{module}.BrtConfig",
             "AutoModelForCausalLM": f"{module}.BrtForCausalLM",
         },
-        "dtype": dtype,
         "vocab_size": m.vocab_size,
         "bos_token_id": trained.bos_id,
         "eos_token_id": list(m.end_ids) or None,
