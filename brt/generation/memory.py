@@ -61,12 +61,18 @@ class Memory(NamedTuple):
         return [row.tobytes().rstrip(b"\0") for row in np.asarray(self.unfinished)]
 
 
+def _call(decoder: Decoder, variables: Variables, method: str, *inputs: Any) -> Any:
+    # All methods get the model state as their last argument.
+    inputs = *inputs, variables.model_state
+    return decoder.apply({"params": variables.params}, *inputs, method=method)
+
+
 def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
     """Returns the memory of texts without tokens."""
-    state, params = new_state(decoder.model, lanes), {"params": variables.params}
+    state = new_state(decoder.model, lanes)
     return Memory(
         state=state,
-        block=decoder.apply(params, state, variables.model_state, method="begin_block"),
+        block=_call(decoder, variables, "begin_block", state),
         position=jnp.zeros((), jnp.int32),
         logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
         count=jnp.zeros((), jnp.int32),
@@ -199,10 +205,8 @@ def advance(
 ) -> Memory:
     """Reads one token of every lane, or T tokens (`chunk_size`)."""
     # The open block may be full afterwards, but it is not ended.
-    next_logits, block = decoder.apply(
-        {"params": variables.params}, tokens, memory.state, memory.block, memory.position,
-        variables.model_state, method="decode_step",
-    )  # fmt: skip
+    inputs = tokens, memory.state, memory.block, memory.position
+    next_logits, block = _call(decoder, variables, "decode_step", *inputs)
     count = tokens.size // len(tokens)
     return memory._replace(
         block=block, position=memory.position + count, logits=next_logits,
@@ -212,19 +216,15 @@ def advance(
 
 def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
     """Returns the memory after its full block has been processed, with an empty open block."""
-    params, model_state = {"params": variables.params}, variables.model_state
-    state = decoder.apply(params, memory.state, memory.block, model_state, method="end_block")
-    block = decoder.apply(params, state, model_state, method="begin_block")
+    state = _call(decoder, variables, "end_block", memory.state, memory.block)
+    block = _call(decoder, variables, "begin_block", state)
     return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
 
 
 def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
     """Returns the memory with the open block also in a form for attention to single tokens."""
     # `read_and_write` needs this form of the keys and values, and keeps it up to date.
-    block = decoder.apply(
-        {"params": variables.params}, memory.block, memory.position, variables.model_state,
-        method="prepare_block",
-    )  # fmt: skip
+    block = _call(decoder, variables, "prepare_block", memory.block, memory.position)
     return memory._replace(block=block)
 
 
@@ -232,13 +232,12 @@ def read_segment(
     decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, "B T"]
 ) -> Memory:
     """Reads whole blocks at once; the memory must be at a block boundary."""
-    params, model_state = {"params": variables.params}, variables.model_state
     start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.block_length), bool)
-    hidden, state, *_ = decoder.apply(params, tokens, memory.state, start, model_state)
+    hidden, state, *_ = _call(decoder, variables, "__call__", tokens, memory.state, start)
     weights = output_weights(decoder.model, variables.params)
     return memory._replace(
         state=state,
-        block=decoder.apply(params, state, model_state, method="begin_block"),
+        block=_call(decoder, variables, "begin_block", state),
         logits=logits(decoder.model, weights, hidden[:, -1:])[:, 0],
         count=memory.count + tokens.shape[1],
     )

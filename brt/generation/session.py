@@ -102,9 +102,9 @@ def separate_kernels(model: Model, variables: Variables, lanes: int) -> Kernels:
     """Returns `SeparateKernels` for every large stack of kernels in the layers of a decoder.
 
     There are some only where the programs that read and write token by token (`decode_step` and
-    `prepare_block` of a decoder) are faster with them, as on CPUs (`brt.ops.layer_kernel` says
+    `prepare_block` of a decoder) are faster with them, as on CPUs (`brt.ops.dense` says
     why). If this pays for the number of texts (`lanes`), they are transposed copies, with which
-    products of at least eight texts are faster (`brt.ops.few_rows`). Otherwise they are views of
+    products of at least eight texts are faster (`brt.ops.products`). Otherwise they are views of
     the stacks, which need no memory of their own. While views exist, a program cannot reuse the
     memory of the stacks, as a train step would do.
     """

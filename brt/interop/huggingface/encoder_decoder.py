@@ -41,8 +41,6 @@ SPECIAL = {
     "forced_bos": "forced_bos_token_id",
     "forced_eos": "forced_eos_token_id",
 }
-# brt applies these keys of generation_config.json, and an export states them.
-STATED = {*GENERATION, *SPECIAL.values()}
 # These values of `early_stopping` have the names on the right in Decoding.early_stopping.
 STOPPING: dict[Any, str] = {True: "yes", False: "heuristic", "never": "never"}
 _T5 = {
@@ -118,16 +116,10 @@ class EncoderDecoder(NamedTuple):
     generation: dict[str, Any]
     tasks: dict[str, dict[str, Any]]
 
-    @property
-    def stated(self) -> Collection[str]:
-        """The keys of generation_config.json (of an encoder: config.json) that brt applies, and
-        that an export states.
-        """
-        return STATED
-
-    @property
-    def transformers_class(self) -> str:
-        return "AutoModelForSeq2SeqLM"
+    # The keys of generation_config.json (of an encoder: config.json) that brt applies, and that an
+    # export states.
+    stated = frozenset({*GENERATION, *SPECIAL.values()})
+    transformers_class = "AutoModelForSeq2SeqLM"
 
     @classmethod
     def from_theirs(
@@ -163,7 +155,7 @@ class EncoderDecoder(NamedTuple):
     def unread_keys(config: Mapping[str, Any]) -> list[str]:
         """Returns the keys of a config.json that brt does not use."""
         family = "bart" if config["model_type"] == "bart" else "t5"
-        common = {*STATED, CROSS_KEY, "task_specific_params", "use_cache"}
+        common = {*EncoderDecoder.stated, CROSS_KEY, "task_specific_params", "use_cache"}
         read = _READ[family] | common | WRITTEN | {"tie_word_embeddings", "is_encoder_decoder"}
         return [name for name in config if name not in read]
 

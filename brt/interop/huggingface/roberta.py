@@ -91,9 +91,7 @@ class EncoderWithHead(NamedTuple):
     task: Task
     kept: dict[str, Any]
 
-    @property
-    def stated(self) -> Collection[str]:
-        return KEPT
+    stated = frozenset(KEPT)
 
     @classmethod
     def from_theirs(
