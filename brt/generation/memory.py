@@ -103,16 +103,11 @@ def unfinished_character(data: bytes) -> bytes:
     return decoder.getstate()[0]
 
 
-def _swap_lanes_and_layers(memory: Memory) -> Memory:
-    """Swaps the axes of lanes and layers of the open block's arrays; files have lanes first."""
-    return memory._replace(block=jax.tree.map(lambda x: x.swapaxes(0, 1), memory.block))
-
-
 def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
     """Writes a memory to an .npz file, with a description of its model."""
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
-        for i, leaf in enumerate(jax.tree.leaves(_swap_lanes_and_layers(memory)))
+        for i, leaf in enumerate(jax.tree.leaves(memory))
     }
     with durable.named_by_user(path) as file:
         np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
@@ -123,7 +118,7 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
 
     A file that is missing or damaged, or whose `identity` differs, raises DataError.
     """
-    leaves, structure = jax.tree.flatten(_swap_lanes_and_layers(old))
+    leaves, structure = jax.tree.flatten(old)
     try:
         with untrusted.npz(path, growth=None) as arrays:
             stored = _described(arrays, len(leaves))
@@ -149,7 +144,7 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
             f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
             "with --load_state"
         ) from error
-    return _swap_lanes_and_layers(memory)
+    return memory
 
 
 def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
