@@ -83,8 +83,8 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-# The settings that brt and all families state in the same way.
-_FIELDS = {
+# The settings that brt and all families, also exports with own code, state in the same way.
+FIELDS = {
     "Model.layers": "num_hidden_layers", "Model.model_dim": "hidden_size",
     "Model.heads": "num_attention_heads", "Model.head_dim": "head_dim",
     "Model.mlp_dim": "intermediate_size", "Model.vocab_size": "vocab_size",
@@ -132,7 +132,7 @@ _STRUCTURE = {
 # These keys are read in every family. Another key that only some families have is refused where it
 # asks for something and the family does not have it.
 _OF_ALL = {
-    *_FIELDS.values(), "hidden_act", "rope_theta", "rope_interleaved", "rope_parameters",
+    *FIELDS.values(), "hidden_act", "rope_theta", "rope_interleaved", "rope_parameters",
     "rope_scaling", "layer_types", "sliding_window", "use_sliding_window",
     "sliding_window_pattern", "_sliding_window_pattern",
 }  # fmt: skip
@@ -187,7 +187,7 @@ def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[s
     keys = {**usual, **_DEFAULTS, **family.defaults, **given}
     if config.get("sliding_window", 0) is None:
         keys["sliding_window"] = None
-    values = convert_fields(_FIELDS, keys) | {
+    values = convert_fields(FIELDS, keys) | {
         "Model.end_ids": end_ids(config, keys["vocab_size"]),
         "Model.activation": _activation(keys),
         "SelfAttention.bias": "all" if keys["attention_bias"] else "none",
@@ -383,7 +383,7 @@ def to_theirs(model: Model, bos_id: int) -> dict[str, Any]:
     activation = next(x for x, ours in _ACTIVATIONS.items() if ours == model.activation)
     settings = {
         "architectures": [FAMILIES[name].name], "model_type": name,
-        **{theirs: values[ours] for ours, theirs in _FIELDS.items() if theirs != "mlp_bias"},
+        **{theirs: values[ours] for ours, theirs in FIELDS.items() if theirs != "mlp_bias"},
         "num_key_value_heads": model.key_heads, "bos_token_id": bos_id,
         "max_position_embeddings": model.rotary.context or model.window,
         "eos_token_id": list(model.end_ids) or None,
