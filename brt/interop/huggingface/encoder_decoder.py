@@ -165,30 +165,27 @@ class EncoderDecoder(NamedTuple):
         use. Some files contain copies of arrays, which are removed, or names without the usual
         prefix, which is added.
         """
-        arrays = {name: array for name, array in arrays.items() if name != UNUSED}
+        # In files of the class BartModel, names lack the prefix "model.".
         prefix = "model." if config["model_type"] == "bart" else ""
         outside = ("lm_head.weight", "final_logits_bias")
-        if prefix:  # In files of the class BartModel, names lack the prefix "model.".
-            arrays = {
-                name if name.startswith(prefix) or name in outside else prefix + name: array
-                for name, array in arrays.items()
-            }
+        found = {
+            name if name.startswith(prefix) or name in outside else prefix + name: array
+            for name, array in arrays.items()
+            if name != UNUSED
+        }
         shared = f"{prefix}shared.weight"
         copies = [name if name in outside else prefix + name for name in _TIED]
-        for name in copies:
-            if name not in arrays:
-                continue
-            if shared not in arrays and name not in outside:
-                arrays[shared] = arrays[name]
-            if shared in arrays and np.array_equal(arrays[name], arrays[shared]):
-                del arrays[name]
+        present = [name for name in copies if name in found]
+        if present:
+            found.setdefault(shared, found[present[0]])
+        for name in present:
+            if np.array_equal(found[name], found[shared]):
+                del found[name]
             elif name not in outside:
                 raise CheckpointError(
                     f"{name} differs from {shared}; only one embedding is supported"
                 )
-        if shared not in arrays and "lm_head.weight" in arrays:
-            arrays[shared] = arrays.pop("lm_head.weight")
-        return arrays
+        return found
 
     def to_theirs(self) -> dict[str, dict[str, Any]]:
         """Returns the content of config.json and generation_config.json, by name. Raises

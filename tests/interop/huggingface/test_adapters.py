@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from tiny_decoder import TEXT, write_decoder
+from tiny_decoder import TEXT
 
 import brt
 from brt import convert, tasks
@@ -35,14 +35,6 @@ DESCRIBED = {
     "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "megatron_core": "core",
 }  # fmt: skip
 ADAPTED = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a directory with a tiny decoder."""
-    place = tmp_path_factory.mktemp("hub") / "tiny"
-    write_decoder(place)
-    return place
 
 
 def run(*flags: str) -> None:

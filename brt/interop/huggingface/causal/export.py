@@ -137,18 +137,6 @@ def brt_logits(params: Mapping[str, Any], model: Model, tokens: np.ndarray) -> n
     return segment_logits(params, model, [padded[None]])[0, : len(tokens)]
 
 
-def transformers_logits(directory: Path, tokens: np.ndarray) -> np.ndarray | None:
-    """Returns the float32 logits [T, V] that transformers computes for a document [T]; None if
-    torch, transformers or, for the directory of an adapter, PEFT is not installed.
-    """
-    adapter = directory if (directory / reading.CONFIG).is_file() else None
-    output = transformers_output(
-        reading.base_of(directory) if adapter else directory, "AutoModelForCausalLM",
-        {"input_ids": tokens[None]}, adapter=adapter, use_cache=False,
-    )  # fmt: skip
-    return None if output is None else output.logits.float().numpy()[0]
-
-
 def compare(
     params: Mapping[str, Any], model: Model, directory: Path, arrays: Mapping[str, np.ndarray],
     exported: Mapping[str, np.ndarray],
@@ -166,9 +154,13 @@ def compare(
     both = {name: array for name, array in arrays.items() if name in exported}
     rounding = yield from compare_arrays(both, exported)
     tokens = document(model)
-    expected = transformers_logits(directory, tokens)
-    if expected is None:
+    adapter = directory if (directory / reading.CONFIG).is_file() else None
+    output = transformers_output(
+        reading.base_of(directory) if adapter else directory, "AutoModelForCausalLM",
+        {"input_ids": tokens[None]}, adapter=adapter, use_cache=False,
+    )  # fmt: skip
+    if output is None:
         yield "logits against transformers: not compared; pip install torch transformers peft"
         return
-    actual = brt_logits(params, model, tokens)
+    actual, expected = brt_logits(params, model, tokens), output.logits.float().numpy()[0]
     yield check_logits(actual, expected, f"transformers, {len(tokens)} tokens", rounding)
