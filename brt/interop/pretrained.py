@@ -62,14 +62,13 @@ def describe(directory: Path) -> Described:
 
 
 def _described(directory: Path) -> tuple[Described, dict[str, np.ndarray]]:
-    path = directory / "config.json"
-    if not path.is_file():
+    settings = files.read_json_if_any(directory / "config.json")
+    if "model_type" not in settings:
         files.check_is_model(directory)
         raise CheckpointError(
-            f"{directory} has no config.json; name a model in Hugging Face's format, or the "
-            "directory of a run that has checkpoints"
+            f"{directory} has no config.json with a model_type; name a model in Hugging Face's "
+            "format, or the directory of a run that has checkpoints"
         )
-    settings = files.read_json(path)
     generation = files.read_json_if_any(directory / "generation_config.json")
     kind: type[Described] = EncoderWithHead
     if settings.get("model_type") != roberta.MODEL_TYPE:

@@ -171,7 +171,7 @@ def test_a_target_that_holds_something_is_left_alone(source: Path) -> None:
         ("--from=hf {t5}/none --to=brt {out}", 2, "is not a directory; download"),
         ("--from=brt {t5}/none --to=hf {out}", 2, "is not a directory; name the directory"),
         ("--from=hf {t5} --to=brt {out} --dtype=bfloat16", 2, "--dtype is for --to=hf"),
-        ("--from=brt {here} --to=hf {out}", 4, "has no config.json; name a model in Hugging"),
+        ("--from=brt {here} --to=hf {out}", 4, "has no config.json with a model_type; name"),
     ],
     ids=range(6),
 )
