@@ -86,7 +86,9 @@ def load(directory: Path, cross: CrossAttention | None = None) -> dict[str, Any]
     they need and the directory lacks are then initialised.
     """
     params, described = read(directory)[0]
-    return params if cross is None else adapt(params, described._replace(cross=cross))
+    if cross is None or not isinstance(described, EncoderDecoder):
+        return params
+    return adapt(params, described._replace(cross=cross))
 
 
 def _places(described: Described) -> dict[str, Place]:

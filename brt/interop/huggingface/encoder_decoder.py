@@ -41,6 +41,7 @@ SPECIAL = {
     "forced_bos": "forced_bos_token_id",
     "forced_eos": "forced_eos_token_id",
 }
+STATED = {*GENERATION, *SPECIAL.values()}
 # These values of `early_stopping` have the names on the right in Decoding.early_stopping.
 STOPPING: dict[Any, str] = {True: "yes", False: "heuristic", "never": "never"}
 _T5 = {
@@ -116,10 +117,16 @@ class EncoderDecoder(NamedTuple):
     generation: dict[str, Any]
     tasks: dict[str, dict[str, Any]]
 
-    # The keys of generation_config.json (of an encoder: config.json) that brt applies, and that an
-    # export states.
-    stated = frozenset({*GENERATION, *SPECIAL.values()})
-    transformers_class = "AutoModelForSeq2SeqLM"
+    @property
+    def stated(self) -> Collection[str]:
+        """The keys of generation_config.json (of an encoder: config.json) that brt applies, and
+        that an export states.
+        """
+        return STATED
+
+    @property
+    def transformers_class(self) -> str:
+        return "AutoModelForSeq2SeqLM"
 
     @classmethod
     def from_theirs(
@@ -155,7 +162,7 @@ class EncoderDecoder(NamedTuple):
     def unread_keys(config: Mapping[str, Any]) -> list[str]:
         """Returns the keys of a config.json that brt does not use."""
         family = "bart" if config["model_type"] == "bart" else "t5"
-        common = {*EncoderDecoder.stated, CROSS_KEY, "task_specific_params", "use_cache"}
+        common = {*STATED, CROSS_KEY, "task_specific_params", "use_cache"}
         read = _READ[family] | common | WRITTEN | {"tie_word_embeddings", "is_encoder_decoder"}
         return [name for name in config if name not in read]
 

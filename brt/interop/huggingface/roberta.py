@@ -91,7 +91,9 @@ class EncoderWithHead(NamedTuple):
     task: Task
     kept: dict[str, Any]
 
-    stated = frozenset(KEPT)
+    @property
+    def stated(self) -> Collection[str]:
+        return KEPT
 
     @classmethod
     def from_theirs(
