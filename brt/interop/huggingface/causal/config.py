@@ -332,10 +332,9 @@ def family_of(model: Model) -> str | None:
 def _can_state(family: Family, model: Model) -> bool:
     # Returns True if the keys of the family can express those settings that differ in a family.
     keys, own, scalar = family.keys, _own_windows(model), _query_scalar(model)
-    key_of_bias = {"all": "attention_bias"}.get(model.attention.bias)
-    stated = model.attention.bias in ("none", family.settings.get("SelfAttention.bias"))
+    bias, fixed = model.attention.bias, family.settings.get("SelfAttention.bias")
     return (
-        (stated or key_of_bias in keys)
+        (bias in ("none", fixed) or (bias == "all" and "attention_bias" in keys))
         and (not model.mlp.bias or "mlp_bias" in keys)
         and (
             scalar == round(scalar)
