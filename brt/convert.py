@@ -12,7 +12,8 @@ python -m brt.convert --from=brt runs/novels --to=hf exported --verify
 python -m brt.convert --from=hf bart-base --to=brt models/bart-4k --extend_positions=4096
 
 A directory in Hugging Face's format contains config.json and model.safetensors (or its parts and
-their index). A directory in brt's format was written by --to=brt, or is the directory of a run.
+their index). A directory of brt was written by --to=brt, or is the directory of a run. Models other
+than decoders have the format of Hugging Face there, too, with float32 weights.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         dtype = args.dtype or "float32"
         exported = conversion.export(source, plain=args.plain, adapter=args.adapter)
-        lines = convert.to_hf(exported, target, verified=args.verify, dtype=dtype)
+        lines = convert.to_hf(source, exported, target, verified=args.verify, dtype=dtype)
     for line in lines:
         output.show(line)
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from brt.config import Model
 from brt.config.model import MLP, Embedding, Norm, Rotary, SelfAttention
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import export, weights
+from brt.interop.huggingface.causal import config, weights
 from brt.models.decoder import Decoder, new_state
 
 TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom.\n" * 40
@@ -53,7 +53,7 @@ def write_decoder(place: Path) -> None:
     )
     arrays = jax.tree.map(np.asarray, nn.meta.unbox(params)["params"])
     files.write_tensors(place, dict(weights.export_arrays(arrays, MODEL)), shard_bytes=20_000)
-    files.write_json(place / "config.json", export.to_theirs(MODEL, bos_id=1, dtype="float32"))
+    files.write_json(place / "config.json", config.to_theirs(MODEL, bos_id=1))
 
 
 def write_chain(place: Path, follows: Mapping[str, str], end_ids: tuple[int, ...] = (2,)) -> None:
@@ -84,4 +84,4 @@ def write_chain(place: Path, follows: Mapping[str, str], end_ids: tuple[int, ...
     for file in [*place.glob("*.safetensors*")]:
         file.unlink()
     files.write_tensors(place, arrays)
-    files.write_json(place / "config.json", export.to_theirs(model, bos_id=1, dtype="float32"))
+    files.write_json(place / "config.json", config.to_theirs(model, bos_id=1))

@@ -133,13 +133,15 @@ def targets(place: Path) -> dict[str, Target]:
     add("kaldi/text", "id-1 yes\nid-2 no\n", sources.table)
     row = b"\0BFM " + b"".join(b"\4" + n.to_bytes(4, "little") for n in (2, 3)) + bytes(24)
     add("a.ark", row, lambda path: sources.read_matrix(f"{path}:0"))
-    kept_config = place / "brt/original/config.json"
+    kept_config = place / "beside/original/config.json"
     kept_config.parent.mkdir(parents=True)
     kept_config.write_text('{"model_type": "t5", "d_model": 8}')
     found["original/config.json"] = Target(
         kept_config,
-        lambda path: kept.read_json(originals.read(path.parent.parent / "model.json"), path.name),
-        "brt/original/*",
+        lambda path: kept.read_json(
+            originals.read(path.parent.parent / "tokenizer.json"), path.name
+        ),
+        "run/tokenizer/original/*",
     )
     save_file({"a": np.ones((2, 3), np.float32)}, place / "m.safetensors")
     found["m.safetensors"] = Target(place / "m.safetensors", files.read_file)

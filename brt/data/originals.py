@@ -2,9 +2,7 @@
 
 They say how transformers uses the tokenizer and the model: chat templates, special tokens, settings
 of generation. An export gives them back. Where brt stores a tokenizer (in a run, or with prepared
-data), the files are in the subdirectory `original` beside the file of the tokenizer. In a directory
-of a converted encoder-decoder or encoder, only those of the model are there, and those of the
-tokenizer are beside it.
+data), the files are in the subdirectory `original` beside the file of the tokenizer.
 """
 
 from collections.abc import Mapping

@@ -61,12 +61,18 @@ class Memory(NamedTuple):
         return [row.tobytes().rstrip(b"\0") for row in np.asarray(self.unfinished)]
 
 
+def _call(decoder: Decoder, variables: Variables, method: str, *inputs: Any) -> Any:
+    # All methods get the model state as their last argument.
+    inputs = *inputs, variables.model_state
+    return decoder.apply({"params": variables.params}, *inputs, method=method)
+
+
 def new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
     """Returns the memory of texts without tokens."""
-    state, params = new_state(decoder.model, lanes), {"params": variables.params}
+    state = new_state(decoder.model, lanes)
     return Memory(
         state=state,
-        block=decoder.apply(params, state, variables.model_state, method="begin_block"),
+        block=_call(decoder, variables, "begin_block", state),
         position=jnp.zeros((), jnp.int32),
         logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
         count=jnp.zeros((), jnp.int32),
@@ -97,16 +103,11 @@ def unfinished_character(data: bytes) -> bytes:
     return decoder.getstate()[0]
 
 
-def _swap_lanes_and_layers(memory: Memory) -> Memory:
-    """Swaps the axes of lanes and layers of the open block's arrays; files have lanes first."""
-    return memory._replace(block=jax.tree.map(lambda x: x.swapaxes(0, 1), memory.block))
-
-
 def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
     """Writes a memory to an .npz file, with a description of its model."""
     arrays = {
         f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
-        for i, leaf in enumerate(jax.tree.leaves(_swap_lanes_and_layers(memory)))
+        for i, leaf in enumerate(jax.tree.leaves(memory))
     }
     with durable.named_by_user(path) as file:
         np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
@@ -117,7 +118,7 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
 
     A file that is missing or damaged, or whose `identity` differs, raises DataError.
     """
-    leaves, structure = jax.tree.flatten(_swap_lanes_and_layers(old))
+    leaves, structure = jax.tree.flatten(old)
     try:
         with untrusted.npz(path, growth=None) as arrays:
             stored = _described(arrays, len(leaves))
@@ -143,7 +144,7 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
             f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
             "with --load_state"
         ) from error
-    return _swap_lanes_and_layers(memory)
+    return memory
 
 
 def _described(arrays: Mapping[str, untrusted.LazyArray], leaves: int) -> list[Any]:
@@ -199,10 +200,8 @@ def advance(
 ) -> Memory:
     """Reads one token of every lane, or T tokens (`chunk_size`)."""
     # The open block may be full afterwards, but it is not ended.
-    next_logits, block = decoder.apply(
-        {"params": variables.params}, tokens, memory.state, memory.block, memory.position,
-        variables.model_state, method="decode_step",
-    )  # fmt: skip
+    inputs = tokens, memory.state, memory.block, memory.position
+    next_logits, block = _call(decoder, variables, "decode_step", *inputs)
     count = tokens.size // len(tokens)
     return memory._replace(
         block=block, position=memory.position + count, logits=next_logits,
@@ -212,19 +211,15 @@ def advance(
 
 def end_block(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
     """Returns the memory after its full block has been processed, with an empty open block."""
-    params, model_state = {"params": variables.params}, variables.model_state
-    state = decoder.apply(params, memory.state, memory.block, model_state, method="end_block")
-    block = decoder.apply(params, state, model_state, method="begin_block")
+    state = _call(decoder, variables, "end_block", memory.state, memory.block)
+    block = _call(decoder, variables, "begin_block", state)
     return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
 
 
 def prepare(decoder: Decoder, variables: Variables, memory: Memory) -> Memory:
     """Returns the memory with the open block also in a form for attention to single tokens."""
     # `read_and_write` needs this form of the keys and values, and keeps it up to date.
-    block = decoder.apply(
-        {"params": variables.params}, memory.block, memory.position, variables.model_state,
-        method="prepare_block",
-    )  # fmt: skip
+    block = _call(decoder, variables, "prepare_block", memory.block, memory.position)
     return memory._replace(block=block)
 
 
@@ -232,13 +227,12 @@ def read_segment(
     decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, "B T"]
 ) -> Memory:
     """Reads whole blocks at once; the memory must be at a block boundary."""
-    params, model_state = {"params": variables.params}, variables.model_state
     start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.block_length), bool)
-    hidden, state, *_ = decoder.apply(params, tokens, memory.state, start, model_state)
+    hidden, state, *_ = _call(decoder, variables, "__call__", tokens, memory.state, start)
     weights = output_weights(decoder.model, variables.params)
     return memory._replace(
         state=state,
-        block=decoder.apply(params, state, model_state, method="begin_block"),
+        block=_call(decoder, variables, "begin_block", state),
         logits=logits(decoder.model, weights, hidden[:, -1:])[:, 0],
         count=memory.count + tokens.shape[1],
     )

@@ -98,49 +98,28 @@ _SMALLEST = 1 << 25
 _FEWEST_TEXTS, _MOST_COPIED = 8, 1 << 30
 
 
-def transposed_kernels(model: Model, variables: Variables, lanes: int) -> Kernels:
-    """Returns transposed copies of all large kernels for `with_separate_kernels`.
+def separate_kernels(model: Model, variables: Variables, lanes: int) -> Kernels:
+    """Returns `SeparateKernels` for every large stack of kernels in the layers of a decoder.
 
-    The result is empty if the copies do not pay: for fewer than eight texts (`lanes`), for models
-    with small kernels, and on other backends than CPUs. It is also empty if the copies would take
-    more than 1 GiB. `variables` has stacks of layers of a decoder.
+    There are some only where the programs that read and write token by token (`decode_step` and
+    `prepare_block` of a decoder) are faster with them, as on CPUs (`brt.ops.dense` says
+    why). If this pays for the number of texts (`lanes`), they are transposed copies, with which
+    products of at least eight texts are faster (`brt.ops.products`). Otherwise they are views of
+    the stacks, which need no memory of their own. While views exist, a program cannot reuse the
+    memory of the stacks, as a train step would do.
     """
-    large = _large_stacks(model, variables)
-    if lanes < _FEWEST_TEXTS or sum(map(_bytes, large.values())) > _MOST_COPIED:
-        return {}
-    return {
-        run: {name: _transposed(stack, _input_axes(name, stack)) for name, stack in stacks.items()}
-        for run, stacks in large.items()
-    }
-
-
-def with_separate_kernels(model: Model, variables: Variables, copies: Kernels) -> Variables:
-    """Returns variables with `SeparateKernels` in place of every large stack of kernels.
-
-    This is so only where the programs that read and write token by token (`decode_step` and
-    `prepare_block` of a decoder) are faster with them, as on CPUs (`brt.ops.layer_kernel` says
-    why). `copies` is the result of `transposed_kernels`, with which products of at least eight
-    texts are faster (`brt.ops.few_rows`); where there are no copies, the arrays are views of the
-    stacks, which need no memory of their own. While views exist, a program cannot reuse the memory
-    of the stacks, as a train step would do.
-    """
-    params = dict(variables.params)
-    for run, stacks in _large_stacks(model, variables).items():
-        separate = copies.get(run) or {name: _views(stack) for name, stack in stacks.items()}
-        of_run = params["stack"][run]
-        tokens = {**of_run["tokens"], **separate}
-        params["stack"] = {**params["stack"], run: {**of_run, "tokens": tokens}}
-    return variables._replace(params=params)
-
-
-def _large_stacks(model: Model, variables: Variables) -> dict[str, dict[str, Array]]:
-    """Returns the large stacks of kernels by run and parameter; none where stacks cost nothing."""
     leaves = jax.tree.leaves(variables.params)
     whole = all(isinstance(leaf, jax.Array) and len(leaf.devices()) == 1 for leaf in leaves)
     if not dispatch.policy().copies_layers or not whole:
         return {}
     stacks = {run.name: _kernels(variables.params["stack"][run.name]) for run in runs(model)}
-    return {run: kernels for run, kernels in stacks.items() if _bytes(kernels) >= _SMALLEST}
+    sizes = {run: sum(stack.nbytes for stack in own.values()) for run, own in stacks.items()}
+    large = {run: own for run, own in stacks.items() if sizes[run] >= _SMALLEST}
+    copies = lanes >= _FEWEST_TEXTS and sum(sizes[run] for run in large) <= _MOST_COPIED
+    return {
+        run: {name: _separated(name, stack, copies) for name, stack in own.items()}
+        for run, own in large.items()
+    }
 
 
 def _kernels(params: dict[str, Any]) -> dict[str, Array]:
@@ -150,27 +129,26 @@ def _kernels(params: dict[str, Any]) -> dict[str, Array]:
     return {name: leaf for name, leaf in tokens.items() if name in names and len(leaf) > 1}
 
 
-def _bytes(stacks: dict[str, Array]) -> int:
-    return sum(stack.nbytes for stack in stacks.values())
+def _separated(name: str, stack: Array, copies: bool) -> SeparateKernels:
+    """Returns the layers of a stack [layers, *inputs, *outputs]: views, which share its memory on
+    CPUs, or transposed copies, which are matrices.
+    """
+    layers, kernel = np.asarray(stack), stack.shape[1:]
+    if not copies:
+        return SeparateKernels(tuple(jax.device_put(layer) for layer in layers), kernel)
+    # The axes that the product with a kernel sums over come first.
+    inputs = len(kernel) - 1 if name in _TO_WIDTH else 1
+    matrices = layers.reshape(len(layers), math.prod(kernel[:inputs]), -1)
+    arrays = tuple(jax.device_put(np.ascontiguousarray(matrix.T)) for matrix in matrices)
+    return SeparateKernels(arrays, kernel, transposed=inputs)
 
 
-def _input_axes(name: str, stack: Array) -> int:
-    """Returns the number of axes of a layer's kernel that its product sums over."""
-    return stack.ndim - 2 if name in _TO_WIDTH else 1
-
-
-def _views(stack: Array) -> SeparateKernels:
-    """Returns the layers of a stack; on CPUs, they share its memory."""
-    layers = tuple(jax.device_put(layer) for layer in np.asarray(stack))
-    return SeparateKernels(layers, stack.shape[1:])
-
-
-def _transposed(stack: Array, inputs: int) -> SeparateKernels:
-    """Returns transposed copies of the L layers of a stack [L, *inputs, *outputs], as matrices."""
-    rows = math.prod(stack.shape[1 : 1 + inputs])
-    matrices = np.asarray(stack).reshape(len(stack), rows, -1)
-    copies = tuple(jax.device_put(np.ascontiguousarray(matrix.T)) for matrix in matrices)
-    return SeparateKernels(copies, stack.shape[1:], transposed=inputs)
+def with_kernels(variables: Variables, kernels: Kernels) -> Variables:
+    """Returns variables with `kernels` in place of their stacks."""
+    stack = dict(variables.params["stack"])
+    for run, own in kernels.items():
+        stack[run] = {**stack[run], "tokens": {**stack[run]["tokens"], **own}}
+    return variables._replace(params={**variables.params, "stack": stack})
 
 
 # The program that reads chunks of a block is compiled and used only if there are at least this many
@@ -223,7 +201,7 @@ class Session:
     def restart(self, variables: Variables) -> None:
         """Clears the memory, and uses `variables` as the model's learned arrays from now on."""
         self._variables = variables
-        self._copies: Kernels | None = None
+        self._copies: Kernels = {}
         self.forget()
 
     def forget(self) -> None:
@@ -279,10 +257,12 @@ class Session:
         """The learned arrays in the form that programs for single tokens read."""
         # Only copies of kernels are stored. If their views were, a train step could not reuse the
         # memory of the parameters.
-        model, variables = self._config.model, self._variables
-        if self._copies is None:
-            self._copies = transposed_kernels(model, variables, self._lanes)
-        return with_separate_kernels(model, variables, self._copies)
+        kernels = self._copies
+        if not kernels:
+            kernels = separate_kernels(self._config.model, self._variables, self._lanes)
+        own = [kernel for stacks in kernels.values() for kernel in stacks.values()]
+        self._copies = kernels if any(kernel.transposed for kernel in own) else {}
+        return with_kernels(self._variables, kernels)
 
     @property
     def _memory_lanes(self) -> int:

@@ -1,165 +1,163 @@
-"""Reads and writes directories of converted encoder-decoders and encoders, from which training can
-start.
+"""Reads encoder-decoders and encoders in Hugging Face's format: T5, LongT5, BART and RoBERTa.
 
-`brt.convert --to=brt` writes such a directory from a Hugging Face checkpoint. It contains:
-
-params.safetensors   float32 parameters with brt's names, an array for each layer
-model.json           the sections Seq2Seq and CrossAttention of the config; or for an encoder, the
-                     section Encoder, the task of the head, the ids of special tokens and the names
-                     of classes
-generation.json      special tokens and generation settings of an encoder-decoder
-original             config.json and generation_config.json of the checkpoint
-...                  unchanged files of the tokenizer
+Training can start from such a directory. `python -m brt.convert --to=brt` writes one with float32
+weights, after it has checked the model, and can extend its learned positions.
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import copyfile
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from brt import untrusted
-from brt.config import Config, CrossAttention
-from brt.config_io import config_from_json, config_json
+from brt.config import CrossAttention
 from brt.data import originals
 from brt.errors import CheckpointError
-from brt.interop.exporting import Described
-from brt.interop.huggingface import files
+from brt.interop.huggingface import encoder_decoder, files, roberta, weights
 from brt.interop.huggingface.encoder_decoder import EncoderDecoder
-from brt.interop.huggingface.roberta import HEADS, EncoderWithHead
-from brt.interop.huggingface.weights import adapt, by_layer, stack_layers, template
-from brt.models.seq2seq import SpecialTokens
+from brt.interop.huggingface.roberta import EncoderWithHead
+from brt.interop.huggingface.weights import Arrays, Place, kernels, shapes
 
-PARAMS = "params.safetensors"
-MODEL = "model.json"
-GENERATION = "generation.json"
-FORMAT = 1
+Described = EncoderDecoder | EncoderWithHead
 
 
 class Pretrained(NamedTuple):
     """A model between Hugging Face's format and brt's, with its float32 parameters."""
 
     params: dict[str, Any]
-    described: EncoderDecoder | EncoderWithHead
+    described: Described
 
 
-def save(directory: Path, pretrained: Pretrained) -> None:
-    """Writes a converted model into an existing directory, without its tokenizer."""
-    params, described = pretrained
-    flat = by_layer(params)
-    files.write_file(directory / PARAMS, {name: np.asarray(x) for name, x in flat.items()})
-    if isinstance(described, EncoderWithHead):
-        section = config_json(Config(encoder=described.model))["Encoder"]
-        content = {"Encoder": section, "task": described.task, "kept": described.kept}
-    else:
-        sections = config_json(Config(seq2seq=described.model, cross_attention=described.cross))
-        content = {name: sections[name] for name in ("Seq2Seq", "CrossAttention")}
-        special = described.special._asdict()
-        generation = {"defaults": described.generation, "tasks": described.tasks}
-        files.write_json(directory / GENERATION, {"special_tokens": special, **generation})
-    files.write_json(directory / MODEL, {"format": FORMAT, **content})
+class Imported(NamedTuple):
+    """Imported parameters, and the names of parameters and arrays that have no counterpart.
+
+    Attributes:
+      params: the float32 parameters, a nested dictionary with brt's names.
+      initialised: brt's names of the parameters that the checkpoint lacks and that were therefore
+        initialised, such as those of a kind of cross-attention that transformers does not have.
+      unexpected: Hugging Face's names of the arrays that have no counterpart in brt.
+    """
+
+    params: dict[str, Any]
+    initialised: list[str]
+    unexpected: list[str]
 
 
-def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
-    """Reads a directory that `save` wrote.
+def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], Imported]:
+    """Returns the model in a directory, the arrays of the checkpoint by Hugging Face's names, and
+    the parameters and arrays without a counterpart.
+    """
+    described, arrays = _described(directory)
+    imported = import_arrays(arrays, described)
+    return Pretrained(imported.params, described), arrays, imported
+
+
+def describe(directory: Path) -> Described:
+    """Returns the settings of the model in a directory."""
+    return _described(directory)[0]
+
+
+def _described(directory: Path) -> tuple[Described, dict[str, np.ndarray]]:
+    settings = files.read_json_if_any(directory / "config.json")
+    if "model_type" not in settings:
+        files.check_is_model(directory)
+        raise CheckpointError(
+            f"{directory} has no config.json with a model_type; name a model in Hugging Face's "
+            "format, or the directory of a run that has checkpoints"
+        )
+    generation = files.read_json_if_any(directory / "generation_config.json")
+    kind: type[Described] = EncoderWithHead
+    if settings.get("model_type") != roberta.MODEL_TYPE:
+        encoder_decoder.check_type(settings)
+        kind = EncoderDecoder
+    # The arrays show which head the model has.
+    arrays = kind.normalize_names(files.read_tensors(directory), settings)
+    return kind.from_theirs(settings, generation, arrays), arrays
+
+
+def load(directory: Path, cross: CrossAttention | None = None) -> dict[str, Any]:
+    """Returns the parameters of the model in a directory.
 
     The settings of cross-attention `cross` replace those of an encoder-decoder. Parameters that
     they need and the directory lacks are then initialised.
     """
-    path = directory / MODEL
-    if path.is_file() and "Encoder" in files.read_json(path):
-        encoder = describe_encoder(directory)
-        return Pretrained(_read_params(directory, encoder), encoder)
-    described = describe(directory)
-    params = _read_params(directory, described)
-    if cross is not None:
-        described = described._replace(cross=cross)
-        params = adapt(params, described)
-    return Pretrained(params, described)
+    params, described = read(directory)[0]
+    if cross is None or not isinstance(described, EncoderDecoder):
+        return params
+    return adapt(params, described._replace(cross=cross))
 
 
-def _read_params(directory: Path, described: Described) -> dict[str, Any]:
-    # The file has one array per layer, such as "encoder/layers_0/mlp/wi/kernel". In the result, the
-    # arrays of all layers are stacked along a new first axis, as in {"encoder": {"layers": {"mlp":
-    # {"wi": {"kernel": [layers, ...]}}}}}.
-    arrays, expected = files.read_file(directory / PARAMS), template(described)
-    shapes = {name: array.shape for name, array in arrays.items()}
-    for name in sorted(shapes.keys() | expected.keys()):
-        wanted = expected[name].shape if name in expected else None
-        if shapes.get(name) != wanted:
-            raise CheckpointError(
-                f"{directory / PARAMS}: {name} is {shapes.get(name, 'missing')}, but "
-                f"{'nothing' if wanted is None else wanted} by {MODEL}"
-            )
-    return stack_layers({name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()})
+def _places(described: Described) -> dict[str, Place]:
+    names = described.parameter_names()
+    leaves = shapes(described.initial_params)
+    return {ours: _place(ours, names.get(ours), leaf) for ours, leaf in leaves.items()}
 
 
-def describe(directory: Path) -> EncoderDecoder:
-    """Returns the settings of the encoder-decoder in a directory, without reading the parameters.
-    Raises CheckpointError for an encoder without a decoder, too.
+def _place(ours: str, theirs: str | None, leaf: jax.ShapeDtypeStruct) -> Place:
+    stacked, shape = "/layers/" in ours, leaf.shape
+    names = [] if theirs is None else [theirs]
+    if stacked:
+        names, shape = [name.format(i=i) for name in names for i in range(shape[0])], shape[1:]
+    if ours.endswith("kernel"):
+        return kernels(leaf, names, 2 if ours.endswith("/o/kernel") else 1, stacked)
+    if ours == "logits_bias":
+        return Place(leaf, names, (1, *shape))
+    is_vector = len(shape) == 0 or ours.endswith("/bias")
+    return Place(leaf, names, (math.prod(shape),) if is_vector else shape)
+
+
+def import_arrays(arrays: Arrays, described: Described) -> Imported:
+    """Converts the arrays of a checkpoint, with the names that current versions of transformers
+    use, to brt's parameters. Raises CheckpointError if a required array is missing, or an array has
+    another shape.
     """
-    if not (directory / MODEL).is_file():
-        raise CheckpointError(
-            f"{directory} has no {MODEL}; python -m brt.convert --from=hf DIR --to=brt OUT writes "
-            "one"
-        )
-    content = _read_model(directory)
-    if "Encoder" in content:
-        raise CheckpointError(f"{directory} holds an encoder alone, which writes no summaries")
-    config = config_from_json(content)
-    saved = files.read_json(directory / GENERATION)
-    ids = dict.fromkeys(("pad", "start", "eos"), int)
-    kind = {"special_tokens": ids, "defaults": {str: object}, "tasks": {str: dict}}
-    try:
-        untrusted.check(saved, kind)
-        # JSON has no tuples, and an encoder-decoder has no other end tokens than `eos`.
-        special = SpecialTokens(**saved["special_tokens"])._replace(ends=())
-        return EncoderDecoder(
-            config.seq2seq, config.cross_attention, special, saved["defaults"], saved["tasks"]
-        )
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{directory / GENERATION} is not of brt: {error}") from error
+    places = _places(described)
+    optional = [ours for ours in places if described.may_lack(ours)]
+    params, left = weights.import_arrays(arrays, places, optional)
+    initialised = [ours for ours in places if ours not in params]
+    return Imported(_with_initial(params, initialised, described), initialised, sorted(left))
 
 
-def describe_encoder(directory: Path) -> EncoderWithHead:
-    """Returns the settings of the encoder in a directory, without reading the parameters."""
-    content = _read_model(directory)
-    task, kept = content.get("task"), content.get("kept")
-    if "Encoder" not in content or task not in HEADS or not isinstance(kept, dict):
-        raise CheckpointError(f"{directory / MODEL} describes no encoder")
-    model = config_from_json({"Encoder": content["Encoder"]}).encoder
-    return EncoderWithHead(model, task, kept)
+def _with_initial(
+    params: Mapping[str, Any], lacking: list[str], described: Described
+) -> dict[str, Any]:
+    initial = lambda: flatten_dict(described.initial_params(), sep="/").items()  # noqa: E731
+    new = (
+        jax.jit(lambda: {name: x for name, x in initial() if name in lacking})() if lacking else {}
+    )
+    return unflatten_dict({**params, **new}, sep="/")
 
 
-def _read_model(directory: Path) -> dict[str, Any]:
-    # Checks the version of the format.
-    content = files.read_json(directory / MODEL)
-    if (version := content.pop("format", None)) != FORMAT:
-        raise CheckpointError(
-            f"{directory / MODEL} has format {version!r}; this version of brt reads {FORMAT}"
-        )
-    return content
+def adapt(params: dict[str, Any], described: Described) -> dict[str, Any]:
+    """Returns the parameters of another model for the model that `described` describes.
+    Those that `params` lacks are initialised, and those that are not needed are left out.
+    """
+    have, want = flatten_dict(params, sep="/"), shapes(described.initial_params)
+    kept = {name: have[name] for name in want if name in have}
+    return _with_initial(kept, [name for name in want if name not in have], described)
+
+
+def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
+    """Returns the parameters of a model as arrays with Hugging Face's names and layouts."""
+    return described.with_copies(dict(weights.export_arrays(params, _places(described))))
+
+
+def tokenizer_files(source: Path) -> list[str]:
+    """Returns the names of the files of a tokenizer in a directory."""
+    return [name for name in originals.names(source) if name not in originals.MODEL]
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copies the files of a tokenizer between directories, and returns their names."""
-    names = [name for name in originals.names(source) if name not in originals.MODEL]
+    names = tokenizer_files(source)
     for name in names:
         (target / name).parent.mkdir(exist_ok=True)
         copyfile(source / name, target / name)
     return names
-
-
-def keep_settings(source: Path, target: Path) -> None:
-    """Copies config.json and generation_config.json of a checkpoint into the directory of the
-    converted model, where `brt.data.originals.read` finds them for an export.
-    """
-    (target / originals.DIRECTORY).mkdir()
-    for name in originals.MODEL:
-        if (source / name).is_file():
-            copyfile(source / name, target / originals.DIRECTORY / name)
 
 
 def parameter_count(params: Any) -> int:

@@ -4,6 +4,7 @@ The machine need not be present, because the step is not executed.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -213,15 +214,11 @@ def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     meshes = []
-    for data in sizes:
-        for fsdp in sizes:
-            for tensor in sizes:
-                sequence, rest = divmod(devices, data * fsdp * tensor)
-                if rest or not sequence:
-                    continue
-                shape = dict(zip(AXES, (data, fsdp, tensor, sequence), strict=True))
-                if not describe_indivisible_size(shape, needs):
-                    meshes.append(MeshConfig(**shape))
+    for first_axes in itertools.product(sizes, repeat=len(AXES) - 1):
+        last, rest = divmod(devices, math.prod(first_axes))
+        shape = dict(zip(AXES, (*first_axes, last), strict=True))
+        if last and not rest and not describe_indivisible_size(shape, needs):
+            meshes.append(MeshConfig(**shape))
     return meshes
 
 

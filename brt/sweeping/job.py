@@ -101,12 +101,6 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
     return result
 
 
-def preempted(command: Command) -> bool:
-    """Returns True if a command has ended because of a signal to stop, and not of an error."""
-    # Training saves a checkpoint before it ends with the exit code of `Preempted`.
-    return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
-
-
 def failure_reason(command: Command) -> str:
     """Returns one line that says why a command failed, which `explain` infers."""
     with command.output.open("rb") as file:
@@ -257,7 +251,9 @@ class Runner:
         if command.process.returncode == 0 and not job.asked_to_stop:
             event = f"finished in {clock(progress.seconds)}"
             return dataclasses.replace(progress, status="finished"), event
-        if job.asked_to_stop or preempted(command):
+        # Training saves a checkpoint before it ends with the exit code of `Preempted`.
+        stopped = command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
+        if job.asked_to_stop or stopped:
             return dataclasses.replace(progress, reason="stopped by a signal"), "stopped"
         reason = failure_reason(command)
         return dataclasses.replace(progress, status="failed", reason=reason), f"failed: {reason}"

@@ -26,10 +26,12 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 from brt.bindings import Binding, Resolved
 from brt.config import Config
+from brt.config.checks import check_not_negative, converted
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
 from brt.config.names import field_types, has_section
@@ -39,7 +41,6 @@ from brt.errors import ConfigError
 SEED = "Training.seed"  # Points of a group differ only in this setting.
 # Random numbers have this number of significant digits, because few digits keep names readable.
 _SAMPLED_DIGITS = 4
-_SPLITS = ("train", "validation", "test")
 _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
@@ -68,12 +69,13 @@ class Sweep:
     random: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     samples: int = 0  # the number of random samples; each has a value of every setting in `random`
     seed: int = 0  # the seed of the samples, independent of Training.seed
-    split: str = "validation"  # on which points are compared
+    split: Literal["train", "validation", "test"] = "validation"  # on which points are compared
     baseline: str = ""  # the point with whose step time others are compared; "" for the first
     # The file and line where each of these fields is bound.
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_not_negative(self, "samples", "seed")
         if not (self.points or self.grid or self.random):
             raise ConfigError(
                 "the sweep has no points; bind Sweep.grid, Sweep.points or Sweep.random"
@@ -108,13 +110,15 @@ class Sweep:
 def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
     """Returns the sweep that the bindings of the section `Sweep`, by field, describe."""
     values = {}
+    types = {name: kind for name, kind in get_type_hints(Sweep).items() if name != "origins"}
     for field, binding in bound.items():
         try:
-            if field not in _CHECKS:
-                guess = nearest(field, _CHECKS)
-                hint = f"did you mean 'Sweep.{guess}'?" if guess else f"it has {', '.join(_CHECKS)}"
+            if field not in types:
+                guess = nearest(field, types)
+                hint = f"did you mean 'Sweep.{guess}'?" if guess else f"it has {', '.join(types)}"
                 raise ConfigError(f"no field 'Sweep.{field}'; {hint}")
-            values[field] = _CHECKS[field](f"Sweep.{field}", binding.value)
+            read = _READERS.get(field, partial(converted, annotation=types[field]))
+            values[field] = read(f"Sweep.{field}", value=binding.value)
         except ConfigError as error:
             raise ConfigError(f"{binding.origin}: {error}") from error
     return Sweep(**values, origins={field: binding.origin for field, binding in bound.items()})
@@ -134,12 +138,6 @@ def _draw(rule: tuple[Any, ...], source: random.Random) -> Any:
     return float(f"{value:.{_SAMPLED_DIGITS}g}")
 
 
-def _known(where: str, name: Any) -> str:
-    if not isinstance(name, str) or name not in field_types():
-        raise ConfigError(f"{where} has {unknown_name(str(name))}")
-    return name
-
-
 def _mapping(where: str, value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where} = {value!r} must be a dictionary {{'Section.field': ...}}")
@@ -155,15 +153,15 @@ def _sequence(where: str, value: Any) -> tuple[Any, ...]:
 
 
 def _grid(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
-    grid = {}
-    for name, choices in _mapping(where, value).items():
-        name = _known(where, name)
-        values = _sequence(f"{where}: {name}", choices)
-        grid[name] = tuple(_value(where, name, item) for item in values)
-    return grid
+    return {
+        name: tuple(_value(where, name, item) for item in _sequence(f"{where}: {name}", choices))
+        for name, choices in _mapping(where, value).items()
+    }
 
 
-def _value(where: str, name: str, value: Any) -> Any:
+def _value(where: str, name: Any, value: Any) -> Any:
+    if not isinstance(name, str) or name not in field_types():
+        raise ConfigError(f"{where} has {unknown_name(str(name))}")
     try:
         return checked_value(name, value)
     except ConfigError as error:
@@ -176,22 +174,20 @@ def _points(where: str, value: Any) -> tuple[NamedPoint, ...]:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
             raise ConfigError(f"{where}: {item!r} must be a dictionary with a 'name' in quotes")
         inside = f"{where}: {item['name']}"
-        include = item.get("include", ())
+        include = converted(f"{inside}: include", tuple[str, ...], item.get("include", ()))
         bindings = {
-            _known(inside, name): _value(inside, _known(inside, name), setting)
+            name: _value(inside, name, setting)
             for name, setting in item.items()
             if name not in ("name", "include", "seeds")
         }
         seeds = _grid(inside, {SEED: item["seeds"]})[SEED] if "seeds" in item else ()
-        files = _files(f"{inside}: include", include)
-        points.append(NamedPoint(item["name"], files, bindings, seeds))
+        points.append(NamedPoint(item["name"], include, bindings, seeds))
     return tuple(points)
 
 
 def _random(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
     rules = {}
     for name, rule in _mapping(where, value).items():
-        name = _known(where, name)
         inside = f"{where}: {name}"
         kind, *values = _sequence(inside, rule)
         if kind not in _DISTRIBUTIONS:
@@ -218,44 +214,7 @@ def _check_range(where: str, name: str, kind: str, arguments: tuple[Any, ...]) -
         raise ConfigError(f"{where}: log_uniform needs bounds above 0, not {arguments}")
 
 
-def _files(where: str, value: Any) -> tuple[str, ...]:
-    files = (value,) if isinstance(value, str) else value
-    if not isinstance(files, list | tuple) or not all(isinstance(file, str) for file in files):
-        raise ConfigError(
-            f"{where} = {value!r} must be the path of a .gin file, or a tuple of them"
-        )
-    return tuple(files)
-
-
-def _count(where: str, value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"{where} = {value!r} must be an int that is not negative")
-    return value
-
-
-def _split(where: str, value: Any) -> str:
-    if value not in _SPLITS:
-        raise ConfigError(f"{where} = {value!r} must be one of {', '.join(map(repr, _SPLITS))}")
-    return value
-
-
-def _text(where: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{where} = {value!r} must be the name of a point in quotes")
-    return value
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "base": _files,
-    "points": _points,
-    "grid": _grid,
-    "random": _random,
-    "samples": _count,
-    "seed": _count,
-    "split": _split,
-    "baseline": _text,
-}
-
+_READERS: Mapping[str, Callable[..., Any]] = {"points": _points, "grid": _grid, "random": _random}
 
 # A point may not have one of these names, because the sweep writes other files to directories with
 # these names.

@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ from brt.data import originals
 from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained
-from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
+from brt.interop.exporting import ExportFormat, ExportSource
 from brt.interop.huggingface import convert, kept
 from brt.interop.huggingface.roberta import EncoderWithHead
 from brt.interop.pretrained import Pretrained
@@ -163,11 +164,11 @@ class EncoderTask(Task):
             f'--gin_bindings="{data}"',
         ]
 
-    def export(self, source: ExportSource) -> ExportableModel:
+    def export(self, source: ExportSource) -> ExportFormat:
         """Returns the encoder in the format of Hugging Face's RoBERTa, which has exact attention,
         even if the encoder was trained with another kind.
         """
-        config = source.config
+        config, tokenizer = source.config, source.tokenizer()
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
         encoder_with_task = Pretrained(source.params, EncoderWithHead(model, self.head, {}))
         kind, notes = config.attention.kind, []
@@ -179,32 +180,24 @@ class EncoderTask(Task):
         if self.head == "masked_language_modeling":
             notes.append(f"the mask is token {model.vocab_size - 1}")
         notes.append("transformers takes token 1 for padding")
-
-        def copy(target: Path) -> list[str]:
-            tokenizer = source.tokenizer()
-            known = tokenizer.file[0] in originals.TOKENIZER
-            return kept.write(tokenizer.file, tokenizer.beside, target) if known else []
-
-        def write(encoder_with_task: Pretrained, dtype: str) -> ExportFormat:
-            content = convert.to_format(encoder_with_task, dtype)
-            beside = source.tokenizer().beside
-            return kept.with_settings(content, beside, encoder_with_task.described.stated)
-
-        return ExportableModel(source.path, encoder_with_task, write, copy, tuple(notes))
+        content = convert.to_format(encoder_with_task, tokenizer.beside)
+        content = content._replace(notes=(*content.notes, *notes))
+        if tokenizer.file[0] not in originals.TOKENIZER:
+            return content
+        copy = partial(kept.write, tokenizer.file, tokenizer.beside)
+        return content._replace(copy_tokenizer=copy)
 
     # The following methods initialise a model from the weights of another model.
 
     def load_converted(self, config: Config, where: Path) -> Weights:
-        if not (where / pretrained.MODEL).is_file():
+        described = pretrained.describe(where) if (where / "config.json").is_file() else None
+        if not isinstance(described, EncoderWithHead):
             raise CheckpointError(
-                f"{where} holds no encoder: neither what python -m brt.convert --from=hf DIR "
-                "--to=brt OUT writes, nor the checkpoints of a run"
+                f"{where} holds no encoder: neither a RoBERTa in Hugging Face's format, nor the "
+                "checkpoints of a run"
             )
-        described = pretrained.describe_encoder(where)
-        return Weights(
-            str(where), described.model, None, described.task,
-            lambda: pretrained.load(where).params,
-        )  # fmt: skip
+        load = partial(pretrained.load, where)
+        return Weights(str(where), described.model, None, described.task, load)
 
     def check_weights(self, weights: Weights) -> None:
         if self.frames != bool(weights.model.features):

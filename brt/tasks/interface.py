@@ -19,7 +19,7 @@ from brt.data.readers import Reader, RowReader
 from brt.distributed.mesh import DivisibleSizes
 from brt.distributed.rules import Names
 from brt.errors import CheckpointError, ConfigError
-from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
+from brt.interop.exporting import ExportFormat, ExportSource, no_export_format
 from brt.tasks.arguments import (
     Aux,
     Dataset,
@@ -239,7 +239,7 @@ class Task(abc.ABC):
         """Returns shell commands that are useful after training in the run directory `workdir`."""
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
-    def export(self, source: ExportSource) -> ExportableModel:
+    def export(self, source: ExportSource) -> ExportFormat:
         """Returns the model of a run in another library's format; called only if `exports`."""
         raise no_export_format(source.path)
 

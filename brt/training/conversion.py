@@ -14,7 +14,7 @@ from brt.config import Config, Data, Training
 from brt.config_io import config_text, saved_json
 from brt.data import originals
 from brt.errors import CheckpointError, ConfigError
-from brt.interop.exporting import ExportableModel, ExportSource, no_export_format
+from brt.interop.exporting import ExportFormat, ExportSource, no_export_format
 from brt.interop.huggingface import convert, files
 from brt.interop.huggingface.causal import reading, weights
 from brt.interop.huggingface.causal.config import WindowChoice
@@ -28,7 +28,7 @@ from brt.training.state import merged_params
 from brt.training.workdir import Workdir
 
 
-def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> ExportableModel:
+def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> ExportFormat:
     """Returns the model of a directory in a format that other libraries can read.
 
     Args:

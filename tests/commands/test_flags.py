@@ -90,23 +90,18 @@ def test_what_is_asked_for_is_refused_and_other_schedules_stay(file: str, tmp_pa
     assert rsqrt.config.optimizer.warmup_steps == 30, "it does not depend on the steps"
 
 
-def test_errors_are_said_in_the_flags_of_a_command() -> None:
-    flags = {"Data.text_field": "--text_field", "Data.errors": "--errors", "beams=": "--beams="}
-    for message, shown in (
-        ("set Data.text_field to 'body'", "set --text_field to 'body'"),
-        ("with Data.errors = 'replace'", "with --errors=replace"),
-        ("Data.errors = 3 is none", "--errors=3 is none"),
-        ("beams=4 searches", "--beams=4 searches"),
-        ("--beams=4 or Decoding.beams = 4", "--beams=4 or Decoding.beams = 4"),
-        ("Data.text_fields", "Data.text_fields"),
-    ):
-        with pytest.raises(DataError) as caught, command_line.errors_naming(flags):
-            raise DataError(message)
-        assert str(caught.value) == shown
+FLAGS = {"Data.text_field": "--text_field", "Data.errors": "--errors", "beams=": "--beams="}
 
 
-def test_errors_of_prepare_name_the_flags_of_columns() -> None:
-    for flags, message, shown in (
+@pytest.mark.parametrize(
+    ("flags", "message", "shown"),
+    [
+        (FLAGS, "set Data.text_field to 'body'", "set --text_field to 'body'"),
+        (FLAGS, "with Data.errors = 'replace'", "with --errors=replace"),
+        (FLAGS, "Data.errors = 3 is none", "--errors=3 is none"),
+        (FLAGS, "beams=4 searches", "--beams=4 searches"),
+        (FLAGS, "--beams=4 or Decoding.beams = 4", "--beams=4 or Decoding.beams = 4"),
+        (FLAGS, "Data.text_fields", "Data.text_fields"),
         (
             prepare.DOCUMENT_FLAGS, "name one of ['a'] with Data.columns = ('text=FIELD',), or",
             "name one of ['a'] with --text_field, or",
@@ -119,10 +114,12 @@ def test_errors_of_prepare_name_the_flags_of_columns() -> None:
             prepare.PAIR_FLAGS, "with Data.columns = ('source=COLUMN', 'target=COLUMN')",
             "with --source_field and --target_field",
         ),
-    ):  # fmt: skip
-        with pytest.raises(DataError) as caught, command_line.errors_naming(flags):
-            raise DataError(message)
-        assert str(caught.value) == shown
+    ],
+)  # fmt: skip
+def test_errors_are_said_in_the_flags_of_a_command(flags: dict, message: str, shown: str) -> None:
+    with pytest.raises(DataError) as caught, command_line.errors_naming(flags):
+        raise DataError(message)
+    assert str(caught.value) == shown
 
 
 def test_xla_keeps_its_banners_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

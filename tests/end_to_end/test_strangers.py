@@ -219,7 +219,6 @@ SAME_READER = {
     "hf/tokenizer.json": "tokenizer.json",
     "hf/model.safetensors": "m.safetensors",
     "hf/model-*.safetensors": "m.safetensors",
-    "brt/params.safetensors": "m.safetensors",
     "run/evaluations/*/*.json": "run/evaluations/5/validation.json",
     "run/point.json": "sweep/5/point.json",
 }
@@ -337,7 +336,7 @@ def test_converted_directories_are_read_file_by_file(
     trace.paths.clear()
     back = tmp_path / "back"
     run_command("convert", ["--from=brt", str(ours), "--to=hf", str(back)], trace)
-    check_in_table("brt", ours, trace, damaged)
+    check_in_table("hf", ours, trace, damaged)
     assert not trace.elsewhere(ours, tmp_path) and not trace.others
 
 

@@ -36,8 +36,14 @@ def ids(model: Model, *names: str) -> list[int]:
     return [model.tokenizer._tokenizer.token_to_id(name) for name in names]
 
 
-@pytest.mark.parametrize("how", [GREEDY, {"beams": 1}, {"beams": 3}], ids=str)
-def test_every_kind_of_text_ends_at_an_end_token(model: Model, how: dict) -> None:
+@pytest.mark.parametrize(
+    ("how", "chunk"), [(GREEDY, 16), (GREEDY, 3), ({"beams": 1}, 16), ({"beams": 3}, 16)], ids=str
+)
+def test_every_kind_of_text_ends_at_an_end_token(
+    model: Model, how: dict, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end token is the last of a chunk of three tokens."""
+    monkeypatch.setattr("brt.generation.session.CHUNK", chunk)
     assert model.generate("x", max_tokens=30, **how) == TEXT
     text = model.stream("x", max_tokens=30, **how)
     assert "".join(text) == TEXT

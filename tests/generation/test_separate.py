@@ -50,11 +50,10 @@ def test_separate_kernels_write_the_same_text(
     variables = Variables(random_params(model), new_model_state(model))
     expected, memory = written(config, variables, lanes)
     monkeypatch.setattr(separate, "_SMALLEST", 1)
-    copies = separate.transposed_kernels(model, variables, lanes)
-    assert bool(copies) == (lanes == 8)
-    stack = separate.with_separate_kernels(model, variables, copies).params["stack"]
+    kernels = separate.separate_kernels(model, variables, lanes)
+    stack = separate.with_kernels(variables, kernels).params["stack"]
     leaves = jax.tree.leaves(stack, is_leaf=are_separate)
-    assert {bool(leaf.transposed) for leaf in leaves if are_separate(leaf)} == {bool(copies)}
+    assert {bool(leaf.transposed) for leaf in leaves if are_separate(leaf)} == {lanes == 8}
     tokens, after = written(config, variables, lanes)
     np.testing.assert_array_equal(tokens, expected)
     jax.tree.map(
@@ -62,21 +61,17 @@ def test_separate_kernels_write_the_same_text(
     )
 
 
-def test_small_kernels_stay_in_a_stack(random_params: Callable) -> None:
+def test_only_large_kernels_are_separate_and_copies_have_a_limit(
+    random_params: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = example_kinds.MODELS["window"]
     variables = Variables(random_params(model))
-    assert not separate.transposed_kernels(model, variables, 8)
-    params = separate.with_separate_kernels(model, variables, {}).params
-    assert jax.tree.structure(params) == jax.tree.structure(variables.params)
-
-
-def test_copies_have_a_limit(random_params: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = example_kinds.MODELS["window"]
-    variables = Variables(random_params(model))
+    assert not separate.separate_kernels(model, variables, 8)
     monkeypatch.setattr(separate, "_SMALLEST", 1)
-    assert separate.transposed_kernels(model, variables, 8)
-    monkeypatch.setattr(separate, "_MOST_COPIED", 1)
-    assert not separate.transposed_kernels(model, variables, 8)
+    for most, copied in ((1 << 30, True), (1, False)):
+        monkeypatch.setattr(separate, "_MOST_COPIED", most)
+        for stacks in separate.separate_kernels(model, variables, 8).values():
+            assert {bool(kernel.transposed) for kernel in stacks.values()} == {copied}
 
 
 def test_a_session_uses_copies_of_its_present_parameters(
@@ -98,7 +93,7 @@ def test_a_session_uses_copies_of_its_present_parameters(
 
 def test_separate_kernels_share_the_memory_of_the_stack() -> None:
     stack = jax.random.normal(jax.random.key(0), (3, 64, 32))
-    layers = separate._views(stack).arrays
+    layers = separate._separated("queries", stack, False).arrays
     start, size = stack.unsafe_buffer_pointer(), stack[0].nbytes
     assert [x.unsafe_buffer_pointer() - start for x in layers] == [0, size, 2 * size]
     for i, layer in enumerate(layers):

@@ -15,6 +15,7 @@ from brt.errors import ConfigError
 from brt.sweeping import job, report
 from brt.sweeping.directory import PointDirectory, PointProgress
 from brt.sweeping.points import Point, Sweep
+from brt.sweeping.report import Group, Row
 from brt.training.metrics import MetricsWriter
 from brt.training.workdir import create
 
@@ -52,6 +53,19 @@ def leave(workdir: Path, point: Point, bits: float, seconds: list[float], **prog
     evaluation = directory.run.evaluations / "300" / "validation.json"
     evaluation.parent.mkdir()
     evaluation.write_text(json.dumps({"bits_per_byte": bits, "bits_per_token": 4 * bits}))
+
+
+def evaluated(workdir: Path, point: Point, figures: dict) -> None:
+    """Adds figures to the evaluation of a point."""
+    path = PointDirectory(workdir / point.directory).evaluation("validation")
+    path.write_text(json.dumps(json.loads(path.read_text()) | figures))
+
+
+def validated(workdir: Path, point: Point, metric: str, values: dict[int, float]) -> None:
+    """Adds values of a metric by step to the log of a point's training."""
+    with PointDirectory(workdir / point.directory).run.metrics.open("a") as file:
+        for step, value in values.items():
+            file.write(json.dumps({"step": step, f"eval/validation/{metric}": value}) + "\n")
 
 
 def begun(tmp_path: Path, task: str = "language_modeling") -> list[Point]:
@@ -154,11 +168,12 @@ def test_what_a_task_compares_runs_by_has_a_column(
 ) -> None:
     points = begun(tmp_path, task)
     assert title not in report.write(tmp_path, points, sweep())
-    for i, rate in enumerate((10.0, 15.0)):
-        evaluation = PointDirectory(tmp_path / points[i].directory).evaluation("validation")
-        own = {"rouge": {"rougeL": {"f1": rate}}} if name == "rougeL" else {name: rate}
-        figures = json.loads(evaluation.read_text()) | own
-        evaluation.write_text(json.dumps(figures))
+    for point, rate in zip(points, (10.0, 15.0), strict=False):
+        evaluated(
+            tmp_path,
+            point,
+            {"rouge": {"rougeL": {"f1": rate}}} if name == "rougeL" else {name: rate},
+        )
     table = report.write(tmp_path, points, sweep()).splitlines()
     column = [title in cell for cell in table[0].split(" | ")].index(True)
     assert [line.split(" | ")[column].strip() for line in table[2:4]] == ["12.50", "-"]
@@ -234,14 +249,9 @@ def _read(workdir: Path, points: list[Point]) -> tuple[list[report.Row], list[re
 
 def test_plots_show_error_rates_where_there_are_any(tmp_path: Path) -> None:
     points = begun(tmp_path, "speech_recognition")
-    for i, rate in enumerate((10.0, 15.0)):
-        evaluation = PointDirectory(tmp_path / points[i].directory).evaluation("validation")
-        figures = json.loads(evaluation.read_text()) | {"token_error_rate": rate}
-        evaluation.write_text(json.dumps(figures))
-        metrics = PointDirectory(tmp_path / points[i].directory).run.metrics
-        records = [{"step": s, "eval/validation/token_error_rate": 100.0 - s} for s in (20, 60)]
-        with metrics.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+    for point, rate in zip(points, (10.0, 15.0), strict=False):
+        evaluated(tmp_path, point, {"token_error_rate": rate})
+        validated(tmp_path, point, "token_error_rate", {s: 100.0 - s for s in (20, 60)})
     groups = report.group(report.read(tmp_path, points, "validation"), "")
     metric = report.primary_metric(groups)
     (axes,) = report.bars(groups[:1], metric).axes
@@ -256,10 +266,9 @@ def test_plots_show_error_rates_where_there_are_any(tmp_path: Path) -> None:
 def test_answers_of_memory_tasks_are_shown_by_distance(tmp_path: Path) -> None:
     points = begun(tmp_path)
     assert "windows" not in report.text(tmp_path, *_read(tmp_path, points), [], sweep())
-    for i, exact in enumerate((40.0, 60.0)):
-        evaluation = PointDirectory(tmp_path / points[i].directory).evaluation("validation")
+    for point, exact in zip(points, (40.0, 60.0), strict=False):
         rows = [{"windows": 1, "answers_exact": 100.0}, {"windows": 8, "answers_exact": exact}]
-        evaluation.write_text(json.dumps({"bits_per_byte": 2.0, "answers": rows}))
+        evaluated(tmp_path, point, {"answers": rows})
     groups = report.group(report.read(tmp_path, points, "validation"), "")
     assert [g.answers for g in groups] == [{1: 100.0, 8: 50.0}, {}, {}]
     report.write(tmp_path, points, sweep())
@@ -275,10 +284,8 @@ def test_answers_are_drawn_while_they_are_learned_beside_those_of_the_baseline(
     tmp_path: Path,
 ) -> None:
     points = begun(tmp_path)
-    tag = "eval/validation/answers_exact"
     for i in range(4):
-        with PointDirectory(tmp_path / points[i].directory).run.metrics.open("a") as file:
-            file.writelines(json.dumps({"step": s, tag: float(s + i)}) + "\n" for s in (100, 300))
+        validated(tmp_path, points[i], "answers_exact", {s: float(s + i) for s in (100, 300)})
     groups = report.group(report.read(tmp_path, points, "validation"), "")[:2]
     (panel,) = report.answers_learned(groups, groups[1]).axes
     assert panel.get_title() == groups[0].name
@@ -287,3 +294,43 @@ def test_answers_are_drawn_while_they_are_learned_beside_those_of_the_baseline(
     assert sorted(lines[2:]) == [[100, 300], [101, 301]]
     report.write(tmp_path, points, sweep())
     assert (tmp_path / "plots" / "answers_learned.png").exists()
+
+
+def row(name: str, seconds: float, tokens: float) -> Row:
+    """Returns a report row of a point with the given seconds and tokens per step."""
+    return Row(
+        point=Point(0, name, name, name, {}, Resolved(Config(), {}, {})), status="finished",
+        reason="", metrics={"bits_per_byte": 2.0}, step_seconds=seconds,
+        tokens_per_second=tokens / seconds, tokens_per_step=tokens, parameters=None,
+        parameters_non_embedding=None, steps=1, seconds=1.0, threads=0, records=[], answers={},
+    )  # fmt: skip
+
+
+def grouped(*rows: Row) -> list[Group]:
+    """Returns the groups of the rows; the first row is the baseline."""
+    return report.group(rows, rows[0].point.name)
+
+
+def test_relative_times_are_of_steps_of_one_size() -> None:
+    found = grouped(row("XL", 0.1, 128.0), row("Rec", 0.2, 128.4), row("Vanilla", 0.3, 1024.0))
+    assert [g.relative_step_time for g in found] == [1.0, 2.0, None]
+
+
+def test_the_tables_say_how_large_a_step_is() -> None:
+    rows = row("XL", 0.1, 128.0), row("Vanilla", 0.3, 1024.0)
+    head, _, *lines = (
+        [c.strip() for c in x.split("|")] for x in report.group_table(grouped(*rows))
+    )
+    assert [line[head.index("tokens/step")] for line in lines] == ["128", "1,024"]
+    assert [line[head.index("relative")] for line in lines] == ["1.00", "-"]
+    assert "tokens/step" in report.point_table(rows)[0]
+    assert "tokens_per_step" in report.table_csv(rows, grouped(*rows)).splitlines()[0]
+
+
+def test_the_plot_compares_tokens_where_steps_differ() -> None:
+    same = report.trade_off(grouped(row("a", 0.1, 128.0), row("b", 0.2, 128.0)))
+    assert same.axes[0].get_xlabel() == "milliseconds of a training step"
+    figure = report.trade_off(grouped(row("a", 0.1, 100.0), row("b", 0.1, 1000.0)))
+    assert figure.axes[0].get_xlabel() == "milliseconds of training on 1,000 tokens"
+    places = sorted(text.xy[0] for text in figure.axes[0].texts)
+    assert places == pytest.approx([100.0, 1000.0])

@@ -18,7 +18,6 @@ from brt.checkpointing import manifest, reader
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config_io import config_json
 from brt.errors import CheckpointError
-from brt.interop import pretrained
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import config as causal
 from brt.interop.huggingface.causal.reading import generation_settings
@@ -280,7 +279,7 @@ def _converted(add: Callable[..., None]) -> None:
     for family, described in _DECODERS.items():
         add(
             f"hf/{family}/config.json", described,
-            lambda path: causal.from_theirs(files.read_json(path), causal.WindowChoice()),
+            lambda path: causal.read(files.read_json(path), causal.WindowChoice()),
         )  # fmt: skip
     sampled = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 0]}
     add(
@@ -289,12 +288,3 @@ def _converted(add: Callable[..., None]) -> None:
     )  # fmt: skip
     weight_map = {"weight_map": {"a": "model-1.safetensors"}}
     add("hf/model.safetensors.index.json", weight_map, files.shards)
-    sections = config_json(config.Config())
-    model = {"format": 1, **{name: sections[name] for name in ("Seq2Seq", "CrossAttention")}}
-    add("brt/model.json", model, lambda path: None)
-    generation = {
-        "special_tokens": {"pad": 0, "start": 0, "eos": 1}, "defaults": {"num_beams": 2},
-        "tasks": {"a": {"num_beams": 3}},
-    }  # fmt: skip
-    add("brt/generation.json", generation, lambda path: pretrained.describe(path.parent))
-    add("brt/model.json", None, lambda path: pretrained.describe(path.parent))

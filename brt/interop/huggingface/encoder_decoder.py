@@ -15,11 +15,12 @@ import numpy as np
 
 from brt import untrusted
 from brt.config import Config, CrossAttention, Seq2Seq
-from brt.config_io import checked_field, config_from_json, config_json
-from brt.errors import CheckpointError, ConfigError
+from brt.config_io import config_from_json, config_json
+from brt.errors import CheckpointError
 from brt.interop.huggingface import unread
 from brt.interop.huggingface.causal.config import FAMILIES
-from brt.interop.huggingface.weights import Arrays, array_names
+from brt.interop.huggingface.fields import array_names, convert_fields
+from brt.interop.huggingface.weights import Arrays
 from brt.models import seq2seq
 from brt.models.seq2seq import SpecialTokens, shift_right
 
@@ -40,7 +41,6 @@ SPECIAL = {
     "forced_bos": "forced_bos_token_id",
     "forced_eos": "forced_eos_token_id",
 }
-# brt applies these keys of generation_config.json, and an export states them.
 STATED = {*GENERATION, *SPECIAL.values()}
 # These values of `early_stopping` have the names on the right in Decoding.early_stopping.
 STOPPING: dict[Any, str] = {True: "yes", False: "heuristic", "never": "never"}
@@ -100,9 +100,11 @@ _LONG_ATTENTION = {"local": "Local", "sliding": "Local", "transient_global": "Tr
 
 class EncoderDecoder(NamedTuple):
     """Everything that describes an encoder-decoder except its parameters, which are those of
-    `brt.models.seq2seq.Seq2Seq`. The methods implement `brt.interop.exporting.Described`.
+    `brt.models.seq2seq.Seq2Seq`. `brt.interop.huggingface.roberta.EncoderWithHead` has the same
+    methods. In names of methods, `theirs` stands for Hugging Face.
 
     Attributes:
+      model: the section of brt's config.
       generation: generation settings under Hugging Face's names.
       tasks: generation settings for single tasks, such as "summarization", by the name of the task.
         They override `generation` if the user requests the task. Their entry `prefix` is a text
@@ -117,6 +119,9 @@ class EncoderDecoder(NamedTuple):
 
     @property
     def stated(self) -> Collection[str]:
+        """The keys of generation_config.json (of an encoder: config.json) that brt applies, and
+        that an export states.
+        """
         return STATED
 
     @property
@@ -127,6 +132,9 @@ class EncoderDecoder(NamedTuple):
     def from_theirs(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], names: Collection[str]
     ) -> "EncoderDecoder":
+        """Returns the description of a checkpoint from the content of config.json and of
+        generation_config.json, which may be empty, and from the names of the arrays.
+        """
         kind = check_type(config)
         unread.check(config, cls.unread_keys(config))
         config = {**(_BART_DEFAULTS if kind == "bart" else _T5_DEFAULTS), **config}
@@ -152,6 +160,7 @@ class EncoderDecoder(NamedTuple):
 
     @staticmethod
     def unread_keys(config: Mapping[str, Any]) -> list[str]:
+        """Returns the keys of a config.json that brt does not use."""
         family = "bart" if config["model_type"] == "bart" else "t5"
         common = {*STATED, CROSS_KEY, "task_specific_params", "use_cache"}
         read = _READ[family] | common | WRITTEN | {"tie_word_embeddings", "is_encoder_decoder"}
@@ -159,10 +168,36 @@ class EncoderDecoder(NamedTuple):
 
     @staticmethod
     def normalize_names(arrays: Arrays, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Copies of the embedding are removed. BART's prefix "model." is added."""
-        return normalize_names(arrays, "bart" if config["model_type"] == "bart" else "t5")
+        """Returns the arrays of a checkpoint by the names that current versions of transformers
+        use. Some files contain copies of arrays, which are removed, or names without the usual
+        prefix, which is added.
+        """
+        # In files of the class BartModel, names lack the prefix "model.".
+        prefix = "model." if config["model_type"] == "bart" else ""
+        outside = ("lm_head.weight", "final_logits_bias")
+        found = {
+            name if name.startswith(prefix) or name in outside else prefix + name: array
+            for name, array in arrays.items()
+            if name != UNUSED
+        }
+        shared = f"{prefix}shared.weight"
+        copies = [name if name in outside else prefix + name for name in _TIED]
+        present = [name for name in copies if name in found]
+        if present:
+            found.setdefault(shared, found[present[0]])
+        for name in present:
+            if np.array_equal(found[name], found[shared]):
+                del found[name]
+            elif name not in outside:
+                raise CheckpointError(
+                    f"{name} differs from {shared}; only one embedding is supported"
+                )
+        return found
 
-    def to_theirs(self, dtype: str) -> dict[str, dict[str, Any]]:
+    def to_theirs(self) -> dict[str, dict[str, Any]]:
+        """Returns the content of config.json and generation_config.json, by name. Raises
+        CheckpointError if a setting has no counterpart in Hugging Face's format.
+        """
         model = self.model
         if model.family == "bart" and model.encoder_attention != "full":
             raise CheckpointError(
@@ -172,7 +207,7 @@ class EncoderDecoder(NamedTuple):
         config = _to_bart(model) if model.family == "bart" else _to_t5(model)
         special = {theirs: getattr(self.special, ours) for ours, theirs in SPECIAL.items()}
         special = {name: value for name, value in special.items() if value is not None}
-        config |= special | {"is_encoder_decoder": True, "dtype": dtype}
+        config |= special | {"is_encoder_decoder": True}
         if self.cross.kind != "full":
             config[CROSS_KEY] = config_json(Config(cross_attention=self.cross))["CrossAttention"]
         if self.tasks:
@@ -181,33 +216,42 @@ class EncoderDecoder(NamedTuple):
         return {"config.json": config, "generation_config.json": generation}
 
     def parameter_names(self) -> dict[str, str]:
+        """Returns Hugging Face's name of each parameter by brt's name; {i} stands for the index of
+        a layer. The table may have names of parameters that the model does not have.
+        """
         return _bart_names() if self.model.family == "bart" else _t5_names(self.model)
 
     def may_lack(self, ours: str) -> bool:
-        """A checkpoint may lack the parameters of a kind of cross-attention that transformers does
-        not have, and the bias of logits, which transformers' class BartModel does not have.
-        """
-        if ours == "logits_bias":
-            return True
-        inside = re.fullmatch(r"decoder/layers_\d+/cross_attn/(.+)", ours)
-        return inside is not None and not re.fullmatch("[qkvo]/(kernel|bias)", inside[1])
+        """Returns True if a checkpoint may lack the parameter, which is then initialised."""
+        # transformers has no other kind of cross-attention, and its class BartModel has no bias of
+        # logits.
+        of_cross = ours.startswith("decoder/layers/cross_attn/")
+        return ours == "logits_bias" or (
+            of_cross and not re.search("cross_attn/[qkvo]/(kernel|bias)$", ours)
+        )
 
     def initial_params(self) -> dict[str, Any]:
+        """Returns newly initialised parameters, whose layers are stacked."""
         return nn.meta.unbox(seq2seq.init(self._network(), jax.random.key(0)))
 
     def with_copies(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Versions of transformers before 5 would scale the logits of some models of T5 if these
-        had no lm_head.weight.
-        """
+        """Returns the arrays of an export with those that only Hugging Face's models have."""
+        # Versions of transformers before 5 would scale the logits of some models of T5 if these had
+        # no lm_head.weight.
         if self.model.family == "t5" and self.model.tied_logits and not self.model.scale_logits:
             return {**arrays, "lm_head.weight": arrays["shared.weight"].copy()}
         return arrays
 
     def extend_positions(self, params: Any, length: int, method: str) -> dict[str, Any]:
+        """Returns parameters with a table of `length` learned positions. The method "copy" repeats
+        the table from its start, and "interpolate" stretches it.
+        """
         return seq2seq.extend_positions(params, length, method)
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """The sources have at most 64 tokens, and the targets at most 16."""
+        """Returns two rows of random inputs, the second one shorter, by the names of arguments in
+        transformers. The sources have at most 64 tokens, and the targets at most 16.
+        """
         model, special = self.model, self.special
         rng = np.random.default_rng(0)
         known = model.max_positions if model.family == "bart" else 64
@@ -222,7 +266,9 @@ class EncoderDecoder(NamedTuple):
         }
 
     def logits(self, params: Mapping[str, Any], x: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The logits are [2, T, V] for V tokens in the vocabulary."""
+        """Returns the float32 logits [2, T, V] that brt computes for `inputs`, by exact attention;
+        V is the size of the vocabulary.
+        """
         network, mask = self._network(), jnp.asarray(x["attention_mask"])
         encoded = seq2seq.encode(network, params, jnp.asarray(x["input_ids"]), mask)
         targets = jnp.asarray(x["decoder_input_ids"])
@@ -230,9 +276,13 @@ class EncoderDecoder(NamedTuple):
         return np.asarray(seq2seq.logits(seq2seq.readout(self.model, params), hidden))
 
     def their_logits(self, output: Any, x: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns the logits, in the form of `logits`, of what transformers computes for `x`."""
         return output.logits.numpy()
 
     def is_comparable(self, initialised: Collection[str]) -> bool:
+        """Returns True if transformers computes the same logits, where a checkpoint lacked the
+        parameters `initialised`.
+        """
         return self.cross.kind == "full"
 
     def summary(self) -> str:
@@ -244,6 +294,7 @@ class EncoderDecoder(NamedTuple):
         )
 
     def notes(self) -> tuple[str, ...]:
+        """Returns what transformers will compute otherwise than brt."""
         kind = self.cross.kind
         note = (
             "transformers will read the source by full attention, not as "
@@ -253,23 +304,6 @@ class EncoderDecoder(NamedTuple):
 
     def _network(self) -> seq2seq.Seq2Seq:
         return seq2seq.Seq2Seq(self.model, self.cross)
-
-
-def convert_fields(
-    section: str, table: Mapping[str, str], config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns fields of a section of brt's config, with values from the content of config.json.
-    `table` has Hugging Face's name of each field by brt's name.
-    """
-    fields = {}
-    for ours, theirs in table.items():
-        if config.get(theirs) is None:
-            raise CheckpointError(f"config.json has no {theirs!r}")
-        try:
-            fields[ours] = checked_field(f"{section}.{ours}", config[theirs])
-        except ConfigError as error:
-            raise CheckpointError(f"config.json: {theirs} cannot be used: {error}") from error
-    return fields
 
 
 def check_type(config: Mapping[str, Any]) -> str:
@@ -289,11 +323,11 @@ def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {**config, "num_decoder_layers": config.get("num_decoder_layers")}
     if config["num_decoder_layers"] is None:
         config["num_decoder_layers"] = config.get("num_layers")
-    fields = convert_fields("Seq2Seq", _T5, config)
+    fields = convert_fields(_T5, config, "Seq2Seq.")
     fields["activation"] = _chosen(config, "feed_forward_proj", _ACTIVATIONS)
     if config["model_type"] == "longt5":
         fields["encoder_attention"] = _chosen(config, "encoder_attention_type", _ENCODERS)
-        fields |= convert_fields("Seq2Seq", _LONG, config)
+        fields |= convert_fields(_LONG, config, "Seq2Seq.")
     return fields
 
 
@@ -316,7 +350,7 @@ def _bart_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(
                 f"encoder_{name} = {encoder} and decoder_{name} = {decoder} must be equal"
             )
-    fields = convert_fields("Seq2Seq", _BART, config)
+    fields = convert_fields(_BART, config, "Seq2Seq.")
     activations = {name: name for name in ("gelu", "relu")}
     fields["activation"] = _chosen(config, "activation_function", activations)
     fields["head_dim"] = fields["model_dim"] // max(fields["heads"], 1)
@@ -375,7 +409,7 @@ def _t5_names(model: Seq2Seq) -> dict[str, str]:
     of_encoder = f"{_LONG_ATTENTION.get(model.encoder_attention, '')}SelfAttention"
     modules = {"token_embed": "shared", "lm_head": "lm_head"}
     for side, attention, last in (("encoder", of_encoder, 1), ("decoder", "SelfAttention", 2)):
-        ours, theirs = f"{side}/layers_{{i}}", f"{side}.block.{{i}}.layer"
+        ours, theirs = f"{side}/layers", f"{side}.block.{{i}}.layer"
         for part in "qkvo":
             modules[f"{ours}/self_attn/{part}"] = f"{theirs}.0.{attention}.{part}"
         for part in ("wi", "wi_0", "wi_1", "wo"):
@@ -386,10 +420,10 @@ def _t5_names(model: Seq2Seq) -> dict[str, str]:
         modules[f"{side}/rel_bias"] = f"{first}.relative_attention_bias"
         modules[f"{side}/final_norm"] = f"{side}.final_layer_norm"
     attention = f"encoder.block.{{i}}.layer.0.{of_encoder}"
-    modules["encoder/layers_{i}/self_attn/global_norm"] = f"{attention}.global_input_layer_norm"
+    modules["encoder/layers/self_attn/global_norm"] = f"{attention}.global_input_layer_norm"
     first = attention.format(i=0)
     modules["encoder/global_rel_bias"] = f"{first}.global_relative_attention_bias"
-    ours, theirs = "decoder/layers_{i}/cross_attn", "decoder.block.{i}.layer.1"
+    ours, theirs = "decoder/layers/cross_attn", "decoder.block.{i}.layer.1"
     modules[f"{ours}_norm"] = f"{theirs}.layer_norm"
     for part in "qkvo":
         modules[f"{ours}/{part}"] = f"{theirs}.EncDecAttention.{part}"
@@ -402,7 +436,7 @@ def _bart_names() -> dict[str, str]:
     names = {"logits_bias": "final_logits_bias"}
     projections = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
     for side in ("encoder", "decoder"):
-        ours, theirs = f"{side}/layers_{{i}}", f"model.{side}.layers.{{i}}"
+        ours, theirs = f"{side}/layers", f"model.{side}.layers.{{i}}"
         for part, name in {"self_attn": "self_attn", "cross_attn": "encoder_attn"}.items():
             for p, q in projections.items():
                 modules[f"{ours}/{part}/{p}"] = f"{theirs}.{name}.{q}"
@@ -412,36 +446,6 @@ def _bart_names() -> dict[str, str]:
         modules[f"{ours}/mlp_norm"] = f"{theirs}.final_layer_norm"
         modules[f"{side}/embed_norm"] = f"model.{side}.layernorm_embedding"
         names[f"{side}/pos_embed"] = f"model.{side}.embed_positions.weight"
-    ours, theirs = "decoder/layers_{i}/cross_attn", "model.decoder.layers.{i}.encoder_attn"
+    ours, theirs = "decoder/layers/cross_attn", "model.decoder.layers.{i}.encoder_attn"
     fusion = {f"{ours}/{part}": f"{theirs}.{x}" for part, x in _RAF.items()}
     return array_names(modules) | names | fusion
-
-
-def normalize_names(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
-    """Returns arrays by the names that current versions of transformers use.
-
-    Some files contain copies of the embedding, or names without the usual prefix. The copies are
-    removed, and the prefix is added. `family` is "t5" (also for LongT5) or "bart".
-    """
-    arrays = {name: array for name, array in arrays.items() if name != UNUSED}
-    prefix = "model." if family == "bart" else ""
-    outside = ("lm_head.weight", "final_logits_bias")
-    if prefix:  # In files of the class BartModel, names lack the prefix "model.".
-        arrays = {
-            name if name.startswith(prefix) or name in outside else prefix + name: array
-            for name, array in arrays.items()
-        }
-    shared = f"{prefix}shared.weight"
-    copies = [name if name in outside else prefix + name for name in _TIED]
-    for name in copies:
-        if name not in arrays:
-            continue
-        if shared not in arrays and name not in outside:
-            arrays[shared] = arrays[name]
-        if shared in arrays and np.array_equal(arrays[name], arrays[shared]):
-            del arrays[name]
-        elif name not in outside:
-            raise CheckpointError(f"{name} differs from {shared}; only one embedding is supported")
-    if shared not in arrays and "lm_head.weight" in arrays:
-        arrays[shared] = arrays.pop("lm_head.weight")
-    return arrays

@@ -15,8 +15,9 @@ from brt.config import Attention, Encoder
 from brt.config.checks import name_of
 from brt.errors import CheckpointError
 from brt.interop.huggingface import unread
-from brt.interop.huggingface.encoder_decoder import WRITTEN, convert_fields
-from brt.interop.huggingface.weights import Arrays, array_names
+from brt.interop.huggingface.encoder_decoder import WRITTEN
+from brt.interop.huggingface.fields import array_names, convert_fields
+from brt.interop.huggingface.weights import Arrays
 from brt.layers.transformer import POSITION_OFFSET
 from brt.models import encoder, seq2seq
 from brt.models.encoder import Task
@@ -55,14 +56,14 @@ _MODULES = {
     "encoder/inputs/token_embed": _EMBEDDING.removesuffix(".weight"),
     "encoder/inputs/type_embed": _TYPES.removesuffix(".weight"),
     "encoder/inputs/embed_norm": "roberta.embeddings.LayerNorm",
-    "encoder/layers_{i}/self_attn/q": f"{_LAYER}.attention.self.query",
-    "encoder/layers_{i}/self_attn/k": f"{_LAYER}.attention.self.key",
-    "encoder/layers_{i}/self_attn/v": f"{_LAYER}.attention.self.value",
-    "encoder/layers_{i}/self_attn/o": f"{_LAYER}.attention.output.dense",
-    "encoder/layers_{i}/self_attn_norm": f"{_LAYER}.attention.output.LayerNorm",
-    "encoder/layers_{i}/mlp/wi": f"{_LAYER}.intermediate.dense",
-    "encoder/layers_{i}/mlp/wo": f"{_LAYER}.output.dense",
-    "encoder/layers_{i}/mlp_norm": f"{_LAYER}.output.LayerNorm",
+    "encoder/layers/self_attn/q": f"{_LAYER}.attention.self.query",
+    "encoder/layers/self_attn/k": f"{_LAYER}.attention.self.key",
+    "encoder/layers/self_attn/v": f"{_LAYER}.attention.self.value",
+    "encoder/layers/self_attn/o": f"{_LAYER}.attention.output.dense",
+    "encoder/layers/self_attn_norm": f"{_LAYER}.attention.output.LayerNorm",
+    "encoder/layers/mlp/wi": f"{_LAYER}.intermediate.dense",
+    "encoder/layers/mlp/wo": f"{_LAYER}.output.dense",
+    "encoder/layers/mlp_norm": f"{_LAYER}.output.LayerNorm",
 }
 _CLASSIFIER = {"head/dense": "classifier.dense", "head/out": "classifier.out_proj"}
 _HEAD_MODULES: dict[Task, dict[str, str]] = {
@@ -77,8 +78,8 @@ _HEAD_MODULES: dict[Task, dict[str, str]] = {
 
 class EncoderWithHead(NamedTuple):
     """Everything that describes an encoder with a head except its parameters, which are those of
-    `brt.models.encoder.EncoderWithHead`. The methods implement
-    `brt.interop.exporting.Described`.
+    `brt.models.encoder.EncoderWithHead`. The methods are those of
+    `brt.interop.huggingface.encoder_decoder.EncoderDecoder`.
 
     Attributes:
       task: the task of the head.
@@ -98,9 +99,8 @@ class EncoderWithHead(NamedTuple):
     def from_theirs(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], names: Collection[str]
     ) -> "EncoderWithHead":
-        """The names of arrays show the task of the head. Without a head, the task is masked
-        language modeling.
-        """
+        # The names of arrays show the task of the head. Without a head, the task is masked language
+        # modeling.
         unread.check(config, cls.unread_keys(config))
         config = {**_DEFAULTS, **config}
         for name, wanted in (
@@ -116,7 +116,7 @@ class EncoderWithHead(NamedTuple):
                 f"hidden_act = {config['hidden_act']!r} is not supported; 'gelu' and 'relu' are"
             )
         tasks = [task for task, (name, _) in HEADS.items() if name in names]
-        fields = convert_fields("Encoder", _FIELDS, config)
+        fields = convert_fields(_FIELDS, config, "Encoder.")
         labels = config.get("id2label") or {}
         if not isinstance(labels, dict):
             raise CheckpointError(f"config.json: id2label = {labels!r} does not name classes")
@@ -136,7 +136,6 @@ class EncoderWithHead(NamedTuple):
 
     @staticmethod
     def normalize_names(arrays: Arrays, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Copies of arrays are removed. The prefix "roberta." is added."""
         arrays = {
             name if name.startswith((_PREFIX, *_OUTSIDE)) else _PREFIX + name: array
             for name, array in arrays.items()
@@ -154,7 +153,7 @@ class EncoderWithHead(NamedTuple):
                 )
         return arrays
 
-    def to_theirs(self, dtype: str) -> dict[str, dict[str, Any]]:
+    def to_theirs(self) -> dict[str, dict[str, Any]]:
         model = self.model
         for name, wanted in (
             ("features", 0), ("norm_first", False), ("positions", "learned"),
@@ -176,7 +175,7 @@ class EncoderWithHead(NamedTuple):
             config["attention_probs_dropout_prob"] = model.dropout
         described = {
             "model_type": MODEL_TYPE, "architectures": [HEADS[self.task][1]], **config,
-            "dtype": dtype, **{name: _DEFAULTS[name] for name in KEPT if name in _DEFAULTS},
+            **{name: _DEFAULTS[name] for name in KEPT if name in _DEFAULTS},
             **self._labels(), **self.kept,
         }  # fmt: skip
         return {"config.json": described}
@@ -205,7 +204,7 @@ class EncoderWithHead(NamedTuple):
         return nn.meta.unbox(encoder.init(self._network(), jax.random.key(0)))
 
     def with_copies(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """RoBERTa has at least one token type."""
+        # RoBERTa has at least one token type.
         return {_TYPES: np.zeros((1, self.model.model_dim), np.float32), **arrays}
 
     def extend_positions(self, params: Any, length: int, method: str) -> dict[str, Any]:
@@ -217,7 +216,6 @@ class EncoderWithHead(NamedTuple):
         }
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """The texts have at most 64 tokens."""
         model, pad = self.model, self.kept.get("pad_token_id", 1)
         rng = np.random.default_rng(0)
         longest = min(model.max_positions, 64)
@@ -251,7 +249,7 @@ class EncoderWithHead(NamedTuple):
         return _mask_padding(output.logits.numpy(), x)
 
     def is_comparable(self, initialised: Collection[str]) -> bool:
-        """If the checkpoint lacks a head, transformers would initialise another head at random."""
+        # If the checkpoint lacks a head, transformers would initialise another head at random.
         return not initialised
 
     def summary(self) -> str:

@@ -4,11 +4,11 @@ import importlib
 import importlib.util
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from brt.errors import CheckpointError
-from brt.interop.exporting import Described
 
 # Float32 logits of the same weights may differ by this number, relative to the largest logit.
 LOGIT_TOLERANCE = 1e-4
@@ -17,23 +17,33 @@ LOGIT_TOLERANCE = 1e-4
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 
-def transformers_logits(
-    directory: Path, described: Described, x: Mapping[str, np.ndarray]
-) -> np.ndarray | None:
-    """Returns the float32 logits that transformers computes for the checkpoint in a directory;
-    None if torch or transformers is not installed.
+def transformers_output(
+    directory: Path, kind: str, x: Mapping[str, np.ndarray], *, adapter: Path | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Returns what transformers computes for the inputs `x` with the checkpoint in a directory;
+    None if torch, transformers or, for an adapter, PEFT is not installed.
 
     No code in the directory is run, and nothing is unpickled.
+
+    Args:
+      kind: the name of transformers' class.
+      adapter: the directory of an adapter to add, which transformers itself adds if it is that of
+        the checkpoint; None for none.
+      options: further arguments of the model.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+    needed = ("torch", "transformers", *(["peft"] if adapter else []))
+    if any(importlib.util.find_spec(name) is None for name in needed):
         return None
     torch = importlib.import_module("torch")
-    kind = getattr(importlib.import_module("transformers"), described.transformers_class)
+    found = getattr(importlib.import_module("transformers"), kind)
     safe = {"trust_remote_code": False, "use_safetensors": True}
-    model = kind.from_pretrained(directory, torch_dtype=torch.float32, **safe).eval()
+    model = found.from_pretrained(directory, dtype=torch.float32, **safe).eval()
+    if adapter and adapter != directory:
+        model.load_adapter(str(adapter))
+    inputs = {name: torch.tensor(array, dtype=torch.long) for name, array in x.items()}
     with torch.no_grad():
-        out = model(**{name: torch.tensor(array, dtype=torch.long) for name, array in x.items()})
-    return described.their_logits(out, x)
+        return model(**inputs, **options)
 
 
 def compare_arrays(

@@ -26,7 +26,7 @@ from brt.distributed.mesh import DivisibleSizes
 from brt.errors import CheckpointError, ConfigError
 from brt.generation.memory import Memory
 from brt.generation.session import Session
-from brt.interop.exporting import ExportableModel, ExportFormat, ExportSource
+from brt.interop.exporting import ExportFormat, ExportSource
 from brt.interop.huggingface import files, kept
 from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
@@ -62,7 +62,40 @@ from brt.tasks.writers import StopFilter, WriteOptions, Writer
 from brt.types import Batch, Variables
 
 
-def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> ExportableModel:
+def export(source: ExportSource) -> ExportFormat:
+    """Returns a decoder in Hugging Face's format.
+
+    The library transformers can load the result as one of its model classes, such as
+    LlamaForCausalLM, if the class computes the same function or `source.plain` is True. Otherwise,
+    the result includes PyTorch code that computes the function of the decoder.
+    """
+    opened, model = source.tokenizer(), source.config.model
+    family = causal.family_of(model)
+    if source.adapters:
+        return _adapter(source, opened, family)
+    if source.plain and not family:
+        raise CheckpointError(
+            f"{source.path} has a decoder for which transformers has no class; export it "
+            "without --plain"
+        )
+    decoder = TrainedDecoder(source.params, model, opened.bos_id)
+    if family and (source.plain or causal.is_same_function(model, family)):
+        content = causal.to_format(decoder)
+    else:
+        content = to_format(decoder)
+    if opened.beside:  # The original settings are kept as far as they hold.
+        content = kept.with_decoder_settings(content, model, opened)
+    notes = content.notes
+    if family and content.code:
+        notes += (
+            "transformers loads the directory with trust_remote_code=True; --plain writes "
+            f"{FAMILIES[family].name} instead, which attends to its whole context",
+        )
+    copy = partial(kept.write_tokenizer, opened, own_code=bool(content.code))
+    return content._replace(notes=notes, copy_tokenizer=copy)
+
+
+def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> ExportFormat:
     """Returns the low-rank adapters of a decoder in PEFT's format."""
     if not family:
         raise CheckpointError(
@@ -77,11 +110,11 @@ def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> Export
         )
     start = source.config.training.init_from
     base = start if reading.is_decoder(Path(start)) else ""
-    write = partial(causal.to_adapter, source.config.adapter, source.adapters, base)
-    notes = () if base else (_base_note(start),)
     decoder = TrainedDecoder(source.params, source.config.model, tokenizer.bos_id)
+    content = causal.to_adapter(source.config.adapter, source.adapters, base, decoder)
+    notes = content.notes if base else (*content.notes, _base_note(start))
     copy = partial(kept.write_tokenizer, tokenizer, own_code=False)
-    return ExportableModel(source.path, decoder, write, copy, notes)
+    return content._replace(notes=notes, copy_tokenizer=copy)
 
 
 def _base_note(start: str) -> str:
@@ -334,40 +367,8 @@ class LanguageModeling(Task):
             "--max_tokens=500",
         ]
 
-    def export(self, source: ExportSource) -> ExportableModel:
-        """Returns a decoder in Hugging Face's format.
-
-        The library transformers can load the result as one of its model classes, such as
-        LlamaForCausalLM, if the class computes the same function or `source.plain` is True.
-        Otherwise, the result includes PyTorch code that computes the function of the decoder.
-        """
-        opened, model = source.tokenizer(), source.config.model
-        family = causal.family_of(model)
-        if source.adapters:
-            return _adapter(source, opened, family)
-        if source.plain and not family:
-            raise CheckpointError(
-                f"{source.path} has a decoder for which transformers has no class; export it "
-                "without --plain"
-            )
-        decoder, form = TrainedDecoder(source.params, model, opened.bos_id), to_format
-        notes: tuple[str, ...] = ()
-        if family and (source.plain or causal.is_same_function(model, family)):
-            form = causal.to_format
-        elif family:
-            notes = (
-                "transformers loads the directory with trust_remote_code=True; --plain writes "
-                f"{FAMILIES[family]} instead, which attends to its whole context",
-            )
-        copy = partial(kept.write_tokenizer, opened, own_code=form is to_format)
-        if not opened.beside:
-            return ExportableModel(source.path, decoder, form, copy, notes)
-
-        def write(decoder: TrainedDecoder, dtype: str) -> ExportFormat:
-            """Returns the content of the export, with the original settings as far as they hold."""
-            return kept.with_decoder_settings(form(decoder, dtype), model, opened)
-
-        return ExportableModel(source.path, decoder, write, copy, notes)
+    def export(self, source: ExportSource) -> ExportFormat:
+        return export(source)
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         files.check_is_model(where)

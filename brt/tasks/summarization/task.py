@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.config.shared import TASK_SECTIONS
 from brt.distributed import rules
-from brt.errors import ConfigError
+from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
-from brt.interop.exporting import NAMES, ExportableModel, ExportSource
+from brt.interop.exporting import NAMES, ExportFormat, ExportSource
 from brt.interop.huggingface import convert, kept
 from brt.interop.huggingface.encoder_decoder import STOPPING, EncoderDecoder
 from brt.interop.pretrained import Pretrained
@@ -313,7 +313,7 @@ class Summarization(Task):
             "--workdir=runs/mine --gin_bindings=\"Data.train = 'mine.jsonl'\"",
         ]
 
-    def export(self, source: ExportSource) -> ExportableModel:
+    def export(self, source: ExportSource) -> ExportFormat:
         """Returns a trained model in the T5 or BART format of Hugging Face's transformers."""
         config, opened = source.config, source.tokenizer()
         decoding = config.decoding
@@ -331,23 +331,21 @@ class Summarization(Task):
             config.seq2seq, config.cross_attention, special_tokens(opened), generation, {}
         )
 
-        def copy(target: Path) -> list[str]:
-            file = NAMES[Path(opened.name).suffix], opened.content
-            return kept.write(file, opened.beside, target)
-
         kind, notes = config.attention.kind, []
         if kind != "full":
             notes.append(
                 f"trained with Attention.kind = {kind!r}; transformers will encode by full "
                 "attention, and so does --verify"
             )
-        pretrained_model = Pretrained(source.params, described)
-        form = partial(convert.to_format, beside=opened.beside)
-        return ExportableModel(source.path, pretrained_model, form, copy, tuple(notes))
+        content = convert.to_format(Pretrained(source.params, described), opened.beside)
+        file = NAMES[Path(opened.name).suffix], opened.content
+        return content._replace(
+            notes=(*content.notes, *notes), copy_tokenizer=partial(kept.write, file, opened.beside)
+        )
 
     def load_converted(self, config: Config, where: Path) -> Weights:
         described = pretrained.describe(where)
-        return Weights(
-            str(where), described.model, None, None,
-            lambda: pretrained.load(where, config.cross_attention).params,
-        )  # fmt: skip
+        if not isinstance(described, EncoderDecoder):
+            raise CheckpointError(f"{where} holds an encoder alone, which writes no summaries")
+        load = partial(pretrained.load, where, config.cross_attention)
+        return Weights(str(where), described.model, None, None, load)

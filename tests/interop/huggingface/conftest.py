@@ -18,6 +18,16 @@ def directory() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory with a tiny decoder in Hugging Face's format."""
+    from tiny_decoder import write_decoder
+
+    place = tmp_path_factory.mktemp("hub") / "tiny"
+    write_decoder(place)
+    return place
+
+
+@pytest.fixture(scope="session")
 def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Returns the library transformers, which keeps the code of exported models in a directory of
     the tests. transformers does not notice if the directory is changed while it runs.
@@ -31,10 +41,18 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def read(directory: Callable[[str], Path]) -> Callable:
-    """Returns a function that reads a model by name with `convert.read`; results are reused."""
-    from brt.interop.huggingface import convert
+    """Returns a function that reads a model by name with `pretrained.read`; results are reused."""
+    from brt.interop import pretrained
 
-    return functools.cache(lambda name: convert.read(directory(name)))
+    return functools.cache(lambda name: pretrained.read(directory(name)))
+
+
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes results independent of whether transformers is installed."""
+    from brt.interop.huggingface import verify
+
+    monkeypatch.setattr(verify, "transformers_output", lambda *_: None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

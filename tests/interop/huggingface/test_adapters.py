@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decoder import TEXT, write_decoder
+from flax.traverse_util import flatten_dict
+from tiny_decoder import TEXT
 
 import brt
 from brt import convert, tasks
@@ -34,14 +35,6 @@ DESCRIBED = {
     "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1, "megatron_core": "core",
 }  # fmt: skip
 ADAPTED = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a directory with a tiny decoder."""
-    place = tmp_path_factory.mktemp("hub") / "tiny"
-    write_decoder(place)
-    return place
 
 
 def run(*flags: str) -> None:
@@ -148,43 +141,35 @@ def test_commands_and_python_read_an_adapter(
     assert abs(loaded.bits_per_byte(TEXT[:200]) - plain) > 0.01
 
 
+Q_PROJ = "model.layers.{}.self_attn.q_proj.lora_{}"
+
+
 @pytest.mark.parametrize(
-    ("described", "message"),
+    ("described", "array", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not read"),
-        ({"use_dora": True}, "use_dora = True is not read; merge the adapter into its base"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-        ({"a_key_of_tomorrow": {"x": 1}}, "a_key_of_tomorrow"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not read"),
-        ({"r": "4"}, "adapter_config.json: r is"),
+        ({"peft_type": "IA3"}, (), "peft_type = 'IA3' is not read"),
+        ({"use_dora": True}, (), "use_dora = True is not read; merge the adapter into its base"),
+        ({"alpha_pattern": {"q_proj": 2}}, (), "alpha_pattern"),
+        ({"alora_invocation_tokens": [1]}, (), "alora_invocation_tokens"),
+        ({"a_key_of_tomorrow": {"x": 1}}, (), "a_key_of_tomorrow"),
+        ({"init_lora_weights": "pissa"}, (), "init_lora_weights = 'pissa' is not read"),
+        ({"r": "4"}, (), "adapter_config.json: r is"),
+        ({}, (Q_PROJ.format(9, "A.weight"), 4, 32), "has no place in the model"),
+        ({}, (Q_PROJ.format(1, "magnitude_vector"), 32), "has no place"),
+        ({}, (Q_PROJ.format(0, "A.weight"), 4, 32), r"\(4, 32\) and \(0,\)"),
+        ({}, (Q_PROJ.format(1, "B.weight"), 64, 4), r"\(64, 32\), not \(32, 32\)"),
+        ({}, ("model.norm.weight", 33), r"\(33,\), not \(32,\)"),
     ],
 )
 def test_other_adapters_are_refused_with_a_remedy(
-    described: dict[str, Any], message: str, base: Path, tmp_path: Path
+    described: dict[str, Any], array: tuple, message: str, base: Path, tmp_path: Path
 ) -> None:
     write_adapter(tmp_path / "a", {"base_model_name_or_path": str(base), **described})
-    with pytest.raises(CheckpointError, match=message):
-        brt.load(tmp_path / "a")
-
-
-@pytest.mark.parametrize(
-    ("array", "shape", "message"),
-    [
-        ("model.layers.9.self_attn.q_proj.lora_A.weight", (4, 32), "has no place in the model"),
-        ("model.layers.1.self_attn.q_proj.lora_magnitude_vector", (32,), "has no place"),
-        ("model.layers.0.self_attn.q_proj.lora_A.weight", (4, 32), r"\(4, 32\) and \(0,\)"),
-        ("model.layers.1.self_attn.q_proj.lora_B.weight", (64, 4), r"\(64, 32\), not \(32, 32\)"),
-        ("model.norm.weight", (33,), r"\(33,\), not \(32,\)"),
-    ],
-)
-def test_arrays_of_adapters_that_do_not_fit_are_refused(
-    array: str, shape: tuple[int, ...], message: str, base: Path, tmp_path: Path
-) -> None:
-    write_adapter(tmp_path / "a", {"base_model_name_or_path": str(base)})
     path = tmp_path / "a/adapter_model.safetensors"
-    extra = {f"base_model.model.{array}": np.ones(shape, np.float32)}
-    files.write_file(path, files.read_file(path) | extra)
+    if array:
+        name, *shape = array
+        extra = {f"base_model.model.{name}": np.ones(shape, np.float32)}
+        files.write_file(path, files.read_file(path) | extra)
     with pytest.raises(CheckpointError, match=message):
         reading.describe(tmp_path / "a").arrays()
 
@@ -217,22 +202,16 @@ def test_a_directory_of_checkpoints_names_one(call: Callable, base: Path, tmp_pa
 def test_names_inside_of_a_wrapper_are_read(prefix: str, base: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(base / name, tmp_path)
-    arrays = files.read_tensors(base)
-    files.write_tensors(tmp_path, {prefix + name: x for name, x in arrays.items()})
+    arrays = {prefix + name: x for name, x in files.read_tensors(base).items()}
+    files.write_tensors(tmp_path, arrays)
     found = reading.describe(tmp_path).params()
     jax.tree.map(np.testing.assert_array_equal, found, reading.describe(base).params())
-
-
-@pytest.mark.parametrize("adapted", ["q_proj.base_layer.weight", "q_proj.lora_A.default.weight"])
-def test_weights_with_adapters_inside_say_how_to_merge_them(
-    adapted: str, base: Path, tmp_path: Path
-) -> None:
-    for file in ("config.json", "tokenizer.json"):
-        shutil.copy(base / file, tmp_path)
-    array = {f"base_model.model.model.layers.0.self_attn.{adapted}": np.zeros((2, 2), np.float32)}
-    files.write_tensors(tmp_path, files.read_tensors(base) | array)
-    with pytest.raises(CheckpointError, match="merge_and_unload"):
-        reading.describe(tmp_path).params()
+    # Adapters beside the matrices, which were not added to them, are refused with a remedy.
+    for adapted in ("q_proj.base_layer.weight", "q_proj.lora_A.default.weight"):
+        name = f"{prefix}model.layers.0.self_attn.{adapted}"
+        files.write_tensors(tmp_path, arrays | {name: np.zeros((2, 2), np.float32)})
+        with pytest.raises(CheckpointError, match="merge_and_unload"):
+            reading.describe(tmp_path).params()
 
 
 @pytest.fixture
@@ -257,22 +236,24 @@ def adapters_of_run(base: Path, tmp_path: Path) -> tuple[ExportSource, Path]:
     return source, base
 
 
+def assert_read_as(directory: Path, source: ExportSource) -> None:
+    found = reading.describe(directory, WindowChoice(64, 0)).params()
+    for path, array in flatten_dict(found).items():
+        np.testing.assert_allclose(array, flatten_dict(dict(source.params))[path], atol=1e-6)
+
+
 def test_adapters_of_a_run_are_read_as_they_were(
     adapters_of_run: tuple[ExportSource, Path], tmp_path: Path
 ) -> None:
     source, base = adapters_of_run
     exported = LanguageModeling().export(source)
-    list(converting.to_hf(exported, tmp_path / "adapter", verified=False))
+    list(converting.to_hf(source.path, exported, tmp_path / "adapter", verified=False))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
     }  # fmt: skip
     described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(base)
-    read = reading.describe(tmp_path / "adapter", WindowChoice(64, 0))
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-6),
-        read.params(), dict(source.params),
-    )  # fmt: skip
+    assert_read_as(tmp_path / "adapter", source)
 
 
 def test_the_base_of_adapters_is_found_as_the_note_says(
@@ -286,7 +267,9 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
         training = dataclasses.replace(source.config.training, init_from=str(place))
         config = dataclasses.replace(source.config, training=training)
         exported = LanguageModeling().export(source._replace(config=config))
-        return list(converting.to_hf(exported, tmp_path / f"of {place.name}", verified=False))
+        return list(
+            converting.to_hf(source.path, exported, tmp_path / f"of {place.name}", verified=False)
+        )
 
     (note,) = (line for line in export(start) if "PEFT needs" in line)
     command = shlex.split(note.partition("brt.convert ")[2].partition(" writes it")[0])
@@ -295,11 +278,7 @@ def test_the_base_of_adapters_is_found_as_the_note_says(
     run(*flags)
     path = tmp_path / "of the run/adapter_config.json"
     files.write_json(path, files.read_json(path) | {"base_model_name_or_path": str(target)})
-    read = reading.describe(path.parent, WindowChoice(64, 0))
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-6),
-        read.params(), dict(source.params),
-    )  # fmt: skip
+    assert_read_as(path.parent, source)
     gone = " ".join(export(tmp_path / "gone"))
     assert "gone is not here" in gone and "--from=brt" not in gone
 
@@ -322,7 +301,7 @@ def test_peft_computes_what_brt_computes(
     transformers = pytest.importorskip("transformers")
     source, base = adapters_of_run
     exported = LanguageModeling().export(source)
-    lines = list(converting.to_hf(exported, tmp_path / "ours", verified=True))
+    lines = list(converting.to_hf(source.path, exported, tmp_path / "ours", verified=True))
     assert any(line.startswith("logits against transformers") for line in lines)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()

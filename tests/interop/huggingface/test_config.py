@@ -82,78 +82,35 @@ def test_a_silent_config_takes_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("settings", "changes", "sentence"),
     [
-        (
-            T5_SMALL,
-            {"model_type": "pegasus"},
-            "model_type = 'pegasus' cannot be read; brt reads t5,",
-        ),
+        (T5_SMALL, {"model_type": "pegasus"}, "= 'pegasus' cannot be read; brt reads t5,"),
         (T5_SMALL, {"feed_forward_proj": "gated-silu"}, "'gated-silu' is not supported; .*relu"),
         (T5_SMALL, {"eos_token_id": [1, 2]}, r"eos_token_id = \[1, 2\] must be one id"),
         (BART_BASE, {"scale_embedding": True}, "sets scale_embedding"),
-        (
-            T5_SMALL,
-            {"d_model": "8"},
-            "config.json: d_model cannot be used: .* = '8' must be an int",
-        ),
+        (T5_SMALL, {"d_model": "8"}, "config.json: d_model cannot be used: .*8' must be an int"),
         (T5_SMALL, {"d_model": None}, "config.json has no 'd_model'"),
         (T5_SMALL, {"d_ff": 1.5}, "d_ff cannot be used"),
         (T5_SMALL, {"vocab_size": 10**22}, "vocab_size cannot be used: .* is more than 64 bits"),
         (T5_SMALL, {"task_specific_params": [1]}, "task_specific_params is .1., which is no dict"),
         (T5_SMALL, {"pad_token_id": "0"}, "pad_token_id = '0' must be one id"),
-        (
-            T5_SMALL,
-            {"feed_forward_proj": ["relu"]},
-            "feed_forward_proj = .'relu'. is not supported",
-        ),
-        (
-            BART_BASE,
-            {"encoder_attention_heads": "8", "decoder_attention_heads": "8"},
-            "must be an int",
-        ),
+        (T5_SMALL, {"feed_forward_proj": ["relu"]}, "= .'relu'. is not supported"),
         (BART_BASE, {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 3072 and decoder_ffn_dim = 64"),
-    ],
-)
-def test_settings_of_hugging_face_that_brt_lacks_are_refused(
-    settings: dict, changes: dict, sentence: str
-) -> None:
-    with pytest.raises(CheckpointError, match=sentence):
-        theirs(settings, **changes)
-
-
-@pytest.mark.parametrize(
-    ("settings", "changes", "sentence"),
-    [
-        (
-            T5_SMALL,
-            {"num_layers": 10**9},
-            "Seq2Seq.encoder_layers = 1000000000 must be at most 1,024",
-        ),
+        (T5_SMALL, {"num_layers": 10**9}, "encoder_layers = 1000000000 must be at most 1,024"),
         (T5_SMALL, {"vocab_size": 10**12}, "Model.vocab_size = 1000000000000 must be at most 21"),
-        (
-            T5_SMALL,
-            {"relative_attention_num_buckets": 0},
-            "relative_buckets = 0 must be at least 4",
-        ),
+        (T5_SMALL, {"relative_attention_num_buckets": 0}, "_buckets = 0 must be at least 4"),
         (BART_BASE, {"encoder_attention_heads": 0, "decoder_attention_heads": 0}, "heads = 0 must"),
     ],
 )
-def test_sizes_that_no_model_has_are_refused(settings: dict, changes: dict, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_settings_that_brt_lacks_are_refused(settings: dict, changes: dict, sentence: str) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=sentence):
         theirs(settings, **changes)
 
 
-def test_what_is_written_is_read_again(read: Callable, name: str) -> None:
+def test_what_is_written_is_read_again(read: Callable, directory: Callable, name: str) -> None:
     cross = CrossAttention(kind="srformer", segment_size=4, leak_init=0.5)
     described = read(name)[0].described._replace(cross=cross)
-    settings, generation = described.to_theirs("float32").values()
+    settings, generation = described.to_theirs().values()
     names = () if described.model.tied_logits else ("lm_head.weight",)
     assert EncoderDecoder.from_theirs(settings, generation, names) == described
-
-
-def test_settings_that_were_there_are_written_as_they_were(
-    read: Callable, directory: Callable, name: str
-) -> None:
-    settings = read(name)[0].described.to_theirs("float32")["config.json"]
     saved = files.read_json(directory(name) / "config.json")
     assert {k: v for k, v in settings.items() if k in saved and v != saved[k]} == {}
 
@@ -162,4 +119,4 @@ def test_a_windowed_bart_cannot_be_written(read: Callable) -> None:
     described = read("bart")[0].described
     windowed = dataclasses.replace(described.model, encoder_attention="sliding")
     with pytest.raises(CheckpointError, match="'sliding' has no counterpart"):
-        described._replace(model=windowed).to_theirs("float32")
+        described._replace(model=windowed).to_theirs()

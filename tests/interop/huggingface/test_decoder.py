@@ -101,7 +101,7 @@ def export(random_params: Callable, tmp_path: Path) -> Callable[..., SimpleNames
         own = LanguageModeling().export(
             ExportSource(tmp_path / "run", Config(model=model), params, tokenizers.ByteTokenizer)
         )
-        lines = list(convert.to_hf(own, target, **flags))
+        lines = list(convert.to_hf(tmp_path / "run", own, target, **flags))
         return SimpleNamespace(params=params, model=model, directory=target, lines=lines)
 
     return write
@@ -181,7 +181,7 @@ def test_verification_without_torch_says_what_was_not_compared(
 def test_other_kinds_of_layers_are_refused(changes: dict, sentence: str) -> None:
     own = export_format.TrainedDecoder({}, with_settings(MODEL, changes), 0)
     with pytest.raises(CheckpointError, match=sentence):
-        export_format.to_format(own, "float32")
+        export_format.to_format(own)
 
 
 def test_bytes_are_ids_in_the_tokenizer_of_others(tmp_path: Path) -> None:
@@ -436,21 +436,3 @@ def test_masks_and_options_that_cannot_be_read_are_refused(
     state = opened.model(ids).state
     with pytest.raises(ValueError, match="within texts that `state` continues"):
         opened.model(ids, state=state, attention_mask=torch().tensor([[0, 1, 1, 1]]))
-
-
-@of_torch
-def test_pipelines_of_transformers_write_with_it(
-    opened_by_transformers: Callable, transformers: Any
-) -> None:
-    opened = opened_by_transformers("feedback")
-    pipe = transformers.pipeline(
-        "text-generation", model=str(opened.directory), trust_remote_code=True
-    )
-    [written] = pipe("It was late", max_new_tokens=9, do_sample=False, return_tensors=True)
-    prompt = torch().tensor([[0, *b"It was late"]])
-    expected = opened.alone.generate(prompt, max_new_tokens=9)[0].tolist()
-    assert written["generated_token_ids"] == expected[1:]
-    [drawn] = pipe("It was late", max_new_tokens=9)
-    assert drawn["generated_text"].startswith("It was late")
-    [begun] = pipe("", max_new_tokens=3, return_tensors=True)
-    assert len(begun["generated_token_ids"]) == 4

@@ -69,17 +69,10 @@ CHAT = [{"role": "user", "content": "Hi"}]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{m['role']}} {{m['content']}}<|im_end|>{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tokenizer") / "tiny"
-    write_decoder(place)
-    return place / "tokenizer.json"
-
-
 @pytest.mark.parametrize("own_code", [False, True])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_family_goes_through_brt(
-    case: str, own_code: bool, tokenizer_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    case: str, own_code: bool, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     family, settings = FAMILIES[case]
@@ -90,7 +83,7 @@ def test_a_family_goes_through_brt(
     model.generation_config.update(do_sample=True, temperature=0.6, repetition_penalty=1.05)
     hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
     model.save_pretrained(hub)
-    save_tokenizer(transformers, tokenizer_file, hub)
+    save_tokenizer(transformers, base / "tokenizer.json", hub)
     arguments = ("--window=8", "--sinks=2") if own_code else ()
     run("--from=hf", str(hub), "--to=brt", str(ours), *arguments)
     plain = () if own_code else ("--plain",)
@@ -120,7 +113,7 @@ def test_a_family_goes_through_brt(
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_an_encoder_goes_through_brt(
-    case: str, tokenizer_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    case: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     name_of_class, settings = OTHERS[case]
@@ -134,7 +127,7 @@ def test_an_encoder_goes_through_brt(
             do_sample=True, temperature=0.6, repetition_penalty=1.05, num_beams=2, max_length=50
         )
     model.save_pretrained(hub)
-    save_tokenizer(transformers, tokenizer_file, hub)
+    save_tokenizer(transformers, base / "tokenizer.json", hub)
     run("--from=hf", str(hub), "--to=brt", str(ours), "--verify")
     run("--from=brt", str(ours), "--to=hf", str(back), "--verify")
     said = capsys.readouterr().out

@@ -319,9 +319,9 @@ ROBERTA = {
     "num_attention_heads": 2, "intermediate_size": 24,
 }  # fmt: skip
 READERS: dict[str, Callable[[dict, Path], Any]] = {
-    "llama": lambda more, hub: config.from_theirs(
+    "llama": lambda more, hub: config.read(
         files.read_json(hub / "config.json") | more, WindowChoice()
-    ),
+    )[0],
     "t5": lambda more, _: EncoderDecoder.from_theirs(T5 | more, {}, ()).model,
     "roberta": lambda more, _: EncoderWithHead.from_theirs(ROBERTA | more, {}, ()).model,
 }

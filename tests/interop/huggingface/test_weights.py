@@ -9,9 +9,9 @@ import pytest
 
 from brt.config import CrossAttention
 from brt.errors import CheckpointError
-from brt.interop.huggingface import files, weights
-from brt.interop.huggingface.encoder_decoder import UNUSED, normalize_names
-from brt.interop.huggingface.weights import by_layer
+from brt.interop import pretrained
+from brt.interop.huggingface import files
+from brt.interop.huggingface.encoder_decoder import UNUSED, EncoderDecoder
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4, raf_bias=True, mix="sigma")
 
@@ -23,45 +23,34 @@ def assert_equal(actual: Any, expected: Any) -> None:
 def test_what_is_imported_is_exported_again(read: Callable, directory: Callable, name: str) -> None:
     model, _, imported = read(name)
     saved = files.read_tensors(directory(name))
-    exported = weights.export_arrays(model.params, model.described)
+    exported = pretrained.export_arrays(model.params, model.described)
     assert exported.keys() == saved.keys()
     assert_equal(exported, saved)
     assert imported.initialised == [] and imported.unexpected == []
 
 
-def test_names_are_those_of_the_table(read: Callable) -> None:
-    t5, bart = (by_layer(read(name)[0].params) for name in ("t5", "bart"))
-    assert t5["encoder/layers_1/self_attn/q/kernel"].shape == (16, 2, 8)
-    assert t5["decoder/layers_2/cross_attn/o/kernel"].shape == (2, 8, 16)
-    assert t5["encoder/rel_bias/embedding"].shape == (8, 2)
-    assert bart["decoder/layers_2/cross_attn/v/bias"].shape == (2, 8)
-    assert bart["encoder/pos_embed"].shape == (34, 16)
-    assert bart["logits_bias"].shape == (64,)
-
-
 def test_the_recurrence_has_the_names_of_its_authors(read: Callable) -> None:
     model, arrays, _ = read("t5")
     described = model.described._replace(cross=SRFORMER)
-    imported = weights.import_arrays(arrays, described)
-    prefix = "decoder/layers_{}/cross_attn/raf/"
-    parts = ("kernel", "bias", "leak", "threshold", "sigma")
-    expected = [prefix.format(i) + part for i in range(3) for part in parts]
-    assert sorted(imported.initialised) == sorted(expected)
-    exported = weights.export_arrays(imported.params, described)
+    imported = pretrained.import_arrays(arrays, described)
+    parts = ("bias", "kernel", "leak", "sigma", "threshold")
+    expected = [f"decoder/layers/cross_attn/raf/{part}" for part in parts]
+    assert sorted(imported.initialised) == expected
+    exported = pretrained.export_arrays(imported.params, described)
     theirs = "decoder.block.2.layer.1.EncDecAttention."
     raf = imported.params["decoder"]["layers"]["cross_attn"]["raf"]
     assert_equal(exported[theirs + "SNN_kv.weight"], np.asarray(raf["kernel"][2]).T)
     assert exported[theirs + "leak"].shape == exported[theirs + "threshold"].shape == (1,)
-    again = weights.import_arrays(exported, described)
+    again = pretrained.import_arrays(exported, described)
     assert again.initialised == []
     assert_equal(again.params, imported.params)
 
 
 def test_another_cross_attention_keeps_all_it_shares(read: Callable) -> None:
     model = read("bart")[0]
-    params = weights.adapt(model.params, model.described._replace(cross=SRFORMER))
+    params = pretrained.adapt(model.params, model.described._replace(cross=SRFORMER))
     assert "raf" in params["decoder"]["layers"]["cross_attn"]
-    back = weights.adapt(params, model.described)
+    back = pretrained.adapt(params, model.described)
     assert_equal(back, model.params)
 
 
@@ -77,38 +66,36 @@ def test_copies_prefixes_and_relics_are_understood(
         arrays[prefix + copy] = embedding
     arrays["lm_head.weight"] = embedding
     arrays[UNUSED] = np.zeros((8, 2), np.float32)
-    assert_equal(normalize_names(arrays, source), expected)
+    config = {"model_type": source}
+    assert_equal(EncoderDecoder.normalize_names(arrays, config), expected)
     bare = {name.removeprefix("model."): array for name, array in arrays.items()}
-    assert_equal(normalize_names(bare, source), expected)
+    assert_equal(EncoderDecoder.normalize_names(bare, config), expected)
     del bare["shared.weight"]
-    assert_equal(normalize_names(bare, source), expected)
+    assert_equal(EncoderDecoder.normalize_names(bare, config), expected)
     different = {**arrays, prefix + "encoder.embed_tokens.weight": embedding + 1}
     with pytest.raises(CheckpointError, match="only one embedding is supported"):
-        normalize_names(different, source)
-
-
-def test_a_missing_bias_of_logits_is_zero(read: Callable) -> None:
-    model, arrays, _ = read("bart")
-    without = {name: array for name, array in arrays.items() if name != "final_logits_bias"}
-    imported = weights.import_arrays(without, model.described)
-    assert imported.initialised == ["logits_bias"]
-    assert not np.any(imported.params["logits_bias"])
+        EncoderDecoder.normalize_names(different, config)
 
 
 def test_what_does_not_match_is_named(read: Callable) -> None:
     model, arrays, _ = read("t5")
     described = model.described
     name = "encoder.block.1.layer.0.SelfAttention.k.weight"
-    imported = weights.import_arrays({**arrays, "more.weight": arrays[name]}, described)
+    imported = pretrained.import_arrays({**arrays, "more.weight": arrays[name]}, described)
     assert imported.unexpected == ["more.weight"]
     with pytest.raises(CheckpointError, match=f"lacks {name}$"):
-        weights.import_arrays({k: v for k, v in arrays.items() if k != name}, described)
+        pretrained.import_arrays({k: v for k, v in arrays.items() if k != name}, described)
     with pytest.raises(CheckpointError, match=rf"{name} is \(16, 15\), not \(16, 16\)"):
-        weights.import_arrays({**arrays, name: arrays[name][:, 1:]}, described)
+        pretrained.import_arrays({**arrays, name: arrays[name][:, 1:]}, described)
+    bart, of_bart, _ = read("bart")
+    without = {name: array for name, array in of_bart.items() if name != "final_logits_bias"}
+    imported = pretrained.import_arrays(without, bart.described)
+    assert imported.initialised == ["logits_bias"]
+    assert not np.any(imported.params["logits_bias"])
     memory = described._replace(cross=CrossAttention(kind="xl_memory", segment_size=4))
-    params = weights.adapt(model.params, memory)
-    with pytest.raises(CheckpointError, match="no names for decoder/layers_0/cross_attn/memory"):
-        weights.export_arrays(params, memory)
+    params = pretrained.adapt(model.params, memory)
+    with pytest.raises(CheckpointError, match="no names for decoder/layers/cross_attn/memory"):
+        pretrained.export_arrays(params, memory)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -149,21 +136,35 @@ def test_an_index_names_files_beside_it(places: Any, tmp_path: Path, directory: 
         files.read_tensors(inside)
 
 
-def test_a_dtype_that_numpy_lacks_is_named(tmp_path: Path) -> None:
-    header = b'{"x":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}'
-    content = len(header).to_bytes(8, "little") + header + bytes(4)
-    (tmp_path / files.FILE).write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match="x is F8_E4M3, which is not read; save it as float32"
-    ):
-        files.read_tensors(tmp_path)
+def described(shape: str, dtype: str = "F32") -> bytes:
+    """Returns the header of a file with one array."""
+    return f'{{"x":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[0,4]}}}}'.encode()
 
 
-def test_more_axes_than_numpy_has_are_one_sentence(tmp_path: Path) -> None:
-    shape = ",".join(["1"] * 70)
-    header = f'{{"x":{{"dtype":"F32","shape":[{shape}],"data_offsets":[0,4]}}}}'.encode()
-    (tmp_path / files.FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(CheckpointError, match="cannot be read: .*dimension"):
+EMPTY = '"{:07}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+MANY = "{" + ",".join(EMPTY.format(i) for i in range(200_000)) + "}"
+
+
+@pytest.mark.parametrize(
+    ("header", "size", "sentence"),
+    [
+        (described("4", "F8_E4M3"), 0, "x is F8_E4M3, which is not read; save it as float32"),
+        (described(",".join(["1"] * 70)), 0, "cannot be read: .*dimension"),
+        (MANY.encode(), 0, "its header has"),
+        (b"", 64 << 20, "header has 67,108,864 bytes"),
+    ],
+    ids=["dtype", "axes", "many arrays", "memory"],
+)
+def test_headers_that_cannot_be_read_are_one_sentence(
+    header: bytes, size: int, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A huge header is refused before it is parsed."""
+    if "header" in sentence:
+        monkeypatch.setattr(files, "safe_open", None)
+    with (tmp_path / files.FILE).open("wb") as file:
+        file.write((size or len(header)).to_bytes(8, "little") + header + bytes(4))
+        file.truncate(8 + (size or len(header)) + 4)
+    with pytest.raises(CheckpointError, match=sentence):
         files.read_tensors(tmp_path)
 
 
@@ -171,24 +172,3 @@ def test_weights_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None
     (tmp_path / files.FILE).mkdir()
     with pytest.raises(CheckpointError, match="safetensors cannot be written: .*free some space"):
         files.write_tensors(tmp_path, {"x": np.zeros(3, np.float32)})
-
-
-def test_a_huge_header_is_refused_before_it_is_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = '"{:07}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
-    header = "{" + ",".join(part.format(i) for i in range(200_000)) + "}"
-    path = tmp_path / files.FILE
-    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    monkeypatch.setattr(files, "safe_open", None)
-    with pytest.raises(CheckpointError, match="its header has"):
-        files.read_file(path)
-
-
-def test_a_header_that_takes_the_memory_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    with path.open("wb") as file:
-        file.write((64 << 20).to_bytes(8, "little"))
-        file.truncate(65 << 20)
-    with pytest.raises(CheckpointError, match="header has 67,108,864 bytes"):
-        files.read_file(path)

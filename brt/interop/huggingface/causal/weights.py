@@ -1,8 +1,5 @@
-"""Conversion of the arrays of decoders (Llama, Mistral, Qwen, Gemma) to and from brt's parameters.
-
-Hugging Face stores matrices as [out, in]. brt's kernels are [*in, *out], with a separate axis for
-heads. brt stacks the parameters of a run (neighbouring layers of one kind) on axis 0. In names of
-variables, `ours` stands for brt and `theirs` for Hugging Face.
+"""Names and layouts of the arrays of decoders (Llama, Mistral, Qwen, Gemma), whose parameters brt
+stacks by runs, which are neighbouring layers of one kind.
 """
 
 import math
@@ -10,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from brt.config import Model
 from brt.errors import CheckpointError
 from brt.formatting import listed
-from brt.interop.huggingface.weights import Arrays
+from brt.interop.huggingface import weights
+from brt.interop.huggingface.weights import Arrays, Place, kernels, shapes
 from brt.layers.runs import runs
 from brt.models.decoder import Decoder, new_state
 
@@ -59,13 +56,6 @@ _TOP = {
 _MATRICES = ("mlp_gate", "mlp_in", "mlp_out")
 
 
-def template(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the decoder's parameters, by names such as
-    "stack/window_0/tokens/keys".
-    """
-    return flatten_dict(dict(nn.meta.unbox(jax.eval_shape(partial(_initial, model)))), sep="/")
-
-
 def _initial(model: Model) -> Mapping[str, Any]:
     tokens = jnp.zeros((1, model.block_length), jnp.int32)
     start = jnp.ones((1, 1), bool)
@@ -73,32 +63,37 @@ def _initial(model: Model) -> Mapping[str, Any]:
     return variables["params"]
 
 
+def places(model: Model) -> dict[str, Place]:
+    """Returns the places of all parameters of a decoder in a checkpoint, by brt's names, such as
+    "stack/window_0/tokens/keys".
+    """
+    leaves = shapes(partial(_initial, model))
+    return {name: _place(name, leaf, model) for name, leaf in leaves.items()}
+
+
+def _place(ours: str, leaf: jax.ShapeDtypeStruct, model: Model) -> Place:
+    if ours in _TOP:
+        return Place(leaf, [_TOP[ours]], leaf.shape)
+    _, run, *_, part = ours.split("/")
+    theirs = (_LAYER | _OUTPUT_NORMS if model.norm.outputs else _LAYER)[part]
+    layers = [one.name for one in runs(model) for _ in range(one.layers)]
+    names = [f"model.layers.{i}.{theirs}" for i, name in enumerate(layers) if name == run]
+    axes = len(leaf.shape) - 1
+    # Kernels with an axis for heads have more than two axes; that of attention's output has four.
+    if axes > 2 or part in _MATRICES:
+        return kernels(leaf, names, 3 if axes == 4 else 1, stacked=True)
+    size = (math.prod(leaf.shape[1:]),)
+    return Place(leaf, names, size if part.endswith("_bias") else leaf.shape[1:])
+
+
 def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
     """Returns the arrays of a checkpoint, named as by `plain_names`, as float32 parameters of brt's
     decoder. Raises CheckpointError if an array is missing, has another shape, or has no place in
     the model.
     """
-    left = {name: x for name, x in arrays.items() if not name.endswith("rotary_emb.inv_freq")}
-    _drop_copy(left, model)
-    params, missing = {}, []
-    for ours, leaf in template(model).items():
-        shape, rows = leaf.shape if ours in _TOP else leaf.shape[1:], []
-        wanted = _their_shape(ours, shape)
-        for theirs in their_names(ours, model):
-            if (array := left.pop(theirs, None)) is None:
-                missing.append(theirs)
-            elif array.shape != wanted:
-                raise CheckpointError(
-                    f"{theirs} is {array.shape}, not {wanted} as config.json has it"
-                )
-            else:
-                array = np.asarray(array, np.float32)
-                rows.append((array.T if _is_transposed(ours, shape) else array).reshape(shape))
-        if not missing:
-            params[ours] = jnp.asarray(rows[0] if ours in _TOP else np.stack(rows))
-    if missing:
-        found = f"; it has {listed(sorted(left))} instead" if left else ""
-        raise CheckpointError(f"the checkpoint lacks {listed(missing)}{found}")
+    used = {name: x for name, x in arrays.items() if not name.endswith("rotary_emb.inv_freq")}
+    _drop_copy(used, model)
+    params, left = weights.import_arrays(used, places(model))
     if left:
         raise CheckpointError(
             f"the checkpoint has {listed(sorted(left))}, which have no place in the model that "
@@ -108,30 +103,8 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
 
 
 def export_arrays(params: Mapping[str, Any], model: Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the parameters of brt's decoder as arrays of a checkpoint: pairs of Hugging Face's
-    name and the array in Hugging Face's layout.
-    """
-    for ours, array in flatten_dict(dict(params), sep="/").items():
-        rows = np.asarray(array)
-        rows = rows[None] if ours in _TOP else rows
-        for theirs, row in zip(their_names(ours, model), rows, strict=True):
-            shape = _their_shape(ours, row.shape)
-            if _is_transposed(ours, row.shape):
-                yield theirs, np.ascontiguousarray(row.reshape(shape[::-1]).T)
-            else:
-                yield theirs, row.reshape(shape)
-
-
-def their_names(ours: str, model: Model) -> list[str]:
-    """Returns Hugging Face's names of the arrays that are one parameter in brt, one for each layer.
-    `ours` is brt's name, such as "stack/window_0/tokens/keys".
-    """
-    if ours in _TOP:
-        return [_TOP[ours]]
-    _, name, *_, part = ours.split("/")
-    theirs = (_LAYER | _OUTPUT_NORMS if model.norm.outputs else _LAYER)[part]
-    layers = [run.name for run in runs(model) for _ in range(run.layers)]
-    return [f"model.layers.{i}.{theirs}" for i, run in enumerate(layers) if run == name]
+    """Yields the parameters of brt's decoder as arrays of a checkpoint, by Hugging Face's names."""
+    return weights.export_arrays(params, places(model))
 
 
 def plain_names(arrays: Arrays) -> dict[str, np.ndarray]:
@@ -170,16 +143,3 @@ def _drop_copy(arrays: dict[str, np.ndarray], model: Model) -> None:
             "tie_word_embeddings = true"
         )
     del arrays[_TOP["output"]]
-
-
-def _is_transposed(ours: str, shape: tuple[int, ...]) -> bool:
-    # `shape` is that of one layer's parameter in brt. Kernels with an axis for heads have more than
-    # two axes.
-    return len(shape) > 2 or ours.rpartition("/")[2] in _MATRICES
-
-
-def _their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if _is_transposed(ours, shape):
-        inputs = 3 if len(shape) == 4 else 1  # The kernel of attention's output has four axes.
-        return math.prod(shape[inputs:]), math.prod(shape[:inputs])
-    return (math.prod(shape),) if ours.endswith("_bias") else shape

@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from brt.config import Model
+from brt.config import Config, Model
+from brt.config_io import model_settings
 from brt.errors import CheckpointError
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
+from brt.interop.huggingface.causal.config import FIELDS
 from brt.interop.pretrained import parameter_count
 from brt.layers.attention import TransformerBlock
 from brt.layers.cache import speeds_of
@@ -80,7 +82,7 @@ class TrainedDecoder(NamedTuple):
     bos_id: int
 
 
-def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
+def to_format(trained: TrainedDecoder) -> ExportFormat:
     """Returns the content of an exported directory: settings, arrays, and the PyTorch code that
     runs the model. Raises CheckpointError for kinds of layers that the code does not implement.
     """
@@ -104,12 +106,12 @@ def to_format(trained: TrainedDecoder, dtype: str) -> ExportFormat:
         f"{', '.join([f'decoder of {model.layers} layers', *kinds])}, width {model.model_dim}, "
         f"window {model.window}{sinks}, {parameter_count(trained.params):,} parameters"
     )
-    config = {"config.json": settings(trained, dtype)}
+    config = {"config.json": settings(trained)}
     verify = partial(compare, trained.params, model, exported)
     return ExportFormat(summary, config, exported, verify, code=CODE)
 
 
-def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
+def settings(trained: TrainedDecoder) -> dict[str, Any]:
     """Returns the content of config.json. Settings that other models of transformers also have get
     the names that are usual there.
     """
@@ -119,7 +121,7 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
         if recurrence.gate_tanh == "original"
         else recurrence.gate == "lstm"
     )
-    by_layer = [m.for_layer(i) for i in range(m.layers)]
+    by_layer, values = [m.for_layer(i) for i in range(m.layers)], model_settings(Config(model=m))
     speeds = [speeds_of(own).radians for own in by_layer] if m.positions == "rotary" else []
     tables = list(dict.fromkeys(speeds))
     module = CODE[0].stem
@@ -130,26 +132,17 @@ def settings(trained: TrainedDecoder, dtype: str) -> dict[str, Any]:
             "AutoConfig": f"{module}.BrtConfig",
             "AutoModelForCausalLM": f"{module}.BrtForCausalLM",
         },
-        "dtype": dtype,
-        "vocab_size": m.vocab_size,
+        **{theirs: values.get(ours) for ours, theirs in FIELDS.items()},
         "bos_token_id": trained.bos_id,
         "eos_token_id": list(m.end_ids) or None,
-        "hidden_size": m.model_dim,
-        "num_hidden_layers": m.layers,
-        "num_attention_heads": m.heads,
         "num_key_value_heads": m.key_heads,
-        "head_dim": m.head_dim,
-        "intermediate_size": m.mlp_dim,
         "hidden_act": _ACTIVATIONS.get(m.activation, m.activation),
         "gated_mlp": m.mlp.gated,
-        "mlp_bias": m.mlp.bias,
         "attention_bias": m.attention.bias,
-        "rms_norm_eps": m.norm.epsilon,
         "norm_offset": m.norm.offset,
         "output_norms": m.norm.outputs,
         "query_key_norms": m.norm.queries_keys,
         "embedding_scaled": m.embedding.scaled,
-        "tie_word_embeddings": m.embedding.tied,
         "max_position_embeddings": _LONGEST,
         "logit_scale": logit_scale(m),
         "block": m.block_length,
