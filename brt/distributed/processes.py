@@ -28,9 +28,6 @@ HEARTBEAT_SECONDS = 30  # A process is considered dead after this many seconds w
 # After a process has announced its end, the other processes have this many seconds to end by
 # themselves.
 GRACE_SECONDS = 15
-# A thread may never end if the key-value service is gone. Code that waits for the end of a thread
-# therefore waits at most this many seconds.
-JOIN_SECONDS = 5
 _BEAT_SECONDS = 1.0
 
 
@@ -47,15 +44,14 @@ class Heartbeat:
 
     def __init__(self, client: Any, index: int, count: int, peer: Callable[[int], str]):
         self._client, self._index, self._peer = client, index, peer
-        self._over = threading.Event()
+        self._beats, self._over = 0, False
         self._seen = dict.fromkeys(range(count), ("", time.monotonic()))
         self._stopped: dict[int, str] = {}
-        self._threads = [
-            threading.Thread(target=work, name="heartbeat", daemon=True)
-            for work in (self._beat, self._watch)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = contextlib.ExitStack()
+        # The watch has a thread of its own, because the requests that a beat sends to process 0 do
+        # not return while process 0 is suspended.
+        for work in (self._beat, self._watch):
+            self._threads.enter_context(runtime.repeating(work, _BEAT_SECONDS, "heartbeat"))
 
     def last_activities(self) -> list[str]:
         """Returns phrases such as "process 1 of 2 was stepping after step 3"."""
@@ -67,49 +63,39 @@ class Heartbeat:
 
     def close(self) -> None:
         """Stops the threads, so that this process no longer exits when another process ends."""
-        self._over.set()
-        for thread in self._threads:
-            # Python aborts if it exits while a thread is inside the code of the key-value service
-            # (see `runtime.leave`).
-            runtime.join(thread, JOIN_SECONDS)
+        self._over = True
+        # Python aborts if it exits while a thread is inside the code of the key-value service (see
+        # `runtime.leave`).
+        self._threads.close()
 
     def _beat(self) -> None:
-        beats = 0
-        while not self._over.wait(_BEAT_SECONDS):
-            beats += 1
-            try:
-                activity = f"{beats} {self.doing()}"
-                self._client.key_value_set(f"brt/alive/{self._index}", activity, True)
-                alive = self._read("brt/alive")
-                self._stopped = self._read("brt/stopped")
-            except Exception:
-                # Process 0 has ended, and the key-value service has ended with it. The method
-                # `_watch` will notice this, so nothing is done here.
-                continue
-            for index in alive.keys() - {self._index}:
-                if alive[index] != self._seen[index][0]:
-                    self._seen[index] = alive[index], time.monotonic()
+        self._beats += 1
+        try:
+            activity = f"{self._beats} {self.doing()}"
+            self._client.key_value_set(f"brt/alive/{self._index}", activity, True)
+            alive = _entries(self._client, "brt/alive")
+            self._stopped = _entries(self._client, "brt/stopped")
+        except Exception:
+            # Process 0 has ended, and the key-value service has ended with it, as the method
+            # `_watch` will notice.
+            return
+        for index in alive.keys() - {self._index}:
+            if alive[index] != self._seen[index][0]:
+                self._seen[index] = alive[index], time.monotonic()
 
     def _watch(self) -> None:
-        # This method and `_beat` run in different threads, because the requests that `_beat` sends
-        # to process 0 do not return while process 0 is suspended.
-        while not self._over.wait(_BEAT_SECONDS):
-            for index, (beat, last_time) in sorted(self._seen.items()):
-                silent = time.monotonic() - last_time
-                reason = self._stopped.get(index)
-                # This method ignores processes that never had a heartbeat. The next call of
-                # `processes.gather` notices such processes.
-                if index == self._index or not (beat or index == 0):
-                    continue
-                if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
-                    self._end(index, silent, reason)
-
-    def _read(self, place: str) -> dict[int, str]:
-        entries = self._client.key_value_dir_get(place)
-        return {int(key.rpartition("/")[2]): value for key, value in entries}
+        for index, (beat, last_time) in sorted(self._seen.items()):
+            silent = time.monotonic() - last_time
+            reason = self._stopped.get(index)
+            # This method ignores processes that never had a heartbeat. The next call of
+            # `processes.gather` notices such processes.
+            if index == self._index or not (beat or index == 0):
+                continue
+            if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
+                self._end(index, silent, reason)
 
     def _end(self, index: int, silent: float, reason: str | None) -> None:
-        if self._over.is_set():
+        if self._over:
             return
         activity = _doing(self._seen[index][0])
         last = f", last while {activity}" * bool(activity)
@@ -120,6 +106,12 @@ class Heartbeat:
             "newest checkpoint"
         )
         os._exit(PeerError.exit_code)
+
+
+def _entries(client: Any, place: str) -> dict[int, str]:
+    """Returns the texts that processes have published under the same name, by their indices."""
+    entries = client.key_value_dir_get(place)
+    return {int(key.rpartition("/")[2]): value for key, value in entries}
 
 
 def _doing(beat: str) -> str:
@@ -327,8 +319,7 @@ def _waited(client: Any, place: str, index: int, end: float) -> str:
 
 
 def _refuse_if_stopped(client: Any) -> None:
-    for key, reason in client.key_value_dir_get("brt/stopped"):
-        index = int(key.rpartition("/")[2])
+    for index, reason in _entries(client, "brt/stopped").items():
         if index != jax.process_index():
             raise PeerError(f"{peer(index)} has stopped: {reason}")
 
@@ -523,7 +514,7 @@ class AgreedRequest:
         self._done.set()
         # Python aborts if it exits while a thread is inside the code of the key-value service (see
         # `runtime.leave`).
-        runtime.join(self._thread, JOIN_SECONDS)
+        runtime.join(self._thread)
 
     def _watch(self) -> None:
         number = 0

@@ -10,7 +10,7 @@ The functions accept both forms of parameters (`brt.training.layer_forms`): in t
 list with an array for each layer takes the place of a stack.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -70,13 +70,60 @@ def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
     return unflatten_dict({name: kernel(name, leaf) for name, leaf in flat.items()}, sep="/")
 
 
-def layers_of(group: Group, layers: int) -> list[Group]:
-    """Returns the group of each layer from a group of lists; the inverse of `lists_of`."""
-    return [{name: leaf[i] for name, leaf in group.items()} for i in range(layers)]
+class Arrays(NamedTuple):
+    """What an optimizer reads about parameters outside of stacks, or in stacks of equal depth."""
+
+    depth: str  # the number of layers, or "" if the arrays have no axis of layers
+    gradients: Group
+    state: Any  # in the separate form, a list with the state of each layer
+    params: Group
+
+    def layers(self) -> list["Arrays"]:
+        """Returns the arrays of each layer in the separate form, otherwise [self]."""
+        if not isinstance(self.state, list):
+            return [self]
+        gradients, params = (
+            [{name: leaf[i] for name, leaf in group.items()} for i in range(len(self.state))]
+            for group in (self.gradients, self.params)
+        )
+        return [Arrays("", *layer) for layer in zip(gradients, self.state, params, strict=True)]
 
 
-def lists_of(groups: list[Group]) -> Group:
-    return {name: [group[name] for group in groups] for name in groups[0]}
+def grouped(
+    gradients: Parameters, state: LayerwiseState, params: Parameters, axes: Axes
+) -> list[Arrays]:
+    """Returns the arrays outside of stacks, and then those of the stacks of each depth."""
+    (outside, stacked), (p_outside, p_stacked) = split(gradients, axes), split(params, axes)
+    return [Arrays("", outside, state.outside, p_outside)] + [
+        Arrays(depth, group, state.stacked[depth], p_stacked[depth])
+        for depth, group in stacked.items()
+    ]
+
+
+def updated(
+    update: Callable[[Arrays], tuple[Group, Any, Any]],
+    groups: list[Arrays],
+    like: Parameters,
+    axes: Axes,
+) -> tuple[Parameters, LayerwiseState, list[tuple]]:
+    """Applies `update`, which returns new arrays, new state and a further result, to groups.
+
+    Layers in the separate form are updated one by one. The new arrays are returned as a tree like
+    `like`, and the further results as a tuple for each group.
+    """
+    arrays: Group = {}
+    states, rest = {}, []
+    for group in groups:
+        layers, state, found = zip(*map(update, group.layers()), strict=True)
+        separate = isinstance(group.state, list)
+        arrays |= _lists(layers) if separate else layers[0]
+        states[group.depth] = list(state) if separate else state[0]
+        rest.append(found)
+    return joined(arrays, like, axes), LayerwiseState(states.pop(""), states), rest
+
+
+def _lists(layers: Sequence[Group]) -> Group:
+    return {name: [layer[name] for layer in layers] for name in layers[0]}
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
@@ -87,32 +134,17 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
         state = {depth: jax.vmap(transform.init)(group) for depth, group in stacked.items()}
         return LayerwiseState(transform.init(outside), state)
 
+    def update_group(group: Arrays) -> tuple[Group, Any, Any]:
+        update = jax.vmap(transform.update) if group.depth else transform.update
+        return *update(*group[1:]), ()
+
     def update(
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
-        (outside, stacked), (p_outside, p_stacked) = split(gradients, axes), split(params, axes)
-        updates, outside_state = transform.update(outside, state.outside, p_outside)
-        stacked_states = {}
-        for depth, group in stacked.items():
-            layer_updates, stacked_states[depth] = _update_stack(
-                transform, group, state.stacked[depth], p_stacked[depth]
-            )
-            updates |= layer_updates
-        return joined(updates, gradients, axes), LayerwiseState(outside_state, stacked_states)
+        groups = grouped(gradients, state, params, axes)
+        return updated(update_group, groups, gradients, axes)[:2]
 
     return optax.GradientTransformation(init, update)
-
-
-def _update_stack(
-    transform: optax.GradientTransformation, gradients: Group, state: Any, params: Group
-) -> tuple[Group, Any]:
-    """Updates all parameters with the same number of layers, for each layer separately."""
-    if not isinstance(state, list):
-        return jax.vmap(transform.update)(gradients, state, params)
-    layers = layers_of(gradients, len(state)), state, layers_of(params, len(state))
-    results = [transform.update(*layer) for layer in zip(*layers, strict=True)]
-    updates, states = zip(*results, strict=True)
-    return lists_of(list(updates)), list(states)
 
 
 class Stepped(NamedTuple):
@@ -127,11 +159,8 @@ class Stepper(NamedTuple):
     """An optimizer that returns new parameters."""
 
     init: Callable[[Parameters], optax.OptState]
-    # From gradients, state and parameters to the updates, which are added to the parameters, and
-    # the new state.
-    update: Callable[[Parameters, Any, Parameters], tuple[Parameters, optax.OptState]]
-    # From the same arguments and a number by which the gradients are first divided, such as the
-    # number of tokens, to the new parameters. It may compute them without computing the updates.
+    # From gradients, state, parameters, and a number by which the gradients are first divided, such
+    # as the number of tokens.
     step: Callable[[Parameters, Any, Parameters, Float[Array, ""]], Stepped]
 
 
@@ -146,7 +175,7 @@ def stepper(transform: optax.GradientTransformation) -> Stepper:
         updates, state = transform.update(gradients, state, params)
         return Stepped(optax.apply_updates(params, updates), state, norm)
 
-    return Stepper(transform.init, transform.update, step)
+    return Stepper(transform.init, step)
 
 
 def divided(gradients: Parameters, divisor: Float[Array, ""]) -> Parameters:

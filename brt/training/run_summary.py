@@ -4,6 +4,7 @@ import importlib.util
 import shlex
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +44,20 @@ def describe_start(run: Run, workdir: Workdir) -> str:
     )
 
 
-def idle_devices(run: Run) -> str:
-    """Returns a message which says that devices are idle, and what would use them; else ""."""
+def notes(run: Run) -> Iterator[str]:
+    """Yields messages about idle devices, replicated keys, and factors of Optimizer.rates."""
     available, used = len(jax.devices()), run.mesh.size
-    if used == available:
-        return ""
-    return f"using {used} of {available} devices; Mesh.data = {available} would use all"
-
-
-def replicated_keys(run: Run) -> str:
-    """Returns a message if each Mesh.tensor device holds all heads of keys and values; else ""."""
-    devices = run.mesh.shape.get("tensor", 1)
-    model = getattr(run.config, run.task.model)
+    if used != available:
+        yield f"using {used} of {available} devices; Mesh.data = {available} would use all"
+    devices, model = run.mesh.shape.get("tensor", 1), getattr(run.config, run.task.model)
     heads = model.attention.kv_heads if isinstance(model, Model) else 0
-    if not heads or heads % devices == 0:
-        return ""
-    return (
-        f"SelfAttention.kv_heads = {heads} heads of keys and values cannot be shared by "
-        f"Mesh.tensor = {devices} devices, so each of these has all of them"
-    )
-
-
-def describe_rate_factors(run: Run) -> str:
-    """Returns a message that lists the factors of Optimizer.rates, or ""."""
+    if heads % devices:
+        yield (
+            f"SelfAttention.kv_heads = {heads} heads of keys and values cannot be shared by "
+            f"Mesh.tensor = {devices} devices, so each of these has all of them"
+        )
     trained, _ = trainable.split(run.state_shapes.params, trainable.patterns(run.config))
-    return optimizer.describe_rates(trained, run.config.optimizer)
+    yield from optimizer.describe_rates(trained, run.config.optimizer)
 
 
 def _memory(device: jax.Device) -> int | None:

@@ -319,24 +319,8 @@ def config_changes(
     return ConfigChanges(lines, names)
 
 
-def config_history(
-    meta: Mapping[str, Any] | None, changes: ConfigChanges | None
-) -> list[dict[str, Any]]:
-    """Returns all config changes of a run so far, as JSON for provenance.json."""
-    if not meta or not changes:
-        return []
+def config_history(meta: Mapping[str, Any], changes: ConfigChanges) -> list[dict[str, Any]]:
+    """Returns the config changes before a checkpoint and after it, as JSON for provenance.json."""
     earlier = meta.get("provenance", {}).get("config_changes", [])
     now = {"step": meta["step"], "changed": changes.lines, "allowed": changes.allowed}
     return [*earlier, *([now] if changes.lines else [])]
-
-
-def resumed_data_position(
-    saved: Mapping[str, Any], current: Mapping[str, Any], changes: ConfigChanges | None
-) -> dict[str, Any]:
-    """Returns the position in the data from which a resumed run continues to read batches.
-
-    The step is always the checkpoint's. If the user allowed changes, the entries that determine the
-    order of the data (such as the seed) are taken from the new iterator's state, `current`.
-    """
-    order = {name: value for name, value in current.items() if name not in ("step", "store")}
-    return {**saved, **(order if changes and changes.allowed else {})}

@@ -40,25 +40,12 @@ def write_regularly(path: Path, phases: PhaseTracker) -> Iterator[None]:
     The file is replaced as a whole, so that no reader sees half of it. If the file cannot be
     written, training continues.
     """
-    over, changed = threading.Event(), threading.Event()
-    phases.listen(lambda now: changed.set())
-
-    def keep_updated() -> None:
-        while not over.is_set():
-            _write(path, phases.now)
-            changed.wait(EVERY_SECONDS)
-            changed.clear()
-        _write(path, phases.now._replace(phase="ended"))
-
-    thread = threading.Thread(target=keep_updated, name="heartbeat file", daemon=True)
-    thread.start()
-    try:
+    with runtime.repeating(
+        lambda: _write(path, phases.now), EVERY_SECONDS, "heartbeat file",
+        lambda: _write(path, phases.now._replace(phase="ended")),
+    ) as write_now:  # fmt: skip
+        phases.listen(lambda now: write_now())
         yield
-    finally:
-        over.set()
-        changed.set()
-        # The main thread waits for a limited time only, because the file system may hang.
-        runtime.join(thread, EVERY_SECONDS)
 
 
 def _write(path: Path, now: RunStatus) -> None:
@@ -136,36 +123,28 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
     if not seconds:
         yield
         return
-    over = threading.Event()
     with contextlib.suppress(OSError):
         stacks.unlink()  # The file may be left from an earlier start of the run.
-
-    # The timer works even if C code holds the global interpreter lock. Each call restarts it.
-    def exit_without_python(limit: float) -> None:
-        faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
+    pause = min(seconds / _CHECKS, _LONGEST_PAUSE)
+    previous, idle, checked = phases.now, 0.0, time.monotonic()
 
     def watch() -> None:
-        pause = min(seconds / _CHECKS, _LONGEST_PAUSE)
-        previous, idle, checked = phases.now, 0.0, time.monotonic()
-        while not over.wait(pause):
-            now, clock = phases.now, time.monotonic()
-            idle += min(clock - checked, 2 * pause)
-            if now.last_progress != previous.last_progress:
-                idle = 0.0
-            previous, checked = now, clock
-            limit = seconds * (PATIENCE if now.phase in WITHOUT_PROGRESS else 1)
-            exit_without_python(limit)
-            if idle > limit:
-                _end(now, idle, stacks)
+        nonlocal previous, idle, checked
+        now, clock = phases.now, time.monotonic()
+        idle += min(clock - checked, 2 * pause)
+        if now.last_progress != previous.last_progress:
+            idle = 0.0
+        previous, checked = now, clock
+        limit = seconds * (PATIENCE if now.phase in WITHOUT_PROGRESS else 1)
+        # This timer works even if C code holds the global interpreter lock; it starts again here.
+        faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
+        if idle > limit:
+            _end(now, idle, stacks)
 
-    exit_without_python(PATIENCE * seconds)
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
     try:
-        yield
+        with runtime.repeating(watch, pause, "watchdog"):
+            yield
     finally:
-        over.set()
-        thread.join()
         faulthandler.cancel_dump_traceback_later()
 
 
