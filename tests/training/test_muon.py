@@ -36,7 +36,7 @@ def tree(seed: int) -> dict:
 
 def step(params: dict, gradients: dict, optimizer: Optimizer = MUON) -> dict:
     """Returns the parameter updates of the first step."""
-    transform = optimizers.build(optimizer, 3, AXES)
+    transform = optimizers.transformation(optimizer, 3, AXES)
     updates, _ = jax.jit(transform.update)(gradients, transform.init(params), params)
     return updates
 

@@ -36,13 +36,12 @@ def params(seed: int) -> dict:
     }  # fmt: skip
 
 
-def updated(optimizer: optax.GradientTransformation, start: dict, gradients: list[dict]) -> dict:
-    """Returns the parameters after one optimizer update for each gradient."""
-    state = optimizer.init(start)
-    update = jax.jit(optimizer.update)
+def updated(settings: Optimizer, start: dict, gradients: list[dict]) -> dict:
+    """Returns the parameters after one step of an optimizer for each gradient."""
+    optimizer = optimizers.build(settings, len(gradients), AXES)
+    state, step = optimizer.init(start), jax.jit(optimizer.step)
     for gradient in gradients:
-        updates, state = update(gradient, state, start)
-        start = optax.apply_updates(start, updates)
+        start, state, _ = step(gradient, state, start, jnp.float32(1.0))
     return start
 
 
@@ -80,7 +79,7 @@ def adafactor(x: np.ndarray, gradients: list[np.ndarray], rates: list[float]) ->
 def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
     start, gradients = params(0), [params(seed) for seed in (1, 2, 3)]
     rates = [0.5 * 2**-0.5, 2**-0.5, 3**-0.5]  # the schedule rsqrt with two steps of warm-up
-    actual = updated(optimizers.build(Optimizer(warmup_steps=2), 3, AXES), start, gradients)
+    actual = updated(Optimizer(warmup_steps=2), start, gradients)
 
     def expected(leaf: jax.Array, *gradients: jax.Array) -> np.ndarray:
         return adafactor(np.asarray(leaf), [np.asarray(g) for g in gradients], rates)
@@ -95,11 +94,15 @@ def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
     assert_close(actual, jax.tree.map(expected, start, *gradients))
 
 
+def adamw(**changes: float) -> Optimizer:
+    return Optimizer(
+        name="adamw", schedule="constant", learning_rate=0.1, warmup_steps=0, **changes
+    )
+
+
 def test_adamw_decays_matrices_only() -> None:
-    settings = {"name": "adamw", "schedule": "constant", "learning_rate": 0.1, "warmup_steps": 0}
-    optimizer = optimizers.build(Optimizer(**settings, weight_decay=0.5), 1, AXES)
     start = params(0)
-    after = updated(optimizer, start, [jax.tree.map(jnp.zeros_like, start)])
+    after = updated(adamw(weight_decay=0.5), start, [jax.tree.map(jnp.zeros_like, start)])
     decayed = jax.tree.map(lambda x: 0.95 * x, start)
     decayed["norm"] = start["norm"]
     for tree, name in (("stack", "window_0"), ("encoder", "layers")):
@@ -108,17 +111,13 @@ def test_adamw_decays_matrices_only() -> None:
 
 
 def test_clip_norm_scales_the_gradients_of_all_parameters_together() -> None:
-    settings = {"name": "adamw", "schedule": "constant", "learning_rate": 0.1, "warmup_steps": 0}
     gradients = [params(seed) for seed in (1, 2)]
     scaled = [optax.tree.scale(0.5 / optax.tree.norm(tree), tree) for tree in gradients]
-    clipping = optimizers.build(Optimizer(**settings, clip_norm=0.5), 2, AXES)
-    plain = optimizers.build(Optimizer(**settings), 2, AXES)
+    clipped, plain = adamw(clip_norm=0.5), adamw()
     expected = updated(plain, params(0), scaled)
-    assert_close(updated(clipping, params(0), gradients), expected)
-    within = [
-        optax.tree.scale(0.9, tree) for tree in scaled
-    ]  # gradients with a smaller norm are not clipped
-    assert_close(updated(clipping, params(0), within), updated(plain, params(0), within))
+    assert_close(updated(clipped, params(0), gradients), expected)
+    within = [optax.tree.scale(0.9, tree) for tree in scaled]
+    assert_close(updated(clipped, params(0), within), updated(plain, params(0), within))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from model_settings import changed
@@ -49,13 +48,10 @@ def arrays(seed: int) -> dict[str, dict[str, jax.Array]]:
 @functools.cache
 def trained(optimizer: Optimizer, steps: int = 3) -> dict[str, np.ndarray]:
     """Returns the parameters after some updates, by the last part of their paths."""
-    transform = optimizers.build(optimizer, steps, AXES)
-    params = arrays(0)
-    state = transform.init(params)
-    update = jax.jit(transform.update)
+    built, params = optimizers.build(optimizer, steps, AXES), arrays(0)
+    state, update = built.init(params), jax.jit(built.step)
     for step in range(steps):
-        updates, state = update(arrays(step + 1), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state, _ = update(arrays(step + 1), state, params, jnp.float32(1.0))
     return jax.device_get(params)["stack"]
 
 
