@@ -37,6 +37,11 @@ def test_rows_text_and_last_the_figures_are_written(
     assert (directory / "test.txt").read_text("utf-8") == found.text + "\n"
     assert found.line == "step 7: test 2.000 bits"
     assert not list(tmp_path.rglob("*.partial"))
+    # Another way of reading the split has files of its own.
+    evaluations.write(Workdir(tmp_path), 7, "test", result._replace(name="_full"))
+    assert sorted(path.name for path in directory.iterdir()) == sorted(
+        [*order[:3], "test_full.json", "test_full.txt", "test_full_documents.jsonl"]
+    )
 
 
 def test_figures_are_told_before_they_are_written_and_json_has_no_nan(tmp_path: Path) -> None:
@@ -51,17 +56,6 @@ def test_figures_are_told_before_they_are_written_and_json_has_no_nan(tmp_path: 
     report = json.loads((tmp_path / "evaluations/7/test.json").read_text())
     assert report == {"step": 7, "bits": 2.0, "more": None}
     assert (tmp_path / "evaluations/7/test_rows.jsonl").read_text() == '{"a": null}\n'
-
-
-def test_another_way_of_reading_has_files_of_its_own(tmp_path: Path) -> None:
-    usual = EvaluationResult({"bits": 2.0}, "2", {"predictions": []}, "")
-    evaluations.write(Workdir(tmp_path), 7, "test", usual)
-    evaluations.write(Workdir(tmp_path), 7, "test", usual._replace(name="_full"))
-    assert {path.name for path in (tmp_path / "evaluations/7").iterdir()} == {
-        f"test{name}{ending}"
-        for name in ("", "_full")
-        for ending in ("_predictions.jsonl", ".txt", ".json")
-    }
 
 
 def test_a_log_has_a_line_when_one_is_due(
