@@ -273,17 +273,15 @@ class CheckpointWriter:
             place, self._place = self._place, None
             if place is not None:
                 os.close(place)
-            self._close_orbax()
-
-    def _close_orbax(self) -> None:
-        """Closes orbax. After a save has failed and been reported, errors here are ignored."""
-        try:
-            self._orbax.close()
-        except Exception as error:
-            if not self._failed:
-                raise CheckpointError(
-                    f"closing {self._directory} failed: {error}; see to the disk, then run again"
-                ) from error
+            try:
+                self._orbax.close()
+            except Exception as error:
+                # After a save has failed and been reported, errors here are ignored.
+                if not self._failed:
+                    raise CheckpointError(
+                        f"closing {self._directory} failed: {error}; see to the disk, then run "
+                        "again"
+                    ) from error
 
     def _finish(self, step: int, meta: str, checksums: Mapping[str, str]) -> None:
         """Completes a save in the background thread, once orbax has written the arrays."""
@@ -302,7 +300,10 @@ class CheckpointWriter:
                 _commit(partial)
                 self._frozen_step = step
                 durable.write(self._directory.parent / LAST, f"{step}\n".encode())
-                self._prune(step)
+                old = [one for one in steps(self._directory) if one <= step]
+                for one in old[: -self._keep]:
+                    if not self._keep_every or one % self._keep_every:
+                        _remove(self._directory / str(one))
         except Exception as error:
             raise self._failure(step, error) from error
 
@@ -329,12 +330,6 @@ class CheckpointWriter:
             where = f" ({error.filename})" if error.filename else ""
             cause = f"{error.strerror or error}{where}; see to the disk, then run again"
         return CheckpointError(f"saving step {step} to {self._directory} failed: {cause}")
-
-    def _prune(self, newest: int) -> None:
-        old = [step for step in steps(self._directory) if step <= newest]
-        for step in old[: -self._keep]:
-            if not self._keep_every or step % self._keep_every:
-                _remove(self._directory / str(step))
 
 
 def _system_error(error: Exception) -> Exception:

@@ -124,11 +124,11 @@ PATIENCE_SECONDS = 1800
 # At the end, process 0 waits at most this many seconds for the other processes to disconnect.
 _LEAVING_SECONDS = 10
 _POLL_MILLISECONDS = 500
+_APPEARING_SECONDS = 10.0
 _AT_ONCE_SECONDS = 2  # What the environment lacks is noticed within this many seconds.
 # If another process does not answer, the errors of collective operations and of the key-value
 # service contain one of these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
-_LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 
 
 class Launch(NamedTuple):
@@ -166,7 +166,12 @@ def start(launch: Launch) -> None:
         jax.config.update("jax_enable_recoverability", True)
     # If a process is missing, the timer ends this one with a message before JAX aborts without one.
     began = time.monotonic()
-    timer = threading.Timer(RENDEZVOUS_SECONDS, _end_without_peers, [launch])
+
+    def end_without_peers() -> None:
+        output.say(f"brt: {_missed(launch, RENDEZVOUS_SECONDS)}")
+        os._exit(PeerError.exit_code)
+
+    timer = threading.Timer(RENDEZVOUS_SECONDS, end_without_peers)
     timer.daemon = True
     timer.start()
     try:
@@ -181,10 +186,22 @@ def start(launch: Launch) -> None:
         said = f"JAX says: {type(error).__name__}: {_first_line(error)}"
         if isinstance(error, network) or seconds > _AT_ONCE_SECONDS:
             raise PeerError(f"{_missed(launch, seconds)}; {said}") from error
-        raise ConfigError(f"{_incomplete(launch)}; {said}") from error
+        who = "--distributed" if launch.distributed else "a cluster"
+        raise ConfigError(
+            f"{who} takes the processes from what srun (SLURM_PROCID), mpirun "
+            "(OMPI_COMM_WORLD_RANK), Kubernetes (KUBERNETES_SERVICE_HOST) or TPUs "
+            "(TPU_WORKER_HOSTNAMES) put into the environment, which is not complete; start it "
+            "there, or with --coordinator_address=HOST:PORT --process_count=N --process_index=I; "
+            f"{said}"
+        ) from error
     finally:
         timer.cancel()
-    _exchange_hosts(address)
+    _hosts[:] = gather("host", socket.gethostname())
+    if _is_loopback(address) and len(set(_hosts)) > 1:
+        raise ConfigError(
+            f"--coordinator_address={address} can be reached only from its own host, but the "
+            f"processes are on {', '.join(sorted(set(_hosts)))}; name process 0's host"
+        )
     global _heartbeat
     _heartbeat = Heartbeat(service(), jax.process_index(), jax.process_count(), peer)
 
@@ -204,11 +221,16 @@ def _check(launch: Launch) -> None:
     if not host or not port.isdecimal():
         raise ConfigError(f"--coordinator_address={address} must be HOST:PORT")
     hosts = int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
-    if host.startswith(_LOOPBACK) and hosts > 1:
+    if _is_loopback(address) and hosts > 1:
         raise ConfigError(
             f"--coordinator_address={address} can be reached only from its own host, but this job "
             f"has {hosts} hosts; name process 0's host"
         )
+
+
+def _is_loopback(address: str | None) -> bool:
+    host = (address or "").rpartition(":")[0]
+    return host.startswith(("localhost", "127.", "[::1]", "::1"))
 
 
 def _cluster() -> bool:
@@ -217,15 +239,6 @@ def _cluster() -> bool:
     counts = (os.environ.get(name, "") for name in names)
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return any(n.isdecimal() and int(n) > 1 for n in counts) or "," in hosts
-
-
-def _incomplete(launch: Launch) -> str:
-    return (
-        f"{'--distributed' if launch.distributed else 'a cluster'} takes the processes from what "
-        "srun (SLURM_PROCID), mpirun (OMPI_COMM_WORLD_RANK), Kubernetes (KUBERNETES_SERVICE_HOST) "
-        "or TPUs (TPU_WORKER_HOSTNAMES) put into the environment, which is not complete; start it "
-        "there, or with --coordinator_address=HOST:PORT --process_count=N --process_index=I"
-    )
 
 
 def _missed(launch: Launch, seconds: float) -> str:
@@ -237,11 +250,6 @@ def _missed(launch: Launch, seconds: float) -> str:
         "check that all of them run, that process 0 can be reached from here, and that all were "
         "started with the same --process_count"
     )
-
-
-def _end_without_peers(launch: Launch) -> None:
-    output.say(f"brt: {_missed(launch, RENDEZVOUS_SECONDS)}")
-    os._exit(PeerError.exit_code)
 
 
 def _first_line(error: BaseException) -> str:
@@ -268,16 +276,6 @@ def service() -> Any:
 _heartbeat: Heartbeat | None = None
 _rounds: dict[str, int] = {}
 _hosts: list[str] = []
-
-
-def _exchange_hosts(address: str | None) -> None:
-    _hosts[:] = gather("host", socket.gethostname())
-    host = (address or "").rpartition(":")[0]
-    if host.startswith(_LOOPBACK) and len(set(_hosts)) > 1:
-        raise ConfigError(
-            f"--coordinator_address={address} can be reached only from its own host, but the "
-            f"processes are on {', '.join(sorted(set(_hosts)))}; name process 0's host"
-        )
 
 
 def peer(index: int) -> str:
@@ -358,23 +356,21 @@ def from_first(value: Any, name: str = "decision") -> Any:
 def check_same(facts: Mapping[str, str]) -> None:
     """Raises ConfigError on all processes if they have different values under a name in `facts`.
 
-    The names, such as "config" or "versions", are part of the message.
+    The names, such as "config" or "versions", are part of the message, with the first line in which
+    the values differ.
     """
-    everyone = [json.loads(text) for text in gather("facts", json.dumps(dict(facts)))]
-    for index, others in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if others[name] != value:
-                raise ConfigError(
-                    f"{peer(index)} has a different {name} than process 0: "
-                    f"{_difference(value, others[name])}; start all processes in the same way"
-                )
-
-
-def _difference(first: str, other: str) -> str:
-    """Describes the first line in which two texts differ."""
-    pairs = zip(first.splitlines(), other.splitlines(), strict=False)
-    a, b = next(((a, b) for a, b in pairs if a != b), (first[-80:], other[-80:]))
-    return f"{b.strip()[:120]!r}, not {a.strip()[:120]!r}"
+    first, *others = (json.loads(text) for text in gather("facts", json.dumps(dict(facts))))
+    for index, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] == value:
+                continue
+            pairs = zip(value.splitlines(), other[name].splitlines(), strict=False)
+            ends = value[-80:], other[name][-80:]
+            a, b = next(((a, b) for a, b in pairs if a != b), ends)
+            raise ConfigError(
+                f"{peer(index)} has a different {name} than process 0: {b.strip()[:120]!r}, not "
+                f"{a.strip()[:120]!r}; start all processes in the same way"
+            )
 
 
 def check_shared(directory: Any) -> None:
@@ -386,7 +382,10 @@ def check_shared(directory: Any) -> None:
     if is_first():
         durable.open_file(directory / name, "x").close()
     wait_for_all("shared mark")
-    seen = _appears(directory / name)
+    # Network file systems may show the file late.
+    end = time.monotonic() + _APPEARING_SECONDS
+    while not (seen := (directory / name).exists()) and time.monotonic() < end:
+        time.sleep(0.1)
     answers = gather("shared seen", str(seen))
     missing = [peer(index) for index, answer in enumerate(answers) if answer != "True"]
     if is_first():
@@ -398,31 +397,20 @@ def check_shared(directory: Any) -> None:
         )
 
 
-def _appears(path: Any, seconds: float = 10.0) -> bool:
-    """Waits for a file, because network file systems may show it late; returns False if absent."""
-    end = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def _leave() -> None:
     """Ends the connection. Process 0 is the last, because the service ends with it."""
+
+    def wait_for_others() -> None:  # It may never return if one hangs.
+        with contextlib.suppress(Exception):
+            service().get_live_nodes(list(range(jax.process_count())))
+
     if is_first():
-        gone = threading.Thread(target=_wait_for_others_to_leave, daemon=True)
+        gone = threading.Thread(target=wait_for_others, daemon=True)
         gone.start()
         runtime.join(gone, _LEAVING_SECONDS)
     else:
         with contextlib.suppress(Exception):
             jax.distributed.shutdown()
-
-
-def _wait_for_others_to_leave() -> None:
-    """Returns when no other process is connected; may never return if one hangs."""
-    with contextlib.suppress(Exception):
-        service().get_live_nodes(list(range(jax.process_count())))
 
 
 @contextlib.contextmanager

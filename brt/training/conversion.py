@@ -46,8 +46,13 @@ def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> Ex
     task = tasks.from_config(config)
     if not task.exports:
         raise no_export_format(directory)
-    if adapter:
-        _check_adapters(directory, config)
+    if adapter and not config.adapter.rank:
+        raise _no_adapters(directory)
+    if adapter and not config.training.init_from:
+        raise ConfigError(
+            f"{directory} started from random weights, so that its adapters belong to no other "
+            "model; export the whole model, without --adapter"
+        )
     model = saved_model.load_unmerged(workdir, checkpoint, config)
     with model.on_devices():
         merged = merged_params(config, model.params)
@@ -66,16 +71,6 @@ def _trained(params: PyTree[Array], config: Config) -> PyTree[Array]:
     flat = flatten_dict(model, sep="/").items()
     whole = {path: x for path, x in flat if trainable.matches(path, patterns)}
     return unflatten_dict({**flatten_dict(factors, sep="/"), **whole}, sep="/")
-
-
-def _check_adapters(directory: Path, config: Config) -> None:
-    if not config.adapter.rank:
-        raise _no_adapters(directory)
-    if not config.training.init_from:
-        raise ConfigError(
-            f"{directory} started from random weights, so that its adapters belong to no other "
-            "model; export the whole model, without --adapter"
-        )
 
 
 def _no_adapters(directory: Path) -> ConfigError:

@@ -87,7 +87,7 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
 
     CheckpointError is raised if there is none, or if its fingerprint differs from `fingerprint`.
     """
-    file = _tokenizer_file(workdir)
+    file = tokenizer_file(workdir)
     if file is None:
         raise CheckpointError(
             f"{workdir.path} does not contain its tokenizer, which older versions did not store; "
@@ -125,14 +125,15 @@ def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokeni
     """Returns the copy of the tokenizer in a run directory; None if the config names no file."""
     config = config_from_json(checkpoint.meta["config"])
     task = tasks.from_config(config)
-    setting, file = getattr(getattr(config, task.data), "tokenizer", ""), _tokenizer_file(workdir)
+    setting, file = getattr(getattr(config, task.data), "tokenizer", ""), tokenizer_file(workdir)
     if file is None or not setting.endswith((".model", ".json")):
         return None
     read_tokenizer(workdir, task, checkpoint.meta["tokenizer"])
     return OwnTokenizer(setting, file)
 
 
-def _tokenizer_file(workdir: Workdir) -> Path | None:
+def tokenizer_file(workdir: Workdir) -> Path | None:
+    """Returns the copy of the tokenizer in a run directory; None if it has none."""
     found = workdir.tokenizer.glob("[!.]*")
     files = [path for path in found if path.name != originals.DIRECTORY]
     return files[0] if len(files) == 1 else None

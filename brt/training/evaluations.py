@@ -194,33 +194,25 @@ class SplitEvaluator:
         )
         if self.evaluator is None:
             dataset = saved_model.open_split(model, self._split)
+            if other := self._other:
+                data, name = saved_model.open_split(other, self._split), str(other.workdir.path)
+                other = OtherModel(name, other.step, other.config, data, other.variables)
             request = EvaluationRequest(
                 self._config, dataset, self._split, config_from_json(model.meta["config"]),
-                self._ablate, windows=self._windows, other=self._opened_other(),
+                self._ablate, windows=self._windows, other=other,
             )  # fmt: skip
             self.evaluator = self._task.evaluator(request)
         evaluator = self.evaluator
         reading = display(evaluator.total, f"reading {self._split}", evaluator.unit)
         with reading as update, model.on_devices():
             result = evaluator(model.variables, Control(progress=update))
-        self._check_finite(result, model)
-        return write(model.workdir, model.step, self._split, result, self._on_result, stored=stored)
-
-    def _opened_other(self) -> OtherModel | None:
-        other = self._other
-        if other is None:
-            return None
-        dataset = saved_model.open_split(other, self._split)
-        name = str(other.workdir.path)
-        return OtherModel(name, other.step, other.config, dataset, other.variables)
-
-    def _check_finite(self, result: EvaluationResult, model: SavedModel) -> None:
         name, value = next(iter(self._task.select_metrics(result.metrics).items()))
         if not math.isfinite(value):
             raise NonFiniteError(
                 f"{name} of {self._split} is {value} at step {model.step} of "
                 f"{model.workdir.path}; evaluate another --step"
             )
+        return write(model.workdir, model.step, self._split, result, self._on_result, stored=stored)
 
 
 def evaluate(

@@ -5,7 +5,6 @@ checkpoint is damaged, and `text` formats the description for people.
 """
 
 import contextlib
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +16,8 @@ from brt.config_io import config_from_json, difference
 from brt.data import stores
 from brt.errors import CheckpointError, ConfigError, DataError
 from brt.formatting import short
-from brt.training import data_manifest
+from brt.training import data_manifest, state
 from brt.training.metrics import damaged_lines, describe_damage, read_metrics
-from brt.training.state import counts_of_sizes
 from brt.training.workdir import Workdir
 
 _PROVENANCE = {
@@ -81,13 +79,9 @@ def _repeated(describe: Callable[[], _T], directory: Path, step: int | None) -> 
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
     """Returns the number of parameters of a checkpoint, and the number without token embedding."""
-    return counts_of_sizes(
-        {
-            name.removeprefix("params/"): math.prod(entry["shape"])
-            for name, entry in meta["arrays"].items()
-            if name.startswith("params/")
-        }
-    )
+    arrays = tree_utils.abstract(meta["arrays"]).items()
+    params = {k.removeprefix("params/"): x for k, x in arrays if k.startswith("params/")}
+    return state.parameter_counts(params)
 
 
 def state_hash(workdir: Workdir, step: int) -> str:
@@ -161,8 +155,8 @@ def text(result: dict[str, Any]) -> str:
     """Formats the result of `survey` as lines of text for people."""
     lines = [result["workdir"], ""]
     for entry in result["checkpoints"]:
-        state = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
-        lines.append(f"  step {entry['step']:>10,}  {short(entry['bytes']):>7} bytes  {state}")
+        found = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
+        lines.append(f"  step {entry['step']:>10,}  {short(entry['bytes']):>7} bytes  {found}")
     if "step" in result:
         lines += ["", *_description(result)]
     if result["metrics"]:

@@ -344,17 +344,11 @@ def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -
     workdir, checkpoint, source_config = saved_model.load_config(Path(where))
     model = functools.cache(lambda: saved_model.load(workdir, checkpoint, source_config))
     weights = weights_of_run(where, config, source_config, checkpoint.meta["tokenizer"])
+    file = data_manifest.tokenizer_file(workdir)
     return weights._replace(
         load=lambda: model().params, load_model_state=lambda: model().model_state,
-        tokenizer_file=_tokenizer_file(workdir),
+        tokenizer_file=str(file) if file and file.suffix in (".json", ".model") else "",
     )  # fmt: skip
-
-
-def _tokenizer_file(workdir: Workdir) -> str:
-    """Returns the path of the file of a run's tokenizer; "" if the run has none."""
-    names = ("tokenizer.json", "tokenizer.model")
-    paths = [workdir.tokenizer / name for name in names if (workdir.tokenizer / name).is_file()]
-    return str(paths[0]) if paths else ""
 
 
 def weights_of_run(where: str, config: Config, source_config: Config, tokenizer: str) -> Weights:

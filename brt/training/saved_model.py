@@ -162,11 +162,20 @@ def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Conf
             "model_state": tasks.from_config(config).initial_model_state(config),
         }
     )
-    mesh = _mesh(config)
+    shared = tasks.from_config(config).sharded_sizes(config)
+    mesh: jax.sharding.Mesh | None
+    mesh = meshes.build(meshes.mesh_for_evaluation(config.mesh, shared), {})
+    if mesh.size == 1:
+        mesh, single = None, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: single, shapes)
+    else:
+        model_state = jax.tree.map(lambda _: meshes.replicated(mesh), shapes["model_state"])
+        params = parameter_shardings(mesh, shapes["params"], parameter_axes(config))
+        shardings = {"params": params, "model_state": model_state}
     target = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
-        _shardings(shapes, mesh, config),
+        shardings,
     )
     # A trainer may remove the checkpoint while it is read. In this case `restore` takes the newest
     # checkpoint instead, unless the user requested this step.
@@ -175,27 +184,6 @@ def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Conf
     )
     step, state, meta = restored.step, restored.state, restored.meta
     return SavedModel(workdir, step, config, meta, state["params"], state["model_state"], mesh)
-
-
-def _mesh(config: Config) -> jax.sharding.Mesh | None:
-    """Returns the run's mesh, reduced to the devices of this machine; None for a single device."""
-    shared = tasks.from_config(config).sharded_sizes(config)
-    mesh = meshes.build(meshes.mesh_for_evaluation(config.mesh, shared), {})
-    return mesh if mesh.size > 1 else None
-
-
-def _shardings(
-    shapes: PyTree[jax.ShapeDtypeStruct],
-    mesh: jax.sharding.Mesh | None,
-    config: Config,
-) -> PyTree[jax.sharding.Sharding]:
-    if mesh is None:
-        single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(lambda _: single, shapes)
-    return {
-        "params": parameter_shardings(mesh, shapes["params"], parameter_axes(config)),
-        "model_state": jax.tree.map(lambda _: meshes.replicated(mesh), shapes["model_state"]),
-    }
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:
@@ -250,11 +238,6 @@ class ConfigChanges(NamedTuple):
     allowed: list[str]  # the names of those that need --allow_config_change
 
 
-def may_change(name: str) -> bool:
-    """Returns True if a resumed run may change a setting without --allow_config_change."""
-    return declaration(name).resume
-
-
 def check_allowed_names(names: Collection[str]) -> None:
     """Raises ConfigError if one of the names in --allow_config_change is not a setting."""
     for name in names:
@@ -280,7 +263,7 @@ def check_resumable(
     refused = {
         name: f"{name} was {old!r} and is {new!r}"
         for name, old, new in differences
-        if not may_change(name) and name not in (allowed or ())
+        if not declaration(name).resume and name not in (allowed or ())
     }
     if refused:
         flags = " ".join(f"--allow_config_change={name}" for name in refused)
@@ -306,7 +289,7 @@ def config_changes(
     shapes of arrays, which not even --allow_config_change permits.
     """
     saved = config_from_json(checkpoint.meta["config"])
-    names = [name for name, *_ in difference(saved, config) if not may_change(name)]
+    names = [name for name, *_ in difference(saved, config) if not declaration(name).resume]
     arrays = tree_utils.describe(tree_utils.named(state_shapes))
     differences = tree_utils.differences(checkpoint.meta["arrays"], arrays)
     lines = check_resumable(saved, config, allowed, possible=not differences)

@@ -3,7 +3,6 @@
 The shardings of a state are the axes of the mesh over which its arrays are sharded.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -80,11 +79,7 @@ def constant_arrays(config: Config, state: TrainState) -> list[str]:
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:
     """Returns the number of all parameters, and the number without the token embedding."""
-    return counts_of_sizes({name: x.size for name, x in tree_utils.named(params).items()})
-
-
-def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Like `parameter_counts`, from the size of each array by path: "decoder/embedding"."""
+    sizes = {name: x.size for name, x in tree_utils.named(params).items()}
     total = sum(sizes.values())
     return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)
 

@@ -49,6 +49,22 @@ Data.train = '{train}'
 Data.validation = '{validation}'
 Data.test = '{test}'
 """
+# The beginning of the configs of other tasks.
+SMALL = """
+Training.steps = 8
+Training.batch_size = 4
+Training.log_every = 2
+Training.sample_every = 8
+Model.layers = 1
+Model.model_dim = 16
+Model.heads = 2
+Model.mlp_dim = 32
+Optimizer.name = 'adamw'
+Optimizer.learning_rate = 0.01
+Optimizer.schedule = 'constant'
+Optimizer.warmup_steps = 2
+Checkpoint.every = 3
+"""
 STEPS_PER_EPOCH = 16  # 121 blocks in four lanes, two blocks per lane and step
 
 # Code that runs a command with hooks: `action` is called at a given call of a function.

@@ -5,31 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Commands
+from .conftest import SMALL, Commands
 
 pytestmark = pytest.mark.slow
 
-CONFIG = """
+CONFIG = f"""{SMALL}
 Training.task = 'masked_language_modeling'
-Training.steps = 8
-Training.batch_size = 4
 Training.segment_length = 32
-Training.log_every = 4
 Training.evaluate_every = 4
-Training.sample_every = 8
-Model.layers = 1
-Model.model_dim = 16
-Model.heads = 2
-Model.mlp_dim = 32
 Model.max_positions = 32
 Model.dropout = 0.0
 Attention.kind = 'improved_clustered'
 Attention.clusters = 4
 Attention.top_k = 8
-Optimizer.name = 'adamw'
-Optimizer.learning_rate = 0.01
-Optimizer.warmup_steps = 2
-Checkpoint.every = 4
 """
 
 
@@ -75,11 +63,7 @@ def test_evaluation_by_another_attention(commands: Commands, workdir: Path) -> N
 @pytest.mark.parametrize(
     ("command", "flags", "sentence"),
     [
-        (
-            "generate",
-            ["--prompt=a"],
-            "writes no text; python -m brt.evaluate shows",
-        ),
+        ("generate", ["--prompt=a"], "writes no text; python -m brt.evaluate shows"),
         ("evaluate", ["--gin_bindings=Model.heads = 4"], "Model.heads was 2 and is 4"),
     ],
 )

@@ -5,22 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Commands
+from .conftest import SMALL, Commands
 
 pytestmark = pytest.mark.slow
 
-CONFIG = """
+CONFIG = f"""{SMALL}
 Training.task = 'speech_recognition'
-Training.steps = 8
-Training.batch_size = 4
-Training.log_every = 2
 Training.evaluate_every = 8
-Training.sample_every = 8
 Training.plots = False
-Model.layers = 1
-Model.model_dim = 16
-Model.heads = 2
-Model.mlp_dim = 32
 Model.positions = 'sinusoidal'
 Model.dropout = 0.1
 Attention.kind = 'improved_clustered'
@@ -35,11 +27,6 @@ Speech.stride = 3
 Speech.time_masks = 1
 Speech.feature_masks = 1
 Evaluation.batch_size = 3
-Optimizer.name = 'adamw'
-Optimizer.learning_rate = 0.01
-Optimizer.schedule = 'constant'
-Optimizer.warmup_steps = 2
-Checkpoint.every = 3
 """
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -7,54 +6,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from model_settings import PARITY, with_settings
 
 from brt.config import Config, Model
 from brt.layers.sections import Recurrence
 from brt.training.matrices import as_matrix, from_matrix, matrix_names, matrix_shape
-from brt.training.state import initial_params, parameter_counts
+from brt.training.state import initial_params
 
 GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"
-PAPER = Model(vocab_size=32128)  # 12 layers of width 1024, 8 heads of size 128, window 512
-EMBEDDING = 32128 * 1024
-
-
-def recurrent(gate: str, layout: str) -> Model:
-    """Returns the paper's model with a recurrent layer of this gate and layout."""
-    return with_settings(
-        PAPER,
-        {
-            "Recurrence.layers": (-3,),
-            "Recurrence.states": 512,
-            "Recurrence.gate": gate,
-            "Recurrence.gate_layout": layout,
-        },
-    )
-
-
-@pytest.mark.slow_cases(
-    "*202,407,120", "*183,531,728", "*160,462,968", "*168,853,624", "*181,438,584", "*179,338,360"
-)
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (PAPER, 151_023_712),
-        (dataclasses.replace(PAPER, layers=13), 163_608_936),
-        (recurrent("fixed", "skip"), 160_462_968),
-        (recurrent("fixed", "dual"), 168_853_624),
-        (recurrent("fixed", "single"), 170_948_728),
-        (recurrent("lstm", "skip"), 164_658_296),
-        (recurrent("lstm", "single"), 179_338_360),
-        (recurrent("lstm", "dual"), 181_438_584),
-        (dataclasses.replace(recurrent("fixed", "skip"), feedback=True), 183_531_728),
-        (dataclasses.replace(recurrent("lstm", "single"), feedback=True), 202_407_120),
-    ],
-    ids=lambda x: f"{x:,}" if isinstance(x, int) else "-",
-)
-def test_the_papers_models_have_the_papers_sizes(model: Model, expected: int) -> None:
-    shapes = jax.eval_shape(lambda: initial_params(Config(model=with_settings(model, PARITY))))
-    assert parameter_counts(nn.meta.unbox(shapes)) == (expected + EMBEDDING, expected)
 
 
 def test_parameters_have_their_names_shapes_and_axes() -> None:
