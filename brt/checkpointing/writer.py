@@ -182,9 +182,8 @@ class CheckpointWriter:
         the previous call, the method does nothing. To `meta`, which becomes meta.json, it adds the
         entries that `reader.read_meta` lists.
 
-        Raises:
-          NonFiniteError: an array holds NaN or infinity; nothing is saved.
-          CheckpointError: the save cannot start, or the previous save failed.
+        If an array holds NaN or infinity, NonFiniteError is raised and nothing is saved;
+        CheckpointError if the save cannot start, or the previous save failed.
         """
         self.wait()
         if step == self._last_step:

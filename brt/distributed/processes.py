@@ -150,10 +150,7 @@ def start(launch: Launch) -> None:
     """Connects this process to the other processes of the run and starts the heartbeat.
 
     The function does nothing if the process is the only one. It must precede any use of devices.
-
-    Raises:
-      ConfigError: the flags are not valid, or the environment lacks what they leave open.
-      PeerError: not all processes connected.
+    PeerError is raised if not all processes connected.
     """
     flags = launch[:3]
     if any(flag is not None for flag in flags):
@@ -287,10 +284,8 @@ def peer(index: int) -> str:
 def gather(name: str, text: str) -> list[str]:
     """Returns the texts that all processes pass under the same name, by the processes' indices.
 
-    The call waits until all processes have called the function with this name.
-
-    Raises:
-      PeerError: a process has stopped, or does not answer for PATIENCE_SECONDS.
+    The call waits until all processes have called the function with this name. PeerError is raised
+    if one has stopped, or does not answer for PATIENCE_SECONDS.
     """
     if not several():
         return [text]
@@ -451,11 +446,9 @@ class AgreedRequest:
     out the request at their call number n + 1. They call `done` afterwards, and then another
     request may follow.
 
-    Args:
-      name: the name of the request, which must be equal on all processes.
-      requester: returns a phrase about who or what has made the request to this process, such as
-        the name of a signal; None if there is no request.
-      announce: called with the reason if the request was made to another process.
+    The `name` of the request must be equal on all processes. `requester` returns a phrase about who
+    or what has made the request to this process, such as the name of a signal; None if there is no
+    request. `announce` is called with the reason if the request was made to another process.
     """
 
     def __init__(

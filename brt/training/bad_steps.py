@@ -80,11 +80,9 @@ class RecentLosses:
 class BadSteps:
     """The bad steps of a run, which process 0 records in the file bad_batches.jsonl.
 
-    Args:
-      start: the step that the run starts from. Records of skipped steps after `start` are deleted,
-        because the run reaches these steps again.
-      describe: function from the index of a batch (0 for step 1) to a description of the documents
-        in the batch, as JSON.
+    Records of skipped steps after `start`, from which the run starts, are deleted, because the run
+    reaches these steps again. `describe` is a function from the index of a batch (0 for step 1) to
+    a description of its documents as JSON.
     """
 
     def __init__(

@@ -31,12 +31,10 @@ from brt.training.workdir import Workdir
 def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> ExportableModel:
     """Returns the model of a directory in a format that other libraries can read.
 
-    Args:
-      directory: a run directory, whose newest checkpoint is exported, or a directory of weights
-        that brt.convert wrote.
-      plain: True exports a language model as a class of the library transformers, even if this
-        class attends to the whole context in layers where the model of brt has a window.
-      adapter: True exports the low-rank adapters of the run alone, in PEFT's format.
+    It is that of the newest checkpoint of a run, or of weights that brt.convert wrote. `plain`
+    exports a language model as a class of the library transformers, even if this class attends to
+    the whole context in layers where the model of brt has a window. `adapter` exports the low-rank
+    adapters of the run alone, in PEFT's format.
     """
     if not reader.present(Workdir(directory).checkpoints):
         if adapter:
@@ -136,11 +134,6 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
 
     `change` is a function from the config of the model to the one that the user requests; `step`
     None stands for the newest checkpoint.
-
-    Raises:
-      ConfigError: the directory does not exist, or the requested config is not valid or would
-        change the model of the run.
-      CheckpointError: there is no such complete checkpoint; or the decoder cannot be read.
     """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}; name the directory of a run")

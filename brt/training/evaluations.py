@@ -178,13 +178,8 @@ class SplitEvaluator:
     def __call__(self, model: SavedModel) -> Evaluated:
         """Evaluates the split, and writes the report if the run directory can be written.
 
-        Raises:
-          CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
-            tokenizer, or the storage fails.
-          ConfigError: `ablate` names a part that the model does not have, the config names another
-            tokenizer than the run's, or the run directory cannot be written.
-          DataError: the data have no such split, or the split cannot be read.
-          NonFiniteError: the primary metric is not finite.
+        NonFiniteError is raised if the primary metric is not finite; other errors are those of
+        `saved_model.open_split`, of the evaluator, and of writing.
         """
         stored = can_store(model.workdir)
         check(
@@ -238,12 +233,9 @@ def inspect(
     """Measures how a model uses its memory; writes the metrics to the run directory.
 
     The files are evaluations/<step>/<split>_probe.json, and pictures in the directory plots. The
-    metrics are also returned, with the entries "workdir" and "step". A model without memory raises
-    ConfigError; other errors are those of `SplitEvaluator.__call__`.
-
-    Args:
-      tokens: approximate number of tokens to read; None selects the default, 0 reads all.
-      on_text: called with the report as text for people, before the files are written.
+    metrics are also returned, with the entries "workdir" and "step". About `tokens` tokens are read
+    (None: the default, 0: all). `on_text` is called with the report as text before files are
+    written. A model without memory is a ConfigError.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
     stored = can_store(model.workdir)

@@ -117,18 +117,11 @@ _TIMED = ("restoring", "compiling")
 
 
 class Progress:
-    """Shows the progress of a run to the user, and writes it to a log.
+    """Shows the progress of a run to the user, and appends every line with its time to a log.
 
-    Args:
-      steps: Training.steps, the number of steps of the run.
-      initial_step: the step that the run resumes from.
-      log: the file to which every line is appended, together with the current time.
-      stream: receives the bar and the lines; None for stderr.
-      bar: True draws a moving bar, False writes lines; None draws a bar if the stream is a terminal
-        of known width.
-
-    Raises:
-      OSError: the log cannot be opened because the disk fails or denies access.
+    The run resumes from `initial_step`. `stream` (None: stderr) gets lines or a moving `bar` (None:
+    a bar on terminals of known width). OSError is raised if the log cannot be opened because the
+    disk fails or denies access.
     """
 
     def __init__(

@@ -197,12 +197,9 @@ def tokenizer(model: SavedModel) -> Tokenizer:
 def open_split(model: SavedModel, split: str) -> Dataset:
     """Opens one split of the data that the model's config names, encoded with the run's tokenizer.
 
-    Raises:
-      ConfigError: the config names another tokenizer than the run's.
-      CheckpointError: the run's tokenizer cannot be read, or the config names data that were
-        prepared with another tokenizer.
-      DataError: the split does not exist or cannot be read; or the split was held out of data that
-        have changed since, so that other documents would be held out now.
+    Another tokenizer than the run's is a ConfigError (of the config) or a CheckpointError (of the
+    prepared data). DataError is raised if the split does not exist, cannot be read, or was held out
+    of data that have changed since, so that other documents would be held out now.
     """
     config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
@@ -250,14 +247,9 @@ def check_resumable(
 ) -> list[str]:
     """Returns the differences between two configs as "Section.field: old -> new".
 
-    Args:
-      allowed: names of settings that the user allows to differ (--allow_config_change). None if the
-        checkpoint is only read; in this case the error does not mention --allow_config_change.
-      possible: False if not even --allow_config_change makes the differences possible.
-
-    Raises:
-      ConfigError: a setting differs that must not change, and that the user did not allow to
-        change.
+    ConfigError is raised if a setting differs that must not change, unless the user allows it to
+    change (`allowed`, the names in --allow_config_change; None if the checkpoint is only read). The
+    error names this flag only if it would make the differences `possible`.
     """
     differences = difference(saved, config)
     refused = {

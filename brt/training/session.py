@@ -352,11 +352,8 @@ def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
     """Locks the run directory for this trainer, and returns the directory to write to.
 
     With several processes, only the first process locks the run directory and writes to it. Each of
-    the other processes writes to a temporary directory. The exit stack releases the lock and
-    removes the temporary directory.
-
-    Raises:
-      ConfigError: another trainer holds the lock, or processes do not share the directory.
+    the other processes writes to a temporary directory. ConfigError is raised if another trainer
+    holds the lock, or if the processes do not share the directory.
     """
     if processes.is_first():
         stack.enter_context(workdirs.lock(workdir, reader.warn_on_stderr))

@@ -140,11 +140,7 @@ def _moment_names(
 
     The array belongs to the parameter whose name is in `path`, the array's path in the optimizer's
     state. It has the shape of that parameter as a matrix, or lacks one axis of the matrix
-    (Adafactor's factored moments).
-
-    Args:
-      axes: names of the parameters' axes, by path.
-      shapes: shapes of the parameters, by path.
+    (Adafactor's factored moments). `axes` and `shapes` are those of the parameters, by path.
     """
     keys = [getattr(key, "key", getattr(key, "name", None)) for key in path]
     replicated: Names = (None,) * len(shape)

@@ -96,10 +96,8 @@ def _over_replicas(
     """Computes the loss and its gradients over the rows of all replicas.
 
     A model state is learned from all rows at once, so models that have one leave it to the SPMD
-    partitioner to distribute the computation.
-
-    Args:
-      optimizer_shards: specs of the gradients' shards; None if all replicas need all gradients.
+    partitioner to distribute the computation. `optimizer_shards` are specs of the gradients'
+    shards; None if all replicas need all gradients.
     """
     if replicas.count() == 1 or jax.tree.leaves(state.model_state):
         if optimizer_shards is not None:
@@ -218,16 +216,9 @@ _REMEDY = (
 class MetricAccumulator:
     """Totals of the metrics since the last report, and of the tokens since step 0.
 
-    The state is saved in checkpoints, so that a resumed run reports the same numbers.
-
-    Args:
-      saved: the result of `state` in a checkpoint; None at step 0.
-      spike_factor: Training.spike_factor; see `RecentLosses`.
-      on_skip: called with the number of every step that left the train state unchanged, and why.
-
-    Attributes:
-      tokens_seen: scored tokens (targets that are not padding) since step 0, without skipped steps.
-      skipped: number of steps since step 0 without an update.
+    The state is saved in checkpoints, so that a resumed run reports the same numbers; `saved` is
+    None at step 0. `on_skip` is called with the number of every step that left the train state
+    unchanged, and why.
     """
 
     def __init__(
@@ -243,8 +234,9 @@ class MetricAccumulator:
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Replaces all totals, by 0 if `saved` is None, and drops the metrics of a running step."""
         saved = saved or {}
+        # Scored tokens (targets that are not padding) since step 0, without skipped steps.
         self.tokens_seen: int = saved.get("tokens_seen", 0)
-        self.skipped: int = saved.get("skipped", 0)
+        self.skipped: int = saved.get("skipped", 0)  # number of steps since step 0 without update
         self._recent = RecentLosses(self._factor, saved.get("usual", ()))
         self._pending: tuple[int, StepMetrics] | None = None
         self._restart(saved)
@@ -263,9 +255,8 @@ class MetricAccumulator:
     def flush(self) -> None:
         """Waits for the step that `add` stored, and adds the step's metrics to the totals.
 
-        Raises:
-          BadStep: the loss or gradients of the step were not finite, or its loss exceeded the
-            limit. If Training.on_bad_step is "skip", `on_skip` is called instead.
+        BadStep is raised if its loss or gradients were not finite, or its loss exceeded the limit.
+        If Training.on_bad_step is "skip", `on_skip` is called instead.
         """
         if self._pending is None:
             return

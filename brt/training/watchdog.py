@@ -115,10 +115,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
     A thread watches the progress, because the main thread may be stuck in C code. If the C code
     holds Python's global interpreter lock, no thread can run. In this case `faulthandler`, which
     needs no lock, writes the stacks to stderr after little more than twice the limit, and the exit
-    code is 1.
-
-    Args:
-      seconds: the limit of the time without progress; 0 for no limit.
+    code is 1. `seconds` is the limit of the time without progress; 0 for no limit.
     """
     if not seconds:
         yield
