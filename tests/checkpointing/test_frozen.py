@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_runs import flip
 
 from brt.checkpointing import manifest, reader
 from brt.checkpointing.writer import CheckpointWriter
@@ -114,10 +115,7 @@ def test_damage_is_noticed_in_every_checkpoint_and_never_given_a_new_checksum(
 ) -> None:
     save(tmp_path, range(1, 3))
     largest = max(files(tmp_path, 2), key=lambda name: files(tmp_path, 2)[name].st_size)
-    path = tmp_path / "2/frozen" / largest
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(tmp_path / "2/frozen" / largest)
     for step in (1, 2):
         assert f"frozen/{largest} is damaged" in reader.verify(tmp_path, step)[0]
     with pytest.raises(CheckpointError, match="the last checkpoint, 3 in .*, is damaged: frozen/"):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiny_runs import flip
 
 from brt import tree_utils
 from brt.checkpointing import manifest, reader
@@ -113,12 +114,6 @@ def test_partial_restore_reads_only_what_is_asked(saved: Path) -> None:
     target = {"params": abstract(state())["params"]}
     restored = reader.restore(saved, target, partial=True)
     assert same_bits(restored.state, {"params": state(seed=3)["params"]})
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
 
 
 def truncate(path: Path) -> None:

@@ -2,10 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_runs import state_hash
 
 from brt import command_line, evaluate, inspect, train, tree_utils
 from brt.checkpointing import reader
@@ -72,10 +72,7 @@ def test_a_text_can_be_continued_another_day(
 
 
 def test_inspection_shows_a_run(
-    trained: Path,
-    state_hash: Callable[[Path], str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def show(workdir: Path, *flags: str) -> str:
         inspect.main(inspect.parser().parse_args([f"--workdir={workdir}", *flags]))

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/sharded"), str(Path(__file__).parent)]
+sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests/sharded", Path(__file__).parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
@@ -295,11 +295,11 @@ def _files(here: Path) -> dict[str, str]:
 
 def _trained(run: Path) -> tuple[Any, ...]:
     """Returns the state hash, the metrics and the other files of a run, for comparison."""
-    import harness
+    from tiny_runs import metrics, state_hash
 
     kept = {name: x for name, x in _files(run).items() if not name.startswith("checkpoints")}
     there = [name for name in _TIMELY if (run / name).exists()]
-    return harness.state_hash(run), harness.metrics(run), kept, there
+    return state_hash(run), metrics(run), kept, there
 
 
 def _hidden(here: Path) -> list[str]:

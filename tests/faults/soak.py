@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/sharded"), str(Path(__file__).parent)]
+sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests/sharded", Path(__file__).parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import calls  # noqa: E402
@@ -34,11 +34,10 @@ from harness import (  # noqa: E402
     UNCHECKED,
     Life,
     Runs,
-    flip,
     flips,
     small_disk,
-    state_hash,
 )  # fmt: skip
+from tiny_runs import flip, state_hash  # noqa: E402
 
 from brt.checkpointing import manifest, reader  # noqa: E402
 

@@ -83,8 +83,8 @@ def test_heads_of_keys_that_every_device_stores_are_said(
 ) -> None:
     run: Any = SimpleNamespace(
         config=Config(model=Model(heads=8, attention=SelfAttention(kv_heads=kv_heads))),
-        mesh=SimpleNamespace(shape={"data": 1, "tensor": devices}),
-        task=SimpleNamespace(model="model"),
-    )
-    found = run_summary.replicated_keys.__wrapped__(run)
-    assert found.startswith(said) and bool(found) == bool(said)
+        mesh=SimpleNamespace(shape={"data": 1, "tensor": devices}, size=jax.device_count()),
+        task=SimpleNamespace(model="model"), state_shapes=SimpleNamespace(params={}),
+    )  # fmt: skip
+    found = list(run_summary.notes.__wrapped__(run))
+    assert len(found) == bool(said) and all(note.startswith(said) for note in found)
