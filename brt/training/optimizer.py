@@ -30,18 +30,16 @@ from brt.errors import ConfigError
 from brt.ops.adafactor import MOMENTUM, Moments, adafactor, has_kernel
 from brt.training import layerwise, trainable
 from brt.training.layerwise import (
+    TABLES,
     Arrays,
+    Axes,
     Group,
     LayerwiseState,
     Parameters,
     Stepped,
     Stepper,
-    divided,
-)
-from brt.training.matrices import (
-    TABLES,
-    Axes,
     as_matrix,
+    divided,
     ends_with_heads,
     from_matrix,
     matrix_shape,

@@ -9,7 +9,7 @@ import numpy as np
 
 from brt.config import Config, Model
 from brt.layers.sections import Recurrence
-from brt.training.matrices import as_matrix, from_matrix, matrix_names, matrix_shape
+from brt.training.layerwise import as_matrix, from_matrix, matrix_names, matrix_shape
 from brt.training.state import initial_params
 
 GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"
