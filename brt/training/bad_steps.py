@@ -73,7 +73,6 @@ class RecentLosses:
         return float(np.float32(self._factor * statistics.median(known)))
 
     def state(self) -> list[tuple[int, float]]:
-        """Returns the pairs of step and loss as JSON, for a checkpoint."""
         return list(self._losses)
 
 

@@ -53,7 +53,6 @@ class Waiter:
         time.sleep(self._poll)
 
     def reset(self) -> None:
-        """Resets the timeout, after the event has happened."""
         self._since = None
 
 
@@ -129,7 +128,6 @@ class Follower:
             yield tensorboard.write
 
     def _is_over(self) -> bool:
-        """Returns True if the checkpoint of the trainer's last step exists."""
         steps = reader.steps(self._workdir.checkpoints)
         config = workdirs.saved_config(self._workdir.path) or self._config
         return bool(steps) and steps[-1] >= config.training.steps

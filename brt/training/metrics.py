@@ -149,7 +149,6 @@ def damaged_lines(path: Path) -> list[int]:
 
 
 def describe_damage(damaged: Sequence[int]) -> str:
-    """Returns a phrase that names the first three damaged lines."""
     more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
     return f"damaged: cannot read line {', '.join(map(str, damaged[:_SHOWN]))}{more}"
 

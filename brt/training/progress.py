@@ -162,14 +162,12 @@ class Progress:
         self.close()
 
     def step(self, step: int) -> None:
-        """Moves the bar to a step. The method is cheap enough to be called for every step."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def report(
         self, step: int, *, bits_per_token: float, tokens_per_second: float, seconds_left: float
     ) -> None:
-        """Shows the metrics of the steps since the last report, in the bar or as a line."""
         metrics = (
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
             f"ETA {clock(seconds_left)}"
@@ -192,7 +190,6 @@ class Progress:
         self._write_log(one_line(text))
 
     def note(self, text: str) -> None:
-        """Writes a text to log.txt without showing it to the user."""
         self._write_log(text)
 
     def phase(self, now: RunStatus) -> None:

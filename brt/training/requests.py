@@ -77,7 +77,6 @@ class Requests:
             self._agreed[1].done()
 
     def stop_after_evaluation(self) -> bool:
-        """Returns True if the user requested a stop; called after each evaluation."""
         return bool(processes.from_first(self._exists(STOP)))
 
     def stop_after_evaluation_done(self, step: int) -> None:

@@ -412,7 +412,6 @@ def _equal(value: Any, old: Any) -> bool:
 
 
 def _merged(requested: Any, trained: Any, where: str) -> Any:
-    """Returns the section `trained`, with the settings that `requested` may and does change."""
     return dataclasses.replace(trained, **_changes(requested, trained, where))
 
 

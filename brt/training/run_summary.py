@@ -66,7 +66,6 @@ def _memory(device: jax.Device) -> int | None:
 
 
 def parameters(run: Run | Shapes) -> str:
-    """Returns a table, as text, of all parameters of a run with their shapes and sizes."""
     return parameter_overview.get_parameter_overview(run.state_shapes.params, include_stats=False)
 
 

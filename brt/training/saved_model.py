@@ -114,7 +114,6 @@ class SavedModel(NamedTuple):
 
     @property
     def variables(self) -> Variables:
-        """The learned arrays of the model: parameters and model state."""
         return Variables(self.params, self.model_state)
 
     def on_devices(self) -> contextlib.AbstractContextManager[object]:

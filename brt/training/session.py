@@ -159,7 +159,6 @@ class Session:
         self.progress.step(number)
 
     def _count(self, batch: Any) -> None:
-        """Counts the tokens and FLOPs of a step, summed over the rows of all processes."""
         run = self.run
         parts = run.config.training.batch_size // len(batch[0])
         flops = run.task.flops(run.config, batch)

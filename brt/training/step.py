@@ -292,7 +292,6 @@ class MetricAccumulator:
         )
 
     def bits_per_token(self) -> float:
-        """Returns the mean bits per token of the steps since the last call of `report`."""
         self.flush()
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 

@@ -106,7 +106,6 @@ def describe_process() -> dict[str, Any]:
 
 
 def current_time() -> str:
-    """Returns the local time with its time zone, to seconds, in ISO format."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -182,7 +181,6 @@ class Workdir:
 
     @property
     def heartbeat(self) -> Path:
-        """The directory of files that say what each process is doing."""
         return (self.shared or self.path) / "heartbeat"
 
 
@@ -330,6 +328,5 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
 
 
 def _holder(file: IO) -> str:
-    """Returns the text of a lock file."""
     file.seek(0)
     return file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
