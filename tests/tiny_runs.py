@@ -5,7 +5,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from brt.checkpointing import reader
+from brt.config import Data
 from brt.training import inspection
 from brt.training.workdir import Workdir
 
@@ -38,3 +41,12 @@ def flip(file: Path, bit: int | None = None) -> None:
     bit = 8 * (len(content) // 2) if bit is None else bit
     content[bit // 8] ^= 1 << bit % 8
     file.write_bytes(content)
+
+
+def random_documents(place: Path) -> Data:
+    """Writes eight documents of random letters, and returns the data of their splits."""
+    text = np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes().decode()
+    for i in range(8):
+        (place / f"{i}.txt").write_text(text[250 * i : 250 * (i + 1) - 20 * i])
+    train, validation, test = ((str(place / names),) for names in ("[0-5].txt", "6.txt", "7.txt"))
+    return Data(train=train, validation=validation, test=test)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from model_settings import changed
+from tiny_runs import random_documents
 
 from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Data, Mesh, Model, Optimizer, Training
@@ -49,12 +50,7 @@ def separates() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    place = tmp_path_factory.mktemp("documents")
-    text = np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes().decode()
-    for i in range(8):
-        (place / f"{i}.txt").write_text(text[250 * i : 250 * (i + 1) - 20 * i])
-    train, validation, test = ((str(place / names),) for names in ("[0-5].txt", "6.txt", "7.txt"))
-    return Data(train=train, validation=validation, test=test)
+    return random_documents(tmp_path_factory.mktemp("documents"))
 
 
 def trained(config: Config) -> tuple[Any, list[Any]]:

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 from model_settings import changed, with_settings
+from tiny_runs import random_documents
 
 from brt import tasks
-from brt.config import Config, Data, Kernels, Model, Optimizer, Training
+from brt.config import Config, Kernels, Model, Optimizer, Training
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
@@ -49,14 +50,7 @@ class Trained(NamedTuple):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
     """Returns a function that builds a run of a window model with AdamW, with some settings."""
-    documents = tmp_path_factory.mktemp("documents")
-    text = np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes().decode()
-    for i, place in enumerate(range(0, 2000, 250)):
-        (documents / f"{i}.txt").write_text(text[place : place + 250 - 20 * i])
-    train, validation, test = (
-        (str(documents / names),) for names in ("[0-5].txt", "6.txt", "7.txt")
-    )
-    data = Data(train=train, validation=validation, test=test)
+    data = random_documents(tmp_path_factory.mktemp("documents"))
 
     @functools.cache
     def build(dropout: float = 0.0, offload: bool = False) -> Trained:
