@@ -28,6 +28,7 @@ from brt import durable, untrusted
 from brt.config import Training
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
+from brt.training.workdir import explain_lost_record
 
 # A loss is compared with the median loss of this number of recent steps.
 RECENT = 64
@@ -138,14 +139,9 @@ class BadSteps:
 
     def _write(self) -> None:
         if processes.is_first():
-            try:
-                text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in self._records)
+            text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in self._records)
+            with explain_lost_record(self._file):
                 durable.write(self._file, text.encode())
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot write {self._file}: {error.strerror}; {durable.remedy(error)}, then "
-                    "run again"
-                ) from error
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data import originals
 from brt.errors import CheckpointError, DataError
-from brt.formatting import counted
+from brt.formatting import counted, listed
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Tokenizer, Weights
 from brt.training import workdir as workdirs
@@ -174,7 +174,7 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
         "changed": {name for name in new.keys() & old.keys() if new[name] != old[name]},
     }
     listed = "; ".join(
-        f"{kind}: {_some(sorted(names))}" for kind, names in changes.items() if names
+        f"{kind}: {listed(sorted(names), _SHOWN)}" for kind, names in changes.items() if names
     )
     raise DataError(
         f"the training data are not those that {workdir.path} was trained on "
@@ -186,8 +186,3 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
 def _size(split: SplitDescription) -> tuple[str, Any]:
     """Returns the unit and the count, such as ("documents", 3), that begin a description."""
     return next(iter(split.items()), ("", None))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -10,6 +10,7 @@ GPUs, and if arrays are sharded over devices, these are all parameters.
 Muon makes the update of a matrix orthogonal (Jordan et al., 2024).
 """
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -30,7 +31,6 @@ from brt.errors import ConfigError
 from brt.ops.adafactor import MOMENTUM, Moments, adafactor, has_kernel
 from brt.training import layerwise, trainable
 from brt.training.layerwise import (
-    TABLES,
     Arrays,
     Axes,
     Group,
@@ -42,6 +42,7 @@ from brt.training.layerwise import (
     divided,
     ends_with_heads,
     from_matrix,
+    is_kernel,
     matrix_shape,
 )
 
@@ -273,28 +274,17 @@ def _muon(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     return optax.GradientTransformation(init, update)
 
 
-def _matrices(params: PyTree[Array], axes: Axes) -> dict[str, tuple[int, int, int]]:
-    """Returns the shape [layers, rows, columns] of every kernel that is a matrix, by its path."""
-    shapes = {}
-    for name, leaf in flatten_dict(params, sep="/").items():
-        names = axes.get(name, ())
-        stacked = names[:1] == ("layers",)
-        layer_names, shape = (names[1:], leaf.shape[1:]) if stacked else (names, leaf.shape)
-        shape = matrix_shape(layer_names, shape)
-        if len(shape) == 2 and not TABLES & set(layer_names):
-            shapes[name] = (len(leaf) if stacked else 1, *shape)
-    return shapes
-
-
 def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
     """Concatenates kernels of the same shape into one array [matrices, rows, columns].
 
     "matrices" has these arrays, by shape; "others" the remaining parameters, by path.
     """
     others, groups = flatten_dict(params, sep="/"), {}
-    for name, shape in _matrices(params, axes).items():
-        group = groups.setdefault(f"{shape[1]}x{shape[2]}", [])
-        group.append(as_matrix(axes[name], others.pop(name)).reshape(shape))
+    for name in [name for name in others if is_kernel(axes.get(name, ()))]:
+        matrix = as_matrix(axes[name], others.pop(name))
+        rows, columns = matrix.shape[-2:]
+        group = groups.setdefault(f"{rows}x{columns}", [])
+        group.append(matrix.reshape(-1, rows, columns))
     joined = {name: jnp.concatenate(group) for name, group in groups.items()}
     sharded = {name: constrain(group, "matrices", None, None) for name, group in joined.items()}
     return {"matrices": sharded, "others": others}
@@ -305,12 +295,15 @@ def _ungrouped(
 ) -> PyTree[Array]:
     """The inverse of `_grouped`; `like` has the shapes of the result."""
     flat, offsets = dict(grouped["others"]), dict.fromkeys(grouped["matrices"], 0)
-    shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
-    for name, (count, rows, columns) in _matrices(like, axes).items():
-        group, offset = f"{rows}x{columns}", offsets[f"{rows}x{columns}"]
-        matrices = jax.lax.slice_in_dim(grouped["matrices"][group], offset, offset + count)
-        flat[name] = from_matrix(axes[name], matrices, shapes[name])
-        offsets[group] = offset + count
+    for name, leaf in flatten_dict(like, sep="/").items():
+        if name in flat:
+            continue
+        *layers, rows, columns = matrix_shape(axes[name], leaf.shape)
+        group, count = f"{rows}x{columns}", math.prod(layers)
+        end = offsets[group] + count
+        matrices = jax.lax.slice_in_dim(grouped["matrices"][group], offsets[group], end)
+        flat[name] = from_matrix(axes[name], matrices, leaf.shape)
+        offsets[group] = end
     return unflatten_dict(flat, sep="/")
 
 

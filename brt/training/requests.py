@@ -62,7 +62,9 @@ class Requests:
 
     def checkpoint(self) -> bool:
         """Returns True if the user requested a checkpoint; has to be called after every step."""
-        looks = self._is_time_to_look()
+        looks = time.monotonic() >= self._next_look
+        if looks:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
         if looks and not self._announced_stop and self._exists(STOP):
             self._announced_stop = True
             consequence = "the run stops after the next evaluation" if self._evaluates else _NEVER
@@ -91,9 +93,3 @@ class Requests:
     def _fulfil(self, name: str, message: str) -> None:
         (self._workdir.path / name).unlink(missing_ok=True)
         self._say(message)
-
-    def _is_time_to_look(self) -> bool:
-        if time.monotonic() < self._next_look:
-            return False
-        self._next_look = time.monotonic() + _LOOK_SECONDS
-        return True

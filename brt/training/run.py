@@ -401,16 +401,6 @@ def with_model(config: Config, weights: Weights) -> Config:
     return dataclasses.replace(config, **{section: model, "data": data})
 
 
-def _equal(value: Any, old: Any) -> bool:
-    """Returns True if two values of a setting are equal, floats up to the rounding to float32.
-
-    Weights that were converted from other formats have, for example, 9.9999997e-06 for 1e-05.
-    """
-    if isinstance(value, float) and isinstance(old, float):
-        return bool(np.float32(value) == np.float32(old))
-    return bool(value == old)
-
-
 def _merged(requested: Any, trained: Any, where: str) -> Any:
     return dataclasses.replace(trained, **_changes(requested, trained, where))
 
@@ -422,9 +412,12 @@ def _changes(requested: Any, trained: Any, where: str) -> dict[str, Any]:
     for name, setting in settings(section).items():
         value, default, old = (getattr(model, name) for model in (requested, defaults, trained))
         adaptable = setting.warm_start == "adaptable"
+        # Weights that were converted from other formats have, for example, 9.9999997e-06 for 1e-05.
+        floats = isinstance(value, float) and isinstance(old, float)
+        equal = np.float32(value) == np.float32(old) if floats else value == old
         if setting.warm_start == "own" or (adaptable and value != default):
             changes[name] = value
-        elif not adaptable and not (value == default or _equal(value, old)):
+        elif not adaptable and not (value == default or equal):
             own = f"{section.__name__}.{name}"
             raise ConfigError(
                 f"{public_name(own)} = {value!r}, but the weights of Training.init_from = "

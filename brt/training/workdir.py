@@ -58,6 +58,18 @@ def explain_write_errors(
         raise _unwritable(path, error) from error
 
 
+@contextlib.contextmanager
+def explain_lost_record(path: Path) -> Iterator[None]:
+    """Context that turns an OSError of a file which a run needs to go on into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror}; {durable.remedy(error)}, then run again to go "
+            "on from the newest checkpoint"
+        ) from error
+
+
 def _unwritable(path: Path, error: OSError) -> BrtError:
     if error.errno == errno.ELOOP:
         return ConfigError(
