@@ -40,26 +40,23 @@ class StepMetrics(NamedTuple):
 
 
 def _loss_and_gradients(
-    state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
+    params: PyTree[Array], inputs: LossInputs, config: Config
 ) -> tuple[Aux, PyTree[Array]]:
     """Computes the loss and the gradients of trained parameters, summed over microbatches."""
     loss = tasks.from_config(config).loss
-    trained, frozen = trainable.split(state.params, trainable.patterns(config))
+    trained, frozen = trainable.split(params, trainable.patterns(config))
 
-    def microbatch_gradients(
-        carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
-    ) -> tuple[Aux, PyTree[Array]]:
+    def microbatch_gradients(inputs: LossInputs) -> tuple[Aux, PyTree[Array]]:
         def summed_loss(trained: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
             params = layer_forms.stacked(trainable.merge(trained, frozen))
-            params = merged_params(config, params)
-            return loss(config, params, LossInputs(batch, key, carry, model_state))
+            return loss(config, merged_params(config, params), inputs)
 
         (_, aux), gradients = jax.value_and_grad(summed_loss, has_aux=True)(trained)
         return aux, gradients
 
     count = config.training.gradient_accumulation
     if count == 1:
-        return microbatch_gradients(carry, state.model_state, batch, key)
+        return microbatch_gradients(inputs)
 
     def split(x: Array) -> Array:
         # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...]. Microbatch i
@@ -70,14 +67,14 @@ def _loss_and_gradients(
     # The function is the body of the scan over microbatches. It adds nats, tokens and gradients.
     def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
         (model_state, *totals), (index, carry, part) = sums, microbatch
-        part_key = jax.random.fold_in(key, index)
-        aux, gradients = microbatch_gradients(carry, model_state, part, part_key)
+        part_key = jax.random.fold_in(inputs.key, index)
+        aux, gradients = microbatch_gradients(LossInputs(part, part_key, carry, model_state))
         totals = jax.tree.map(jnp.add, tuple(totals), (aux.nats, aux.count, gradients))
         return (aux.model_state, *totals), (aux.carry, aux.metrics)
 
     zero = jnp.zeros((), jnp.float32)
-    sums = state.model_state, zero, zero, jax.tree.map(jnp.zeros_like, trained)
-    parts = jnp.arange(count), jax.tree.map(split, carry), jax.tree.map(split, batch)
+    sums = inputs.model_state, zero, zero, jax.tree.map(jnp.zeros_like, trained)
+    parts = jnp.arange(count), jax.tree.map(split, inputs.carry), jax.tree.map(split, inputs.batch)
     (model_state, nats, tokens, gradients), (carries, metrics) = jax.lax.scan(
         add_microbatch, sums, parts
     )
@@ -86,10 +83,8 @@ def _loss_and_gradients(
 
 
 def _over_replicas(
-    state: TrainState,
-    carry: PyTree[Array],
-    batch: Any,
-    key: Array,
+    params: PyTree[Array],
+    inputs: LossInputs,
     config: Config,
     optimizer_shards: PyTree[PartitionSpec] | None,
 ) -> tuple[Aux, PyTree[Array]]:
@@ -99,19 +94,17 @@ def _over_replicas(
     partitioner to distribute the computation. `optimizer_shards` are specs of the gradients'
     shards; None if all replicas need all gradients.
     """
-    if replicas.count() == 1 or jax.tree.leaves(state.model_state):
+    if replicas.count() == 1 or jax.tree.leaves(inputs.model_state):
         if optimizer_shards is not None:
             # Each replica may hold only a shard of the parameters.
-            state = state._replace(params=rules.replicated(state.params))
-        return _loss_and_gradients(state, carry, batch, key, config)
+            params = rules.replicated(params)
+        return _loss_and_gradients(params, inputs, config)
 
     # A replica has its own rows of the batch. All results but the new carry are summed over the
     # replicas.
-    def summed_gradients(
-        params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array
-    ) -> tuple:
-        replica_state = state._replace(params=params)
-        aux, gradients = _loss_and_gradients(replica_state, carry, batch, key, config)
+    def summed_gradients(params: PyTree[Array], carry: PyTree[Array], *own: Any) -> tuple:
+        own_inputs = LossInputs(*own, carry, inputs.model_state)
+        aux, gradients = _loss_and_gradients(params, own_inputs, config)
         sums = aux.nats, aux.count, aux.metrics
         if optimizer_shards is None:
             *sums, gradients = replicas.psum((*sums, gradients))
@@ -122,13 +115,13 @@ def _over_replicas(
         return (nats, count, means, gradients), aux.carry
 
     replicated = PartitionSpec()
-    lanes = replicas.lane_specs(carry, tasks.from_config(config).carry_axes(config))
+    lanes = replicas.lane_specs(inputs.carry, tasks.from_config(config).carry_axes(config))
     (nats, count, metrics, gradients), carry = replicas.shard_map(
         summed_gradients,
         (replicated, lanes, replicas.LANES, replicated),
         ((replicated, replicated, replicated, optimizer_shards or replicated), lanes),
-    )(state.params, carry, batch, key)
-    return Aux(nats, count, carry, state.model_state, metrics), gradients
+    )(params, inputs.carry, inputs.batch, inputs.key)
+    return Aux(nats, count, carry, inputs.model_state, metrics), gradients
 
 
 def train_step(
@@ -156,10 +149,11 @@ def train_step(
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry, optimizer_shards = jax.lax.stop_gradient(state.carry), None
+    inputs = LossInputs(batch, key, carry, state.model_state)
     params, frozen = trainable.split(state.params, trainable.patterns(config))
     if replicas.shards_optimizer(config.optimizer):
         optimizer_shards = replicas.optimizer_shards(params, parameter_axes(config))
-    aux, gradients = _over_replicas(state, carry, batch, key, config, optimizer_shards)
+    aux, gradients = _over_replicas(state.params, inputs, config, optimizer_shards)
     with jax.named_scope("optimizer"):
         if optimizer_shards is not None:
             params, gradients = replicas.constrain(
