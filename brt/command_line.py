@@ -152,6 +152,11 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
     return resolved
 
 
+def changing(args: argparse.Namespace) -> Callable[[Config], Config]:
+    """Returns a function from a saved config to that config with the changes of the flags."""
+    return lambda saved: resolve(args, base=saved).config
+
+
 def described(config: Config, origins: Mapping[str, str]) -> str:
     from brt import tasks  # This import takes long, because it imports jax.
 

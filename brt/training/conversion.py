@@ -143,8 +143,7 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
                 raise CheckpointError(f"{directory} is in Hugging Face's format and has no steps")
             return _load(directory, change)
         files.check_is_model(directory)
-    workdir, found, config = saved_model.load_config(directory, step)
-    return saved_model.load(workdir, found, change(config))
+    return saved_model.open_run(directory, step, change)
 
 
 def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:

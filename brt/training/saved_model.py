@@ -9,7 +9,7 @@ unless the user names the setting in --allow_config_change.
 """
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +138,14 @@ def load_config(
         )
     checkpoint = find_checkpoint(run.checkpoints, step)
     return run, checkpoint, without_written_paths(config_from_json(checkpoint.meta["config"]))
+
+
+def open_run(
+    directory: str | Path, step: int | None, change: Callable[[Config], Config]
+) -> SavedModel:
+    """Loads the model of a run, with the changes that a user makes to its config; see `load`."""
+    workdir, checkpoint, config = load_config(Path(directory), step)
+    return load(workdir, checkpoint, change(config))
 
 
 def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
