@@ -11,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sharded_cases import CASES, STEPS, curve, with_optimizer, worst
 from tiny_runs import environment
 
 from brt import train
-from brt.config import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "launch/local/run_processes.py"
@@ -147,27 +145,6 @@ def test_two_processes_are_one_run_which_one_process_goes_on_with(
     assert sorted(p.name for p in (trainer.place / two).iterdir()) == sorted(
         p.name for p in (trainer.place / one).iterdir()
     )
-
-
-@pytest.mark.slow
-def test_two_processes_train_every_task_and_kind_of_layer_as_one_device(
-    trainer: Trainer, tmp_path: Path
-) -> None:
-    command = [sys.executable, str(Path(__file__).parent / "curves.py"), f"--place={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, str(LAUNCHER), "--devices_per_process=4", "--", *command],
-        env=trainer.environment, cwd=ROOT, text=True, capture_output=True, timeout=3000,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    found = {
-        row["case"]: row["nats"]
-        for row in map(json.loads, re.findall(r"^\[0\] (\{\"case.*)$", done.stdout, re.MULTILINE))
-    }
-    assert found.keys() == CASES.keys()
-    for name, nats in found.items():
-        (tmp_path / "alone" / name).mkdir(parents=True)
-        config = with_optimizer(CASES[name](tmp_path / "alone" / name), "adafactor", STEPS)
-        assert worst(nats, curve(config, Mesh(), STEPS)[0]) < TOLERANCE, name
 
 
 def _until(condition: Callable[[], object], seconds: float = 120) -> None:
