@@ -384,7 +384,7 @@ while sys.stdin.readline():  # each line is a new run; fork saves importing ever
 """
 
 
-@pytest.mark.slow  # The quick test_interruptions.py::test_kills_lose_nothing sends one kill.
+@pytest.mark.slow
 def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     last = 0

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from model_settings import changed
 
 from brt import evaluate, tasks
 from brt.checkpointing.writer import CheckpointWriter
@@ -156,22 +155,6 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
     with pytest.raises(CheckpointError, match="waited 1 minutes .*/run, which does not exist yet"):
         following.wait_for_config(tmp_path / "run", waiter)
     assert now == [60]
-
-
-# The first test of this file covers the same code with less work.
-@pytest.mark.slow
-def test_a_run_that_goes_on_further_is_followed_further(followed: Followed) -> None:
-    saved = workdirs.saved_config(followed.workdir.path)
-    longer, shorter = (changed(saved, training={"steps": steps}) for steps in (30, 20))
-    workdirs.write_json(followed.workdir.config_json, config_json(shorter))
-    followed.add(10)
-
-    def restart() -> None:
-        workdirs.write_json(followed.workdir.config_json, config_json(longer))
-        followed.add(20)
-
-    followed.events = [restart, lambda: followed.add(30)]
-    assert followed.reports() == STEPS
 
 
 def test_nothing_is_read_where_no_report_can_be_written(
