@@ -462,14 +462,17 @@ class AgreedRequest:
         self._lost: PeerError | None = None
         self._over = False
         self._thread = threading.Thread(target=self._watch, name=f"agreement: {name}", daemon=True)
-        self._thread.start()
+        if several():
+            self._thread.start()
 
     def reason_if_due(self) -> str | None:
         """Returns the reason of the request if this process must carry it out now; otherwise None.
 
         All processes must call the method equally often. PeerError is raised if one does not
-        answer.
+        answer. A process that is the only one carries out requests at once.
         """
+        if not self._thread.ident:
+            return self._requester()
         with self._lock:
             waits = self._frozen
             if not waits:
@@ -495,7 +498,8 @@ class AgreedRequest:
         self._done.set()
         # Python aborts if it exits while a thread is inside the code of the key-value service (see
         # `runtime.leave`).
-        runtime.join(self._thread)
+        if self._thread.ident:
+            runtime.join(self._thread)
 
     def _watch(self) -> None:
         number = 0

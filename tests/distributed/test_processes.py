@@ -236,6 +236,7 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
 ) -> None:
     service = Service()
     monkeypatch.setattr(processes, "service", lambda: service)
+    monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(processes, "gather", Gather())
     files: set[str] = {"checkpoint_now"}
     first: Callable[[], str | None] = lambda: "a file" if files else None  # noqa: E731
@@ -278,6 +279,7 @@ def test_who_asks_when_another_one_is_gone_hears_it_at_the_next_look_if_there_is
 
     service = Service()
     monkeypatch.setattr(processes, "service", lambda: service)
+    monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(processes, "gather", alone)
     failures: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
@@ -299,6 +301,7 @@ def test_no_thread_is_within_the_service_when_python_ends(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(service, "blocking_key_value_get", slow)
     monkeypatch.setattr(processes, "service", lambda: service)
+    monkeypatch.setattr(processes, "several", lambda: True)
     process = processes.AgreedRequest("end", lambda: None, lambda reason: None)
     within.wait(10)
     process.close()
