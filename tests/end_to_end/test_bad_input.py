@@ -93,14 +93,6 @@ def test_what_a_resumed_run_must_not_change(
     assert reader.steps(resumed / "checkpoints") == [16, 20, 24], "nothing is lost"
 
 
-def test_a_resumed_run_may_change_the_learning_rate_but_says_so(
-    resumed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [f"--workdir={resumed}", "--gin.Optimizer.learning_rate=0.5"]
-    train.main(train.parser().parse_args(flags))
-    assert "Optimizer.learning_rate: 0.01 -> 0.5" in capsys.readouterr().err
-
-
 def test_another_tokenizer_than_the_model_knows(refused: Callable[..., str], trained: Path) -> None:
     other = "Data.tokenizer = 'train:300'"
     assert "Model.vocab_size" in refused(ConfigError, other, workdir=trained)

@@ -153,14 +153,3 @@ def test_text_and_json_are_replaced_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.gin", "config.json"]
     with pytest.raises(ConfigError, match="cannot write to .*gone/x: No such file"):
         workdir.write_text(tmp_path / "gone/x", "")
-
-
-def test_where_there_is_no_room_the_same_command_will_do_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, content: bytes, *, below: Path | None) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(durable, "write", full)
-    with pytest.raises(CheckpointError, match="cannot write to .*x: No space left .*; make room"):
-        workdir.write_text(tmp_path / "x", "")
