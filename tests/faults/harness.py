@@ -28,7 +28,7 @@ LAUNCHER = ROOT / "launch/local/run_processes.py"
 STRUCK = Path(__file__).with_name("struck.py")
 STEPS, SAVES = 8, 2
 TASKS: dict[str, Callable[[Path], Config]] = {
-    "language": lambda place: documents(place, {"Recurrence.layers": (0,)}, layers=1),
+    "language": lambda place: documents(place, {"Recurrence.layers": (0,), "layers": 1}),
     "masked": CASES["masked"],
     "summaries": CASES["t5"],
     "sentences": CASES["classification"],
