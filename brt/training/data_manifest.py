@@ -100,36 +100,24 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-class OwnTokenizer(NamedTuple):
-    """The copy of the tokenizer in a run directory."""
+def with_own_tokenizer(config: Config, workdir: Workdir, checkpoint: VerifiedCheckpoint) -> Config:
+    """Returns the config of a resumed run that names its copy of a tokenizer, if it named a file.
 
-    setting: str  # Data.tokenizer in the config of the run's checkpoint
-    file: Path  # the copy
-
-    def applied(self, config: Config) -> Config:
-        """Returns a config that names the copy instead of the original file, which may be gone."""
-        name = tasks.from_config(config).data
-        section = getattr(config, name)
-        if section.tokenizer != self.setting:
-            return config
-        with contextlib.suppress(OSError):
-            if untrusted.read_file(self.setting) != self.file.read_bytes():
-                warn_on_stderr(
-                    f"{self.setting} has changed since the run began; its copy {self.file} is used"
-                )
-        section = dataclasses.replace(section, tokenizer=str(self.file))
-        return dataclasses.replace(config, **{name: section})
-
-
-def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokenizer | None:
-    """Returns the copy of the tokenizer in a run directory; None if the config names no file."""
-    config = config_from_json(checkpoint.meta["config"])
-    task = tasks.from_config(config)
-    setting, file = getattr(getattr(config, task.data), "tokenizer", ""), tokenizer_file(workdir)
+    The original file may be gone.
+    """
+    saved = config_from_json(checkpoint.meta["config"])
+    task, name = tasks.from_config(saved), tasks.from_config(config).data
+    setting = getattr(getattr(saved, task.data), "tokenizer", "")
+    section, file = getattr(config, name), tokenizer_file(workdir)
     if file is None or not setting.endswith((".model", ".json")):
-        return None
+        return config
     read_tokenizer(workdir, task, checkpoint.meta["tokenizer"])
-    return OwnTokenizer(setting, file)
+    if section.tokenizer != setting:
+        return config
+    with contextlib.suppress(OSError):
+        if untrusted.read_file(setting) != file.read_bytes():
+            warn_on_stderr(f"{setting} has changed since the run began; its copy {file} is used")
+    return dataclasses.replace(config, **{name: dataclasses.replace(section, tokenizer=str(file))})
 
 
 def tokenizer_file(workdir: Workdir) -> Path | None:

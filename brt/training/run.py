@@ -36,7 +36,6 @@ from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights, with_steps
 from brt.training import data_manifest, layer_forms, replicas, saved_model, trainable
 from brt.training import optimizer as optimizers
-from brt.training.data_manifest import OwnTokenizer
 from brt.training.layerwise import Stepper
 from brt.training.state import TrainState, initial_params, parameter_axes, state_shardings
 from brt.training.step import StepMetrics, train_step
@@ -78,8 +77,7 @@ def build(
     """
     user_cache.share_compiled_programs()
     weights = find_weights(config, resumed and resumed[1])
-    own_tokenizer = data_manifest.own_tokenizer(*resumed) if resumed else None
-    config, dataset, reader = prepare(config, weights, own_tokenizer, progress)
+    config, dataset, reader = prepare(config, weights, resumed, progress)
     shapes = compute_shapes(config)
     return Run(config, tasks.from_config(config), dataset, reader, weights, *shapes)
 
@@ -122,19 +120,19 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
 def prepare(
     config: Config,
     weights: Weights | None = None,
-    own_tokenizer: OwnTokenizer | None = None,
+    resumed: tuple[Workdir, VerifiedCheckpoint] | None = None,
     progress: bool = True,
 ) -> tuple[Config, Dataset, Reader]:
     """Opens the data of a run, which are tokenized and stored first if necessary.
 
-    `own_tokenizer` is a resumed run's copy of its tokenizer. The returned config has the sizes that
-    depend on the data, and the reader reads the training batches.
+    `resumed` is as in `build`. The returned config has the sizes that depend on the data, and the
+    reader reads the training batches.
     """
     task = tasks.from_config(config)
     if weights:
         config = with_model(config, weights)
     tasks.check(config)
-    named = own_tokenizer.applied(config) if own_tokenizer else config
+    named = data_manifest.with_own_tokenizer(config, *resumed) if resumed else config
     dataset = task.open(named, progress=progress)
     if weights:
         config = task.with_weights(config, weights, dataset.tokenizer)
