@@ -79,21 +79,13 @@ absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 
 
 class VerifiedCheckpoint(NamedTuple):
-    """A checkpoint whose checksums are right; its arrays have not been read."""
+    """A checkpoint whose checksums are right."""
 
     step: int  # number of completed training steps, the name of the checkpoint
     meta: dict[str, Any]  # the content of meta.json
     problems: list[str]  # a sentence about each newer checkpoint that was not taken, as damaged
     requested: int | None = None  # the step that `find` was asked for; None for the newest
-
-
-class Restored(NamedTuple):
-    """A checkpoint with its arrays; see `VerifiedCheckpoint`."""
-
-    step: int
-    state: Any  # pytree of arrays
-    meta: dict[str, Any]
-    problems: list[str]
+    state: Any = None  # pytree of its arrays, which `restore` reads
 
 
 # In the functions below, `directory` is the directory `checkpoints` of a run.
@@ -235,7 +227,7 @@ def restore(
     *,
     checkpoint: VerifiedCheckpoint | None = None,
     partial: bool = False,
-) -> Restored:
+) -> VerifiedCheckpoint:
     """Reads a checkpoint with its arrays, which are restored bit by bit.
 
     Args:
@@ -283,7 +275,7 @@ def restore(
                 f"{where} cannot be used: NaN or infinity is in {join(bad)}; choose another"
             )
         state = jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
-        return Restored(checkpoint.step, state, meta, checkpoint.problems)
+        return checkpoint._replace(state=state)
 
 
 def _has_content(path: Path) -> bool:
