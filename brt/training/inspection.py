@@ -48,7 +48,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
         # A trainer may have removed checkpoints since they were listed.
         remaining = reader.present(directory)
         checkpoints = [entry for entry in checkpoints if entry["step"] in remaining]
-        if remaining and not checkpoints:
+        if remaining and not checkpoints and step is None:
             raise CheckpointError(f"all checkpoints of {directory} were replaced meanwhile")
         steps = [entry["step"] for entry in checkpoints]
         intact = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
