@@ -260,7 +260,9 @@ class CompiledStep:
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._limited = skips_spikes(run.config)
-        self._forms = layer_forms.LayerForms(run.config, run.state_shapes, run.mesh)
+        # `stacked` gives a train state of either form stacks of layers, and donates its memory.
+        forms = layer_forms.conversions(run.config, run.state_shapes, run.mesh)
+        self._for_step, self.stacked = forms
         self._compiled: dict[tuple, Any] = {}
 
     def prepare(self, batch: Any) -> None:
@@ -286,13 +288,9 @@ class CompiledStep:
         `skips_spikes`).
         """
         self.prepare(batch)
-        state = self._forms.for_step(state)
+        state = self._for_step(state)
         limits = (put_scalar(self._run, np.float32(limit)),) if self._limited else ()
         return self._compiled[_shape(batch)](*step_inputs(state), batch, self._key, *limits)
-
-    def stacked(self, state: TrainState) -> TrainState:
-        """Returns a train state of either form with stacks of layers, and donates its memory."""
-        return self._forms.stacked(state)
 
 
 def compiled_step(run: Run) -> CompiledStep:

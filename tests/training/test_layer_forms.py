@@ -100,15 +100,15 @@ def test_steps_with_separate_layers_equal_those_with_stacks(
 @pytest.mark.slow
 def test_a_conversion_to_lists_and_back_changes_no_number(separates: None, data: Data) -> None:
     run = runs.build(changed(CONFIG, data=data), progress=False)
-    forms = layer_forms.LayerForms(run.config, run.state_shapes, run.mesh)
+    for_step, stacked = layer_forms.conversions(run.config, run.state_shapes, run.mesh)
     state = runs.new_state(run)
     expected = jax.device_get(state)
-    lists = forms.for_step(state)
+    lists = for_step(state)
     assert len(lists.params["stack"]["window_0"]["tokens"]["queries"]) == 1
     assert state.params["stack"]["window_0"]["tokens"]["queries"].is_deleted()
-    assert forms.for_step(lists) is lists
-    stacks = forms.stacked(lists)
-    assert forms.stacked(stacks) is stacks
+    assert for_step(lists) is lists
+    stacks = stacked(lists)
+    assert stacked(stacks) is stacks
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(stacks), expected)
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), run.state_shapes)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), stacks) == shapes
