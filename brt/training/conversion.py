@@ -4,9 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, PyTree
-
 from brt import tasks
 from brt.checkpointing import reader
 from brt.checkpointing.reader import warn_on_stderr
@@ -54,21 +51,14 @@ def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> Ex
     model = saved_model.load_unmerged(workdir, checkpoint, config)
     with model.on_devices():
         merged = merged_params(config, model.params)
-    trained = _trained(model.params, config) if adapter else {}
+    trained, _ = trainable.split(model.params, trainable.patterns(config))
+    whole, factors = trainable.split_adapters(trained)
+    trained = trainable.merge(factors, whole) if adapter else {}
     return task.export(
         ExportSource(
             directory, config, merged, lambda: saved_model.tokenizer(model), plain, trained
         )
     )
-
-
-def _trained(params: PyTree[Array], config: Config) -> PyTree[Array]:
-    """Returns the factors of adapters, and the parameters that Training.trainable names."""
-    model, factors = trainable.split_adapters(params)
-    patterns = config.training.trainable
-    flat = flatten_dict(model, sep="/").items()
-    whole = {path: x for path, x in flat if trainable.matches(path, patterns)}
-    return unflatten_dict({**flatten_dict(factors, sep="/"), **whole}, sep="/")
 
 
 def _no_adapters(directory: Path) -> ConfigError:
