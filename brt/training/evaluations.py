@@ -199,6 +199,7 @@ def evaluate(
     reading = display(evaluator.total, f"reading {split}", evaluator.unit)
     with reading as update, model.on_devices():
         result = evaluator(model.variables, Control(progress=update))
+    assert result, "nothing stops it"
     metrics = tasks.from_config(model.config).select_metrics(result.metrics)
     name, value = next(iter(metrics.items()))
     if not math.isfinite(value):

@@ -140,7 +140,7 @@ def _conversion(
 
     It is compiled at its first call, and does nothing to a state that has this form.
     """
-    structure = jax.tree.structure(result.params)
+    structure: Any = jax.tree.structure(result.params)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, result)
     of_params = jax.jit(params, out_shardings=shardings.params, donate_argnums=0)
     of_optimizer = jax.jit(optimizer, out_shardings=shardings.optimizer, donate_argnums=0)

@@ -102,9 +102,11 @@ def _over_replicas(
 
     # A replica has its own rows of the batch. All results but the new carry are summed over the
     # replicas.
-    def summed_gradients(params: PyTree[Array], carry: PyTree[Array], *own: Any) -> tuple:
-        own_inputs = LossInputs(*own, carry, inputs.model_state)
-        aux, gradients = _loss_and_gradients(params, own_inputs, config)
+    def summed_gradients(
+        params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array
+    ) -> tuple:
+        own = inputs._replace(batch=batch, key=key, carry=carry)
+        aux, gradients = _loss_and_gradients(params, own, config)
         sums = aux.nats, aux.count, aux.metrics
         if optimizer_shards is None:
             *sums, gradients = replicas.psum((*sums, gradients))
