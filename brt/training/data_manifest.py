@@ -161,12 +161,12 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
         "gone": old.keys() - new.keys(),
         "changed": {name for name in new.keys() & old.keys() if new[name] != old[name]},
     }
-    listed = "; ".join(
+    shown = "; ".join(
         f"{kind}: {listed(sorted(names), _SHOWN)}" for kind, names in changes.items() if names
     )
     raise DataError(
         f"the training data are not those that {workdir.path} was trained on "
-        f"({listed or 'they are split or tokenized otherwise'}); restore them, or train in another "
+        f"({shown or 'they are split or tokenized otherwise'}); restore them, or train in another "
         "--workdir"
     )
 
