@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array
 
 from brt import tasks, tree_utils, user_cache
@@ -105,7 +106,8 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     name = config.kernels.adafactor
     optimizer = optimizers.build(config.optimizer, config.training.steps, axes, name)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
-    trainable.check(shapes.params, config.training.trainable)
+    paths, kind = list(flatten_dict(shapes.params, sep="/")), "parameters of the model"
+    trainable.check_patterns("Training.trainable", config.training.trainable, paths, kind)
     optimizers.check_rates(
         trainable.split(shapes.params, trainable.patterns(config))[0], config.optimizer
     )

@@ -170,9 +170,3 @@ def merge(trained: PyTree, frozen: PyTree) -> PyTree:
         return trained
     flat = flatten_dict(trained, sep="/") | flatten_dict(frozen, sep="/")
     return unflatten_dict(flat, sep="/")
-
-
-def check(params: PyTree, patterns: Sequence[str]) -> None:
-    """Raises ConfigError if a pattern of Training.trainable matches no parameter."""
-    paths = list(flatten_dict(params, sep="/"))
-    check_patterns("Training.trainable", patterns, paths, "parameters of the model")

@@ -1,9 +1,15 @@
+"""Tests runs as they are built from a config: parameters, steps, and what may change."""
+
 import functools
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import changed, with_settings
@@ -14,9 +20,12 @@ from brt.config import Config, Kernels, Model, Optimizer, Training
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
+from brt.layers.sections import Recurrence
 from brt.training import run as runs
+from brt.training.layerwise import as_matrix, from_matrix, matrix_names, matrix_shape
 from brt.training.run import Run
 from brt.training.saved_model import check_resumable
+from brt.training.state import initial_params
 
 TOLERANCE = 1e-5  # absolute tolerance of float32 values, which have magnitude 1
 STEPS = 3
@@ -117,3 +126,45 @@ def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
         check_resumable(CONFIG, changed(CONFIG, training={"seed": 1}))
     other = changed(CONFIG, model=with_settings(CONFIG.model, {"Window.cache": False}))
     assert check_resumable(CONFIG, other, ("Window.cache",)) == ["Window.cache: True -> False"]
+
+
+GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"
+
+
+def test_parameters_have_their_names_shapes_and_axes() -> None:
+    """Compares the names in checkpoints with a golden file; UPDATE_GOLDEN=1 rewrites it."""
+    model = Model(
+        layers=4,
+        model_dim=16,
+        heads=2,
+        head_dim=4,
+        mlp_dim=24,
+        window=4,
+        vocab_size=32,
+        kinds=(Recurrence(layers=(1,), states=6, gate="lstm", gate_layout="dual"),),
+    )
+    shapes = jax.eval_shape(lambda: initial_params(Config(model=model)))
+    leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    found = {
+        "/".join(key.key for key in path): {
+            "shape": list(leaf.value.shape),
+            "axes": list(leaf.names),
+        }
+        for path, leaf in leaves
+    }
+    if os.environ.get("UPDATE_GOLDEN"):
+        rows = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found.items()))
+        GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    assert found == json.loads(GOLDEN.read_text())
+
+
+def test_kernels_of_keys_are_matrices_like_those_of_queries() -> None:
+    """Otherwise optimizers would not treat the keys of grouped queries as matrices."""
+    shape = (3, 16, 2, 4)
+    queries = "layers", "embed", "heads", "head_dim"
+    keys = "layers", "embed", "kv_heads", "head_dim"
+    assert matrix_shape(keys, shape) == matrix_shape(queries, shape) == (3, 16, 8)
+    assert matrix_names(keys) == ("layers", "embed", "kv_heads")
+    x = jnp.arange(384).reshape(shape)
+    np.testing.assert_array_equal(as_matrix(keys, x), as_matrix(queries, x))
+    np.testing.assert_array_equal(from_matrix(keys, as_matrix(keys, x), shape), x)
