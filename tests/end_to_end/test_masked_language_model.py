@@ -22,21 +22,15 @@ Attention.top_k = 8
 
 
 @pytest.fixture(scope="module")
-def gin(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a config of a masked language model with the data of the other tests."""
-    path = tmp_path_factory.mktemp("masked") / "masked.gin"
+def workdir(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains the model on the data of the other tests, and returns the run's directory."""
+    place = tmp_path_factory.mktemp("masked")
     data = [line for line in commands.config.read_text().splitlines() if line.startswith("Data.")]
-    path.write_text("\n".join([CONFIG, *data, ""]))
-    return path
-
-
-@pytest.fixture(scope="module")
-def workdir(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains the model and returns the run's directory."""
-    path = tmp_path_factory.mktemp("runs") / "masked"
-    done = commands.run("train", f"--gin_file={gin}", f"--workdir={path}")
+    (place / "masked.gin").write_text("\n".join([CONFIG, *data, ""]))
+    flags = f"--gin_file={place / 'masked.gin'}", f"--workdir={place / 'run'}"
+    done = commands.run("train", *flags)
     assert "bits per masked token (entropy of single tokens: 3." in done.out
-    return path
+    return place / "run"
 
 
 def test_training_leaves_figures_a_sample_and_plots(workdir: Path) -> None:

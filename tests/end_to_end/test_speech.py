@@ -31,24 +31,18 @@ Evaluation.batch_size = 3
 
 
 @pytest.fixture(scope="module")
-def gin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("speech") / "speech.gin"
-    path.write_text(CONFIG)
-    return path
-
-
-@pytest.fixture(scope="module")
-def recogniser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recogniser(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the directory of a run that was stopped by a signal and then resumed."""
-    workdir = tmp_path_factory.mktemp("recogniser")
+    place = tmp_path_factory.mktemp("recogniser")
+    (place / "speech.gin").write_text(CONFIG)
     stop = "hook('brt.training.run.put', 5, send(signal.SIGTERM))"
-    flags = f"--gin_file={gin}", f"--workdir={workdir}"
+    flags = f"--gin_file={place / 'speech.gin'}", f"--workdir={place / 'run'}"
     commands.run("train", *flags, hook=stop, code=75)
     done = commands.run("train", *flags)
     assert "resuming" in done.err and "improved_clustered" in done.out
     table = [line.split()[0] for line in done.out.splitlines() if line.count("%") == 2]
     assert table == ["improved_clustered", "full"], "both attentions, the same weights"
-    return workdir
+    return place / "run"
 
 
 def test_training_leaves_figures_and_a_transcript(recogniser: Path) -> None:
