@@ -199,8 +199,8 @@ def start(launch: Launch) -> None:
             f"--coordinator_address={address} can be reached only from its own host, but the "
             f"processes are on {', '.join(sorted(set(_hosts)))}; name process 0's host"
         )
-    global _heartbeat
-    _heartbeat = Heartbeat(service(), jax.process_index(), jax.process_count(), peer)
+    global heartbeat
+    heartbeat = Heartbeat(service(), jax.process_index(), jax.process_count(), peer)
 
 
 def _check(launch: Launch) -> None:
@@ -270,7 +270,7 @@ def service() -> Any:
     return distributed.global_state.client
 
 
-_heartbeat: Heartbeat | None = None
+heartbeat: Heartbeat | None = None  # None for a single process
 _rounds: dict[str, int] = {}
 _hosts: list[str] = []
 
@@ -323,20 +323,6 @@ def announce_end(reason: str) -> None:
         # Errors are ignored: if the key-value service is gone, other processes cannot be told.
         with contextlib.suppress(Exception):
             service().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
-
-
-def report_activity(doing: Callable[[], str]) -> None:
-    """Registers a function that returns the current activity, such as "stepping after step 3".
-
-    Other processes report the last known activity if this process's heartbeat stops.
-    """
-    if _heartbeat:
-        _heartbeat.doing = doing
-
-
-def last_activities() -> list[str]:
-    """Returns the last known activities of the other processes; see `Heartbeat`."""
-    return _heartbeat.last_activities() if _heartbeat else []
 
 
 def wait_for_all(name: str) -> None:
@@ -432,8 +418,8 @@ def explain_peer_errors() -> Iterator[None]:
                 ) from error
         raise
     finally:
-        if _heartbeat:
-            _heartbeat.close()
+        if heartbeat:
+            heartbeat.close()
             _leave()
 
 

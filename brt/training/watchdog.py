@@ -94,7 +94,8 @@ def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[
     `seconds` is Training.watchdog_seconds: the limit of `watching`.
     """
     index = str(jax.process_index())
-    processes.report_activity(lambda: _described(phases.now))
+    if processes.heartbeat:
+        processes.heartbeat.doing = lambda: _described(phases.now)
     with (
         write_regularly(workdir.heartbeat / f"{index}.json", phases),
         watching(phases, float(seconds), workdir.heartbeat / f"{index}.stacks.txt"),
@@ -156,7 +157,8 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
         with durable.open_file(stacks, "w", below=stacks.parent.parent) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         where += f" and in {stacks}"
-    others = "".join(f"; {words}" for words in processes.last_activities())
+    beats = processes.heartbeat
+    others = "".join(f"; {words}" for words in beats.last_activities()) if beats else ""
     output.say(
         f"brt: {reason}{others}; {where}; run the same command again to go on from the newest "
         "checkpoint (Training.watchdog_seconds is the limit)"
