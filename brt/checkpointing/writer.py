@@ -135,7 +135,10 @@ class CheckpointWriter:
             self._place: int | None = os.open(directory, flags)
             if processes.is_first():
                 _clean(directory)
-                _note_newest(directory)
+                newest = max(steps(directory), default=-1)
+                # A run may have ended between saving a step and writing the file.
+                if newest > (-1 if (last := last_saved(directory)) is None else last):
+                    durable.write(directory.parent / LAST, f"{newest}\n".encode())
         except OSError as error:
             raise CheckpointError(
                 f"cannot write checkpoints to {directory}: {error.strerror}; see to the disk, or "
@@ -387,10 +390,3 @@ def _clean(directory: Path) -> None:
             _commit(path)
         else:
             _delete(path)
-
-
-def _note_newest(directory: Path) -> None:
-    """Updates last_checkpoint.txt if a run ended between saving a step and writing the file."""
-    newest = max(steps(directory), default=None)
-    if newest is not None and newest > (last_saved(directory) or -1):
-        durable.write(directory.parent / LAST, f"{newest}\n".encode())

@@ -116,23 +116,18 @@ def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object
     after a minute. `text` is the name of the work, such as "reading test", and `unit` the unit of
     `total`; large numbers of "tok" (tokens) are abbreviated on terminals.
     """
-    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
-        yield bar.update if not bar.disable else _lines(total, text, unit)
-
-
-def _lines(total: int, text: str, unit: str) -> Callable[[int], None]:
-    """Returns a function that prints a line if the last one is `LINE_SECONDS` old."""
     done, last = 0, time.monotonic()
-    name = {"tok": "tokens"}.get(unit, unit)
 
-    def update(amount: int) -> None:
+    def say_regularly(amount: int) -> None:
         nonlocal done, last
         done += amount
         if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
+            name = "tokens" if unit == "tok" else unit
             output.say(f"{text}: {done:,} of {total:,} {name}")
 
-    return update
+    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
+        yield say_regularly if bar.disable else bar.update
 
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -15,7 +15,7 @@ list with an array for each layer takes the place of a stack.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -197,15 +197,14 @@ def updated(
     states, rest = {}, []
     for group in groups:
         layers, state, found = zip(*map(update, group.layers()), strict=True)
-        separate = isinstance(group.state, list)
-        arrays |= _lists(layers) if separate else layers[0]
-        states[group.depth] = list(state) if separate else state[0]
+        if isinstance(group.state, list):
+            arrays |= {name: [layer[name] for layer in layers] for name in layers[0]}
+            states[group.depth] = list(state)
+        else:
+            arrays |= layers[0]
+            states[group.depth] = state[0]
         rest.append(found)
     return joined(arrays, like, axes), LayerwiseState(states.pop(""), states), rest
-
-
-def _lists(layers: Sequence[Group]) -> Group:
-    return {name: [layer[name] for layer in layers] for name in layers[0]}
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:

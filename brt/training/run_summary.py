@@ -136,7 +136,10 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     lines += changes(workdir)
     splits = data_manifest.describe_splits(data_manifest.read(workdir).splits)
     data = ["", "What it read:", *(f"  {line}" for line in splits)] if splits else []
-    return "\n".join([*_held_out_report(run, workdir), *lines, *data, *_places(run, workdir)])
+    if run.task.shows_examples:
+        path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
+        lines[:0] = [untrusted.read_file(path).decode()] if path.exists() else []
+    return "\n".join([*lines, *data, *_places(run, workdir)])
 
 
 def changes(workdir: Workdir) -> list[str]:
@@ -188,9 +191,3 @@ def _next_steps(run: Run, path: str) -> list[str]:
 
 def _has_content(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def _held_out_report(run: Run, workdir: Workdir) -> list[str]:
-    """Returns [text of the last evaluation] if the task shows examples, otherwise []."""
-    path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
-    return [untrusted.read_file(path).decode()] if run.task.shows_examples and path.exists() else []

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -358,7 +359,11 @@ def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
         stack.enter_context(workdirs.lock(workdir, reader.warn_on_stderr))
     if processes.several():
         processes.check_shared(workdir.path)
-    return workdir if processes.is_first() else stack.enter_context(workdirs.shadow(workdir))
+    if processes.is_first():
+        return workdir
+    own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brt-")))
+    workdirs.create(own)
+    return Workdir(own, workdir.path)
 
 
 def _find_again(

@@ -242,14 +242,6 @@ def _directories(workdir: Workdir) -> tuple[Path, ...]:
     return w.tokenizer, w.tensorboard, w.samples, w.evaluations, w.plots
 
 
-@contextlib.contextmanager
-def shadow(workdir: Workdir) -> Iterator[Workdir]:
-    """Context that yields a temporary workdir with the checkpoints and heartbeats of a real one."""
-    with tempfile.TemporaryDirectory(prefix="brt-") as directory:
-        create(Path(directory))
-        yield Workdir(Path(directory), workdir.path)
-
-
 def saved_config(path: Path | str) -> Config | None:
     """Returns the config of the run in a directory; None if it contains no run."""
     file = Workdir(Path(path)).config_json
