@@ -45,7 +45,6 @@ class _Parser(argparse.ArgumentParser):
         return namespace
 
     def error(self, message: str) -> NoReturn:
-        """Raises a ConfigError with the message, where argparse would end the process."""
         raise ConfigError(f"{message} (--help lists the flags)")
 
     def _unknown(self, argument: str) -> str:
@@ -153,8 +152,12 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
     return resolved
 
 
+def changing(args: argparse.Namespace) -> Callable[[Config], Config]:
+    """Returns a function from a saved config to that config with the changes of the flags."""
+    return lambda saved: resolve(args, base=saved).config
+
+
 def described(config: Config, origins: Mapping[str, str]) -> str:
-    """Returns what --print_config prints: settings with their origins and documentation."""
     from brt import tasks  # This import takes long, because it imports jax.
 
     return annotated_text(config, origins, without=tasks.unread_sections(config))

@@ -27,14 +27,9 @@ def main(args: argparse.Namespace) -> None:
     from brt.training import evaluations, saved_model
 
     with processes.explain_peer_errors():
-        workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
-        config = command_line.resolve(args, base=config).config
-        model = saved_model.load(workdir, checkpoint, config)
-        other = None
-        if args.compare:
-            their_workdir, checkpoint, config = saved_model.load_config(Path(args.compare))
-            config = command_line.resolve(args, base=config).config
-            other = saved_model.load(their_workdir, checkpoint, config)
+        change = command_line.changing(args)
+        model = saved_model.open_run(args.workdir, args.step, change)
+        other = saved_model.open_run(args.compare, None, change) if args.compare else None
         evaluated = evaluations.evaluate(
             model, args.split, args.ablate,
             lambda result: output.show(result.text),

@@ -33,9 +33,8 @@ def main(args: argparse.Namespace) -> None:
     from brt import api
     from brt.training import saved_model
 
-    workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
-    config = command_line.resolve(args, base=config).config
-    model = api.Model(saved_model.load(workdir, checkpoint, config))
+    change = command_line.changing(args)
+    model = api.Model(saved_model.open_run(args.workdir, args.step, change))
     with command_line.errors_naming({f"{name}=": f"--{name}=" for name in HOW}):
         if (args.load_state or args.save_state) and not model.continues:
             raise ConfigError(

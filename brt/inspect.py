@@ -58,9 +58,7 @@ def _probe(args: argparse.Namespace) -> None:
 
     if args.tokens is not None and args.tokens < 0:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
-    workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
-    config = command_line.resolve(args, base=config).config
-    model = saved_model.load(workdir, checkpoint, config)
+    model = saved_model.open_run(args.workdir, args.step, command_line.changing(args))
     results = evaluations.inspect(model, args.split or "validation", args.tokens, output.show)
     if args.json:
         command_line.write_json(args.json, results, args.workdir)

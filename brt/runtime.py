@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +40,9 @@ _COMPILERS = {
     "jax_cuda13_plugin": _NVIDIA,
 }
 _hanging: list[threading.Thread] = []
+# A thread may hang in code of a library, or of a file system. Code that waits for its end waits at
+# most this many seconds.
+JOIN_SECONDS = 5.0
 
 
 def use_huge_pages() -> None:
@@ -154,7 +158,35 @@ def use_cpu_without_accelerator(devices: Path = Path("/dev")) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def join(thread: threading.Thread, seconds: int | float) -> None:
+@contextlib.contextmanager
+def repeating(
+    work: Callable[[], object], seconds: float, name: str, at_end: Callable[[], object] = bool
+) -> Iterator[Callable[[], None]]:
+    """Context in which a daemon thread calls `work` every so many seconds, and `at_end` at the end.
+
+    Yields a function that makes the thread call `work` at once. Calls may hang, so the end of the
+    context waits for the thread for at most JOIN_SECONDS.
+    """
+    over, due = threading.Event(), threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            work()
+            due.wait(seconds)
+            due.clear()
+        at_end()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield due.set
+    finally:
+        over.set()
+        due.set()
+        join(thread)
+
+
+def join(thread: threading.Thread, seconds: float = JOIN_SECONDS) -> None:
     """Waits for a daemon thread, or remembers it for `leave` after this number of seconds."""
     thread.join(seconds)
     if thread.is_alive():

@@ -16,7 +16,6 @@ from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, 
 from brt.config.names import declaration, field_types, fields_of, section_types
 from brt.config.shared import public_name
 from brt.errors import ConfigError
-from brt.training.saved_model import may_change
 
 GOLDEN = Path(__file__).parent / "data" / "settings.json"
 
@@ -104,7 +103,7 @@ def test_fields_mean_what_they_meant() -> None:
 def test_all_that_belongs_to_weights_stays_in_a_resumed_run() -> None:
     for section, kind in section_types().items():
         for name, setting in settings(kind).items():
-            assert may_change(public_name(f"{section}.{name}")) == setting.resume
+            assert declaration(public_name(f"{section}.{name}")).resume == setting.resume
             assert setting.warm_start == "own" or not setting.resume, f"{section}.{name}"
 
 

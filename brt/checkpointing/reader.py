@@ -79,21 +79,13 @@ absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 
 
 class VerifiedCheckpoint(NamedTuple):
-    """A checkpoint whose checksums are right; its arrays have not been read."""
+    """A checkpoint whose checksums are right."""
 
     step: int  # number of completed training steps, the name of the checkpoint
     meta: dict[str, Any]  # the content of meta.json
     problems: list[str]  # a sentence about each newer checkpoint that was not taken, as damaged
     requested: int | None = None  # the step that `find` was asked for; None for the newest
-
-
-class Restored(NamedTuple):
-    """A checkpoint with its arrays; the other fields are those of `VerifiedCheckpoint`."""
-
-    step: int
-    state: Any  # pytree of arrays
-    meta: dict[str, Any]
-    problems: list[str]
+    state: Any = None  # pytree of its arrays, which `restore` reads
 
 
 # In the functions below, `directory` is the directory `checkpoints` of a run.
@@ -214,22 +206,18 @@ def find(
         except CheckpointError as error:
             damage = [str(error)]
         if not damage:
-            _check_format(directory, newest, meta)
+            if (found := meta.get("format")) != FORMAT:
+                raise CheckpointError(
+                    f"checkpoint {newest} of {directory} has format {found!r:.40}, and this "
+                    f"version of brt reads format {FORMAT}; start a new run, or use the version "
+                    "that wrote it (see provenance.json)"
+                )
             for problem in problems.values():
                 if problem not in warned:
                     warn(f"{directory}: {problem}; trying the next older one")
             return VerifiedCheckpoint(newest, meta, list(problems.values()), step)
         if newest in present(directory):
             problems[newest] = f"checkpoint {newest} is damaged: {join(damage)}"
-
-
-def _check_format(directory: Path, step: int, meta: dict[str, Any]) -> None:
-    if (found := meta.get("format")) != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {step} of {directory} has format {found!r:.40}, and this version of brt "
-            f"reads format {FORMAT}; start a new run, or use the version that wrote it (see "
-            "provenance.json)"
-        )
 
 
 def restore(
@@ -239,8 +227,7 @@ def restore(
     *,
     checkpoint: VerifiedCheckpoint | None = None,
     partial: bool = False,
-    warn: Callable[[str], None] = warn_on_stderr,
-) -> Restored:
+) -> VerifiedCheckpoint:
     """Reads a checkpoint with its arrays, which are restored bit by bit.
 
     Args:
@@ -257,7 +244,7 @@ def restore(
       Exception: there is not enough memory; `brt.runtime.exhausted` recognizes such errors.
     """
     while True:
-        checkpoint = checkpoint or find(directory, step, warn=warn)
+        checkpoint = checkpoint or find(directory, step)
         where, meta = f"checkpoint {checkpoint.step} of {directory}", checkpoint.meta
         tree = tree_utils.abstract(meta["arrays"]) if target is None else target
         leaves = tree_utils.named(tree)
@@ -288,7 +275,7 @@ def restore(
                 f"{where} cannot be used: NaN or infinity is in {join(bad)}; choose another"
             )
         state = jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
-        return Restored(checkpoint.step, state, meta, checkpoint.problems)
+        return checkpoint._replace(state=state)
 
 
 def _has_content(path: Path) -> bool:
@@ -306,9 +293,11 @@ def _has_content(path: Path) -> bool:
 def _read_arrays(
     directory: Path, leaves: Mapping[str, Any], frozen: Collection[str]
 ) -> dict[str, jax.Array]:
+    parts: dict[str, dict[str, Any]] = {STATE: {}, FROZEN: {}}
+    for name, leaf in leaves.items():
+        parts[FROZEN if name in frozen else STATE][name] = leaf
     arrays = {}
-    for part, of_frozen in ((STATE, False), (FROZEN, True)):
-        stored = {name: x for name, x in leaves.items() if (name in frozen) == of_frozen}
+    for part, stored in parts.items():
         arrays |= read_onto_devices(directory / part, stored)
     return {name: arrays[name] for name in leaves}
 

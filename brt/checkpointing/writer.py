@@ -135,7 +135,10 @@ class CheckpointWriter:
             self._place: int | None = os.open(directory, flags)
             if processes.is_first():
                 _clean(directory)
-                _note_newest(directory)
+                newest = max(steps(directory), default=-1)
+                # A run may have ended between saving a step and writing the file.
+                if newest > (-1 if (last := last_saved(directory)) is None else last):
+                    durable.write(directory.parent / LAST, f"{newest}\n".encode())
         except OSError as error:
             raise CheckpointError(
                 f"cannot write checkpoints to {directory}: {error.strerror}; see to the disk, or "
@@ -182,9 +185,8 @@ class CheckpointWriter:
         the previous call, the method does nothing. To `meta`, which becomes meta.json, it adds the
         entries that `reader.read_meta` lists.
 
-        Raises:
-          NonFiniteError: an array holds NaN or infinity; nothing is saved.
-          CheckpointError: the save cannot start, or the previous save failed.
+        If an array holds NaN or infinity, NonFiniteError is raised and nothing is saved;
+        CheckpointError if the save cannot start, or the previous save failed.
         """
         self.wait()
         if step == self._last_step:
@@ -273,17 +275,15 @@ class CheckpointWriter:
             place, self._place = self._place, None
             if place is not None:
                 os.close(place)
-            self._close_orbax()
-
-    def _close_orbax(self) -> None:
-        """Closes orbax. After a save has failed and been reported, errors here are ignored."""
-        try:
-            self._orbax.close()
-        except Exception as error:
-            if not self._failed:
-                raise CheckpointError(
-                    f"closing {self._directory} failed: {error}; see to the disk, then run again"
-                ) from error
+            try:
+                self._orbax.close()
+            except Exception as error:
+                # After a save has failed and been reported, errors here are ignored.
+                if not self._failed:
+                    raise CheckpointError(
+                        f"closing {self._directory} failed: {error}; see to the disk, then run "
+                        "again"
+                    ) from error
 
     def _finish(self, step: int, meta: str, checksums: Mapping[str, str]) -> None:
         """Completes a save in the background thread, once orbax has written the arrays."""
@@ -302,7 +302,10 @@ class CheckpointWriter:
                 _commit(partial)
                 self._frozen_step = step
                 durable.write(self._directory.parent / LAST, f"{step}\n".encode())
-                self._prune(step)
+                old = [one for one in steps(self._directory) if one <= step]
+                for one in old[: -self._keep]:
+                    if not self._keep_every or one % self._keep_every:
+                        _remove(self._directory / str(one))
         except Exception as error:
             raise self._failure(step, error) from error
 
@@ -329,12 +332,6 @@ class CheckpointWriter:
             where = f" ({error.filename})" if error.filename else ""
             cause = f"{error.strerror or error}{where}; see to the disk, then run again"
         return CheckpointError(f"saving step {step} to {self._directory} failed: {cause}")
-
-    def _prune(self, newest: int) -> None:
-        old = [step for step in steps(self._directory) if step <= newest]
-        for step in old[: -self._keep]:
-            if not self._keep_every or step % self._keep_every:
-                _remove(self._directory / str(step))
 
 
 def _system_error(error: Exception) -> Exception:
@@ -393,10 +390,3 @@ def _clean(directory: Path) -> None:
             _commit(path)
         else:
             _delete(path)
-
-
-def _note_newest(directory: Path) -> None:
-    """Updates last_checkpoint.txt if a run ended between saving a step and writing the file."""
-    newest = max(steps(directory), default=None)
-    if newest is not None and newest > (last_saved(directory) or -1):
-        durable.write(directory.parent / LAST, f"{newest}\n".encode())

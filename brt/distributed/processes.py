@@ -28,9 +28,6 @@ HEARTBEAT_SECONDS = 30  # A process is considered dead after this many seconds w
 # After a process has announced its end, the other processes have this many seconds to end by
 # themselves.
 GRACE_SECONDS = 15
-# A thread may never end if the key-value service is gone. Code that waits for the end of a thread
-# therefore waits at most this many seconds.
-JOIN_SECONDS = 5
 _BEAT_SECONDS = 1.0
 
 
@@ -47,15 +44,14 @@ class Heartbeat:
 
     def __init__(self, client: Any, index: int, count: int, peer: Callable[[int], str]):
         self._client, self._index, self._peer = client, index, peer
-        self._over = threading.Event()
+        self._beats, self._over = 0, False
         self._seen = dict.fromkeys(range(count), ("", time.monotonic()))
         self._stopped: dict[int, str] = {}
-        self._threads = [
-            threading.Thread(target=work, name="heartbeat", daemon=True)
-            for work in (self._beat, self._watch)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = contextlib.ExitStack()
+        # The watch has a thread of its own, because the requests that a beat sends to process 0 do
+        # not return while process 0 is suspended.
+        for work in (self._beat, self._watch):
+            self._threads.enter_context(runtime.repeating(work, _BEAT_SECONDS, "heartbeat"))
 
     def last_activities(self) -> list[str]:
         """Returns phrases such as "process 1 of 2 was stepping after step 3"."""
@@ -67,49 +63,39 @@ class Heartbeat:
 
     def close(self) -> None:
         """Stops the threads, so that this process no longer exits when another process ends."""
-        self._over.set()
-        for thread in self._threads:
-            # Python aborts if it exits while a thread is inside the code of the key-value service
-            # (see `runtime.leave`).
-            runtime.join(thread, JOIN_SECONDS)
+        self._over = True
+        # Python aborts if it exits while a thread is inside the code of the key-value service (see
+        # `runtime.leave`).
+        self._threads.close()
 
     def _beat(self) -> None:
-        beats = 0
-        while not self._over.wait(_BEAT_SECONDS):
-            beats += 1
-            try:
-                activity = f"{beats} {self.doing()}"
-                self._client.key_value_set(f"brt/alive/{self._index}", activity, True)
-                alive = self._read("brt/alive")
-                self._stopped = self._read("brt/stopped")
-            except Exception:
-                # Process 0 has ended, and the key-value service has ended with it. The method
-                # `_watch` will notice this, so nothing is done here.
-                continue
-            for index in alive.keys() - {self._index}:
-                if alive[index] != self._seen[index][0]:
-                    self._seen[index] = alive[index], time.monotonic()
+        self._beats += 1
+        try:
+            activity = f"{self._beats} {self.doing()}"
+            self._client.key_value_set(f"brt/alive/{self._index}", activity, True)
+            alive = _entries(self._client, "brt/alive")
+            self._stopped = _entries(self._client, "brt/stopped")
+        except Exception:
+            # Process 0 has ended, and the key-value service has ended with it, as the method
+            # `_watch` will notice.
+            return
+        for index in alive.keys() - {self._index}:
+            if alive[index] != self._seen[index][0]:
+                self._seen[index] = alive[index], time.monotonic()
 
     def _watch(self) -> None:
-        # This method and `_beat` run in different threads, because the requests that `_beat` sends
-        # to process 0 do not return while process 0 is suspended.
-        while not self._over.wait(_BEAT_SECONDS):
-            for index, (beat, last_time) in sorted(self._seen.items()):
-                silent = time.monotonic() - last_time
-                reason = self._stopped.get(index)
-                # This method ignores processes that never had a heartbeat. The next call of
-                # `processes.gather` notices such processes.
-                if index == self._index or not (beat or index == 0):
-                    continue
-                if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
-                    self._end(index, silent, reason)
-
-    def _read(self, place: str) -> dict[int, str]:
-        entries = self._client.key_value_dir_get(place)
-        return {int(key.rpartition("/")[2]): value for key, value in entries}
+        for index, (beat, last_time) in sorted(self._seen.items()):
+            silent = time.monotonic() - last_time
+            reason = self._stopped.get(index)
+            # This method ignores processes that never had a heartbeat. The next call of
+            # `processes.gather` notices such processes.
+            if index == self._index or not (beat or index == 0):
+                continue
+            if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
+                self._end(index, silent, reason)
 
     def _end(self, index: int, silent: float, reason: str | None) -> None:
-        if self._over.is_set():
+        if self._over:
             return
         activity = _doing(self._seen[index][0])
         last = f", last while {activity}" * bool(activity)
@@ -122,6 +108,12 @@ class Heartbeat:
         os._exit(PeerError.exit_code)
 
 
+def _entries(client: Any, place: str) -> dict[int, str]:
+    """Returns the texts that processes have published under the same name, by their indices."""
+    entries = client.key_value_dir_get(place)
+    return {int(key.rpartition("/")[2]): value for key, value in entries}
+
+
 def _doing(beat: str) -> str:
     return beat.partition(" ")[2]
 
@@ -132,11 +124,11 @@ PATIENCE_SECONDS = 1800
 # At the end, process 0 waits at most this many seconds for the other processes to disconnect.
 _LEAVING_SECONDS = 10
 _POLL_MILLISECONDS = 500
+_APPEARING_SECONDS = 10.0
 _AT_ONCE_SECONDS = 2  # What the environment lacks is noticed within this many seconds.
 # If another process does not answer, the errors of collective operations and of the key-value
 # service contain one of these words.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
-_LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 
 
 class Launch(NamedTuple):
@@ -158,10 +150,7 @@ def start(launch: Launch) -> None:
     """Connects this process to the other processes of the run and starts the heartbeat.
 
     The function does nothing if the process is the only one. It must precede any use of devices.
-
-    Raises:
-      ConfigError: the flags are not valid, or the environment lacks what they leave open.
-      PeerError: not all processes connected.
+    PeerError is raised if not all processes connected.
     """
     flags = launch[:3]
     if any(flag is not None for flag in flags):
@@ -174,7 +163,12 @@ def start(launch: Launch) -> None:
         jax.config.update("jax_enable_recoverability", True)
     # If a process is missing, the timer ends this one with a message before JAX aborts without one.
     began = time.monotonic()
-    timer = threading.Timer(RENDEZVOUS_SECONDS, _end_without_peers, [launch])
+
+    def end_without_peers() -> None:
+        output.say(f"brt: {_missed(launch, RENDEZVOUS_SECONDS)}")
+        os._exit(PeerError.exit_code)
+
+    timer = threading.Timer(RENDEZVOUS_SECONDS, end_without_peers)
     timer.daemon = True
     timer.start()
     try:
@@ -189,12 +183,24 @@ def start(launch: Launch) -> None:
         said = f"JAX says: {type(error).__name__}: {_first_line(error)}"
         if isinstance(error, network) or seconds > _AT_ONCE_SECONDS:
             raise PeerError(f"{_missed(launch, seconds)}; {said}") from error
-        raise ConfigError(f"{_incomplete(launch)}; {said}") from error
+        who = "--distributed" if launch.distributed else "a cluster"
+        raise ConfigError(
+            f"{who} takes the processes from what srun (SLURM_PROCID), mpirun "
+            "(OMPI_COMM_WORLD_RANK), Kubernetes (KUBERNETES_SERVICE_HOST) or TPUs "
+            "(TPU_WORKER_HOSTNAMES) put into the environment, which is not complete; start it "
+            "there, or with --coordinator_address=HOST:PORT --process_count=N --process_index=I; "
+            f"{said}"
+        ) from error
     finally:
         timer.cancel()
-    _exchange_hosts(address)
-    global _heartbeat
-    _heartbeat = Heartbeat(service(), jax.process_index(), jax.process_count(), peer)
+    _hosts[:] = gather("host", socket.gethostname())
+    if _is_loopback(address) and len(set(_hosts)) > 1:
+        raise ConfigError(
+            f"--coordinator_address={address} can be reached only from its own host, but the "
+            f"processes are on {', '.join(sorted(set(_hosts)))}; name process 0's host"
+        )
+    global heartbeat
+    heartbeat = Heartbeat(service(), jax.process_index(), jax.process_count(), peer)
 
 
 def _check(launch: Launch) -> None:
@@ -212,11 +218,16 @@ def _check(launch: Launch) -> None:
     if not host or not port.isdecimal():
         raise ConfigError(f"--coordinator_address={address} must be HOST:PORT")
     hosts = int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
-    if host.startswith(_LOOPBACK) and hosts > 1:
+    if _is_loopback(address) and hosts > 1:
         raise ConfigError(
             f"--coordinator_address={address} can be reached only from its own host, but this job "
             f"has {hosts} hosts; name process 0's host"
         )
+
+
+def _is_loopback(address: str | None) -> bool:
+    host = (address or "").rpartition(":")[0]
+    return host.startswith(("localhost", "127.", "[::1]", "::1"))
 
 
 def _cluster() -> bool:
@@ -225,15 +236,6 @@ def _cluster() -> bool:
     counts = (os.environ.get(name, "") for name in names)
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return any(n.isdecimal() and int(n) > 1 for n in counts) or "," in hosts
-
-
-def _incomplete(launch: Launch) -> str:
-    return (
-        f"{'--distributed' if launch.distributed else 'a cluster'} takes the processes from what "
-        "srun (SLURM_PROCID), mpirun (OMPI_COMM_WORLD_RANK), Kubernetes (KUBERNETES_SERVICE_HOST) "
-        "or TPUs (TPU_WORKER_HOSTNAMES) put into the environment, which is not complete; start it "
-        "there, or with --coordinator_address=HOST:PORT --process_count=N --process_index=I"
-    )
 
 
 def _missed(launch: Launch, seconds: float) -> str:
@@ -245,11 +247,6 @@ def _missed(launch: Launch, seconds: float) -> str:
         "check that all of them run, that process 0 can be reached from here, and that all were "
         "started with the same --process_count"
     )
-
-
-def _end_without_peers(launch: Launch) -> None:
-    output.say(f"brt: {_missed(launch, RENDEZVOUS_SECONDS)}")
-    os._exit(PeerError.exit_code)
 
 
 def _first_line(error: BaseException) -> str:
@@ -273,19 +270,9 @@ def service() -> Any:
     return distributed.global_state.client
 
 
-_heartbeat: Heartbeat | None = None
+heartbeat: Heartbeat | None = None  # None for a single process
 _rounds: dict[str, int] = {}
 _hosts: list[str] = []
-
-
-def _exchange_hosts(address: str | None) -> None:
-    _hosts[:] = gather("host", socket.gethostname())
-    host = (address or "").rpartition(":")[0]
-    if host.startswith(_LOOPBACK) and len(set(_hosts)) > 1:
-        raise ConfigError(
-            f"--coordinator_address={address} can be reached only from its own host, but the "
-            f"processes are on {', '.join(sorted(set(_hosts)))}; name process 0's host"
-        )
 
 
 def peer(index: int) -> str:
@@ -297,10 +284,8 @@ def peer(index: int) -> str:
 def gather(name: str, text: str) -> list[str]:
     """Returns the texts that all processes pass under the same name, by the processes' indices.
 
-    The call waits until all processes have called the function with this name.
-
-    Raises:
-      PeerError: a process has stopped, or does not answer for PATIENCE_SECONDS.
+    The call waits until all processes have called the function with this name. PeerError is raised
+    if one has stopped, or does not answer for PATIENCE_SECONDS.
     """
     if not several():
         return [text]
@@ -327,8 +312,7 @@ def _waited(client: Any, place: str, index: int, end: float) -> str:
 
 
 def _refuse_if_stopped(client: Any) -> None:
-    for key, reason in client.key_value_dir_get("brt/stopped"):
-        index = int(key.rpartition("/")[2])
+    for index, reason in _entries(client, "brt/stopped").items():
         if index != jax.process_index():
             raise PeerError(f"{peer(index)} has stopped: {reason}")
 
@@ -339,20 +323,6 @@ def announce_end(reason: str) -> None:
         # Errors are ignored: if the key-value service is gone, other processes cannot be told.
         with contextlib.suppress(Exception):
             service().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
-
-
-def report_activity(doing: Callable[[], str]) -> None:
-    """Registers a function that returns the current activity, such as "stepping after step 3".
-
-    Other processes report the last known activity if this process's heartbeat stops.
-    """
-    if _heartbeat:
-        _heartbeat.doing = doing
-
-
-def last_activities() -> list[str]:
-    """Returns the last known activities of the other processes; see `Heartbeat`."""
-    return _heartbeat.last_activities() if _heartbeat else []
 
 
 def wait_for_all(name: str) -> None:
@@ -367,23 +337,21 @@ def from_first(value: Any, name: str = "decision") -> Any:
 def check_same(facts: Mapping[str, str]) -> None:
     """Raises ConfigError on all processes if they have different values under a name in `facts`.
 
-    The names, such as "config" or "versions", are part of the message.
+    The names, such as "config" or "versions", are part of the message, with the first line in which
+    the values differ.
     """
-    everyone = [json.loads(text) for text in gather("facts", json.dumps(dict(facts)))]
-    for index, others in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if others[name] != value:
-                raise ConfigError(
-                    f"{peer(index)} has a different {name} than process 0: "
-                    f"{_difference(value, others[name])}; start all processes in the same way"
-                )
-
-
-def _difference(first: str, other: str) -> str:
-    """Describes the first line in which two texts differ."""
-    pairs = zip(first.splitlines(), other.splitlines(), strict=False)
-    a, b = next(((a, b) for a, b in pairs if a != b), (first[-80:], other[-80:]))
-    return f"{b.strip()[:120]!r}, not {a.strip()[:120]!r}"
+    first, *others = (json.loads(text) for text in gather("facts", json.dumps(dict(facts))))
+    for index, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] == value:
+                continue
+            pairs = zip(value.splitlines(), other[name].splitlines(), strict=False)
+            ends = value[-80:], other[name][-80:]
+            a, b = next(((a, b) for a, b in pairs if a != b), ends)
+            raise ConfigError(
+                f"{peer(index)} has a different {name} than process 0: {b.strip()[:120]!r}, not "
+                f"{a.strip()[:120]!r}; start all processes in the same way"
+            )
 
 
 def check_shared(directory: Any) -> None:
@@ -395,7 +363,10 @@ def check_shared(directory: Any) -> None:
     if is_first():
         durable.open_file(directory / name, "x").close()
     wait_for_all("shared mark")
-    seen = _appears(directory / name)
+    # Network file systems may show the file late.
+    end = time.monotonic() + _APPEARING_SECONDS
+    while not (seen := (directory / name).exists()) and time.monotonic() < end:
+        time.sleep(0.1)
     answers = gather("shared seen", str(seen))
     missing = [peer(index) for index, answer in enumerate(answers) if answer != "True"]
     if is_first():
@@ -407,31 +378,20 @@ def check_shared(directory: Any) -> None:
         )
 
 
-def _appears(path: Any, seconds: float = 10.0) -> bool:
-    """Waits for a file, because network file systems may show it late; returns False if absent."""
-    end = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def _leave() -> None:
     """Ends the connection. Process 0 is the last, because the service ends with it."""
+
+    def wait_for_others() -> None:  # It may never return if one hangs.
+        with contextlib.suppress(Exception):
+            service().get_live_nodes(list(range(jax.process_count())))
+
     if is_first():
-        gone = threading.Thread(target=_wait_for_others_to_leave, daemon=True)
+        gone = threading.Thread(target=wait_for_others, daemon=True)
         gone.start()
         runtime.join(gone, _LEAVING_SECONDS)
     else:
         with contextlib.suppress(Exception):
             jax.distributed.shutdown()
-
-
-def _wait_for_others_to_leave() -> None:
-    """Returns when no other process is connected; may never return if one hangs."""
-    with contextlib.suppress(Exception):
-        service().get_live_nodes(list(range(jax.process_count())))
 
 
 @contextlib.contextmanager
@@ -458,8 +418,8 @@ def explain_peer_errors() -> Iterator[None]:
                 ) from error
         raise
     finally:
-        if _heartbeat:
-            _heartbeat.close()
+        if heartbeat:
+            heartbeat.close()
             _leave()
 
 
@@ -472,11 +432,9 @@ class AgreedRequest:
     out the request at their call number n + 1. They call `done` afterwards, and then another
     request may follow.
 
-    Args:
-      name: the name of the request, which must be equal on all processes.
-      requester: returns a phrase about who or what has made the request to this process, such as
-        the name of a signal; None if there is no request.
-      announce: called with the reason if the request was made to another process.
+    The `name` of the request must be equal on all processes. `requester` returns a phrase about who
+    or what has made the request to this process, such as the name of a signal; None if there is no
+    request. `announce` is called with the reason if the request was made to another process.
     """
 
     def __init__(
@@ -490,14 +448,17 @@ class AgreedRequest:
         self._lost: PeerError | None = None
         self._over = False
         self._thread = threading.Thread(target=self._watch, name=f"agreement: {name}", daemon=True)
-        self._thread.start()
+        if several():
+            self._thread.start()
 
     def reason_if_due(self) -> str | None:
         """Returns the reason of the request if this process must carry it out now; otherwise None.
 
         All processes must call the method equally often. PeerError is raised if one does not
-        answer.
+        answer. A process that is the only one carries out requests at once.
         """
+        if not self._thread.ident:
+            return self._requester()
         with self._lock:
             waits = self._frozen
             if not waits:
@@ -523,7 +484,8 @@ class AgreedRequest:
         self._done.set()
         # Python aborts if it exits while a thread is inside the code of the key-value service (see
         # `runtime.leave`).
-        runtime.join(self._thread, JOIN_SECONDS)
+        if self._thread.ident:
+            runtime.join(self._thread)
 
     def _watch(self) -> None:
         number = 0

@@ -8,13 +8,12 @@ of a task. The classes of the methods' arguments are in `brt.tasks.arguments`.
 import abc
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.preparation import DocumentPreparation, Preparation
 from brt.data.readers import Reader, RowReader
 from brt.distributed.mesh import DivisibleSizes
 from brt.distributed.rules import Names
@@ -35,6 +34,9 @@ from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, me
 from brt.tasks.writers import Writer
 from brt.types import Variables
 
+if TYPE_CHECKING:
+    from brt.data.preparation import Preparation
+
 ProbeFunction = Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]
 
 
@@ -50,7 +52,7 @@ class Task(abc.ABC):
     model: ClassVar[str]  # field of `Config` that holds the section of the model
     data: ClassVar[str]  # field of `Config` that holds the section of the data
     # Prepares and opens the data; None if the task overrides `open`.
-    preparation: ClassVar[type[Preparation] | None] = None
+    preparation: "ClassVar[type[Preparation] | None]" = None
     # Reads rows, such as pairs of texts; None if the task overrides `reader`.
     row_reader: ClassVar[type[RowReader] | None] = None
     # Metrics that are logged and plotted; the first one is the primary metric.
@@ -91,6 +93,8 @@ class Task(abc.ABC):
 
     def load_tokenizer(self, file: Path) -> Any:
         """Returns the tokenizer saved in a run directory; raises DataError if `file` is damaged."""
+        from brt.data.preparation import DocumentPreparation
+
         return (self.preparation or DocumentPreparation).load(str(file))
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:

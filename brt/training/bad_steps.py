@@ -28,6 +28,7 @@ from brt import durable, untrusted
 from brt.config import Training
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
+from brt.training.workdir import explain_lost_record
 
 # A loss is compared with the median loss of this number of recent steps.
 RECENT = 64
@@ -73,18 +74,15 @@ class RecentLosses:
         return float(np.float32(self._factor * statistics.median(known)))
 
     def state(self) -> list[tuple[int, float]]:
-        """Returns the pairs of step and loss as JSON, for a checkpoint."""
         return list(self._losses)
 
 
 class BadSteps:
     """The bad steps of a run, which process 0 records in the file bad_batches.jsonl.
 
-    Args:
-      start: the step that the run starts from. Records of skipped steps after `start` are deleted,
-        because the run reaches these steps again.
-      describe: function from the index of a batch (0 for step 1) to a description of the documents
-        in the batch, as JSON.
+    Records of skipped steps after `start`, from which the run starts, are deleted, because the run
+    reaches these steps again. `describe` is a function from the index of a batch (0 for step 1) to
+    a description of its documents as JSON.
     """
 
     def __init__(
@@ -141,14 +139,9 @@ class BadSteps:
 
     def _write(self) -> None:
         if processes.is_first():
-            try:
-                text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in self._records)
+            text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in self._records)
+            with explain_lost_record(self._file):
                 durable.write(self._file, text.encode())
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot write {self._file}: {error.strerror}; {durable.remedy(error)}, then "
-                    "run again"
-                ) from error
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -4,9 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, PyTree
-
 from brt import tasks
 from brt.checkpointing import reader
 from brt.checkpointing.reader import warn_on_stderr
@@ -31,12 +28,10 @@ from brt.training.workdir import Workdir
 def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> ExportFormat:
     """Returns the model of a directory in a format that other libraries can read.
 
-    Args:
-      directory: a run directory, whose newest checkpoint is exported, or a directory of weights
-        that brt.convert wrote.
-      plain: True exports a language model as a class of the library transformers, even if this
-        class attends to the whole context in layers where the model of brt has a window.
-      adapter: True exports the low-rank adapters of the run alone, in PEFT's format.
+    It is that of the newest checkpoint of a run, or of weights that brt.convert wrote. `plain`
+    exports a language model as a class of the library transformers, even if this class attends to
+    the whole context in layers where the model of brt has a window. `adapter` exports the low-rank
+    adapters of the run alone, in PEFT's format.
     """
     if not reader.present(Workdir(directory).checkpoints):
         if adapter:
@@ -46,36 +41,24 @@ def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> Ex
     task = tasks.from_config(config)
     if not task.exports:
         raise no_export_format(directory)
-    if adapter:
-        _check_adapters(directory, config)
+    if adapter and not config.adapter.rank:
+        raise _no_adapters(directory)
+    if adapter and not config.training.init_from:
+        raise ConfigError(
+            f"{directory} started from random weights, so that its adapters belong to no other "
+            "model; export the whole model, without --adapter"
+        )
     model = saved_model.load_unmerged(workdir, checkpoint, config)
     with model.on_devices():
         merged = merged_params(config, model.params)
-    trained = _trained(model.params, config) if adapter else {}
+    trained, _ = trainable.split(model.params, trainable.patterns(config))
+    whole, factors = trainable.split_adapters(trained)
+    trained = trainable.merge(factors, whole) if adapter else {}
     return task.export(
         ExportSource(
             directory, config, merged, lambda: saved_model.tokenizer(model), plain, trained
         )
     )
-
-
-def _trained(params: PyTree[Array], config: Config) -> PyTree[Array]:
-    """Returns the factors of adapters, and the parameters that Training.trainable names."""
-    model, factors = trainable.split_adapters(params)
-    patterns = config.training.trainable
-    flat = flatten_dict(model, sep="/").items()
-    whole = {path: x for path, x in flat if trainable.matches(path, patterns)}
-    return unflatten_dict({**flatten_dict(factors, sep="/"), **whole}, sep="/")
-
-
-def _check_adapters(directory: Path, config: Config) -> None:
-    if not config.adapter.rank:
-        raise _no_adapters(directory)
-    if not config.training.init_from:
-        raise ConfigError(
-            f"{directory} started from random weights, so that its adapters belong to no other "
-            "model; export the whole model, without --adapter"
-        )
 
 
 def _no_adapters(directory: Path) -> ConfigError:
@@ -141,11 +124,6 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
 
     `change` is a function from the config of the model to the one that the user requests; `step`
     None stands for the newest checkpoint.
-
-    Raises:
-      ConfigError: the directory does not exist, or the requested config is not valid or would
-        change the model of the run.
-      CheckpointError: there is no such complete checkpoint; or the decoder cannot be read.
     """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}; name the directory of a run")
@@ -155,8 +133,7 @@ def open_model(directory: Path, step: int | None, change: Callable[[Config], Con
                 raise CheckpointError(f"{directory} is in Hugging Face's format and has no steps")
             return _load(directory, change)
         files.check_is_model(directory)
-    workdir, found, config = saved_model.load_config(directory, step)
-    return saved_model.load(workdir, found, change(config))
+    return saved_model.open_run(directory, step, change)
 
 
 def _load(directory: Path, change: Callable[[Config], Config]) -> SavedModel:

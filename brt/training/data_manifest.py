@@ -19,7 +19,7 @@ from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data import originals
 from brt.errors import CheckpointError, DataError
-from brt.formatting import counted
+from brt.formatting import counted, listed
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Tokenizer, Weights
 from brt.training import workdir as workdirs
@@ -87,7 +87,7 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
 
     CheckpointError is raised if there is none, or if its fingerprint differs from `fingerprint`.
     """
-    file = _tokenizer_file(workdir)
+    file = tokenizer_file(workdir)
     if file is None:
         raise CheckpointError(
             f"{workdir.path} does not contain its tokenizer, which older versions did not store; "
@@ -100,39 +100,28 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-class OwnTokenizer(NamedTuple):
-    """The copy of the tokenizer in a run directory."""
+def with_own_tokenizer(config: Config, workdir: Workdir, checkpoint: VerifiedCheckpoint) -> Config:
+    """Returns the config of a resumed run that names its copy of a tokenizer, if it named a file.
 
-    setting: str  # Data.tokenizer in the config of the run's checkpoint
-    file: Path  # the copy
-
-    def applied(self, config: Config) -> Config:
-        """Returns a config that names the copy instead of the original file, which may be gone."""
-        name = tasks.from_config(config).data
-        section = getattr(config, name)
-        if section.tokenizer != self.setting:
-            return config
-        with contextlib.suppress(OSError):
-            if untrusted.read_file(self.setting) != self.file.read_bytes():
-                warn_on_stderr(
-                    f"{self.setting} has changed since the run began; its copy {self.file} is used"
-                )
-        section = dataclasses.replace(section, tokenizer=str(self.file))
-        return dataclasses.replace(config, **{name: section})
-
-
-def own_tokenizer(workdir: Workdir, checkpoint: VerifiedCheckpoint) -> OwnTokenizer | None:
-    """Returns the copy of the tokenizer in a run directory; None if the config names no file."""
-    config = config_from_json(checkpoint.meta["config"])
-    task = tasks.from_config(config)
-    setting, file = getattr(getattr(config, task.data), "tokenizer", ""), _tokenizer_file(workdir)
+    The original file may be gone.
+    """
+    saved = config_from_json(checkpoint.meta["config"])
+    task, name = tasks.from_config(saved), tasks.from_config(config).data
+    setting = getattr(getattr(saved, task.data), "tokenizer", "")
+    section, file = getattr(config, name), tokenizer_file(workdir)
     if file is None or not setting.endswith((".model", ".json")):
-        return None
+        return config
     read_tokenizer(workdir, task, checkpoint.meta["tokenizer"])
-    return OwnTokenizer(setting, file)
+    if section.tokenizer != setting:
+        return config
+    with contextlib.suppress(OSError):
+        if untrusted.read_file(setting) != file.read_bytes():
+            warn_on_stderr(f"{setting} has changed since the run began; its copy {file} is used")
+    return dataclasses.replace(config, **{name: dataclasses.replace(section, tokenizer=str(file))})
 
 
-def _tokenizer_file(workdir: Workdir) -> Path | None:
+def tokenizer_file(workdir: Workdir) -> Path | None:
+    """Returns the copy of the tokenizer in a run directory; None if it has none."""
     found = workdir.tokenizer.glob("[!.]*")
     files = [path for path in found if path.name != originals.DIRECTORY]
     return files[0] if len(files) == 1 else None
@@ -172,12 +161,12 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
         "gone": old.keys() - new.keys(),
         "changed": {name for name in new.keys() & old.keys() if new[name] != old[name]},
     }
-    listed = "; ".join(
-        f"{kind}: {_some(sorted(names))}" for kind, names in changes.items() if names
+    shown = "; ".join(
+        f"{kind}: {listed(sorted(names), _SHOWN)}" for kind, names in changes.items() if names
     )
     raise DataError(
         f"the training data are not those that {workdir.path} was trained on "
-        f"({listed or 'they are split or tokenized otherwise'}); restore them, or train in another "
+        f"({shown or 'they are split or tokenized otherwise'}); restore them, or train in another "
         "--workdir"
     )
 
@@ -185,8 +174,3 @@ def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) ->
 def _size(split: SplitDescription) -> tuple[str, Any]:
     """Returns the unit and the count, such as ("documents", 3), that begin a description."""
     return next(iter(split.items()), ("", None))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

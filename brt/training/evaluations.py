@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from brt import output, tasks, untrusted
 from brt.checkpointing import reader
-from brt.config import Config
 from brt.config.checks import check
 from brt.config_io import config_from_json
 from brt.distributed import processes
@@ -117,127 +116,93 @@ def display(total: int, text: str, unit: str) -> Iterator[Callable[[int], object
     after a minute. `text` is the name of the work, such as "reading test", and `unit` the unit of
     `total`; large numbers of "tok" (tokens) are abbreviated on terminals.
     """
-    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
-        yield bar.update if not bar.disable else _lines(total, text, unit)
-
-
-def _lines(total: int, text: str, unit: str) -> Callable[[int], None]:
-    """Returns a function that prints a line if the last one is `LINE_SECONDS` old."""
     done, last = 0, time.monotonic()
-    name = {"tok": "tokens"}.get(unit, unit)
 
-    def update(amount: int) -> None:
+    def say_regularly(amount: int) -> None:
         nonlocal done, last
         done += amount
         if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
+            name = "tokens" if unit == "tok" else unit
             output.say(f"{text}: {done:,} of {total:,} {name}")
 
-    return update
+    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "tok", disable=None) as bar:
+        yield say_regularly if bar.disable else bar.update
 
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-class SplitEvaluator:
-    """Evaluates checkpoints of one run on one split.
+def open_evaluator(
+    model: SavedModel,
+    split: str,
+    ablate: str | None,
+    windows: tuple[int, ...] = (),
+    other: SavedModel | None = None,
+) -> Evaluator:
+    """Opens a split, and returns what evaluates the checkpoints of a run on it.
 
-    The data are prepared, and the evaluation is compiled, only once.
-
-    Args:
-      config: config of the run with all sizes filled in; the user may have changed some settings.
-      ablate: part of the carry ("cache", "state", "memory", or "both" for all three) that a second
-        evaluation resets before every segment; None for no second evaluation.
-      on_result: called with each result before it is written.
-      windows: window sizes in tokens. A language model is evaluated once with each of them instead
-        of Model.window; () evaluates once with Model.window.
-      other: a model to compare with on the same documents. Then `ablate` names a part of its
-        memory.
+    `ablate` is a part of the carry ("cache", "state", "memory", or "both" for all three) that a
+    second evaluation resets before every segment. A language model is evaluated once with each of
+    the `windows`, numbers of tokens that replace Model.window. `other` is a model to compare with
+    on the same documents; then `ablate` names a part of its memory.
     """
-
-    def __init__(
-        self, config: Config, split: str, ablate: str | None,
-        on_result: OnResult = lambda evaluated: None,
-        *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
-    ):  # fmt: skip
-        self._task, self._config, self._split = tasks.from_config(config), config, split
-        self._ablate, self._on_result, self._windows = ablate, on_result, windows
-        self._other = other
+    config, task = model.config, tasks.from_config(model.config)
+    check(
+        not windows or task.compares_windows,
+        f"--windows is for language models, and {config.training.task!r} is none",
+    )
+    compared = None
+    if other:
+        both = task, tasks.from_config(other.config)
         check(
-            not windows or self._task.compares_windows,
-            f"--windows is for language models, and {config.training.task!r} is none",
+            all(one.compares_models for one in both),
+            "--compare is for two language models, and these runs are of "
+            + " and ".join(one.name for one in both),
         )
-        compared = [self._task, tasks.from_config(other.config)] if other else []
-        names = " and ".join(task.name for task in compared)
         check(
-            all(task.compares_models for task in compared),
-            f"--compare is for two language models, and these runs are of {names}",
-        )
-        self.evaluator: Evaluator | None = None  # until the first checkpoint is evaluated
-
-    def __call__(self, model: SavedModel) -> Evaluated:
-        """Evaluates the split, and writes the report if the run directory can be written.
-
-        Raises:
-          CheckpointError: the run's tokenizer cannot be read, the data were prepared with another
-            tokenizer, or the storage fails.
-          ConfigError: `ablate` names a part that the model does not have, the config names another
-            tokenizer than the run's, or the run directory cannot be written.
-          DataError: the data have no such split, or the split cannot be read.
-          NonFiniteError: the primary metric is not finite.
-        """
-        stored = can_store(model.workdir)
-        check(
-            self._other is None or self._other.mesh == model.mesh,
+            other.mesh == model.mesh,
             "--compare needs both runs on the same mesh; set Mesh for both, for example with "
             + " ".join(f"--gin.Mesh.{axis}=1" for axis in AXES),
         )
-        if self.evaluator is None:
-            dataset = saved_model.open_split(model, self._split)
-            request = EvaluationRequest(
-                self._config, dataset, self._split, config_from_json(model.meta["config"]),
-                self._ablate, windows=self._windows, other=self._opened_other(),
-            )  # fmt: skip
-            self.evaluator = self._task.evaluator(request)
-        evaluator = self.evaluator
-        reading = display(evaluator.total, f"reading {self._split}", evaluator.unit)
-        with reading as update, model.on_devices():
-            result = evaluator(model.variables, Control(progress=update))
-        self._check_finite(result, model)
-        return write(model.workdir, model.step, self._split, result, self._on_result, stored=stored)
-
-    def _opened_other(self) -> OtherModel | None:
-        other = self._other
-        if other is None:
-            return None
-        dataset = saved_model.open_split(other, self._split)
-        name = str(other.workdir.path)
-        return OtherModel(name, other.step, other.config, dataset, other.variables)
-
-    def _check_finite(self, result: EvaluationResult, model: SavedModel) -> None:
-        name, value = next(iter(self._task.select_metrics(result.metrics).items()))
-        if not math.isfinite(value):
-            raise NonFiniteError(
-                f"{name} of {self._split} is {value} at step {model.step} of "
-                f"{model.workdir.path}; evaluate another --step"
-            )
+    dataset, trained = saved_model.open_split(model, split), config_from_json(model.meta["config"])
+    if other:
+        data, name = saved_model.open_split(other, split), str(other.workdir.path)
+        compared = OtherModel(name, other.step, other.config, data, other.variables)
+    return task.evaluator(
+        EvaluationRequest(config, dataset, split, trained, ablate, windows=windows, other=compared)
+    )
 
 
 def evaluate(
     model: SavedModel, split: str, ablate: str | None, on_result: OnResult = lambda evaluated: None,
     *, windows: tuple[int, ...] = (), other: SavedModel | None = None,
+    evaluator: Evaluator | None = None,
 ) -> Evaluated:  # fmt: skip
     """Evaluates one checkpoint of a run on one split, and writes and returns the report.
 
-    Arguments and errors are those of `SplitEvaluator`.
+    `on_result` is called with it before it is written. `evaluator` is one that was used for another
+    checkpoint; None opens one with the other arguments (see `open_evaluator`).
     """
     if model.own_tokenizer is not None:
         raise ConfigError(
             f"{model.workdir.path} is in Hugging Face's format, and evaluations are stored in run "
             "directories; convert it with brt.convert, or call bits_per_byte"
         )
-    evaluator = SplitEvaluator(model.config, split, ablate, on_result, windows=windows, other=other)
-    return evaluator(model)
+    stored = can_store(model.workdir)
+    evaluator = evaluator or open_evaluator(model, split, ablate, windows, other)
+    reading = display(evaluator.total, f"reading {split}", evaluator.unit)
+    with reading as update, model.on_devices():
+        result = evaluator(model.variables, Control(progress=update))
+    assert result, "nothing stops it"
+    metrics = tasks.from_config(model.config).select_metrics(result.metrics)
+    name, value = next(iter(metrics.items()))
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"{name} of {split} is {value} at step {model.step} of {model.workdir.path}; evaluate "
+            "another --step"
+        )
+    return write(model.workdir, model.step, split, result, on_result, stored=stored)
 
 
 def inspect(
@@ -246,12 +211,9 @@ def inspect(
     """Measures how a model uses its memory; writes the metrics to the run directory.
 
     The files are evaluations/<step>/<split>_probe.json, and pictures in the directory plots. The
-    metrics are also returned, with the entries "workdir" and "step". A model without memory raises
-    ConfigError; other errors are those of `SplitEvaluator.__call__`.
-
-    Args:
-      tokens: approximate number of tokens to read; None selects the default, 0 reads all.
-      on_text: called with the report as text for people, before the files are written.
+    metrics are also returned, with the entries "workdir" and "step". About `tokens` tokens are read
+    (None: the default, 0: all). `on_text` is called with the report as text before files are
+    written. A model without memory is a ConfigError.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
     stored = can_store(model.workdir)

@@ -16,9 +16,10 @@ from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import without_written_paths
 from brt.errors import CheckpointError, ConfigError
+from brt.tasks.arguments import Evaluator
 from brt.training import saved_model
 from brt.training import workdir as workdirs
-from brt.training.evaluations import Evaluated, SplitEvaluator, can_store, read, scalars
+from brt.training.evaluations import Evaluated, can_store, evaluate, open_evaluator, read, scalars
 from brt.training.metrics import TensorBoard
 from brt.training.workdir import Workdir, check_writable
 
@@ -53,7 +54,6 @@ class Waiter:
         time.sleep(self._poll)
 
     def reset(self) -> None:
-        """Resets the timeout, after the event has happened."""
         self._since = None
 
 
@@ -72,7 +72,7 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
 class Follower:
     """Evaluates the checkpoints in a run directory as soon as the trainer has written them.
 
-    The user may have changed some settings of the `config`. `ablate` is as in `SplitEvaluator`.
+    The user may have changed some settings of the `config`. `ablate` is as in `open_evaluator`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Follower:
     ):
         self._workdir, self._config = workdir, config
         self._split, self._ablate, self._say = split, ablate, say
-        self._evaluator = SplitEvaluator(config, split, ablate)
+        self._evaluator: Evaluator | None = None  # until the first checkpoint is evaluated
         self._task = tasks.from_config(config)
         self._finished: set[int] = set()
         self._due: set[int] = set()
@@ -109,8 +109,8 @@ class Follower:
                     waiter.wait(f"the next checkpoint in {self._workdir.checkpoints}")
                 elif evaluated := self._evaluate(step):
                     waiter.reset()
-                    report, evaluator = evaluated.report, self._evaluator.evaluator
-                    write(step, scalars(self._task, evaluator, self._split, report, whole=True))
+                    report, split = evaluated.report, self._split
+                    write(step, scalars(self._task, self._evaluator, split, report, whole=True))
                     yield evaluated
 
     @contextlib.contextmanager
@@ -129,7 +129,6 @@ class Follower:
             yield tensorboard.write
 
     def _is_over(self) -> bool:
-        """Returns True if the checkpoint of the trainer's last step exists."""
         steps = reader.steps(self._workdir.checkpoints)
         config = workdirs.saved_config(self._workdir.path) or self._config
         return bool(steps) and steps[-1] >= config.training.steps
@@ -165,7 +164,10 @@ class Follower:
             return None
         self._due.discard(step)
         self._finished.add(step)
-        return self._evaluator(model)
+        # The data are opened, and the evaluation is compiled, only once.
+        if self._evaluator is None:
+            self._evaluator = open_evaluator(model, self._split, self._ablate)
+        return evaluate(model, self._split, self._ablate, evaluator=self._evaluator)
 
     def _skip(self, step: int, reason: str) -> None:
         self._finished.add(step)

@@ -5,9 +5,9 @@ checkpoint is damaged, and `text` formats the description for people.
 """
 
 import contextlib
-import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from brt import tree_utils
 from brt.checkpointing import reader
@@ -16,9 +16,8 @@ from brt.config_io import config_from_json, difference
 from brt.data import stores
 from brt.errors import CheckpointError, ConfigError, DataError
 from brt.formatting import short
-from brt.training import data_manifest
+from brt.training import data_manifest, state
 from brt.training.metrics import damaged_lines, describe_damage, read_metrics
-from brt.training.state import counts_of_sizes
 from brt.training.workdir import Workdir
 
 _PROVENANCE = {
@@ -29,6 +28,7 @@ _META = {
     "seed": int, "data": {"step": int}, "tokenizer": str, "config": dict,
     "provenance": _PROVENANCE,
 }  # fmt: skip
+_T = TypeVar("_T")
 
 
 def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
@@ -42,48 +42,46 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")
     directory = workdir.checkpoints
-    while True:
-        checkpoints = _verified_checkpoints(directory)
-        intact = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
-        try:
-            described = _described(directory, intact[-1]) if intact else {}
-            break
-        except CheckpointError:
-            if step is not None or intact[-1] in reader.present(directory):
-                raise
-            # A trainer has just removed the checkpoint to describe, so the survey is repeated.
-    result: dict[str, Any] = {
-        "workdir": str(workdir.path),
-        "steps": [entry["step"] for entry in checkpoints],
-        "checkpoints": checkpoints,
-        "metrics": last_metrics(workdir.metrics),
-        "damaged_metrics": damaged_lines(workdir.metrics),
-    }
-    return result | described
 
-
-def _verified_checkpoints(directory: Path) -> list[dict[str, Any]]:
-    """Verifies all checkpoints, and returns the results for those that still exist at the end.
-
-    If a trainer has replaced all checkpoints in the meantime, the new checkpoints are verified.
-    """
-    while True:
-        checkpoints = [_verified(directory, step) for step in reader.present(directory)]
+    def surveyed() -> dict[str, Any]:
+        checkpoints = [_verified(directory, one) for one in reader.present(directory)]
+        # A trainer may have removed checkpoints since they were listed.
         remaining = reader.present(directory)
         checkpoints = [entry for entry in checkpoints if entry["step"] in remaining]
-        if checkpoints or not remaining:
-            return checkpoints
+        if remaining and not checkpoints and step is None:
+            raise CheckpointError(f"all checkpoints of {directory} were replaced meanwhile")
+        steps = [entry["step"] for entry in checkpoints]
+        intact = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
+        described = _described(directory, intact[-1]) if intact else {}
+        return {"steps": steps, "checkpoints": checkpoints, **described}
+
+    return {
+        "workdir": str(workdir.path),
+        "metrics": last_metrics(workdir.metrics),
+        "damaged_metrics": damaged_lines(workdir.metrics),
+        **_repeated(surveyed, directory, step),
+    }
+
+
+def _repeated(describe: Callable[[], _T], directory: Path, step: int | None) -> _T:
+    """Calls a function again if it fails because a trainer has replaced checkpoints meanwhile.
+
+    If the user requested a `step`, the error is raised.
+    """
+    while True:
+        before = reader.present(directory)
+        try:
+            return describe()
+        except CheckpointError:
+            if step is not None or reader.present(directory) == before:
+                raise
 
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
     """Returns the number of parameters of a checkpoint, and the number without token embedding."""
-    return counts_of_sizes(
-        {
-            name.removeprefix("params/"): math.prod(entry["shape"])
-            for name, entry in meta["arrays"].items()
-            if name.startswith("params/")
-        }
-    )
+    arrays = tree_utils.abstract(meta["arrays"]).items()
+    params = {k.removeprefix("params/"): x for k, x in arrays if k.startswith("params/")}
+    return state.parameter_counts(params)
 
 
 def state_hash(workdir: Workdir, step: int) -> str:
@@ -103,14 +101,15 @@ def add_state_hash(
     If a trainer has removed the described checkpoint since the survey, the newest checkpoint is
     described and hashed instead, unless the user requested the checkpoint of one `step`.
     """
-    while True:
-        try:
-            return result | {"state_hash": state_hash(workdir, result["step"])}
-        except CheckpointError:
-            if step is not None or result["step"] in reader.present(workdir.checkpoints):
-                raise
-        result = survey(workdir)
-        check(result)
+
+    def hashed() -> dict[str, Any]:
+        newest = result
+        if step is None and result["step"] not in reader.present(workdir.checkpoints):
+            newest = survey(workdir)
+            check(newest)
+        return newest | {"state_hash": state_hash(workdir, newest["step"])}
+
+    return _repeated(hashed, workdir.checkpoints, step)
 
 
 def verify_data(workdir: Workdir) -> dict[str, str]:
@@ -140,19 +139,24 @@ def check(result: dict[str, Any], step: int | None = None) -> None:
             "verified; run the same command again"
         )
     entry = result["checkpoints"][-1 if step is None else steps.index(step)]
-    if not entry["whole"]:
-        raise CheckpointError(
-            f"checkpoint {entry['step']} of {directory} is damaged: "
-            f"{reader.join(entry['problems'])}; " + _remedy(result, step)
-        )
+    if entry["whole"]:
+        return
+    intact = [one["step"] for one in result["checkpoints"] if one["whole"]]
+    remedy = f"these are whole: {intact}" if intact else "no other one is whole"
+    if step is None and intact:
+        remedy = f"training would resume from {result['step']}"
+    raise CheckpointError(
+        f"checkpoint {entry['step']} of {directory} is damaged: {reader.join(entry['problems'])}; "
+        f"{remedy}"
+    )
 
 
 def text(result: dict[str, Any]) -> str:
     """Formats the result of `survey` as lines of text for people."""
     lines = [result["workdir"], ""]
     for entry in result["checkpoints"]:
-        state = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
-        lines.append(f"  step {entry['step']:>10,}  {short(entry['bytes']):>7} bytes  {state}")
+        found = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
+        lines.append(f"  step {entry['step']:>10,}  {short(entry['bytes']):>7} bytes  {found}")
     if "step" in result:
         lines += ["", *_description(result)]
     if result["metrics"]:
@@ -191,51 +195,35 @@ def _described(directory: Path, step: int) -> dict[str, Any]:
         "step": step,
         "parameters": parameters,
         "parameters_non_embedding": non_embedding,
-        "seed": meta["seed"],
-        "data": meta["data"],
-        "tokenizer": meta["tokenizer"],
-        "config": meta["config"],
-        "provenance": meta["provenance"],
+        **{name: meta[name] for name in _META},
     }
 
 
 def last_metrics(path: Path) -> dict[str, Any]:
-    """Returns the last value of each metric of a file metrics.jsonl, by tag.
-
-    The entry "step" is the last step in the file.
-    """
+    """Returns the last value of each metric of metrics.jsonl, by tag, and the last "step"."""
     merged: dict[str, Any] = {}
     for record in read_metrics(path):
         merged |= record
     return merged
 
 
-def _remedy(result: dict[str, Any], step: int | None) -> str:
-    if step is None and "step" in result:
-        return f"training would resume from {result['step']}"
-    intact = [entry["step"] for entry in result["checkpoints"] if entry["whole"]]
-    return f"these are whole: {intact}" if intact else "no other one is whole"
-
-
 def _description(result: dict[str, Any]) -> list[str]:
     provenance, git = result["provenance"], result["provenance"]["git"]
-    versions = {name: v for name, v in provenance["versions"].items() if v}
-    lines = [
+    versions = [f"{name} {v}" for name, v in provenance["versions"].items() if v]
+    changed = difference(Config(), config_from_json(result["config"]))
+    return [
         f"step {result['step']:,}: {result['parameters']:,} parameters, "
         f"{result['parameters_non_embedding']:,} without the embedding; seed {result['seed']}, "
         f"the data continue at step {result['data']['step']:,}",
         "",
         "config, where it is not the default",
-    ]
-    changed = difference(Config(), config_from_json(result["config"]))
-    lines += [f"  {name} = {value!r}" for name, _, value in changed]
-    return lines + [
+        *(f"  {name} = {value!r}" for name, _, value in changed),
         "",
         "written by",
         f"  {' '.join(map(str, provenance['command']))}",
         f"  started {provenance['started']} on {provenance['host']}, {provenance['platform']}",
         f"  {', '.join(map(str, provenance['devices']))}",
-        f"  python {provenance['python']}, {', '.join(f'{n} {v}' for n, v in versions.items())}",
+        f"  python {provenance['python']}, {', '.join(versions)}",
         *([f"  commit {git['commit']}{' and changes' * git['dirty']}"] if git else []),
     ]
 

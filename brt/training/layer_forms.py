@@ -23,8 +23,7 @@ from brt import tasks
 from brt.config import Config
 from brt.ops import dispatch
 from brt.training import replicas
-from brt.training.layerwise import LayerwiseState
-from brt.training.matrices import Axes
+from brt.training.layerwise import Axes, LayerwiseState
 from brt.training.state import TrainState, parameter_axes
 
 
@@ -114,46 +113,41 @@ def step_shapes(config: Config, shapes: TrainState, mesh: Mesh) -> TrainState:
     return state._replace(params=jax.tree.map(sharded, state.params, specs))
 
 
-class LayerForms:
-    """Converts a train state of either form to the form of the compiled step, and back to stacks.
+Conversion = Callable[[TrainState], TrainState]
+
+
+def conversions(config: Config, shapes: TrainState, mesh: Mesh) -> tuple[Conversion, Conversion]:
+    """Returns functions from a train state to the form of the compiled step, and to stacks.
 
     A conversion deletes the arrays that it is given. Parameters and optimizer state are converted
     one after the other, so that a conversion needs no more memory than a step, which has gradients.
     """
 
-    def __init__(self, config: Config, shapes: TrainState, mesh: Mesh):
-        def separate(params: PyTree) -> PyTree:
-            return _separated_params(params, parameter_axes(config))
+    def separate(params: PyTree) -> PyTree:
+        return _separated_params(params, parameter_axes(config))
 
-        of_step = step_shapes(config, shapes, mesh)
-        self._structure: Any = jax.tree.structure(of_step.params)
-        self._always_stacked = of_step is shapes
-        self._to_lists = _conversion(separate, _separated_optimizer, of_step)
-        self._to_stacks = _conversion(stacked, stacked, shapes)
-
-    def for_step(self, state: TrainState) -> TrainState:
-        return state if self._is_of_step(state) else self._to_lists(state)
-
-    def stacked(self, state: TrainState) -> TrainState:
-        separate = not self._always_stacked and self._is_of_step(state)
-        return self._to_stacks(state) if separate else state
-
-    def _is_of_step(self, state: TrainState) -> bool:
-        return bool(self._structure == jax.tree.structure(state.params))
+    of_step = step_shapes(config, shapes, mesh)
+    return (
+        _conversion(separate, _separated_optimizer, of_step),
+        _conversion(stacked, stacked, shapes),
+    )
 
 
 def _conversion(
     params: Callable[[PyTree], PyTree], optimizer: Callable[[PyTree], PyTree], result: TrainState
-) -> Callable[[TrainState], TrainState]:
-    """Returns a function that converts parameters and optimizer state to the shardings of `result`.
+) -> Conversion:
+    """Returns a function that gives parameters and optimizer state the form of `result`.
 
-    It is compiled at its first call.
+    It is compiled at its first call, and does nothing to a state that has this form.
     """
+    structure: Any = jax.tree.structure(result.params)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, result)
     of_params = jax.jit(params, out_shardings=shardings.params, donate_argnums=0)
     of_optimizer = jax.jit(optimizer, out_shardings=shardings.optimizer, donate_argnums=0)
 
     def converted(state: TrainState) -> TrainState:
+        if jax.tree.structure(state.params) == structure:
+            return state
         params = _consumed(of_params, state.params)
         return state._replace(params=params, optimizer=_consumed(of_optimizer, state.optimizer))
 

@@ -3,14 +3,19 @@
 A model may store the parameters of equal layers as one array (a stack) with an axis of layers.
 Adafactor clips and scales updates by root mean squares over a parameter. If these were computed
 over a stack, the layers would influence each other, and the model would train differently than
-without stacking. Adafactor also factors the second moments of matrices, so kernels with an axis of
-heads are reshaped to matrices.
+without stacking.
+
+Optimizers such as Muon and Adafactor treat the two axes of a matrix differently. Attention kernels
+have more than two axes: D (the model dimension), H (heads), K (the dimension of a head), and n if
+several kernels are stacked. H, K and n are merged into one axis, so that [n, H, K, D] becomes [HnK,
+D], and [D, H, K] becomes [D, HK].
 
 The functions accept both forms of parameters (`brt.training.layer_forms`): in the separate form, a
 list with an array for each layer takes the place of a stack.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -18,7 +23,84 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, PyTree
 
-from brt.training.matrices import Axes, as_matrix, from_matrix
+from brt.distributed.rules import Names
+
+# `Axes` maps the path of every parameter to the names of the parameter's axes.
+Axes = Mapping[str, Names]
+
+# Axes whose names are in _MERGED are merged into one axis of the matrix.
+_HEADS = ("heads", "kv_heads")
+_MERGED = (*_HEADS, "whole_heads", "stack", "head_dim")
+
+# A parameter that has an axis with one of these names is a table, whose rows are looked up and not
+# multiplied.
+TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
+
+
+def is_kernel(axes: Names) -> bool:
+    """Returns True for the matrix of a linear map, or a stack of them by layer; not for a table."""
+    names = matrix_names(axes)
+    return len(names[names[:1] == ("layers",) :]) == 2 and not TABLES & set(names)
+
+
+def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if "head_dim" not in axes:
+        return shape
+    merged = _merged(axes)
+    first, last = merged.start, merged.stop
+    return (*shape[:first], math.prod(shape[first:last]), *shape[last:])
+
+
+def matrix_names(axes: Names) -> Names:
+    """Returns the names of the axes that a kernel has after it was reshaped to a matrix.
+
+    The merged axis is called "heads" or "kv_heads" like the axis of heads, so that it is sharded
+    like this axis; without heads, its name is None.
+    """
+    if "head_dim" not in axes:
+        return axes
+    merged = _merged(axes)
+    heads = next((name for name in _HEADS if name in axes), None)
+    return (*axes[: merged.start], heads, *axes[merged.stop :])
+
+
+def ends_with_heads(axes: Names) -> bool:
+    """Returns True if `as_matrix` only merges the last axes of a kernel, such as [D, H, K]."""
+    return axes[-1:] == ("head_dim",) and _order(axes) == list(range(len(axes)))
+
+
+def as_matrix(axes: Names, x: Array) -> Array:
+    """Returns a kernel, reshaped to a matrix; () in place of names leaves an array as it is.
+
+    Heads come first within the merged axis, so that a device with some of the heads has adjacent
+    rows or columns of the matrix.
+    """
+    return x.transpose(_order(axes)).reshape(matrix_shape(axes, x.shape)) if axes else x
+
+
+def from_matrix(axes: Names, matrix: Array, shape: tuple[int, ...]) -> Array:
+    """Reshapes a matrix back to a kernel of the shape `shape`; the inverse of `as_matrix`."""
+    if not axes:
+        return matrix
+    order = _order(axes)
+    permuted = matrix.reshape([shape[i] for i in order])
+    return permuted.transpose(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _merged(axes: Names) -> slice:
+    places = [i for i, name in enumerate(axes) if name in _MERGED]
+    return slice(places[0], places[-1] + 1)
+
+
+def _order(axes: Names) -> list[int]:
+    """Returns the permutation that moves the axis of heads to the front of the merged axes."""
+    order = list(range(len(axes)))
+    heads = next((name for name in _HEADS if name in axes), None)
+    if heads and "head_dim" in axes:
+        merged = _merged(axes)
+        order.insert(merged.start, order.pop(axes.index(heads)))
+    return order
+
 
 Parameters: TypeAlias = PyTree[Array]
 # Matrices by the path of the parameter. For a stack of layers in the separate form, there is a list
@@ -70,13 +152,59 @@ def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
     return unflatten_dict({name: kernel(name, leaf) for name, leaf in flat.items()}, sep="/")
 
 
-def layers_of(group: Group, layers: int) -> list[Group]:
-    """Returns the group of each layer from a group of lists; the inverse of `lists_of`."""
-    return [{name: leaf[i] for name, leaf in group.items()} for i in range(layers)]
+class Arrays(NamedTuple):
+    """What an optimizer reads about parameters outside of stacks, or in stacks of equal depth."""
+
+    depth: str  # the number of layers, or "" if the arrays have no axis of layers
+    gradients: Group
+    state: Any  # in the separate form, a list with the state of each layer
+    params: Group
+
+    def layers(self) -> list["Arrays"]:
+        """Returns the arrays of each layer in the separate form, otherwise [self]."""
+        if not isinstance(self.state, list):
+            return [self]
+        gradients, params = (
+            [{name: leaf[i] for name, leaf in group.items()} for i in range(len(self.state))]
+            for group in (self.gradients, self.params)
+        )
+        return [Arrays("", *layer) for layer in zip(gradients, self.state, params, strict=True)]
 
 
-def lists_of(groups: list[Group]) -> Group:
-    return {name: [group[name] for group in groups] for name in groups[0]}
+def grouped(
+    gradients: Parameters, state: LayerwiseState, params: Parameters, axes: Axes
+) -> list[Arrays]:
+    """Returns the arrays outside of stacks, and then those of the stacks of each depth."""
+    (outside, stacked), (p_outside, p_stacked) = split(gradients, axes), split(params, axes)
+    return [Arrays("", outside, state.outside, p_outside)] + [
+        Arrays(depth, group, state.stacked[depth], p_stacked[depth])
+        for depth, group in stacked.items()
+    ]
+
+
+def updated(
+    update: Callable[[Arrays], tuple[Group, Any, Any]],
+    groups: list[Arrays],
+    like: Parameters,
+    axes: Axes,
+) -> tuple[Parameters, LayerwiseState, list[tuple]]:
+    """Applies `update`, which returns new arrays, new state and a further result, to groups.
+
+    Layers in the separate form are updated one by one. The new arrays are returned as a tree like
+    `like`, and the further results as a tuple for each group.
+    """
+    arrays: Group = {}
+    states, rest = {}, []
+    for group in groups:
+        layers, state, found = zip(*map(update, group.layers()), strict=True)
+        if isinstance(group.state, list):
+            arrays |= {name: [layer[name] for layer in layers] for name in layers[0]}
+            states[group.depth] = list(state)
+        else:
+            arrays |= layers[0]
+            states[group.depth] = state[0]
+        rest.append(found)
+    return joined(arrays, like, axes), LayerwiseState(states.pop(""), states), rest
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
@@ -87,32 +215,17 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
         state = {depth: jax.vmap(transform.init)(group) for depth, group in stacked.items()}
         return LayerwiseState(transform.init(outside), state)
 
+    def update_group(group: Arrays) -> tuple[Group, Any, Any]:
+        update = jax.vmap(transform.update) if group.depth else transform.update
+        return *update(*group[1:]), ()
+
     def update(
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
-        (outside, stacked), (p_outside, p_stacked) = split(gradients, axes), split(params, axes)
-        updates, outside_state = transform.update(outside, state.outside, p_outside)
-        stacked_states = {}
-        for depth, group in stacked.items():
-            layer_updates, stacked_states[depth] = _update_stack(
-                transform, group, state.stacked[depth], p_stacked[depth]
-            )
-            updates |= layer_updates
-        return joined(updates, gradients, axes), LayerwiseState(outside_state, stacked_states)
+        groups = grouped(gradients, state, params, axes)
+        return updated(update_group, groups, gradients, axes)[:2]
 
     return optax.GradientTransformation(init, update)
-
-
-def _update_stack(
-    transform: optax.GradientTransformation, gradients: Group, state: Any, params: Group
-) -> tuple[Group, Any]:
-    """Updates all parameters with the same number of layers, for each layer separately."""
-    if not isinstance(state, list):
-        return jax.vmap(transform.update)(gradients, state, params)
-    layers = layers_of(gradients, len(state)), state, layers_of(params, len(state))
-    results = [transform.update(*layer) for layer in zip(*layers, strict=True)]
-    updates, states = zip(*results, strict=True)
-    return lists_of(list(updates)), list(states)
 
 
 class Stepped(NamedTuple):
@@ -127,11 +240,8 @@ class Stepper(NamedTuple):
     """An optimizer that returns new parameters."""
 
     init: Callable[[Parameters], optax.OptState]
-    # From gradients, state and parameters to the updates, which are added to the parameters, and
-    # the new state.
-    update: Callable[[Parameters, Any, Parameters], tuple[Parameters, optax.OptState]]
-    # From the same arguments and a number by which the gradients are first divided, such as the
-    # number of tokens, to the new parameters. It may compute them without computing the updates.
+    # From gradients, state, parameters, and a number by which the gradients are first divided, such
+    # as the number of tokens.
     step: Callable[[Parameters, Any, Parameters, Float[Array, ""]], Stepped]
 
 
@@ -146,7 +256,7 @@ def stepper(transform: optax.GradientTransformation) -> Stepper:
         updates, state = transform.update(gradients, state, params)
         return Stepped(optax.apply_updates(params, updates), state, norm)
 
-    return Stepper(transform.init, transform.update, step)
+    return Stepper(transform.init, step)
 
 
 def divided(gradients: Parameters, divisor: Float[Array, ""]) -> Parameters:

@@ -34,12 +34,10 @@ def stop_if_requested(session: Session) -> None:
 
 
 def start_profile(session: Session) -> None:
-    """Starts a profiler trace before the first of the steps that Training.profile_at names."""
     session.profile.before(session.completed + 1)
 
 
 def stop_profile(session: Session) -> None:
-    """Ends the profiler trace after the last of the steps that Training.profile_at names."""
     if session.profile.after(session.completed, session.state.step):
         first = session.run.config.training.profile_at[0]
         session.progress.message(f"profile of steps {first} to {session.completed} is written")
@@ -147,7 +145,6 @@ def sample(session: Session) -> None:
 
 
 def save(session: Session) -> None:
-    """Starts to save a checkpoint every Checkpoint.every steps, and after the last step."""
     every = session.run.config.checkpoint.every
     if session.completed == session.steps or session.is_time(every):
         session.save()

@@ -31,8 +31,8 @@ from brt import durable, untrusted
 from brt.config import Config
 from brt.config_io import saved_json
 from brt.errors import CheckpointError, ConfigError
-from brt.formatting import one_line
-from brt.training.workdir import Workdir, write_json
+from brt.formatting import listed, one_line
+from brt.training.workdir import Workdir, explain_lost_record, write_json
 
 _TENSORBOARD_FLUSH_SECONDS = 10
 _RECORD = {"step": int, str: untrusted.NUMBER | None}
@@ -60,7 +60,7 @@ class MetricsWriter:
         trackers: Sequence["Tracker"] = (),
     ):
         self._path = workdir.metrics
-        with self._explain_errors():
+        with explain_lost_record(self._path):
             if damaged := damaged_lines(self._path):
                 warn(_set_aside(self._path, damaged))
         self._open(resume_step)
@@ -68,7 +68,7 @@ class MetricsWriter:
         self._trackers: tuple[TensorBoard | Tracker, ...] = (self._tensorboard, *trackers)
 
     def _open(self, step: int) -> None:
-        with self._explain_errors():
+        with explain_lost_record(self._path):
             self._line = _drop_after(self._path, step)
             self._file = durable.open_file(self._path, "r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
@@ -79,7 +79,7 @@ class MetricsWriter:
 
     def rewind(self, step: int) -> None:
         """Removes the metrics of steps after `step`, except for those in other trackers."""
-        with self._explain_errors():
+        with explain_lost_record(self._path):
             self._file.close()
         self._open(step)
         self._tensorboard.rewind(step)
@@ -94,7 +94,7 @@ class MetricsWriter:
         if step < last:
             raise ValueError(f"step {step} is written after step {last}")
         numbers = {tag: _number(value) for tag, value in values.items()}
-        with self._explain_errors():
+        with explain_lost_record(self._path):
             if step > last:
                 self._offset = self._file.seek(0, os.SEEK_END)
                 self._line = {"step": step, "perf/time": round(time.time(), 3)}
@@ -113,18 +113,8 @@ class MetricsWriter:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
-        with self._explain_errors():
+        with explain_lost_record(self._path):
             self._file.close()
-
-    @contextlib.contextmanager
-    def _explain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {self._path}: {error.strerror}; {durable.remedy(error)}, then run "
-                "again to go on from the newest checkpoint"
-            ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -149,9 +139,7 @@ def damaged_lines(path: Path) -> list[int]:
 
 
 def describe_damage(damaged: Sequence[int]) -> str:
-    """Returns a phrase that names the first three damaged lines."""
-    more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
-    return f"damaged: cannot read line {', '.join(map(str, damaged[:_SHOWN]))}{more}"
+    return f"damaged: cannot read line {listed(list(map(str, damaged)), _SHOWN)}"
 
 
 class TensorBoard:

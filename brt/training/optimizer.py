@@ -10,7 +10,9 @@ GPUs, and if arrays are sharded over devices, these are all parameters.
 Muon makes the update of a matrix orthogonal (Jordan et al., 2024).
 """
 
+import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -28,13 +30,19 @@ from brt.distributed.rules import constrain
 from brt.errors import ConfigError
 from brt.ops.adafactor import MOMENTUM, Moments, adafactor, has_kernel
 from brt.training import layerwise, trainable
-from brt.training.layerwise import Group, LayerwiseState, Parameters, Stepped, Stepper, divided
-from brt.training.matrices import (
-    TABLES,
+from brt.training.layerwise import (
+    Arrays,
     Axes,
+    Group,
+    LayerwiseState,
+    Parameters,
+    Stepped,
+    Stepper,
     as_matrix,
+    divided,
     ends_with_heads,
     from_matrix,
+    is_kernel,
     matrix_shape,
 )
 
@@ -100,18 +108,17 @@ def check_rates(trained: PyTree, optimizer: Optimizer) -> None:
         )
 
 
-def describe_rates(trained: PyTree, optimizer: Optimizer) -> str:
-    """Lists the factors of Optimizer.rates other than 1, and how many parameters they change."""
-    sizes: dict[tuple[float, float], int] = {}
+def describe_rates(trained: PyTree, optimizer: Optimizer) -> list[str]:
+    """Returns [a line about the factors other than 1 and their number of parameters], or []."""
+    sizes: Counter[tuple[float, float]] = Counter()
     for path, leaf in flatten_dict(trained, sep="/").items():
-        factors = factors_of(path, optimizer)
-        sizes[factors] = sizes.get(factors, 0) + leaf.size
+        sizes[factors_of(path, optimizer)] += leaf.size
+    del sizes[1.0, 1.0]
     parts = [
         f"learning rate x {rate:g} and weight decay x {decay:g} for {size:,} parameters"
         for (rate, decay), size in sorted(sizes.items(), reverse=True)
-        if (rate, decay) != (1, 1)
     ]
-    return f"Optimizer.rates: {'; '.join(parts)}" if parts else ""
+    return [f"Optimizer.rates: {'; '.join(parts)}"] if parts else []
 
 
 def learning_rate(
@@ -153,51 +160,57 @@ def learning_rate(
 
 
 def build(optimizer: Optimizer, steps: int, axes: Axes, implementation: str = AUTO) -> Stepper:
-    """Returns the optimizer of a run: Adafactor, AdamW or Muon, with its learning-rate schedule.
+    """Returns the optimizer of a run, which may update matrices by kernels; see `transformation`.
 
-    If Optimizer.clip_norm is set, every optimizer first clips the norm of the gradients. Adafactor
-    is used as in the code of Block-Recurrent Transformers: the second moments of matrices are
-    factored, and its updates are clipped to a root mean square of 1, multiplied by the learning
-    rate and the scale of the parameter, and smoothed by momentum. All three optimizers treat an
-    attention kernel as a matrix, which is possible only if `axes` has the names of its axes, by the
-    parameter's path. `implementation` is that of the op "adafactor".
+    If Optimizer.clip_norm is set, every optimizer first clips the norm of the gradients.
+    `implementation` is that of the op "adafactor".
     """
-    rate = learning_rate(optimizer, steps)
-
-    def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
-        # optax counts steps from 0, and the learning rate of step 0 would be 0.
-        return rate(count + 1)
-
-    rules = None
-    if optimizer.name == "muon":
-        transform = _muon(optimizer, schedule, axes)
-    elif optimizer.name == "adafactor":
-        of_layer = optax.adafactor(
-            schedule,
-            min_dim_size_to_factor=SMALLEST_FACTORED,
-            momentum=MOMENTUM,
-        )
-        transform = layerwise.layerwise(of_layer, axes)
+    built = layerwise.stepper(transformation(optimizer, steps, axes))
+    if optimizer.name == "adafactor":
+        schedule = _schedule(optimizer, steps)
         rules = _Rules(
-            of_layer, schedule, axes, lambda path: factors_of(path, optimizer)[0],
+            _adafactor(schedule), schedule, axes, lambda path: factors_of(path, optimizer)[0],
             SMALLEST_FACTORED, implementation,
         )  # fmt: skip
+        built = built._replace(step=partial(_adafactor_step, plain=built.step, rules=rules))
+    return _clipped(built, optimizer.clip_norm) if optimizer.clip_norm else built
+
+
+def transformation(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransformation:
+    """Returns Adafactor, AdamW or Muon without clipping, with its rates and their schedule.
+
+    Adafactor is used as in the code of Block-Recurrent Transformers: the second moments of matrices
+    are factored, and its updates are clipped to a root mean square of 1, multiplied by the learning
+    rate and the scale of the parameter, and smoothed by momentum. All three optimizers treat an
+    attention kernel as a matrix, which is possible only if `axes` has the names of its axes, by the
+    parameter's path.
+    """
+    schedule = _schedule(optimizer, steps)
+    if optimizer.name == "muon":
+        return with_rates(_muon(optimizer, schedule, axes), optimizer)
+    if optimizer.name == "adafactor":
+        of_layer = _adafactor(schedule)
     else:
-        adamw = optax.adamw(
+        of_layer = optax.adamw(
             schedule, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )  # fmt: skip
-        transform = layerwise.layerwise(adamw, axes)
-    built = layerwise.stepper(with_rates(transform, optimizer))
-    if rules:
-        built = built._replace(step=partial(_adafactor_step, plain=built.step, rules=rules))
-    return _clipped(built, optimizer.clip_norm) if optimizer.clip_norm else built
+    return with_rates(layerwise.layerwise(of_layer, axes), optimizer)
+
+
+def _schedule(optimizer: Optimizer, steps: int) -> Schedule:
+    # optax counts steps from 0, and the learning rate of step 0 would be 0.
+    rate = learning_rate(optimizer, steps)
+    return lambda count: rate(count + 1)
+
+
+def _adafactor(schedule: Schedule) -> optax.GradientTransformation:
+    return optax.adafactor(schedule, min_dim_size_to_factor=SMALLEST_FACTORED, momentum=MOMENTUM)
 
 
 def _clipped(built: Stepper, norm: float) -> Stepper:
     """Returns an optimizer that first clips the norm of the gradients, as `optax.chain` does."""
     clip = optax.clip_by_global_norm(norm)
-    chained = optax.chain(clip, optax.GradientTransformation(built.init, built.update))
 
     def step(
         gradients: Parameters, state: Any, params: Parameters, divisor: Float[Array, ""]
@@ -209,7 +222,7 @@ def _clipped(built: Stepper, norm: float) -> Stepper:
         params, inner, _ = built.step(gradients, inner, params, jnp.ones_like(divisor))
         return Stepped(params, (before, inner), norm)
 
-    return Stepper(chained.init, chained.update, step)
+    return Stepper(lambda params: (clip.init(params), built.init(params)), step)
 
 
 # Updates are scaled to this root mean square, so that learning rates of AdamW can be used (Liu et
@@ -261,28 +274,17 @@ def _muon(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     return optax.GradientTransformation(init, update)
 
 
-def _matrices(params: PyTree[Array], axes: Axes) -> dict[str, tuple[int, int, int]]:
-    """Returns the shape [layers, rows, columns] of every kernel that is a matrix, by its path."""
-    shapes = {}
-    for name, leaf in flatten_dict(params, sep="/").items():
-        names = axes.get(name, ())
-        stacked = names[:1] == ("layers",)
-        layer_names, shape = (names[1:], leaf.shape[1:]) if stacked else (names, leaf.shape)
-        shape = matrix_shape(layer_names, shape)
-        if len(shape) == 2 and not TABLES & set(layer_names):
-            shapes[name] = (len(leaf) if stacked else 1, *shape)
-    return shapes
-
-
 def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
     """Concatenates kernels of the same shape into one array [matrices, rows, columns].
 
     "matrices" has these arrays, by shape; "others" the remaining parameters, by path.
     """
     others, groups = flatten_dict(params, sep="/"), {}
-    for name, shape in _matrices(params, axes).items():
-        group = groups.setdefault(f"{shape[1]}x{shape[2]}", [])
-        group.append(as_matrix(axes[name], others.pop(name)).reshape(shape))
+    for name in [name for name in others if is_kernel(axes.get(name, ()))]:
+        matrix = as_matrix(axes[name], others.pop(name))
+        rows, columns = matrix.shape[-2:]
+        group = groups.setdefault(f"{rows}x{columns}", [])
+        group.append(matrix.reshape(-1, rows, columns))
     joined = {name: jnp.concatenate(group) for name, group in groups.items()}
     sharded = {name: constrain(group, "matrices", None, None) for name, group in joined.items()}
     return {"matrices": sharded, "others": others}
@@ -293,12 +295,15 @@ def _ungrouped(
 ) -> PyTree[Array]:
     """The inverse of `_grouped`; `like` has the shapes of the result."""
     flat, offsets = dict(grouped["others"]), dict.fromkeys(grouped["matrices"], 0)
-    shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
-    for name, (count, rows, columns) in _matrices(like, axes).items():
-        group, offset = f"{rows}x{columns}", offsets[f"{rows}x{columns}"]
-        matrices = jax.lax.slice_in_dim(grouped["matrices"][group], offset, offset + count)
-        flat[name] = from_matrix(axes[name], matrices, shapes[name])
-        offsets[group] = offset + count
+    for name, leaf in flatten_dict(like, sep="/").items():
+        if name in flat:
+            continue
+        *layers, rows, columns = matrix_shape(axes[name], leaf.shape)
+        group, count = f"{rows}x{columns}", math.prod(layers)
+        end = offsets[group] + count
+        matrices = jax.lax.slice_in_dim(grouped["matrices"][group], offsets[group], end)
+        flat[name] = from_matrix(axes[name], matrices, leaf.shape)
+        offsets[group] = end
     return unflatten_dict(flat, sep="/")
 
 
@@ -311,32 +316,6 @@ class _Rules(NamedTuple):
     factor: Callable[[str], float]  # from a parameter's path to the factor of its learning rate
     smallest: int  # matrices with a smaller dimension do not have factored second moments
     implementation: str  # of the op; see `brt.config.Kernels`
-
-
-class _Arrays(NamedTuple):
-    """The arrays of parameters that are all outside of stacks, or in stacks of equally many layers.
-
-    The separate form (`brt.training.layer_forms`) has lists, by layer, of arrays and of states.
-    """
-
-    depth: str  # the number of layers, or "" if the arrays have no axis of layers
-    gradients: Group  # by path, reshaped to matrices
-    state: Any  # the state of the optimizer
-    params: Group  # by path, reshaped to matrices
-
-    def layers(self) -> list["_Arrays"]:
-        gradients, params = (
-            layerwise.layers_of(group, len(self.state)) for group in (self.gradients, self.params)
-        )
-        return [_Arrays("", *layer) for layer in zip(gradients, self.state, params, strict=True)]
-
-
-class _Updated(NamedTuple):
-    """The new arrays of an `_Arrays`, in the form of the old ones."""
-
-    params: Group
-    state: Any
-    squares: Float[Array, ""]  # the sum of the squared gradients, after their division
 
 
 class _Stack(NamedTuple):
@@ -365,33 +344,18 @@ def _adafactor_step(
     squares. `state` is that of `layerwise.layerwise(rules.transform)`; `plain` is the same function
     without kernels.
     """
-    outside, stacked = layerwise.split(gradients, rules.axes)
-    p_outside, p_stacked = layerwise.split(params, rules.axes)
-    groups = [_Arrays("", outside, state.outside, p_outside)] + [
-        _Arrays(depth, group, state.stacked[depth], p_stacked[depth])
-        for depth, group in stacked.items()
-    ]
+    groups = layerwise.grouped(gradients, state, params, rules.axes)
     flat = flatten_dict(params, sep="/")
     shapes = {name: (x[0] if isinstance(x, list) else x).shape for name, x in flat.items()}
-    if not any(_has_kernels(group, shapes, rules) for group in groups):
+    if not any(_stacks(group.layers()[0], shapes, rules) for group in groups):
         return plain(gradients, state, params, divisor)
-    first, *others = (_of_group(group, divisor, shapes, rules) for group in groups)
-    new, squares = dict(first.params), first.squares
-    for one in others:
-        new |= one.params
-        squares += one.squares
-    states = {depth: one.state for depth, one in zip(stacked, others, strict=True)}
-    new_params = layerwise.joined(new, params, rules.axes)
-    return Stepped(new_params, LayerwiseState(first.state, states), jnp.sqrt(squares))
+    update = partial(_update_group, divisor=divisor, shapes=shapes, rules=rules)
+    new, after, squares = layerwise.updated(update, groups, params, rules.axes)
+    total = sum(jnp.sum(jnp.stack(layers)) for layers in squares)
+    return Stepped(new, after, jnp.sqrt(total))
 
 
-def _has_kernels(group: _Arrays, shapes: _Shapes, rules: _Rules) -> bool:
-    if isinstance(group.state, list):
-        group, *_ = group.layers()
-    return bool(_stacks(group, shapes, rules))
-
-
-def _stacks(group: _Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]:
+def _stacks(group: Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]:
     """Returns the matrices of a group, not in the separate form, that have a kernel, by path."""
     depth, gradients, state, params = group
     factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
@@ -414,15 +378,13 @@ def _stacks(group: _Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]
     return found
 
 
-def _of_group(
-    group: _Arrays, divisor: Float[Array, ""], shapes: _Shapes, rules: _Rules
-) -> _Updated:
-    """Returns the new parameters and state of a group; optax updates matrices without kernels."""
-    if isinstance(group.state, list):
-        layers = [_of_group(layer, divisor, shapes, rules) for layer in group.layers()]
-        squares = jnp.sum(jnp.stack([one.squares for one in layers]))
-        new = layerwise.lists_of([one.params for one in layers])
-        return _Updated(new, [one.state for one in layers], squares)
+def _update_group(
+    group: Arrays, divisor: Float[Array, ""], shapes: _Shapes, rules: _Rules
+) -> tuple[Group, Any, Float[Array, ""]]:
+    """Returns the new parameters and state of a group, and the sum of its squared gradients.
+
+    The gradients are squared after their division. optax updates matrices without kernels.
+    """
     depth, gradients, state, params = group
     stacks = _stacks(group, shapes, rules)
     others = params.keys() - stacks
@@ -447,7 +409,7 @@ def _of_group(
         found = found if depth else jax.tree.map(lambda x: x[0], found)
         moments[name] = found.moments
         new[name] = found.parameter.reshape(params[name].shape)
-    return _Updated(new, _with_moments(after, moments, depth), squares)
+    return new, _with_moments(after, moments, depth), squares
 
 
 def _ordered(first: Array, second: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:

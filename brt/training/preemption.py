@@ -43,10 +43,9 @@ class StopSignal:
     returns from compiling or computing, which may take minutes. If the context is entered outside
     of the main thread, where Python cannot catch signals, the context does nothing.
 
-    Args:
-      announce: called in the thread with a message for the user about what happens next.
-      uninterruptible: returns the name of the current phase, such as "compiling", if the phase has
-        to end before the run can stop; otherwise "".
+    `announce` is called in the thread with a message for the user about what happens next.
+    `uninterruptible` returns the name of the current phase, such as "compiling", if the phase has
+    to end before the run can stop; otherwise "".
     """
 
     def __init__(

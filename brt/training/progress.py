@@ -117,18 +117,11 @@ _TIMED = ("restoring", "compiling")
 
 
 class Progress:
-    """Shows the progress of a run to the user, and writes it to a log.
+    """Shows the progress of a run to the user, and appends every line with its time to a log.
 
-    Args:
-      steps: Training.steps, the number of steps of the run.
-      initial_step: the step that the run resumes from.
-      log: the file to which every line is appended, together with the current time.
-      stream: receives the bar and the lines; None for stderr.
-      bar: True draws a moving bar, False writes lines; None draws a bar if the stream is a terminal
-        of known width.
-
-    Raises:
-      OSError: the log cannot be opened because the disk fails or denies access.
+    The run resumes from `initial_step`. `stream` (None: stderr) gets lines or a moving `bar` (None:
+    a bar on terminals of known width). OSError is raised if the log cannot be opened because the
+    disk fails or denies access.
     """
 
     def __init__(
@@ -169,14 +162,12 @@ class Progress:
         self.close()
 
     def step(self, step: int) -> None:
-        """Moves the bar to a step. The method is cheap enough to be called for every step."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def report(
         self, step: int, *, bits_per_token: float, tokens_per_second: float, seconds_left: float
     ) -> None:
-        """Shows the metrics of the steps since the last report, in the bar or as a line."""
         metrics = (
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
             f"ETA {clock(seconds_left)}"
@@ -199,7 +190,6 @@ class Progress:
         self._write_log(one_line(text))
 
     def note(self, text: str) -> None:
-        """Writes a text to log.txt without showing it to the user."""
         self._write_log(text)
 
     def phase(self, now: RunStatus) -> None:

@@ -41,60 +41,48 @@ class Requests:
         say: Callable[[str], None],
         stack: contextlib.ExitStack,
     ):
-        self._stop, self._workdir, self._phases, self._say = stop, workdir, phases, say
-        self._evaluates = evaluates
-        self._next_look, self._announced_stop = 0.0, False
-        # With several processes, this is a pair of requests on whose step all processes agree: to
-        # stop, and to save a checkpoint. With one process it is None.
-        self._agreed: tuple[AgreedRequest, AgreedRequest] | None = None
-        if processes.several():
-            self._agreed = (
-                AgreedRequest("stop", lambda: stop.requested, reader.warn_on_stderr),
-                AgreedRequest("checkpoint", self._checkpoint_of_first, lambda _: None),
-            )
-            for agreed in self._agreed:
-                stack.callback(agreed.close)
+        self._place, self._phases, self._say = workdir.path, phases, say
+        self._evaluates, self._announced_stop = evaluates, False
+        self._next_look: dict[str, float] = {}
+        self._to_stop = AgreedRequest("stop", lambda: stop.requested, reader.warn_on_stderr)
+        self._to_save = AgreedRequest("checkpoint", self._checkpoint_requested, lambda _: None)
+        for agreed in (self._to_stop, self._to_save):
+            stack.callback(agreed.close)
 
     def stop(self) -> str | None:
         """Returns the name of the signal that asks the run to stop now; None without a signal."""
         self._phases.progressed()
-        return self._agreed[0].reason_if_due() if self._agreed else self._stop.requested
+        return self._to_stop.reason_if_due()
 
     def checkpoint(self) -> bool:
         """Returns True if the user requested a checkpoint; has to be called after every step."""
-        looks = self._is_time_to_look()
-        if looks and not self._announced_stop and self._exists(STOP):
+        if not self._announced_stop and self._appears(STOP):
             self._announced_stop = True
             consequence = "the run stops after the next evaluation" if self._evaluates else _NEVER
             self._say(f"{STOP}: {consequence}")
-        if self._agreed:
-            return bool(self._agreed[1].reason_if_due())
-        return looks and self._exists(CHECKPOINT)
+        return bool(self._to_save.reason_if_due())
 
     def checkpoint_done(self, step: int) -> None:
         self._fulfil(CHECKPOINT, f"{CHECKPOINT}: step {step} is saved")
-        if self._agreed:
-            self._agreed[1].done()
+        self._to_save.done()
 
     def stop_after_evaluation(self) -> bool:
-        """Returns True if the user requested a stop; called after each evaluation."""
-        return bool(processes.from_first(self._exists(STOP)))
+        return bool(processes.from_first((self._place / STOP).exists()))
 
     def stop_after_evaluation_done(self, step: int) -> None:
         self._fulfil(STOP, f"{STOP}: step {step} is evaluated and saved")
 
-    def _checkpoint_of_first(self) -> str | None:
-        return CHECKPOINT if processes.is_first() and self._exists(CHECKPOINT) else None
+    def _checkpoint_requested(self) -> str | None:
+        return CHECKPOINT if processes.is_first() and self._appears(CHECKPOINT) else None
 
-    def _exists(self, name: str) -> bool:
-        return (self._workdir.path / name).exists()
+    def _appears(self, name: str) -> bool:
+        """Looks for a file at most once in _LOOK_SECONDS; returns False at other times."""
+        now = time.monotonic()
+        if now < self._next_look.get(name, 0.0):
+            return False
+        self._next_look[name] = now + _LOOK_SECONDS
+        return (self._place / name).exists()
 
     def _fulfil(self, name: str, message: str) -> None:
-        (self._workdir.path / name).unlink(missing_ok=True)
+        (self._place / name).unlink(missing_ok=True)
         self._say(message)
-
-    def _is_time_to_look(self) -> bool:
-        if time.monotonic() < self._next_look:
-            return False
-        self._next_look = time.monotonic() + _LOOK_SECONDS
-        return True

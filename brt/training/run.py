@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array
 
 from brt import tasks, tree_utils, user_cache
@@ -36,7 +37,6 @@ from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights, with_steps
 from brt.training import data_manifest, layer_forms, replicas, saved_model, trainable
 from brt.training import optimizer as optimizers
-from brt.training.data_manifest import OwnTokenizer
 from brt.training.layerwise import Stepper
 from brt.training.state import TrainState, initial_params, parameter_axes, state_shardings
 from brt.training.step import StepMetrics, train_step
@@ -78,8 +78,7 @@ def build(
     """
     user_cache.share_compiled_programs()
     weights = find_weights(config, resumed and resumed[1])
-    own_tokenizer = data_manifest.own_tokenizer(*resumed) if resumed else None
-    config, dataset, reader = prepare(config, weights, own_tokenizer, progress)
+    config, dataset, reader = prepare(config, weights, resumed, progress)
     shapes = compute_shapes(config)
     return Run(config, tasks.from_config(config), dataset, reader, weights, *shapes)
 
@@ -107,7 +106,8 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     name = config.kernels.adafactor
     optimizer = optimizers.build(config.optimizer, config.training.steps, axes, name)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
-    trainable.check(shapes.params, config.training.trainable)
+    paths, kind = list(flatten_dict(shapes.params, sep="/")), "parameters of the model"
+    trainable.check_patterns("Training.trainable", config.training.trainable, paths, kind)
     optimizers.check_rates(
         trainable.split(shapes.params, trainable.patterns(config))[0], config.optimizer
     )
@@ -122,19 +122,19 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
 def prepare(
     config: Config,
     weights: Weights | None = None,
-    own_tokenizer: OwnTokenizer | None = None,
+    resumed: tuple[Workdir, VerifiedCheckpoint] | None = None,
     progress: bool = True,
 ) -> tuple[Config, Dataset, Reader]:
     """Opens the data of a run, which are tokenized and stored first if necessary.
 
-    `own_tokenizer` is a resumed run's copy of its tokenizer. The returned config has the sizes that
-    depend on the data, and the reader reads the training batches.
+    `resumed` is as in `build`. The returned config has the sizes that depend on the data, and the
+    reader reads the training batches.
     """
     task = tasks.from_config(config)
     if weights:
         config = with_model(config, weights)
     tasks.check(config)
-    named = own_tokenizer.applied(config) if own_tokenizer else config
+    named = data_manifest.with_own_tokenizer(config, *resumed) if resumed else config
     dataset = task.open(named, progress=progress)
     if weights:
         config = task.with_weights(config, weights, dataset.tokenizer)
@@ -262,7 +262,9 @@ class CompiledStep:
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._limited = skips_spikes(run.config)
-        self._forms = layer_forms.LayerForms(run.config, run.state_shapes, run.mesh)
+        # `stacked` gives a train state of either form stacks of layers, and donates its memory.
+        forms = layer_forms.conversions(run.config, run.state_shapes, run.mesh)
+        self._for_step, self.stacked = forms
         self._compiled: dict[tuple, Any] = {}
 
     def prepare(self, batch: Any) -> None:
@@ -288,13 +290,9 @@ class CompiledStep:
         `skips_spikes`).
         """
         self.prepare(batch)
-        state = self._forms.for_step(state)
+        state = self._for_step(state)
         limits = (put_scalar(self._run, np.float32(limit)),) if self._limited else ()
         return self._compiled[_shape(batch)](*step_inputs(state), batch, self._key, *limits)
-
-    def stacked(self, state: TrainState) -> TrainState:
-        """Returns a train state of either form with stacks of layers, and donates its memory."""
-        return self._forms.stacked(state)
 
 
 def compiled_step(run: Run) -> CompiledStep:
@@ -344,17 +342,11 @@ def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -
     workdir, checkpoint, source_config = saved_model.load_config(Path(where))
     model = functools.cache(lambda: saved_model.load(workdir, checkpoint, source_config))
     weights = weights_of_run(where, config, source_config, checkpoint.meta["tokenizer"])
+    file = data_manifest.tokenizer_file(workdir)
     return weights._replace(
         load=lambda: model().params, load_model_state=lambda: model().model_state,
-        tokenizer_file=_tokenizer_file(workdir),
+        tokenizer_file=str(file) if file and file.suffix in (".json", ".model") else "",
     )  # fmt: skip
-
-
-def _tokenizer_file(workdir: Workdir) -> str:
-    """Returns the path of the file of a run's tokenizer; "" if the run has none."""
-    names = ("tokenizer.json", "tokenizer.model")
-    paths = [workdir.tokenizer / name for name in names if (workdir.tokenizer / name).is_file()]
-    return str(paths[0]) if paths else ""
 
 
 def weights_of_run(where: str, config: Config, source_config: Config, tokenizer: str) -> Weights:
@@ -407,18 +399,7 @@ def with_model(config: Config, weights: Weights) -> Config:
     return dataclasses.replace(config, **{section: model, "data": data})
 
 
-def _equal(value: Any, old: Any) -> bool:
-    """Returns True if two values of a setting are equal, floats up to the rounding to float32.
-
-    Weights that were converted from other formats have, for example, 9.9999997e-06 for 1e-05.
-    """
-    if isinstance(value, float) and isinstance(old, float):
-        return bool(np.float32(value) == np.float32(old))
-    return bool(value == old)
-
-
 def _merged(requested: Any, trained: Any, where: str) -> Any:
-    """Returns the section `trained`, with the settings that `requested` may and does change."""
     return dataclasses.replace(trained, **_changes(requested, trained, where))
 
 
@@ -429,9 +410,12 @@ def _changes(requested: Any, trained: Any, where: str) -> dict[str, Any]:
     for name, setting in settings(section).items():
         value, default, old = (getattr(model, name) for model in (requested, defaults, trained))
         adaptable = setting.warm_start == "adaptable"
+        # Weights that were converted from other formats have, for example, 9.9999997e-06 for 1e-05.
+        floats = isinstance(value, float) and isinstance(old, float)
+        equal = np.float32(value) == np.float32(old) if floats else value == old
         if setting.warm_start == "own" or (adaptable and value != default):
             changes[name] = value
-        elif not adaptable and not (value == default or _equal(value, old)):
+        elif not adaptable and not (value == default or equal):
             own = f"{section.__name__}.{name}"
             raise ConfigError(
                 f"{public_name(own)} = {value!r}, but the weights of Training.init_from = "

@@ -4,6 +4,7 @@ import importlib.util
 import shlex
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +44,20 @@ def describe_start(run: Run, workdir: Workdir) -> str:
     )
 
 
-def idle_devices(run: Run) -> str:
-    """Returns a message which says that devices are idle, and what would use them; else ""."""
+def notes(run: Run) -> Iterator[str]:
+    """Yields messages about idle devices, replicated keys, and factors of Optimizer.rates."""
     available, used = len(jax.devices()), run.mesh.size
-    if used == available:
-        return ""
-    return f"using {used} of {available} devices; Mesh.data = {available} would use all"
-
-
-def replicated_keys(run: Run) -> str:
-    """Returns a message if each Mesh.tensor device holds all heads of keys and values; else ""."""
-    devices = run.mesh.shape.get("tensor", 1)
-    model = getattr(run.config, run.task.model)
+    if used != available:
+        yield f"using {used} of {available} devices; Mesh.data = {available} would use all"
+    devices, model = run.mesh.shape.get("tensor", 1), getattr(run.config, run.task.model)
     heads = model.attention.kv_heads if isinstance(model, Model) else 0
-    if not heads or heads % devices == 0:
-        return ""
-    return (
-        f"SelfAttention.kv_heads = {heads} heads of keys and values cannot be shared by "
-        f"Mesh.tensor = {devices} devices, so each of these has all of them"
-    )
-
-
-def describe_rate_factors(run: Run) -> str:
-    """Returns a message that lists the factors of Optimizer.rates, or ""."""
+    if heads % devices:
+        yield (
+            f"SelfAttention.kv_heads = {heads} heads of keys and values cannot be shared by "
+            f"Mesh.tensor = {devices} devices, so each of these has all of them"
+        )
     trained, _ = trainable.split(run.state_shapes.params, trainable.patterns(run.config))
-    return optimizer.describe_rates(trained, run.config.optimizer)
+    yield from optimizer.describe_rates(trained, run.config.optimizer)
 
 
 def _memory(device: jax.Device) -> int | None:
@@ -76,7 +66,6 @@ def _memory(device: jax.Device) -> int | None:
 
 
 def parameters(run: Run | Shapes) -> str:
-    """Returns a table, as text, of all parameters of a run with their shapes and sizes."""
     return parameter_overview.get_parameter_overview(run.state_shapes.params, include_stats=False)
 
 
@@ -147,7 +136,10 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     lines += changes(workdir)
     splits = data_manifest.describe_splits(data_manifest.read(workdir).splits)
     data = ["", "What it read:", *(f"  {line}" for line in splits)] if splits else []
-    return "\n".join([*_held_out_report(run, workdir), *lines, *data, *_places(run, workdir)])
+    if run.task.shows_examples:
+        path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
+        lines[:0] = [untrusted.read_file(path).decode()] if path.exists() else []
+    return "\n".join([*lines, *data, *_places(run, workdir)])
 
 
 def changes(workdir: Workdir) -> list[str]:
@@ -199,9 +191,3 @@ def _next_steps(run: Run, path: str) -> list[str]:
 
 def _has_content(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def _held_out_report(run: Run, workdir: Workdir) -> list[str]:
-    """Returns [text of the last evaluation] if the task shows examples, otherwise []."""
-    path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
-    return [untrusted.read_file(path).decode()] if run.task.shows_examples and path.exists() else []

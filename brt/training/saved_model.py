@@ -9,7 +9,7 @@ unless the user names the setting in --allow_config_change.
 """
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +114,6 @@ class SavedModel(NamedTuple):
 
     @property
     def variables(self) -> Variables:
-        """The learned arrays of the model: parameters and model state."""
         return Variables(self.params, self.model_state)
 
     def on_devices(self) -> contextlib.AbstractContextManager[object]:
@@ -141,6 +140,14 @@ def load_config(
     return run, checkpoint, without_written_paths(config_from_json(checkpoint.meta["config"]))
 
 
+def open_run(
+    directory: str | Path, step: int | None, change: Callable[[Config], Config]
+) -> SavedModel:
+    """Loads the model of a run, with the changes that a user makes to its config; see `load`."""
+    workdir, checkpoint, config = load_config(Path(directory), step)
+    return load(workdir, checkpoint, change(config))
+
+
 def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
     """Loads a model, with its adapters merged into the kernels; see `load_unmerged`."""
     model = load_unmerged(workdir, checkpoint, config)
@@ -162,11 +169,20 @@ def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Conf
             "model_state": tasks.from_config(config).initial_model_state(config),
         }
     )
-    mesh = _mesh(config)
+    shared = tasks.from_config(config).sharded_sizes(config)
+    mesh: jax.sharding.Mesh | None
+    mesh = meshes.build(meshes.mesh_for_evaluation(config.mesh, shared), {})
+    if mesh.size == 1:
+        mesh, single = None, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: single, shapes)
+    else:
+        model_state = jax.tree.map(lambda _: meshes.replicated(mesh), shapes["model_state"])
+        params = parameter_shardings(mesh, shapes["params"], parameter_axes(config))
+        shardings = {"params": params, "model_state": model_state}
     target = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
-        _shardings(shapes, mesh, config),
+        shardings,
     )
     # A trainer may remove the checkpoint while it is read. In this case `restore` takes the newest
     # checkpoint instead, unless the user requested this step.
@@ -175,27 +191,6 @@ def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Conf
     )
     step, state, meta = restored.step, restored.state, restored.meta
     return SavedModel(workdir, step, config, meta, state["params"], state["model_state"], mesh)
-
-
-def _mesh(config: Config) -> jax.sharding.Mesh | None:
-    """Returns the run's mesh, reduced to the devices of this machine; None for a single device."""
-    shared = tasks.from_config(config).sharded_sizes(config)
-    mesh = meshes.build(meshes.mesh_for_evaluation(config.mesh, shared), {})
-    return mesh if mesh.size > 1 else None
-
-
-def _shardings(
-    shapes: PyTree[jax.ShapeDtypeStruct],
-    mesh: jax.sharding.Mesh | None,
-    config: Config,
-) -> PyTree[jax.sharding.Sharding]:
-    if mesh is None:
-        single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(lambda _: single, shapes)
-    return {
-        "params": parameter_shardings(mesh, shapes["params"], parameter_axes(config)),
-        "model_state": jax.tree.map(lambda _: meshes.replicated(mesh), shapes["model_state"]),
-    }
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:
@@ -209,12 +204,9 @@ def tokenizer(model: SavedModel) -> Tokenizer:
 def open_split(model: SavedModel, split: str) -> Dataset:
     """Opens one split of the data that the model's config names, encoded with the run's tokenizer.
 
-    Raises:
-      ConfigError: the config names another tokenizer than the run's.
-      CheckpointError: the run's tokenizer cannot be read, or the config names data that were
-        prepared with another tokenizer.
-      DataError: the split does not exist or cannot be read; or the split was held out of data that
-        have changed since, so that other documents would be held out now.
+    Another tokenizer than the run's is a ConfigError (of the config) or a CheckpointError (of the
+    prepared data). DataError is raised if the split does not exist, cannot be read, or was held out
+    of data that have changed since, so that other documents would be held out now.
     """
     config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
@@ -250,11 +242,6 @@ class ConfigChanges(NamedTuple):
     allowed: list[str]  # the names of those that need --allow_config_change
 
 
-def may_change(name: str) -> bool:
-    """Returns True if a resumed run may change a setting without --allow_config_change."""
-    return declaration(name).resume
-
-
 def check_allowed_names(names: Collection[str]) -> None:
     """Raises ConfigError if one of the names in --allow_config_change is not a setting."""
     for name in names:
@@ -267,20 +254,15 @@ def check_resumable(
 ) -> list[str]:
     """Returns the differences between two configs as "Section.field: old -> new".
 
-    Args:
-      allowed: names of settings that the user allows to differ (--allow_config_change). None if the
-        checkpoint is only read; in this case the error does not mention --allow_config_change.
-      possible: False if not even --allow_config_change makes the differences possible.
-
-    Raises:
-      ConfigError: a setting differs that must not change, and that the user did not allow to
-        change.
+    ConfigError is raised if a setting differs that must not change, unless the user allows it to
+    change (`allowed`, the names in --allow_config_change; None if the checkpoint is only read). The
+    error names this flag only if it would make the differences `possible`.
     """
     differences = difference(saved, config)
     refused = {
         name: f"{name} was {old!r} and is {new!r}"
         for name, old, new in differences
-        if not may_change(name) and name not in (allowed or ())
+        if not declaration(name).resume and name not in (allowed or ())
     }
     if refused:
         flags = " ".join(f"--allow_config_change={name}" for name in refused)
@@ -306,7 +288,7 @@ def config_changes(
     shapes of arrays, which not even --allow_config_change permits.
     """
     saved = config_from_json(checkpoint.meta["config"])
-    names = [name for name, *_ in difference(saved, config) if not may_change(name)]
+    names = [name for name, *_ in difference(saved, config) if not declaration(name).resume]
     arrays = tree_utils.describe(tree_utils.named(state_shapes))
     differences = tree_utils.differences(checkpoint.meta["arrays"], arrays)
     lines = check_resumable(saved, config, allowed, possible=not differences)
@@ -319,24 +301,8 @@ def config_changes(
     return ConfigChanges(lines, names)
 
 
-def config_history(
-    meta: Mapping[str, Any] | None, changes: ConfigChanges | None
-) -> list[dict[str, Any]]:
-    """Returns all config changes of a run so far, as JSON for provenance.json."""
-    if not meta or not changes:
-        return []
+def config_history(meta: Mapping[str, Any], changes: ConfigChanges) -> list[dict[str, Any]]:
+    """Returns the config changes before a checkpoint and after it, as JSON for provenance.json."""
     earlier = meta.get("provenance", {}).get("config_changes", [])
     now = {"step": meta["step"], "changed": changes.lines, "allowed": changes.allowed}
     return [*earlier, *([now] if changes.lines else [])]
-
-
-def resumed_data_position(
-    saved: Mapping[str, Any], current: Mapping[str, Any], changes: ConfigChanges | None
-) -> dict[str, Any]:
-    """Returns the position in the data from which a resumed run continues to read batches.
-
-    The step is always the checkpoint's. If the user allowed changes, the entries that determine the
-    order of the data (such as the seed) are taken from the new iterator's state, `current`.
-    """
-    order = {name: value for name, value in current.items() if name not in ("step", "store")}
-    return {**saved, **(order if changes and changes.allowed else {})}

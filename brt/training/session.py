@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from jaxtyping import Array, PyTree
 
 from brt import tree_utils
 from brt.checkpointing import reader
-from brt.checkpointing.reader import Restored, VerifiedCheckpoint
+from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.checkpointing.writer import CheckpointWriter, check_disk
 from brt.config import Config
 from brt.config_io import config_text, saved_json
@@ -31,22 +32,12 @@ from brt.errors import NonFiniteError, Preempted, closing
 from brt.ops import dispatch
 from brt.redaction import redacted
 from brt.tasks.arguments import EvaluationRequest, Evaluator
-from brt.training import (
-    data_manifest,
-    optimizer,
-    run_summary,
-    saved_model,
-)
+from brt.training import data_manifest, optimizer, run_summary, saved_model
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.bad_steps import BadStep, BadSteps
 from brt.training.evaluations import SPLIT
-from brt.training.metrics import (
-    MetricsWriter,
-    read_metrics,
-    requested_trackers,
-    start_trackers,
-)
+from brt.training.metrics import MetricsWriter, read_metrics, requested_trackers, start_trackers
 from brt.training.preemption import StopSignal
 from brt.training.progress import PhaseTracker, Profile, Progress, Throughput
 from brt.training.requests import Requests
@@ -169,7 +160,6 @@ class Session:
         self.progress.step(number)
 
     def _count(self, batch: Any) -> None:
-        """Counts the tokens and FLOPs of a step, summed over the rows of all processes."""
         run = self.run
         parts = run.config.training.batch_size // len(batch[0])
         flops = run.task.flops(run.config, batch)
@@ -290,28 +280,25 @@ def open_files(
 ) -> Session:
     """Restores or creates a run, opens the files that it writes, and returns its session.
 
-    Args:
-      workdir: the run directory, as `enter_workdir` returned it.
-      checkpoint: the checkpoint that was the newest before the workdir was locked; None if there
-        was none.
-      allowed: names of settings that may differ from the config of the checkpoint; see
-        `Session.open`.
-      stop: receives SIGTERM and Ctrl-C.
-      phases: the tracker to which the function reports the phases "restoring" and "seeking".
-      stack: the exit stack that closes the files at the end of the run.
+    `workdir` is the result of `enter_workdir`, `checkpoint` was the newest before the workdir was
+    locked, `allowed` is that of `Session.open`, and `stack` closes the files at the end of the run.
     """
-    config = run.config
-    settings = config.checkpoint
+    config, settings = run.config, run.config.checkpoint
     # The writer is opened first, because it removes the files that a killed run left behind.
     writer = CheckpointWriter(
         workdir.checkpoints, keep=settings.keep, keep_every=settings.keep_every,
         in_background=phases.in_background,
     )  # fmt: skip
     stack.enter_context(writer)
-    provenance = describe_process()
-    checkpoint, changes = _find_again(run, workdir, checkpoint, allowed)
-    meta, start = (checkpoint.meta, checkpoint.step) if checkpoint else (None, 0)
-    provenance["config_changes"] = saved_model.config_history(meta, changes)
+    checkpoint, start = _find_again(workdir, checkpoint), 0
+    changes, history = ConfigChanges([], []), []
+    if checkpoint:
+        start = checkpoint.step
+        changes = saved_model.config_changes(checkpoint, config, run.state_shapes, allowed)
+        for line in changes.lines:
+            reader.warn_on_stderr(f"the config differs from the checkpoint's: {line}")
+        history = saved_model.config_history(checkpoint.meta, changes)
+    provenance = {**describe_process(), "config_changes": history}
     stream = None if processes.is_first() else io.StringIO()
     progress = stack.enter_context(
         Progress(config.training.steps, initial_step=start, log=workdir.log, stream=stream)
@@ -328,16 +315,14 @@ def open_files(
         data_manifest.check_unchanged(workdir, run.dataset.described())
     constant = constant_arrays(config, run.state_shapes)
     writer.freeze(constant, start if restored else None)
-    # The disk must have space for two checkpoints, or for one if Checkpoint.keep is 1. Checkpoints
-    # share the files of constant arrays.
-    saves = min(settings.keep, 2)
-    sizes = {
-        name: tree_utils.required_bytes(x) for name, x in tree_utils.named(run.state_shapes).items()
-    }
-    once = sum(sizes[name] for name in constant)
-    remedy = ", or set Checkpoint.keep = 1" if saves > 1 else ""
-    check_disk(workdir.checkpoints, once + saves * (sum(sizes.values()) - once), remedy)
-    batches = _open_batches(run, workdir, restored, changes, phases, progress, stack)
+    _check_disk(run, workdir, constant)
+    batches = BatchIterator(runs.local_reader(run), start)
+    stack.callback(batches.close)
+    if restored:
+        _seek(batches, restored.meta["data"], changes, phases, progress)
+        progress.message(f"resuming {workdir.path} from step {start}")
+    elif read_metrics(workdir.metrics):
+        progress.message(f"{workdir.path} was stopped before its first checkpoint; starting over")
     _write_description(run, workdir, provenance, progress, new=restored is None)
     profile = Profile(config.training.profile_at, workdir)
     stack.enter_context(closing(profile.close))
@@ -346,6 +331,9 @@ def open_files(
     stack.enter_context(closing(metrics.close))
     bad_steps = BadSteps(config.training, workdir.bad_batches, start, run.reader.described)
     evaluates = SPLIT in run.dataset.splits and bool(config.training.evaluate_every)
+    # Without held-out data, the evaluator only draws samples.
+    split = SPLIT if SPLIT in run.dataset.splits else "train"
+    request = EvaluationRequest(config, run.dataset, split, compare_exact=True)
     return Session(
         run=run, workdir=workdir, completed=start, resumed=start > 0,
         writer=writer, metrics=metrics, progress=progress, phases=phases, profile=profile,
@@ -355,7 +343,7 @@ def open_files(
             on_skip=lambda step, why: progress.message(bad_steps.record_skip(step, why)),
         ),
         requests=Requests(stop, workdir, phases, evaluates, progress.message, stack),
-        evaluator=_evaluator(run), probe=run.task.probe(config),
+        evaluator=run.task.evaluator(request), probe=run.task.probe(config),
         state=restored.state if restored else runs.new_state(run, progress.message),
     )  # fmt: skip
 
@@ -364,39 +352,31 @@ def enter_workdir(workdir: Workdir, stack: contextlib.ExitStack) -> Workdir:
     """Locks the run directory for this trainer, and returns the directory to write to.
 
     With several processes, only the first process locks the run directory and writes to it. Each of
-    the other processes writes to a temporary directory. The exit stack releases the lock and
-    removes the temporary directory.
-
-    Raises:
-      ConfigError: another trainer holds the lock, or processes do not share the directory.
+    the other processes writes to a temporary directory. ConfigError is raised if another trainer
+    holds the lock, or if the processes do not share the directory.
     """
     if processes.is_first():
         stack.enter_context(workdirs.lock(workdir, reader.warn_on_stderr))
     if processes.several():
         processes.check_shared(workdir.path)
-    return workdir if processes.is_first() else stack.enter_context(workdirs.shadow(workdir))
+    if processes.is_first():
+        return workdir
+    own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brt-")))
+    workdirs.create(own)
+    return Workdir(own, workdir.path)
 
 
 def _find_again(
-    run: Run, workdir: Workdir, checkpoint: VerifiedCheckpoint | None, allowed: Collection[str]
-) -> tuple[VerifiedCheckpoint | None, ConfigChanges | None]:
-    """Returns the checkpoint to resume from, and the differences between its config and the run's.
-
-    `checkpoint` is the one that was the newest before the workdir was locked; `allowed` as in
-    `saved_model.check_resumable`.
-    """
+    workdir: Workdir, checkpoint: VerifiedCheckpoint | None
+) -> VerifiedCheckpoint | None:
+    """Returns the checkpoint to resume from; `checkpoint` was the newest before the lock."""
     steps = reader.steps(workdir.checkpoints)
     if steps and (checkpoint is None or steps[-1] > checkpoint.step):
         # Either another trainer saved a checkpoint before this process locked the directory, or the
         # newest checkpoint is damaged.
         warned = checkpoint.problems if checkpoint else ()
-        checkpoint = saved_model.newest_checkpoint(workdir.path, warned)
-    if checkpoint is None:
-        return None, None
-    changes = saved_model.config_changes(checkpoint, run.config, run.state_shapes, allowed)
-    for line in changes.lines:
-        reader.warn_on_stderr(f"the config differs from the checkpoint's: {line}")
-    return checkpoint, changes
+        return saved_model.newest_checkpoint(workdir.path, warned)
+    return checkpoint
 
 
 def _check_processes_agree(run: Run, step: int | None, provenance: Mapping[str, object]) -> None:
@@ -412,32 +392,33 @@ def _check_processes_agree(run: Run, step: int | None, provenance: Mapping[str, 
     )
 
 
-def _open_batches(
-    run: Run,
-    workdir: Workdir,
-    restored: Restored | None,
-    changes: ConfigChanges | None,
-    phases: PhaseTracker,
+def _check_disk(run: Run, workdir: Workdir, constant: Collection[str]) -> None:
+    """Raises CheckpointError if the disk lacks space for two checkpoints, or for the only one.
+
+    Checkpoints share the files of `constant` arrays.
+    """
+    arrays = tree_utils.named(run.state_shapes)
+    saves = min(run.config.checkpoint.keep, 2)
+    once = tree_utils.required_bytes([arrays[name] for name in constant])
+    needed = once + saves * (tree_utils.required_bytes(arrays) - once)
+    check_disk(workdir.checkpoints, needed, ", or set Checkpoint.keep = 1" * (saves > 1))
+
+
+def _seek(
+    batches: BatchIterator, saved: Mapping[str, Any], changes: ConfigChanges, phases: PhaseTracker,
     progress: Progress,
-    stack: contextlib.ExitStack,
-) -> BatchIterator:
-    """Opens the iterator of batches at the position of the checkpoint, and tells the user."""
-    start = restored.step if restored else 0
-    batches = BatchIterator(runs.local_reader(run), start)
-    stack.callback(batches.close)
-    if restored:
-        saved = restored.meta["data"]
-        position = saved_model.resumed_data_position(saved, batches.get_state(), changes)
-        if position != saved:
-            progress.message(
-                "from here on documents are read in another order; some may be read twice"
-            )
-        with phases.during("seeking"):
-            batches.set_state(position)
-        progress.message(f"resuming {workdir.path} from step {start}")
-    elif read_metrics(workdir.metrics):
-        progress.message(f"{workdir.path} was stopped before its first checkpoint; starting over")
-    return batches
+) -> None:  # fmt: skip
+    """Moves the iterator of batches to the position of a checkpoint.
+
+    If the user allowed changes, what determines the order of the data, such as the seed, is that of
+    the new run; the step is always that of the checkpoint.
+    """
+    new = {k: v for k, v in batches.get_state().items() if k not in ("step", "store")}
+    position = {**saved, **(new if changes.allowed else {})}
+    if position != saved:
+        progress.message("from here on documents are read in another order; some may be read twice")
+    with phases.during("seeking"):
+        batches.set_state(position)
 
 
 def _write_description(
@@ -450,18 +431,6 @@ def _write_description(
     workdirs.write_text(workdir.config_gin, redacted(config_text(run.config)))
     workdirs.write_json(workdir.config_json, saved_json(run.config))
     workdirs.write_json(workdir.provenance, provenance)
-    progress.message(run_summary.describe_start(run, workdir))
-    for note in (
-        run_summary.idle_devices(run),
-        run_summary.replicated_keys(run),
-        run_summary.describe_rate_factors(run),
-    ):
-        if note:
-            progress.message(note)
+    for line in (run_summary.describe_start(run, workdir), *run_summary.notes(run)):
+        progress.message(line)
     progress.note(run_summary.parameters(run))
-
-
-def _evaluator(run: Run) -> Evaluator:
-    """Returns the evaluator of held-out data; without such data it only draws samples."""
-    split = SPLIT if SPLIT in run.dataset.splits else "train"
-    return run.task.evaluator(EvaluationRequest(run.config, run.dataset, split, compare_exact=True))

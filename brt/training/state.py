@@ -3,7 +3,6 @@
 The shardings of a state are the axes of the mesh over which its arrays are sharded.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from brt.distributed import rules
 from brt.distributed.mesh import replicated
 from brt.distributed.rules import Names
 from brt.training import replicas, trainable
-from brt.training.matrices import Axes, matrix_names, matrix_shape
+from brt.training.layerwise import Axes, matrix_names, matrix_shape
 
 # The token embedding of a model has one of these paths in the tree of parameters.
 EMBEDDINGS = (
@@ -80,11 +79,7 @@ def constant_arrays(config: Config, state: TrainState) -> list[str]:
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:
     """Returns the number of all parameters, and the number without the token embedding."""
-    return counts_of_sizes({name: x.size for name, x in tree_utils.named(params).items()})
-
-
-def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Like `parameter_counts`, from the size of each array by path: "decoder/embedding"."""
+    sizes = {name: x.size for name, x in tree_utils.named(params).items()}
     total = sum(sizes.values())
     return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)
 
@@ -145,11 +140,7 @@ def _moment_names(
 
     The array belongs to the parameter whose name is in `path`, the array's path in the optimizer's
     state. It has the shape of that parameter as a matrix, or lacks one axis of the matrix
-    (Adafactor's factored moments).
-
-    Args:
-      axes: names of the parameters' axes, by path.
-      shapes: shapes of the parameters, by path.
+    (Adafactor's factored moments). `axes` and `shapes` are those of the parameters, by path.
     """
     keys = [getattr(key, "key", getattr(key, "name", None)) for key in path]
     replicated: Names = (None,) * len(shape)

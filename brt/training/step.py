@@ -40,26 +40,23 @@ class StepMetrics(NamedTuple):
 
 
 def _loss_and_gradients(
-    state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
+    params: PyTree[Array], inputs: LossInputs, config: Config
 ) -> tuple[Aux, PyTree[Array]]:
     """Computes the loss and the gradients of trained parameters, summed over microbatches."""
     loss = tasks.from_config(config).loss
-    trained, frozen = trainable.split(state.params, trainable.patterns(config))
+    trained, frozen = trainable.split(params, trainable.patterns(config))
 
-    def microbatch_gradients(
-        carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
-    ) -> tuple[Aux, PyTree[Array]]:
+    def microbatch_gradients(inputs: LossInputs) -> tuple[Aux, PyTree[Array]]:
         def summed_loss(trained: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
             params = layer_forms.stacked(trainable.merge(trained, frozen))
-            params = merged_params(config, params)
-            return loss(config, params, LossInputs(batch, key, carry, model_state))
+            return loss(config, merged_params(config, params), inputs)
 
         (_, aux), gradients = jax.value_and_grad(summed_loss, has_aux=True)(trained)
         return aux, gradients
 
     count = config.training.gradient_accumulation
     if count == 1:
-        return microbatch_gradients(carry, state.model_state, batch, key)
+        return microbatch_gradients(inputs)
 
     def split(x: Array) -> Array:
         # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...]. Microbatch i
@@ -70,14 +67,14 @@ def _loss_and_gradients(
     # The function is the body of the scan over microbatches. It adds nats, tokens and gradients.
     def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
         (model_state, *totals), (index, carry, part) = sums, microbatch
-        part_key = jax.random.fold_in(key, index)
-        aux, gradients = microbatch_gradients(carry, model_state, part, part_key)
+        part_key = jax.random.fold_in(inputs.key, index)
+        aux, gradients = microbatch_gradients(LossInputs(part, part_key, carry, model_state))
         totals = jax.tree.map(jnp.add, tuple(totals), (aux.nats, aux.count, gradients))
         return (aux.model_state, *totals), (aux.carry, aux.metrics)
 
     zero = jnp.zeros((), jnp.float32)
-    sums = state.model_state, zero, zero, jax.tree.map(jnp.zeros_like, trained)
-    parts = jnp.arange(count), jax.tree.map(split, carry), jax.tree.map(split, batch)
+    sums = inputs.model_state, zero, zero, jax.tree.map(jnp.zeros_like, trained)
+    parts = jnp.arange(count), jax.tree.map(split, inputs.carry), jax.tree.map(split, inputs.batch)
     (model_state, nats, tokens, gradients), (carries, metrics) = jax.lax.scan(
         add_microbatch, sums, parts
     )
@@ -86,34 +83,30 @@ def _loss_and_gradients(
 
 
 def _over_replicas(
-    state: TrainState,
-    carry: PyTree[Array],
-    batch: Any,
-    key: Array,
+    params: PyTree[Array],
+    inputs: LossInputs,
     config: Config,
     optimizer_shards: PyTree[PartitionSpec] | None,
 ) -> tuple[Aux, PyTree[Array]]:
     """Computes the loss and its gradients over the rows of all replicas.
 
     A model state is learned from all rows at once, so models that have one leave it to the SPMD
-    partitioner to distribute the computation.
-
-    Args:
-      optimizer_shards: specs of the gradients' shards; None if all replicas need all gradients.
+    partitioner to distribute the computation. `optimizer_shards` are specs of the gradients'
+    shards; None if all replicas need all gradients.
     """
-    if replicas.count() == 1 or jax.tree.leaves(state.model_state):
+    if replicas.count() == 1 or jax.tree.leaves(inputs.model_state):
         if optimizer_shards is not None:
             # Each replica may hold only a shard of the parameters.
-            state = state._replace(params=rules.replicated(state.params))
-        return _loss_and_gradients(state, carry, batch, key, config)
+            params = rules.replicated(params)
+        return _loss_and_gradients(params, inputs, config)
 
     # A replica has its own rows of the batch. All results but the new carry are summed over the
     # replicas.
     def summed_gradients(
         params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array
     ) -> tuple:
-        replica_state = state._replace(params=params)
-        aux, gradients = _loss_and_gradients(replica_state, carry, batch, key, config)
+        own = inputs._replace(batch=batch, key=key, carry=carry)
+        aux, gradients = _loss_and_gradients(params, own, config)
         sums = aux.nats, aux.count, aux.metrics
         if optimizer_shards is None:
             *sums, gradients = replicas.psum((*sums, gradients))
@@ -124,13 +117,13 @@ def _over_replicas(
         return (nats, count, means, gradients), aux.carry
 
     replicated = PartitionSpec()
-    lanes = replicas.lane_specs(carry, tasks.from_config(config).carry_axes(config))
+    lanes = replicas.lane_specs(inputs.carry, tasks.from_config(config).carry_axes(config))
     (nats, count, metrics, gradients), carry = replicas.shard_map(
         summed_gradients,
         (replicated, lanes, replicas.LANES, replicated),
         ((replicated, replicated, replicated, optimizer_shards or replicated), lanes),
-    )(state.params, carry, batch, key)
-    return Aux(nats, count, carry, state.model_state, metrics), gradients
+    )(params, inputs.carry, inputs.batch, inputs.key)
+    return Aux(nats, count, carry, inputs.model_state, metrics), gradients
 
 
 def train_step(
@@ -158,10 +151,11 @@ def train_step(
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry, optimizer_shards = jax.lax.stop_gradient(state.carry), None
+    inputs = LossInputs(batch, key, carry, state.model_state)
     params, frozen = trainable.split(state.params, trainable.patterns(config))
     if replicas.shards_optimizer(config.optimizer):
         optimizer_shards = replicas.optimizer_shards(params, parameter_axes(config))
-    aux, gradients = _over_replicas(state, carry, batch, key, config, optimizer_shards)
+    aux, gradients = _over_replicas(state.params, inputs, config, optimizer_shards)
     with jax.named_scope("optimizer"):
         if optimizer_shards is not None:
             params, gradients = replicas.constrain(
@@ -218,16 +212,9 @@ _REMEDY = (
 class MetricAccumulator:
     """Totals of the metrics since the last report, and of the tokens since step 0.
 
-    The state is saved in checkpoints, so that a resumed run reports the same numbers.
-
-    Args:
-      saved: the result of `state` in a checkpoint; None at step 0.
-      spike_factor: Training.spike_factor; see `RecentLosses`.
-      on_skip: called with the number of every step that left the train state unchanged, and why.
-
-    Attributes:
-      tokens_seen: scored tokens (targets that are not padding) since step 0, without skipped steps.
-      skipped: number of steps since step 0 without an update.
+    The state is saved in checkpoints, so that a resumed run reports the same numbers; `saved` is
+    None at step 0. `on_skip` is called with the number of every step that left the train state
+    unchanged, and why.
     """
 
     def __init__(
@@ -243,8 +230,9 @@ class MetricAccumulator:
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Replaces all totals, by 0 if `saved` is None, and drops the metrics of a running step."""
         saved = saved or {}
+        # Scored tokens (targets that are not padding) since step 0, without skipped steps.
         self.tokens_seen: int = saved.get("tokens_seen", 0)
-        self.skipped: int = saved.get("skipped", 0)
+        self.skipped: int = saved.get("skipped", 0)  # number of steps since step 0 without update
         self._recent = RecentLosses(self._factor, saved.get("usual", ()))
         self._pending: tuple[int, StepMetrics] | None = None
         self._restart(saved)
@@ -263,9 +251,8 @@ class MetricAccumulator:
     def flush(self) -> None:
         """Waits for the step that `add` stored, and adds the step's metrics to the totals.
 
-        Raises:
-          BadStep: the loss or gradients of the step were not finite, or its loss exceeded the
-            limit. If Training.on_bad_step is "skip", `on_skip` is called instead.
+        BadStep is raised if its loss or gradients were not finite, or its loss exceeded the limit.
+        If Training.on_bad_step is "skip", `on_skip` is called instead.
         """
         if self._pending is None:
             return
@@ -301,7 +288,6 @@ class MetricAccumulator:
         )
 
     def bits_per_token(self) -> float:
-        """Returns the mean bits per token of the steps since the last call of `report`."""
         self.flush()
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 

@@ -26,7 +26,7 @@ from brt.config import Adapter, Config
 from brt.config.checks import nearest
 from brt.distributed import rules
 from brt.errors import ConfigError
-from brt.training.matrices import Axes, from_matrix, is_kernel, matrix_names, matrix_shape
+from brt.training.layerwise import Axes, from_matrix, is_kernel, matrix_names, matrix_shape
 
 _SHOWN = 6  # An error lists at most this number of parameters.
 
@@ -170,9 +170,3 @@ def merge(trained: PyTree, frozen: PyTree) -> PyTree:
         return trained
     flat = flatten_dict(trained, sep="/") | flatten_dict(frozen, sep="/")
     return unflatten_dict(flat, sep="/")
-
-
-def check(params: PyTree, patterns: Sequence[str]) -> None:
-    """Raises ConfigError if a pattern of Training.trainable matches no parameter."""
-    paths = list(flatten_dict(params, sep="/"))
-    check_patterns("Training.trainable", patterns, paths, "parameters of the model")

@@ -40,25 +40,12 @@ def write_regularly(path: Path, phases: PhaseTracker) -> Iterator[None]:
     The file is replaced as a whole, so that no reader sees half of it. If the file cannot be
     written, training continues.
     """
-    over, changed = threading.Event(), threading.Event()
-    phases.listen(lambda now: changed.set())
-
-    def keep_updated() -> None:
-        while not over.is_set():
-            _write(path, phases.now)
-            changed.wait(EVERY_SECONDS)
-            changed.clear()
-        _write(path, phases.now._replace(phase="ended"))
-
-    thread = threading.Thread(target=keep_updated, name="heartbeat file", daemon=True)
-    thread.start()
-    try:
+    with runtime.repeating(
+        lambda: _write(path, phases.now), EVERY_SECONDS, "heartbeat file",
+        lambda: _write(path, phases.now._replace(phase="ended")),
+    ) as write_now:  # fmt: skip
+        phases.listen(lambda now: write_now())
         yield
-    finally:
-        over.set()
-        changed.set()
-        # The main thread waits for a limited time only, because the file system may hang.
-        runtime.join(thread, EVERY_SECONDS)
 
 
 def _write(path: Path, now: RunStatus) -> None:
@@ -107,7 +94,8 @@ def monitored(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[
     `seconds` is Training.watchdog_seconds: the limit of `watching`.
     """
     index = str(jax.process_index())
-    processes.report_activity(lambda: _described(phases.now))
+    if processes.heartbeat:
+        processes.heartbeat.doing = lambda: _described(phases.now)
     with (
         write_regularly(workdir.heartbeat / f"{index}.json", phases),
         watching(phases, float(seconds), workdir.heartbeat / f"{index}.stacks.txt"),
@@ -128,44 +116,33 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
     A thread watches the progress, because the main thread may be stuck in C code. If the C code
     holds Python's global interpreter lock, no thread can run. In this case `faulthandler`, which
     needs no lock, writes the stacks to stderr after little more than twice the limit, and the exit
-    code is 1.
-
-    Args:
-      seconds: the limit of the time without progress; 0 for no limit.
+    code is 1. `seconds` is the limit of the time without progress; 0 for no limit.
     """
     if not seconds:
         yield
         return
-    over = threading.Event()
     with contextlib.suppress(OSError):
         stacks.unlink()  # The file may be left from an earlier start of the run.
-
-    # The timer works even if C code holds the global interpreter lock. Each call restarts it.
-    def exit_without_python(limit: float) -> None:
-        faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
+    pause = min(seconds / _CHECKS, _LONGEST_PAUSE)
+    previous, idle, checked = phases.now, 0.0, time.monotonic()
 
     def watch() -> None:
-        pause = min(seconds / _CHECKS, _LONGEST_PAUSE)
-        previous, idle, checked = phases.now, 0.0, time.monotonic()
-        while not over.wait(pause):
-            now, clock = phases.now, time.monotonic()
-            idle += min(clock - checked, 2 * pause)
-            if now.last_progress != previous.last_progress:
-                idle = 0.0
-            previous, checked = now, clock
-            limit = seconds * (PATIENCE if now.phase in WITHOUT_PROGRESS else 1)
-            exit_without_python(limit)
-            if idle > limit:
-                _end(now, idle, stacks)
+        nonlocal previous, idle, checked
+        now, clock = phases.now, time.monotonic()
+        idle += min(clock - checked, 2 * pause)
+        if now.last_progress != previous.last_progress:
+            idle = 0.0
+        previous, checked = now, clock
+        limit = seconds * (PATIENCE if now.phase in WITHOUT_PROGRESS else 1)
+        # This timer works even if C code holds the global interpreter lock; it starts again here.
+        faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
+        if idle > limit:
+            _end(now, idle, stacks)
 
-    exit_without_python(PATIENCE * seconds)
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
     try:
-        yield
+        with runtime.repeating(watch, pause, "watchdog"):
+            yield
     finally:
-        over.set()
-        thread.join()
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -180,7 +157,8 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
         with durable.open_file(stacks, "w", below=stacks.parent.parent) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         where += f" and in {stacks}"
-    others = "".join(f"; {words}" for words in processes.last_activities())
+    beats = processes.heartbeat
+    others = "".join(f"; {words}" for words in beats.last_activities()) if beats else ""
     output.say(
         f"brt: {reason}{others}; {where}; run the same command again to go on from the newest "
         "checkpoint (Training.watchdog_seconds is the limit)"

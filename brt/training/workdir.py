@@ -7,12 +7,12 @@ import contextlib
 import dataclasses
 import datetime
 import errno
-import fnmatch
 import importlib.metadata
 import itertools
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -58,6 +58,18 @@ def explain_write_errors(
         raise _unwritable(path, error) from error
 
 
+@contextlib.contextmanager
+def explain_lost_record(path: Path) -> Iterator[None]:
+    """Context that turns an OSError of a file which a run needs to go on into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror}; {durable.remedy(error)}, then run again to go "
+            "on from the newest checkpoint"
+        ) from error
+
+
 def _unwritable(path: Path, error: OSError) -> BrtError:
     if error.errno == errno.ELOOP:
         return ConfigError(
@@ -83,11 +95,15 @@ _LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 
 def describe_process() -> dict[str, Any]:
     """Returns a description of this process as JSON: command, versions, machine and devices."""
+    versions: dict[str, str | None] = dict.fromkeys(_LIBRARIES)
+    for name in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "command": redacted(sys.argv),
         "started": current_time(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _LIBRARIES},
+        "versions": versions,
         "git": _git(Path(brt.__file__).parent.parent),
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -102,15 +118,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def current_time() -> str:
-    """Returns the local time with its time zone, to seconds, in ISO format."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git(checkout: Path) -> dict[str, Any] | None:
@@ -130,6 +138,12 @@ def _git(checkout: Path) -> dict[str, Any] | None:
         return None
 
 
+# Runs, and tracking services, write to paths with such names in a workdir.
+_WRITTEN = re.compile(
+    r".*\.(json|jsonl|txt|gin|md|csv)|\..*lock|evaluations|heartbeat|plots|samples|slurm|"
+    r"tensorboard|tokenizer|wandb|mlruns(\.db)?",
+    re.DOTALL,
+).fullmatch
 _LONGEST_HOLDER = 500  # At most this number of bytes are read from a lock file.
 
 
@@ -145,9 +159,15 @@ class _In:
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """Paths of the files and directories in a run directory; the object creates none of them."""
+    """Paths of the files and directories in a run directory; the object creates none of them.
+
+    If a run has several processes, the first one writes to the run directory, and the others to
+    temporary directories. All use the checkpoints and what is beside them in the directory `shared`
+    (None: `path`), and the heartbeat files there.
+    """
 
     path: Path
+    shared: Path | None = None
 
     config_gin = _In("config.gin")
     config_json = _In("config.json")
@@ -164,35 +184,16 @@ class Workdir:
     @property
     def checkpoints(self) -> Path:
         """The directory of checkpoints; raises ConfigError if its path is not UTF-8."""
-        return durable.utf8_path(self.path / "checkpoints")
+        return durable.utf8_path((self.shared or self.path) / "checkpoints")
 
     @property
     def bad_batches(self) -> Path:
-        """The record of the batches of bad steps, which all processes read.
-
-        It is next to the checkpoints, whose directory all processes share; see `_Shadow`.
-        """
+        """The record of the batches of bad steps, which all processes read."""
         return self.checkpoints.parent / "bad_batches.jsonl"
 
     @property
     def heartbeat(self) -> Path:
-        """The directory of files that say what each process is doing."""
-        return self.path / "heartbeat"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shadow(Workdir):
-    """A temporary workdir with the checkpoints and heartbeat files of the real workdir `shared`."""
-
-    shared: Workdir = Workdir(Path())
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.shared.checkpoints
-
-    @property
-    def heartbeat(self) -> Path:
-        return self.shared.heartbeat
+        return (self.shared or self.path) / "heartbeat"
 
 
 def create(path: Path) -> Workdir:
@@ -229,38 +230,16 @@ def refuse_links(workdir: Workdir) -> None:
     """
     path = workdir.path
     with explain_write_errors(path):
-        top = [file for file in path.iterdir() if file.is_symlink() and _is_of_run(file.name)]
-        inside = itertools.chain.from_iterable(
-            map(durable.links, (*_directories(workdir), workdir.heartbeat))
-        )
-        for link in itertools.chain(top, inside):
+        found = [file for file in path.iterdir() if file.is_symlink() and _WRITTEN(file.name)]
+        for directory in (*_directories(workdir), workdir.heartbeat):
+            found += durable.links(directory)
+        for link in found:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
 
 
 def _directories(workdir: Workdir) -> tuple[Path, ...]:
     w = workdir
     return w.tokenizer, w.tensorboard, w.samples, w.evaluations, w.plots
-
-
-def _is_of_run(name: str) -> bool:
-    """Returns True if a run, or a tracking service, writes to a path called `name` in a workdir."""
-    files = ("*.json", "*.jsonl", "*.txt", "*.gin", "*.md", "*.csv", ".*lock")
-    directories = ("evaluations", "heartbeat", "plots", "samples", "slurm", "tensorboard")
-    others = ("tokenizer", "wandb", "mlruns", "mlruns.db")
-    patterns = (*files, *directories, *others)
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-@contextlib.contextmanager
-def shadow(workdir: Workdir) -> Iterator[Workdir]:
-    """Context that yields a temporary workdir with the checkpoints and heartbeats of a real one.
-
-    If a run has several processes, the first process writes to the real workdir, and all others to
-    temporary workdirs.
-    """
-    with tempfile.TemporaryDirectory(prefix="brt-") as directory:
-        create(Path(directory))
-        yield _Shadow(Path(directory), workdir)
 
 
 def saved_config(path: Path | str) -> Config | None:
@@ -287,8 +266,21 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with explain_write_errors(workdir.path):
             file = stack.enter_context(durable.open_file(path, "ab+", buffering=0))
-            holder = _acquire(workdir, path, file, warn)
-            if holder:
+            try:
+                locked = durable.acquire_lock(file)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"{workdir.path} is in use by another trainer "
+                    f"({_holder(file) or 'starting'}); wait for it, stop it, or choose another "
+                    "--workdir"
+                ) from error
+            if not locked:
+                warn(
+                    f"{path} cannot be locked on this file system; do not start a second trainer "
+                    "here"
+                )
+            # The text is empty unless the last trainer was killed.
+            if holder := _holder(file):
                 elsewhere = f" on {socket.gethostname()}, " not in holder
                 warn(
                     f"taking over from a trainer that was killed ({holder})"
@@ -306,20 +298,6 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 
         stack.enter_context(closing(empty))
         yield
-
-
-def _acquire(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) -> str:
-    """Locks a file and returns its text, which is not empty if the last trainer was killed."""
-    try:
-        locked = durable.acquire_lock(file)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"{workdir.path} is in use by another trainer ({_holder(file) or 'starting'}); "
-            f"wait for it, stop it, or choose another --workdir"
-        ) from error
-    if not locked:
-        warn(f"{path} cannot be locked on this file system; do not start a second trainer here")
-    return _holder(file)
 
 
 def _remove_partial_files(workdir: Workdir) -> None:

@@ -25,9 +25,15 @@ from brt.errors import ConfigError, PeerError
         (Launch("host:1", 2, 2), "--process_index=2 must be one of 0 to 1 "),
         (Launch("host", 2, 0), "--coordinator_address=host must be HOST:PORT"),
         (Launch("host:x", 2, 0), "must be HOST:PORT"),
+        (Launch("localhost:99", 4, 1), "only from its own host, but this job has 4 hosts"),
+        (Launch("127.0.0.1:99", 4, 1), "only from its own host, but this job has 4 hosts"),
+        (Launch("[::1]:99", 4, 1), "only from its own host, but this job has 4 hosts"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(launch: Launch, message: str) -> None:
+def test_flags_that_cannot_work_are_refused(
+    launch: Launch, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "4")
     with pytest.raises(ConfigError, match=message):
         processes.start(launch)
 
@@ -55,38 +61,20 @@ def test_an_environment_that_names_no_processes_is_wrong_usage(
     assert "300 s" not in str(caught.value)
 
 
-def test_an_error_of_what_looks_for_the_cluster_is_wrong_usage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_connection_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     class ConfigException(Exception):
         """An error such as the kubernetes package raises."""
 
     def fail(*_: object, **__: object) -> None:
-        raise ConfigException("no service account")
+        raise error
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
+    error: Exception = ConfigException("no service account")
     with pytest.raises(ConfigError, match=r"--coordinator_address.*no service account"):
         processes.start(Launch(distributed=True))
-
-
-def test_a_process_that_nobody_joins_says_how_long_it_waited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def unreachable(*_: object, **__: object) -> None:
-        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nobody answers")
-
-    monkeypatch.setattr(jax.distributed, "initialize", unreachable)
+    error = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nobody answers")
     with pytest.raises(PeerError, match=r"process 1 of 2 did not .* within 0 s.*nobody answers"):
         processes.start(Launch("host:1", 2, 1))
-
-
-def test_a_loopback_address_is_refused_where_there_are_several_hosts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "4")
-    for address in ("localhost:99", "127.0.0.1:99", "[::1]:99"):
-        with pytest.raises(ConfigError, match="only from its own host, but this job has 4 hosts"):
-            processes.start(Launch(address, 4, 1))
 
 
 def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,21 +144,23 @@ def _waited(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_who_is_silent_is_named(ended: list[int], capfd: pytest.CaptureFixture) -> None:
+def named(index: int) -> str:
+    return f"process {index} of 2"
+
+
+@pytest.mark.parametrize("goodbye", ["", "DataError: no file"])
+def test_who_is_silent_or_said_goodbye_is_named(
+    goodbye: str, ended: list[int], capfd: pytest.CaptureFixture
+) -> None:
     service = Service()
-    Heartbeat(service, 0, 2, lambda index: f"process {index} of 2")
+    if goodbye:
+        service.texts["brt/stopped/1"] = goodbye
+    Heartbeat(service, 0, 2, named)
     _waited(lambda: ended)
     assert ended == [PeerError.exit_code] == [75]
-    assert "process 1 of 2 has given no sign of life" in capfd.readouterr().err
-    assert int(service.texts["brt/alive/0"]) > 3, "beats go on"
-
-
-def test_who_said_goodbye_is_missed_at_once(ended: list[int], capfd: pytest.CaptureFixture) -> None:
-    service = Service()
-    service.texts["brt/stopped/1"] = "DataError: no file"
-    Heartbeat(service, 0, 2, lambda index: f"process {index}")
-    _waited(lambda: ended)
-    assert "process 1 has stopped: DataError: no file; start all" in capfd.readouterr().err
+    said = f"has stopped: {goodbye}; start all" if goodbye else "has given no sign of life"
+    assert f"process 1 of 2 {said}" in capfd.readouterr().err
+    assert int(service.texts["brt/alive/0"]) > 1, "beats go on"
 
 
 def test_a_first_process_that_stands_still_is_named_though_it_answers_nothing(
@@ -186,7 +176,7 @@ def test_a_first_process_that_stands_still_is_named_though_it_answers_nothing(
         return answered(place)
 
     service.key_value_dir_get = answers_once
-    Heartbeat(service, 1, 2, lambda index: f"process {index} of 2")
+    Heartbeat(service, 1, 2, named)
     _waited(lambda: ended)
     assert ended == [75]
     assert "process 0 of 2 has given no sign of life for 0 s" in capfd.readouterr().err
@@ -197,7 +187,7 @@ def test_what_others_did_last_is_known(
 ) -> None:
     service = Service()
     service.texts["brt/alive/1"] = "4 evaluating after step 12"
-    beats = Heartbeat(service, 0, 2, lambda index: f"process {index} of 2")
+    beats = Heartbeat(service, 0, 2, named)
     beats.doing = lambda: "stepping after step 12"
     _waited(beats.last_activities)
     assert beats.last_activities() == ["process 1 of 2 was evaluating after step 12"]
@@ -220,13 +210,8 @@ def test_no_beat_is_within_the_service_when_python_ends(ended: list[int]) -> Non
     within.wait(10)
     beats.close()
     assert set(threading.enumerate()) <= before
-
-
-def test_nobody_is_missed_after_the_end(ended: list[int]) -> None:
-    beats = Heartbeat(Service(), 0, 2, str)
-    beats.close()
     time.sleep(0.5)
-    assert not ended
+    assert not ended, "nobody is missed after the end"
 
 
 class Gather:
@@ -251,6 +236,7 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
 ) -> None:
     service = Service()
     monkeypatch.setattr(processes, "service", lambda: service)
+    monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(processes, "gather", Gather())
     files: set[str] = {"checkpoint_now"}
     first: Callable[[], str | None] = lambda: "a file" if files else None  # noqa: E731
@@ -293,6 +279,7 @@ def test_who_asks_when_another_one_is_gone_hears_it_at_the_next_look_if_there_is
 
     service = Service()
     monkeypatch.setattr(processes, "service", lambda: service)
+    monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(processes, "gather", alone)
     failures: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
@@ -314,6 +301,7 @@ def test_no_thread_is_within_the_service_when_python_ends(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(service, "blocking_key_value_get", slow)
     monkeypatch.setattr(processes, "service", lambda: service)
+    monkeypatch.setattr(processes, "several", lambda: True)
     process = processes.AgreedRequest("end", lambda: None, lambda reason: None)
     within.wait(10)
     process.close()

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tiny_runs import environment
 
 from brt import durable
-from brt.checkpointing import reader
-from brt.training import inspection
-from brt.training.workdir import Workdir
 
 # Lengths in bytes of the documents of a split. Most documents begin inside a segment of a lane.
 LENGTHS = {"a": 1, "b": 70, "c": 333, "d": 500, "e": 41}
@@ -48,6 +46,22 @@ Sampling.temperature = 0.0
 Data.train = '{train}'
 Data.validation = '{validation}'
 Data.test = '{test}'
+"""
+# The beginning of the configs of other tasks.
+SMALL = """
+Training.steps = 8
+Training.batch_size = 4
+Training.log_every = 2
+Training.sample_every = 8
+Model.layers = 1
+Model.model_dim = 16
+Model.heads = 2
+Model.mlp_dim = 32
+Optimizer.name = 'adamw'
+Optimizer.learning_rate = 0.01
+Optimizer.schedule = 'constant'
+Optimizer.warmup_steps = 2
+Checkpoint.every = 3
 """
 STEPS_PER_EPOCH = 16  # 121 blocks in four lanes, two blocks per lane and step
 
@@ -96,12 +110,8 @@ class Commands:
     def __init__(self, directory: Path):
         self.directory = directory
         self.config = directory / "tiny.gin"
-        self._environment = os.environ | {
+        self._environment = environment(directory) | {
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
-            "JAX_ENABLE_COMPILATION_CACHE": "true",
-            "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "XDG_CACHE_HOME": str(directory / "cache"),
         }
 
@@ -174,14 +184,3 @@ def trained(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Pat
     run = commands.directory / "trained"
     commands.once(run / "checkpoints/24", lambda: commands.train(run, "Training.sample_every = 12"))
     return Path(shutil.copytree(run, tmp_path_factory.mktemp("trained") / "run"))
-
-
-@pytest.fixture(scope="session")
-def state_hash() -> Callable[[Path], str]:
-    """Returns a function that hashes the newest checkpoint of a run."""
-
-    def newest(path: Path) -> str:
-        workdir = Workdir(path)
-        return inspection.state_hash(workdir, reader.steps(workdir.checkpoints)[-1])
-
-    return newest

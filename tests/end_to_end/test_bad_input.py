@@ -55,13 +55,10 @@ def test_missing_and_empty_documents_are_refused_by_name(
 
 
 def test_configs_that_cannot_work(refused: Callable[..., str]) -> None:
+    """Every error says what the user can do about it."""
     message = refused(ConfigError, "Training.segment_length = 20")
     assert "Training.segment_length = 20 must be a multiple of Model.window = 8" in message
     assert "--workdir" in refusal(train, ConfigError)
-
-
-def test_attention_that_cannot_work(refused: Callable[..., str]) -> None:
-    """Every error says what the user can do about it."""
     message = refused(ConfigError, "Attention.kind = 'improved_clustered'")
     assert "which a causal model must not" in message and "Clustered.layers" in message
     clustered = "Memorizing.layers = ()", "Clustered.layers = (0,)"
@@ -96,14 +93,6 @@ def test_what_a_resumed_run_must_not_change(
     assert reader.steps(resumed / "checkpoints") == [16, 20, 24], "nothing is lost"
 
 
-def test_a_resumed_run_may_change_the_learning_rate_but_says_so(
-    resumed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [f"--workdir={resumed}", "--gin.Optimizer.learning_rate=0.5"]
-    train.main(train.parser().parse_args(flags))
-    assert "Optimizer.learning_rate: 0.01 -> 0.5" in capsys.readouterr().err
-
-
 def test_another_tokenizer_than_the_model_knows(refused: Callable[..., str], trained: Path) -> None:
     other = "Data.tokenizer = 'train:300'"
     assert "Model.vocab_size" in refused(ConfigError, other, workdir=trained)
@@ -122,14 +111,11 @@ def test_missing_runs_and_checkpoints_are_refused_by_name(trained: Path, tmp_pat
         assert message.endswith("has no checkpoint of step 7; it has [16, 20, 24]")
 
 
-def test_a_prompt_of_another_terminal_is_utf8_or_refused() -> None:
+def test_prompts_that_are_empty_or_not_utf8_are_refused(trained: Path, tmp_path: Path) -> None:
     """Python passes bytes that the locale cannot decode as lone surrogates."""
     assert generate._prompt("caf\udcc3\udca9", None, False) == "café"
     with pytest.raises(DataError, match="^--prompt is not UTF-8 at byte 3 "):
         generate._prompt("caf\udce9", None, False)
-
-
-def test_prompts_that_are_empty_are_refused(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"")
     for prompt in ("--prompt=", f"--prompt_file={tmp_path}/p.txt"):
         message = refusal(generate, DataError, f"--workdir={trained}", prompt)

@@ -2,10 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_runs import state_hash
 
 from brt import command_line, evaluate, inspect, train, tree_utils
 from brt.checkpointing import reader
@@ -55,27 +55,8 @@ def test_evaluation_reports_every_token(
     assert said.err == "", "progress is for terminals"
 
 
-@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
-def test_a_text_can_be_continued_another_day(
-    commands: Commands, trained: Path, tmp_path: Path
-) -> None:
-    def write(*flags: str) -> str:
-        done = commands.run("generate", f"--workdir={trained}", *flags)
-        assert done.err == ""
-        return done.out.removesuffix("\n")
-
-    saved = tmp_path / "s.npz"
-    whole = write("--prompt=the rain", "--max_tokens=12")
-    begin = write("--prompt=the rain", "--max_tokens=5", f"--save_state={saved}")
-    end = write("--max_tokens=7", f"--load_state={saved}")
-    assert whole.startswith("the rain") and begin + end == whole
-
-
 def test_inspection_shows_a_run(
-    trained: Path,
-    state_hash: Callable[[Path], str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def show(workdir: Path, *flags: str) -> str:
         inspect.main(inspect.parser().parse_args([f"--workdir={workdir}", *flags]))

@@ -2,14 +2,12 @@
 as a run without interruptions.
 """
 
-import json
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tiny_runs import flip, metrics, state_hash
 
 from brt import train
 from brt.checkpointing import manifest, reader
@@ -30,23 +28,9 @@ def at(place: str, call: int, action: str) -> str:
     return f"hook({place!r}, {call}, {action})"
 
 
-def metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl without the values that depend on the clock."""
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
-
-
-def flip_a_bit(step: Path) -> None:
-    """Changes one bit in a checkpoint's largest file, which holds parameters."""
-    largest = max(step.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
-
-
 @pytest.mark.slow
 def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
-    commands: Commands, trained: Path, state_hash: Callable[[Path], str], tmp_path: Path
+    commands: Commands, trained: Path, tmp_path: Path
 ) -> None:
     def train(hook: str = "", code: int = 0) -> str:
         return commands.train(tmp_path, hook=hook, code=code).err
@@ -70,7 +54,8 @@ def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
     said = train(at(SAVING, 1, "disk_full"), code=4)
     assert "brt: error: saving step 20" in said and "the disk is full" in said
     assert saved() == [8, 12, 16]
-    flip_a_bit(tmp_path / "checkpoints/16")
+    files = (tmp_path / "checkpoints/16").rglob("*")
+    flip(max(files, key=lambda path: path.stat().st_size * path.is_file()))  # It has parameters.
     said = train(at(STEP, 11, terminate), code=75)
     assert "checkpoint 16 is damaged" in said and "trying the next older one" in said
     assert "from step 12" in said and "saved at step 23;" in said
@@ -105,14 +90,6 @@ def test_before_training_a_signal_stops_at_once(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # training/test_preemption.py tests the signal handler without a run.
-def test_a_second_ctrl_c_quits_at_once(commands: Commands, tmp_path: Path) -> None:
-    twice = at(COMPILING, 1, "send(signal.SIGINT, signal.SIGINT)")
-    done = commands.train(tmp_path, hook=twice, code=130)
-    assert done.err.endswith("SIGINT: quitting without saving\n")
-    assert reader.steps(tmp_path / "checkpoints") == []
-
-
 def kill_and_restart(
     commands: Commands, workdir: Path, kills: int, seconds: float, *bindings: str
 ) -> None:
@@ -133,9 +110,7 @@ def kill_and_restart(
 
 
 @pytest.mark.slow
-def test_many_kills_lose_nothing(
-    commands: Commands, state_hash: Callable[[Path], str], tmp_path: Path
-) -> None:
+def test_many_kills_lose_nothing(commands: Commands, tmp_path: Path) -> None:
     longer = "Training.steps = 200"
     commands.train(tmp_path / "whole", longer)
     kill_and_restart(commands, tmp_path / "killed", 8, 6.0, longer)

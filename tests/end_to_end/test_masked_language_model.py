@@ -5,50 +5,32 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Commands
+from .conftest import SMALL, Commands
 
 pytestmark = pytest.mark.slow
 
-CONFIG = """
+CONFIG = f"""{SMALL}
 Training.task = 'masked_language_modeling'
-Training.steps = 8
-Training.batch_size = 4
 Training.segment_length = 32
-Training.log_every = 4
 Training.evaluate_every = 4
-Training.sample_every = 8
-Model.layers = 1
-Model.model_dim = 16
-Model.heads = 2
-Model.mlp_dim = 32
 Model.max_positions = 32
 Model.dropout = 0.0
 Attention.kind = 'improved_clustered'
 Attention.clusters = 4
 Attention.top_k = 8
-Optimizer.name = 'adamw'
-Optimizer.learning_rate = 0.01
-Optimizer.warmup_steps = 2
-Checkpoint.every = 4
 """
 
 
 @pytest.fixture(scope="module")
-def gin(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a config of a masked language model with the data of the other tests."""
-    path = tmp_path_factory.mktemp("masked") / "masked.gin"
+def workdir(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains the model on the data of the other tests, and returns the run's directory."""
+    place = tmp_path_factory.mktemp("masked")
     data = [line for line in commands.config.read_text().splitlines() if line.startswith("Data.")]
-    path.write_text("\n".join([CONFIG, *data, ""]))
-    return path
-
-
-@pytest.fixture(scope="module")
-def workdir(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains the model and returns the run's directory."""
-    path = tmp_path_factory.mktemp("runs") / "masked"
-    done = commands.run("train", f"--gin_file={gin}", f"--workdir={path}")
+    (place / "masked.gin").write_text("\n".join([CONFIG, *data, ""]))
+    flags = f"--gin_file={place / 'masked.gin'}", f"--workdir={place / 'run'}"
+    done = commands.run("train", *flags)
     assert "bits per masked token (entropy of single tokens: 3." in done.out
-    return path
+    return place / "run"
 
 
 def test_training_leaves_figures_a_sample_and_plots(workdir: Path) -> None:
@@ -75,11 +57,7 @@ def test_evaluation_by_another_attention(commands: Commands, workdir: Path) -> N
 @pytest.mark.parametrize(
     ("command", "flags", "sentence"),
     [
-        (
-            "generate",
-            ["--prompt=a"],
-            "writes no text; python -m brt.evaluate shows",
-        ),
+        ("generate", ["--prompt=a"], "writes no text; python -m brt.evaluate shows"),
         ("evaluate", ["--gin_bindings=Model.heads = 4"], "Model.heads was 2 and is 4"),
     ],
 )

@@ -5,22 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Commands
+from .conftest import SMALL, Commands
 
 pytestmark = pytest.mark.slow
 
-CONFIG = """
+CONFIG = f"""{SMALL}
 Training.task = 'speech_recognition'
-Training.steps = 8
-Training.batch_size = 4
-Training.log_every = 2
 Training.evaluate_every = 8
-Training.sample_every = 8
 Training.plots = False
-Model.layers = 1
-Model.model_dim = 16
-Model.heads = 2
-Model.mlp_dim = 32
 Model.positions = 'sinusoidal'
 Model.dropout = 0.1
 Attention.kind = 'improved_clustered'
@@ -35,33 +27,22 @@ Speech.stride = 3
 Speech.time_masks = 1
 Speech.feature_masks = 1
 Evaluation.batch_size = 3
-Optimizer.name = 'adamw'
-Optimizer.learning_rate = 0.01
-Optimizer.schedule = 'constant'
-Optimizer.warmup_steps = 2
-Checkpoint.every = 3
 """
 
 
 @pytest.fixture(scope="module")
-def gin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("speech") / "speech.gin"
-    path.write_text(CONFIG)
-    return path
-
-
-@pytest.fixture(scope="module")
-def recogniser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recogniser(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the directory of a run that was stopped by a signal and then resumed."""
-    workdir = tmp_path_factory.mktemp("recogniser")
+    place = tmp_path_factory.mktemp("recogniser")
+    (place / "speech.gin").write_text(CONFIG)
     stop = "hook('brt.training.run.put', 5, send(signal.SIGTERM))"
-    flags = f"--gin_file={gin}", f"--workdir={workdir}"
+    flags = f"--gin_file={place / 'speech.gin'}", f"--workdir={place / 'run'}"
     commands.run("train", *flags, hook=stop, code=75)
     done = commands.run("train", *flags)
     assert "resuming" in done.err and "improved_clustered" in done.out
     table = [line.split()[0] for line in done.out.splitlines() if line.count("%") == 2]
     assert table == ["improved_clustered", "full"], "both attentions, the same weights"
-    return workdir
+    return place / "run"
 
 
 def test_training_leaves_figures_and_a_transcript(recogniser: Path) -> None:

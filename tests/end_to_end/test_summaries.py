@@ -2,10 +2,10 @@
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_runs import state_hash
 
 from .conftest import Commands
 
@@ -81,7 +81,7 @@ def summariser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathF
 
 
 def test_a_resumed_summariser_is_bit_identical(
-    commands: Commands, gin: Path, summariser: Path, state_hash: Callable, tmp_path: Path
+    commands: Commands, gin: Path, summariser: Path, tmp_path: Path
 ) -> None:
     hook = 'hook("brt.training.run.put", 8, send(signal.SIGKILL))'
     flags = f"--gin_file={gin}", f"--workdir={tmp_path / 'run'}"

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/sharded"), str(Path(__file__).parent)]
+sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests/sharded", Path(__file__).parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
@@ -72,16 +72,10 @@ class Calls:
 
     @contextlib.contextmanager
     def armed(self, place: Path, kind: str, n: int = 0, error: int = 0, sticky: bool = False):  # noqa: ANN201
-        """Makes the n-th call of a kind below a directory fail.
+        """Makes the n-th call of a kind (of KINDS) below a directory fail; 0 only counts calls.
 
-        At the end of the context, `count` is the number of calls, and `hit` names the failed call.
-
-        Args:
-          place: the directory.
-          kind: a key of KINDS.
-          n: number of the call, from 1; 0 only counts the calls.
-          error: the errno of the failed call, or SHORT or KILL.
-          sticky: True if all later calls of the kind fail, too.
+        `error` is the errno of the failed call, SHORT or KILL. If `sticky`, all later calls fail,
+        too. At the end, `count` is the number of calls, and `hit` names the failed call.
         """
         self._library.arm_calls(os.fsencode(place), KINDS[kind], n, error, sticky)
         try:
@@ -120,11 +114,6 @@ def live(arguments: Sequence[str]) -> Life:
     logging.getLogger().removeHandler(log)
     sys.argv[:] = given
     return Life(code, said.getvalue())
-
-
-def _done(arguments: Sequence[str]) -> None:
-    life = live(arguments)
-    assert life.code == 0, life.said
 
 
 def keep_compiled() -> None:
@@ -184,10 +173,12 @@ def commands(place: Path, names: Sequence[str]) -> dict[str, Command]:
     """Returns all commands that write files; `place` holds the texts, config, run and sweep they
     share.
     """
+    from harness import litter
+
     gin, sweep = _configs(place)
     trained, swept = place / "trained", place / "swept"
     train = ["brt.train", f"--gin_file={gin}"]
-    _done([*train, f"--workdir={trained}"])
+    assert (life := live([*train, f"--workdir={trained}"])).code == 0, life.said
     texts = sorted(map(str, (place / "texts").glob("*.txt")))
     huggingface = ROOT / "tests/data/huggingface/bart"
 
@@ -205,7 +196,7 @@ def commands(place: Path, names: Sequence[str]) -> dict[str, Command]:
     found = {
         "train": Command(
             lambda here: None, lambda here: [*train, f"--workdir={here / 'run'}"],
-            lambda here: _trained(here / "run"), lambda here: _litter(here / "run"),
+            lambda here: _trained(here / "run"), lambda here: litter(here / "run"),
         ),
         "evaluate": one(
             "brt.evaluate", "--workdir=HERE/run", "--split=test", "--json=HERE/test.json",
@@ -230,7 +221,7 @@ def commands(place: Path, names: Sequence[str]) -> dict[str, Command]:
         arguments = ["brt.sweep", f"--gin_file={sweep}"]
         environment = dict(os.environ)
         os.environ.pop("LD_PRELOAD", None)  # No call fails in the processes of the points.
-        _done([*arguments, f"--workdir={swept}"])
+        assert (life := live([*arguments, f"--workdir={swept}"])).code == 0, life.said
         os.environ.update(environment)
         found["sweep"] = one(*arguments, "--workdir=HERE/run", prepare=in_copy(swept))
     return found
@@ -295,23 +286,17 @@ def _files(here: Path) -> dict[str, str]:
 
 def _trained(run: Path) -> tuple[Any, ...]:
     """Returns the state hash, the metrics and the other files of a run, for comparison."""
-    import harness
+    from tiny_runs import metrics, state_hash
 
     kept = {name: x for name, x in _files(run).items() if not name.startswith("checkpoints")}
     there = [name for name in _TIMELY if (run / name).exists()]
-    return harness.state_hash(run), harness.metrics(run), kept, there
+    return state_hash(run), metrics(run), kept, there
 
 
 def _hidden(here: Path) -> list[str]:
     """Returns the temporary files that a command left in its directory."""
     ends = (".partial", ".deleted", ".tmp")
     return [str(path) for path in here.rglob("*") if path.name.endswith(ends)]
-
-
-def _litter(run: Path) -> list[str]:
-    import harness
-
-    return harness.litter(run)
 
 
 class Case(NamedTuple):
@@ -379,8 +364,10 @@ class Driver:
         if "Traceback" in life.said:
             yield f"a traceback: {life.said[-2000:]}"
         elif life.code == 0:
+            # Warnings name temporary directories that could not be removed.
+            stay = re.findall(r"^warning: (.+) cannot be removed: ", life.said, re.M)
             yield from self._wrong_result(
-                case.command, here, f"code 0: {life.said[-600:]}: ", _told_to_stay(life.said)
+                case.command, here, f"code 0: {life.said[-600:]}: ", [*map(Path, stay)]
             )
         elif life.code not in _codes(case, self.hit, life.said) or sentences != 1:
             yield f"code {life.code}, {sentences} sentences: {life.said[-600:]}"
@@ -417,11 +404,6 @@ def _codes(case: Case, hit: str, said: str) -> set[int]:
     return {4, 2, 3} if case.error == "EACCES" and (opens or begins) else {4}
 
 
-def _told_to_stay(said: str) -> list[Path]:
-    """Returns the temporary directories that, according to warnings, could not be removed."""
-    return [Path(found) for found in re.findall(r"^warning: (.+) cannot be removed: ", said, re.M)]
-
-
 def _not_whole(checkpoints: Path) -> list[str]:
     from brt.checkpointing import manifest, reader
 
@@ -448,13 +430,7 @@ def cases(
 ) -> list[Case]:  # fmt: skip
     """Returns the cases: every n of each command and kind, once and with all later calls failing.
 
-    Args:
-      counts: number of calls by command and kind.
-      passes: number of passes over all calls. Each pass gives a call another error, so `passes`
-        must be the number of errors to combine every call with every error.
-      every: selects one case of `every` at random.
-      errors: names of the errors.
-      draw: random numbers for `every`.
+    Each of the `passes` over all calls gives a call another error. One case of `every` is drawn.
     """
     found = []
     for turn in range(passes):
@@ -472,7 +448,8 @@ def cases(
 def run(args: argparse.Namespace) -> int:
     """Runs all cases that the flags select and prints each failure at once."""
     kinds, names = args.kinds.split(","), args.commands.split(",")
-    with tempfile.TemporaryDirectory(prefix="brt-calls-", dir=args.place) as place:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where syncing takes no time
+    with tempfile.TemporaryDirectory(prefix="brt-calls-", dir=memory) as place:
         driver = Driver(Path(place).resolve(), names)
         for name in names:
             driver.measure(name, kinds)
@@ -481,8 +458,6 @@ def run(args: argparse.Namespace) -> int:
         )
         draw = random.Random(args.seed)
         found = cases(driver.counts, args.passes, args.every, args.errors.split(","), draw)
-        if args.only:
-            found = [case for case in found if case.n in map(int, args.only.split(","))]
         begin, failed = time.monotonic(), 0
         tried = Counter()
         for number, case in enumerate(found):
@@ -511,15 +486,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--errors", default=",".join(ERRORS))
     flags.add_argument("--passes", type=int, default=1, help="5: every error at every n")
     flags.add_argument("--every", type=int, default=1, help="one n of so many, drawn; default all")
-    flags.add_argument("--only", help="these n, with commas between them")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--place", default=_memory(), help="where to work; default: in memory")
     return flags
-
-
-def _memory() -> str | None:
-    """Returns a directory in memory, where syncing takes no time, or None if there is none."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str] | None:

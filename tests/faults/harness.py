@@ -17,19 +17,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from sharded_cases import CASES, documents
+from tiny_runs import environment, metrics, state_hash
 
 from brt.checkpointing import manifest, reader
 from brt.config import Checkpoint, Config, Evaluation, Mesh
 from brt.config_io import config_text
-from brt.training import inspection
-from brt.training.workdir import Workdir
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "launch/local/run_processes.py"
 STRUCK = Path(__file__).with_name("struck.py")
 STEPS, SAVES = 8, 2
 TASKS: dict[str, Callable[[Path], Config]] = {
-    "language": lambda place: documents(place, {"Recurrence.layers": (0,)}, layers=1),
+    "language": lambda place: documents(place, {"Recurrence.layers": (0,), "layers": 1}),
     "masked": CASES["masked"],
     "summaries": CASES["t5"],
     "sentences": CASES["classification"],
@@ -87,14 +86,11 @@ class Runs:
         config = _config(TASKS[task](place), processes)
         self.gin = place / "run.gin"
         self.gin.write_text(config_text(config))
-        self._environment = os.environ | {
+        flags = os.environ.get("XLA_FLAGS", "") or "--xla_backend_optimization_level=0"
+        self._environment = environment(place) | {
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": re.sub(r"\S*host_platform_device_count\S*", "", _flags()),
-            "JAX_ENABLE_COMPILATION_CACHE": "true",
-            "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "XLA_FLAGS": re.sub(r"\S*host_platform_device_count\S*", "", flags),
         }
         self._whole: Path | None = None
 
@@ -170,10 +166,6 @@ class Runs:
         assert not (left := litter(workdir)), f"left lying about: {left}"
 
 
-def _flags() -> str:
-    return os.environ.get("XLA_FLAGS", "") or "--xla_backend_optimization_level=0"
-
-
 def _config(config: Config, processes: int) -> Config:
     """Shortens a config so that the run saves and evaluates a few times within seconds."""
     training = dataclasses.replace(
@@ -224,18 +216,6 @@ def _differs(config: Config, name: str) -> bool:
     return getattr(config, name) != type(getattr(config, name))()
 
 
-def state_hash(workdir: Path) -> str:
-    """Returns the state hash of the newest checkpoint."""
-    place = Workdir(workdir)
-    return inspection.state_hash(place, reader.steps(place.checkpoints)[-1])
-
-
-def metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl without metrics that depend on the clock."""
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
-
-
 def litter(workdir: Path) -> list[str]:
     """Returns the leftover files of a killed or failed process."""
     saved = set(map(str, reader.steps(workdir / "checkpoints")))
@@ -278,12 +258,6 @@ def flips(workdir: Path, cache: Path, count: int, draw: random.Random) -> Iterat
         kind = sorted(classes)[number % len(classes)]
         file = draw.choice(classes[kind])
         yield Flip(kind, file, draw.randrange(8 * file.stat().st_size))
-
-
-def flip(file: Path, bit: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    file.write_bytes(content)
 
 
 def small_disk(path: Path, size: str = "16m") -> Callable[[], None] | None:

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/sharded"), str(Path(__file__).parent)]
+sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests/sharded", Path(__file__).parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import calls  # noqa: E402
@@ -34,11 +34,10 @@ from harness import (  # noqa: E402
     UNCHECKED,
     Life,
     Runs,
-    flip,
     flips,
     small_disk,
-    state_hash,
 )  # fmt: skip
+from tiny_runs import flip, state_hash  # noqa: E402
 
 from brt.checkpointing import manifest, reader  # noqa: E402
 
@@ -102,7 +101,8 @@ def kills(soak: Soak, task: str, processes: int, count: int) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
                 here += 1
-                soak.at_most("steps lost at most", _step(workdir) - _newest(workdir))
+                newest = max(reader.steps(workdir / "checkpoints"), default=0)
+                soak.at_most("steps lost at most", _step(workdir) - newest)
             done = process.returncode == 0
             for step in reader.steps(workdir / "checkpoints"):
                 if problems := manifest.verify(workdir / f"checkpoints/{step}"):
@@ -112,10 +112,6 @@ def kills(soak: Soak, task: str, processes: int, count: int) -> None:
         soak.counts["kills sent"] += here
         soak.counts["kills survived"] += here * survived
         print(f"{task}, {processes} process(es): {sent} of {count} kills", flush=True)
-
-
-def _newest(workdir: Path) -> int:
-    return max(reader.steps(workdir / "checkpoints"), default=0)
 
 
 def _step(workdir: Path) -> int:
@@ -211,10 +207,10 @@ def signals(soak: Soak, task: str, processes: int) -> None:
     soak.check(own, workdir, f"SIGTERMs of {task}")
 
 
-def peers(soak: Soak, task: str, count: int) -> None:
+def peers(soak: Soak, task: str) -> None:
     """Kills or suspends one of two processes; checks that the other one ends and reports it."""
     own = soak.runs(task, 2)
-    for fault, process in [("kill", 1), ("stop", 1), ("kill", 0), ("stop", 0)] * count:
+    for fault, process in [("kill", 1), ("stop", 1), ("kill", 0), ("stop", 0)]:
         workdir = soak.workdir(own)
         life = own.strike(workdir, "stepping", fault, 2, process=process)
         name = "dead" if fault == "kill" else "hung"
@@ -229,21 +225,18 @@ def peers(soak: Soak, task: str, count: int) -> None:
         )
 
 
-def ordeal(
-    soak: Soak, task: str, kills_: dict[int, int], flips_: int, args: argparse.Namespace
-) -> None:
+def ordeal(soak: Soak, task: str, kills_: dict[int, int], flips_: int, of_two: bool) -> None:
     """Runs all requested faults on one task, one after the other."""
     for processes, share in kills_.items():
         if share:
             kills(soak, task, processes, share)
     if flips_:
         corruptions(soak, task, flips_)
-    if not args.only_kills:
-        full_disks(soak, task)
-        signals(soak, task, 1)
-        if task == args.tasks.split(",")[0]:
-            signals(soak, task, 2)
-            peers(soak, task, 1)
+    full_disks(soak, task)
+    signals(soak, task, 1)
+    if of_two:
+        signals(soak, task, 2)
+        peers(soak, task)
 
 
 def failing_calls(passes: int, every: int) -> bool:
@@ -259,17 +252,16 @@ def failing_calls(passes: int, every: int) -> bool:
 def main() -> int:
     args = parser().parse_args()
     tasks = args.tasks.split(",")
-    counts = [int(count) for count in args.processes.split(",")]
-    shares = iter(_shared(args.kills, len(tasks) * len(counts)))
-    kills_ = [{processes: next(shares) for processes in counts} for _ in tasks]
+    shares = iter(_shared(args.kills, 2 * len(tasks)))
+    kills_ = [{processes: next(shares) for processes in (1, 2)} for _ in tasks]
     flips_ = _shared(args.flips, len(tasks))
-    with tempfile.TemporaryDirectory(prefix="brt-soak-", dir=args.place) as place:
+    with tempfile.TemporaryDirectory(prefix="brt-soak-") as place:
         soaks = [Soak(Path(place), f"{args.seed} {task}") for task in tasks]
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(ordeal, soaks, tasks, kills_, flips_, [args] * len(tasks)))
+        with ThreadPoolExecutor(2) as pool:
+            first = [task == tasks[0] for task in tasks]
+            list(pool.map(ordeal, soaks, tasks, kills_, flips_, first))
     report(soaks)
-    passes = 0 if args.only_kills else args.passes
-    return failing_calls(passes, args.every) | any(soak.failures for soak in soaks)
+    return failing_calls(args.passes, args.every) | any(soak.failures for soak in soaks)
 
 
 def _shared(whole: int, parts: int) -> list[int]:
@@ -297,15 +289,11 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--flips", type=int, default=200, help="bits over all; default 200")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--tasks", default=",".join(TASKS), help="default: all of them")
-    flags.add_argument("--processes", default="1,2", help="of killed runs; default: 1,2")
-    flags.add_argument("--jobs", type=int, default=2, help="tasks side by side; default: 2")
     flags.add_argument(
         "--passes", type=int, default=1,
         help="over the calls of the file system, each with other errors; 5: all of them; default 1",
     )  # fmt: skip
     flags.add_argument("--every", type=int, default=1, help="one call of so many; default all")
-    flags.add_argument("--only_kills", action="store_true", help="and flips, nothing else")
-    flags.add_argument("--place", help="where to work; default: the system's temporary directory")
     return flags
 
 

@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tiny_runs import flip, state_hash
 
-from .harness import UNCHECKED, Runs, file_classes, flip, flips, state_hash
+from .harness import UNCHECKED, Runs, file_classes, flips
 
 
 @pytest.mark.slow

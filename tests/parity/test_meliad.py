@@ -171,7 +171,7 @@ def test_adafactor_equals_the_recordings(optimizer_file: Path) -> None:
     settings = {"schedule": "constant", "warmup_steps": 0}
     params = jax.tree.map(jnp.asarray, golden.under("init"))
     for step, rate in enumerate(rates):
-        optimizer = optimizers.build(
+        optimizer = optimizers.transformation(
             Optimizer(**settings, learning_rate=rate), steps=len(rates), axes={}
         )
         if step == 0:

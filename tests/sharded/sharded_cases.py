@@ -6,7 +6,9 @@ Eight devices can divide the arrays along any axis of a mesh.
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -89,11 +91,11 @@ def _lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     return (str(place / "a.jsonl"),)
 
 
-def documents(place: Path, kinds: Mapping[str, Any] | None = None, **model: Any) -> Config:
+def documents(place: Path, model: Mapping[str, Any] = MappingProxyType({})) -> Config:
     """Returns a config with documents of several segments and of less than one segment."""
     rows = [{"text": text(i, words)} for i, words in enumerate((90, 3, 150, 40, 7, 70, 120, 60))]
     return Config(
-        model=with_settings(MODEL, {**model, **(kinds or {})}),
+        model=with_settings(MODEL, model),
         data=Data(train=_lines(place, rows), validation_fraction=0.0, test_fraction=0.0,
                   cache_dir=str(place / "cache")),
         training=Training(segment_length=32, batch_size=8, loss_chunk=8),
@@ -169,71 +171,50 @@ def speech(place: Path) -> Config:
     return Config(encoder=ENCODER, speech=section, training=training)
 
 
-CASES: dict[str, Callable[[Path], Config]] = {
-    "window": documents,
-    "recurrent": lambda place: documents(place, {"Recurrence.layers": (1,)}),
-    "recurrent_dual": lambda place: documents(
-        place,
-        {"Recurrence.layers": (1,), "Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual"},
-        positions="rotary",
-    ),
-    "recurrent_single": lambda place: documents(
-        place,
-        {"Recurrence.layers": (1,), "Recurrence.gate": "gru", "Recurrence.gate_layout": "single"},
-        positions="alibi",
-    ),
-    "feedback": lambda place: documents(
-        place, {"Recurrence.layers": (1,)}, layers=3, feedback=True
-    ),
+RECURRENT = {"Recurrence.layers": (1,)}
+DECODERS: dict[str, dict[str, Any]] = {
+    "window": {},
+    "recurrent": RECURRENT,
+    "recurrent_dual": RECURRENT
+    | {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual", "positions": "rotary"},
+    "recurrent_single": RECURRENT
+    | {"Recurrence.gate": "gru", "Recurrence.gate_layout": "single", "positions": "alibi"},
+    "feedback": RECURRENT | {"layers": 3, "feedback": True},
     # Settings of pretrained decoders. 8 devices cannot divide 2 heads of keys, so keys are
     # replicated.
-    "grouped": lambda place: documents(place, **GROUPED),
-    "grouped_recurrent": lambda place: documents(place, {"Recurrence.layers": (1,)}, **GROUPED),
-    "grouped_memorizing": lambda place: documents(
-        place, {"Memorizing.layers": (1,), "Memorizing.gate": "tanh"}, **GROUPED
-    ),
-    "grouped_dense_memory": lambda place: documents(
-        place, {"DenseMemory.layers": (1,), "DenseMemory.gate": "tanh"}, **GROUPED
-    ),
-    "memorizing": lambda place: documents(place, {"Memorizing.layers": (1,)}),
-    "clustered": lambda place: documents(place, {"Clustered.layers": (0,)}),
-    "compressive": lambda place: documents(
-        place, {"Compressive.layers": (0,), "Compressive.slots": 8}
-    ),
-    "dense_memory": lambda place: documents(place, {"DenseMemory.layers": (1,)}),
-    "routing": lambda place: documents(
-        place, {"Routing.layers": (0,), "Routing.clusters": 4, "Routing.keep": 8}
-    ),
-    "rg_lru": lambda place: documents(place, {"RGLRU.layers": (0,)}),
-    "gated_delta_net": lambda place: documents(
-        place, {"GatedDeltaNet.layers": (0,), "GatedDeltaNet.window_layers": (1,)}
-    ),
-    "summary": lambda place: documents(
-        place, {"Summaries.layers": (0,), "Summaries.long_layers": (1,)}
-    ),
+    "grouped": GROUPED,
+    "grouped_recurrent": GROUPED | RECURRENT,
+    "grouped_memorizing": GROUPED | {"Memorizing.layers": (1,), "Memorizing.gate": "tanh"},
+    "grouped_dense_memory": GROUPED | {"DenseMemory.layers": (1,), "DenseMemory.gate": "tanh"},
+    "memorizing": {"Memorizing.layers": (1,)},
+    "clustered": {"Clustered.layers": (0,)},
+    "compressive": {"Compressive.layers": (0,), "Compressive.slots": 8},
+    "dense_memory": {"DenseMemory.layers": (1,)},
+    "routing": {"Routing.layers": (0,), "Routing.clusters": 4, "Routing.keep": 8},
+    "rg_lru": {"RGLRU.layers": (0,)},
+    "gated_delta_net": {"GatedDeltaNet.layers": (0,), "GatedDeltaNet.window_layers": (1,)},
+    "summary": {"Summaries.layers": (0,), "Summaries.long_layers": (1,)},
+}
+CASES: dict[str, Callable[[Path], Config]] = {
+    **{name: partial(documents, model=model) for name, model in DECODERS.items()},
     "masked": masked,
-    "masked_clustered": lambda place: masked(place, kind="improved_clustered", clusters=4, top_k=4),
+    "masked_clustered": partial(masked, kind="improved_clustered", clusters=4, top_k=4),
     "masked_reformer": lambda place: shared(masked(place, kind="reformer", chunk=4, buckets=4)),
     "t5": pairs,
-    "t5_dropout": lambda place: pairs(place, dropout=0.2, attention_dropout=0.2),
-    "bart_raf": lambda place: pairs(
-        place,
-        CrossAttention(kind="srformer", segment_size=8, q_ref=16),
-        family="bart",
+    "t5_dropout": partial(pairs, dropout=0.2, attention_dropout=0.2),
+    "bart_raf": partial(
+        pairs, cross=CrossAttention(kind="srformer", segment_size=8, q_ref=16), family="bart",
         activation="gelu",
     ),
-    "long_t5": lambda place: pairs(
-        place,
-        encoder_attention="transient_global",
-        encoder_radius=3,
-        global_block=4,
+    "long_t5": partial(
+        pairs, encoder_attention="transient_global", encoder_radius=3, global_block=4,
         activation="gated_gelu",
     ),
     "classification": sentences,
-    "regression": lambda place: sentences(place, "text_regression"),
+    "regression": partial(sentences, task="text_regression"),
     "questions": questions,
     "speech": speech,
-}
+}  # fmt: skip
 
 
 def with_optimizer(config: Config, name: str, steps: int) -> Config:

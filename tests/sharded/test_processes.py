@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sharded_cases import CASES, STEPS, curve, with_optimizer, worst
+from tiny_runs import environment
 
 from brt import train
-from brt.config import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "launch/local/run_processes.py"
@@ -54,11 +53,7 @@ class Trainer:
             text = " ".join(words[(i * j) % len(words)] for j in range(150 + 10 * i))
             (place / f"{i}.txt").write_text(text)
         (place / "tiny.gin").write_text(f"{GIN}\nData.train = '{place}/*.txt'\n")
-        self.environment = os.environ | {
-            "JAX_ENABLE_COMPILATION_CACHE": "true",
-            "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
+        self.environment = environment(place)
 
     def flags(self, workdir: str, *bindings: str) -> list[str]:
         where = f"--gin_file={self.place / 'tiny.gin'}", f"--workdir={self.place / workdir}"
@@ -152,27 +147,6 @@ def test_two_processes_are_one_run_which_one_process_goes_on_with(
     )
 
 
-@pytest.mark.slow
-def test_two_processes_train_every_task_and_kind_of_layer_as_one_device(
-    trainer: Trainer, tmp_path: Path
-) -> None:
-    command = [sys.executable, str(Path(__file__).parent / "curves.py"), f"--place={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, str(LAUNCHER), "--devices_per_process=4", "--", *command],
-        env=trainer.environment, cwd=ROOT, text=True, capture_output=True, timeout=3000,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    found = {
-        row["case"]: row["nats"]
-        for row in map(json.loads, re.findall(r"^\[0\] (\{\"case.*)$", done.stdout, re.MULTILINE))
-    }
-    assert found.keys() == CASES.keys()
-    for name, nats in found.items():
-        (tmp_path / "alone" / name).mkdir(parents=True)
-        config = with_optimizer(CASES[name](tmp_path / "alone" / name), "adafactor", STEPS)
-        assert worst(nats, curve(config, Mesh(), STEPS)[0]) < TOLERANCE, name
-
-
 def _until(condition: Callable[[], object], seconds: float = 120) -> None:
     """Waits until the condition is true, or fails after this time."""
     end = time.monotonic() + seconds
@@ -186,15 +160,6 @@ def _child(process: subprocess.Popen, index: int) -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     line = f"--process_index={index}".encode()
     return next(int(c) for c in children if line in Path(f"/proc/{c}/cmdline").read_bytes())
-
-
-def _with_signal(trainer: Trainer, workdir: str, number: int) -> tuple[int, str]:
-    """Sends a signal to process 1 of a run, and returns the exit code and the output of the run."""
-    process = trainer.start(workdir, *MESH, "Training.steps = 100000")
-    _until(lambda: (trainer.place / workdir / "metrics.jsonl").exists() and trainer.rows(workdir))
-    os.kill(_child(process, 1), number)
-    out, _ = process.communicate(timeout=120)
-    return process.returncode, out
 
 
 @pytest.mark.slow
@@ -220,8 +185,11 @@ def test_two_processes_leave_the_same_batches_out_as_one(trainer: Trainer, polic
 
 @pytest.mark.slow
 def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> None:
-    code, out = _with_signal(trainer, "stopped", signal.SIGTERM)
-    assert code == 75, out
+    process = trainer.start("stopped", *MESH, "Training.steps = 100000")
+    _until(lambda: (trainer.place / "stopped/metrics.jsonl").exists() and trainer.rows("stopped"))
+    os.kill(_child(process, 1), signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
     saved = {line.split("saved at step ")[1] for line in out.splitlines() if "saved at" in line}
     assert len(saved) == 1 and out.count("saved at step") == 2
     step = int(saved.pop().split(";")[0])
@@ -251,13 +219,6 @@ def test_the_first_process_waits_for_the_others_to_leave() -> None:
     launch = [sys.executable, str(LAUNCHER), "--processes=3", "--", sys.executable, "-c", LATE]
     done = subprocess.run(launch, cwd=ROOT, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.slow
-def test_who_loses_a_peer_ends_and_says_so(trainer: Trainer) -> None:
-    code, out = _with_signal(trainer, "lost", signal.SIGKILL)
-    assert "start all processes again to continue from the newest checkpoint" in out
-    assert code == 128 + 9
 
 
 @pytest.mark.slow

@@ -88,10 +88,13 @@ def trained(
       start: the parameters before the first step.
       lists: True computes the steps with a list of arrays in place of each stack of layers.
     """
-    optimizer = optimizers.build(settings, 3, AXES, implementation or "auto")
-    by_updates = stepper(optax.GradientTransformation(*optimizer[:2])).step
-    step = jax.jit(by_updates if implementation is None else optimizer.step)
-    state = optimizer.init(start)
+    if implementation:
+        optimizer = optimizers.build(settings, 3, AXES, implementation)
+    else:
+        transform = optimizers.transformation(settings, 3, AXES)
+        clip = optax.clip_by_global_norm(settings.clip_norm)
+        optimizer = stepper(optax.chain(clip, transform) if settings.clip_norm else transform)
+    step, state = jax.jit(optimizer.step), optimizer.init(start)
     norms = []
     if lists:
         _, start, state, *_ = separated(start, state)

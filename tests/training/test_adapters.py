@@ -1,4 +1,7 @@
-"""Tests low-rank adapters, which are trained instead of kernels and later merged into them."""
+"""Tests which parameters are trained: those that Training.trainable names, and low-rank adapters.
+
+Adapters are trained instead of kernels and later merged into them.
+"""
 
 import shutil
 from pathlib import Path
@@ -19,7 +22,7 @@ from brt.errors import ConfigError
 from brt.formatting import short
 from brt.training import inspection, loop, run_summary, saved_model, trainable
 from brt.training import run as runs
-from brt.training.matrices import as_matrix
+from brt.training.layerwise import as_matrix
 from brt.training.state import initial_params, merged_params, parameter_axes
 from brt.training.workdir import Workdir
 
@@ -186,24 +189,43 @@ def test_another_run_starts_from_the_merged_model(trained: tuple[Config, Path]) 
         ({"kernels": ("*norm",)}, (), "has '*norm', which matches none of the"),
         ({}, ("*/window_0/*",), "both name stack/window_0/tokens/mlp_in; a kernel is trained"),
         ({"rank": 17}, (), "Adapter.rank = 17 is above the rank of stack/window_0/tokens/"),
+        ({}, ("*/token/*",), "/tokens/"),
+        ({}, ("embeding",), "there are embedding ("),
+        ({}, ("zzz",), "there are "),
+        ({"rank": 8, "kernels": ()}, (), "Adapter.rank = 8 needs the kernels that get adapters"),
+        ({"rank": 0}, (), "has no effect with Adapter.rank = 0"),
+        ({"rank": -1}, (), "Adapter.rank = -1 must not be negative"),
+        ({"alpha": 0.0}, (), "Adapter.alpha = 0.0 must be above 0"),
     ],
 )
-def test_bad_adapters_are_refused(
+def test_bad_settings_are_refused_with_near_names(
     adapter: dict[str, Any], trainable: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
-    made = changed(sized(config(tmp_path, trainable=trainable)), adapter=adapter)
     with pytest.raises(ConfigError) as caught:
+        made = changed(sized(config(tmp_path, trainable=trainable)), adapter=adapter)
         runs.compute_shapes(made)
     assert sentence in str(caught.value)
 
 
-def test_sections_that_contradict_themselves_are_refused() -> None:
-    for wrong, sentence in (
-        ({"rank": 8}, "Adapter.rank = 8 needs the kernels that get adapters"),
-        ({"kernels": ("*",)}, "has no effect with Adapter.rank = 0"),
-        ({"rank": -1}, "Adapter.rank = -1 must not be negative"),
-        ({"alpha": 0.0}, "Adapter.alpha = 0.0 must be above 0"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            Adapter(**wrong)
-        assert sentence in str(caught.value)
+@pytest.mark.slow
+@pytest.mark.slow_cases("grouped_memorizing")
+@pytest.mark.parametrize("case", ["grouped_dense_memory", "grouped_memorizing"])
+def test_a_gate_that_begins_closed_is_trained_alone(case: str, tmp_path: Path) -> None:
+    made = with_optimizer(CASES[case](tmp_path), "adamw", STEPS)
+    made = changed(made, training={"trainable": ("*/memory_gate",)})
+    before = flatten_dict(
+        jax.device_get(runs.new_state(runs.build(made, progress=False)).params), sep="/"
+    )
+    _, state = curve(made, Mesh(), STEPS)
+    after = flatten_dict(state.params, sep="/")
+    (moved,) = {path for path in before if np.any(before[path] != after[path])}
+    assert moved.endswith("/memory_gate") and not np.any(before[moved])
+    assert np.all(after[moved])
+
+
+def test_trees_are_split_and_merged() -> None:
+    tree = {"a": {"x": np.ones(2), "norm": np.zeros(2)}, "b": np.ones(1)}
+    trained, frozen = trainable.split(tree, ("*norm",))
+    assert list(flatten_dict(trained, sep="/")) == ["a/norm"] and set(frozen) == {"a", "b"}
+    assert jax.tree.structure(trainable.merge(trained, frozen)) == jax.tree.structure(tree)
+    assert trainable.split(tree, ()) == (tree, {})

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import changed
+from tiny_runs import metrics, state_hash
 
 from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Mesh, Optimizer, Training
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
-from brt.training import inspection, loop
+from brt.training import loop
 from brt.training import run as runs
 from brt.training.bad_steps import FEWEST, RECENT, BadSteps, RecentLosses
 from brt.training.workdir import Workdir
@@ -70,12 +71,8 @@ def with_training(**changes: object) -> Config:
 
 def results(path: Path) -> tuple[str, list[dict[str, Any]], str]:
     """Returns the state, the metrics that do not depend on the clock, and bad_batches.jsonl."""
-    workdir = Workdir(path)
-    lines = map(json.loads, workdir.metrics.read_text().splitlines())
-    numbers = [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
-    newest = reader.steps(workdir.checkpoints)[-1]
-    assert newest == STEPS
-    return inspection.state_hash(workdir, newest), numbers, workdir.bad_batches.read_text()
+    assert reader.steps(path / "checkpoints")[-1] == STEPS
+    return state_hash(path), metrics(path), Workdir(path).bad_batches.read_text()
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -133,15 +130,15 @@ def test_a_step_that_is_skipped_changes_nothing_but_its_number(
     config = changed(config, optimizer=optimizer, mesh=Mesh(data=devices))
     run = runs.build(config, progress=False)
     step, state = runs.compiled_step(run), runs.new_state(run)
-    state, metrics = step(state, runs.put(run, run.reader[0]), 5.0)
+    state, values = step(state, runs.put(run, run.reader[0]), 5.0)
     before = jax.device_get(state)
-    assert metrics.skipped == 0
-    state, metrics = step(state, runs.put(run, run.reader[1]), 5.0)
+    assert values.skipped == 0
+    state, values = step(state, runs.put(run, run.reader[1]), 5.0)
     after = jax.device_get(state)
-    assert metrics.skipped == 1 and (before.step, after.step) == (1, 2)
+    assert values.skipped == 1 and (before.step, after.step) == (1, 2)
     jax.tree.map(np.testing.assert_array_equal, before._replace(step=2), after)
-    state, metrics = step(state, runs.put(run, run.reader[2]), 5.0)
-    assert metrics.skipped == 0
+    state, values = step(state, runs.put(run, run.reader[2]), 5.0)
+    assert values.skipped == 0
     assert not np.array_equal(jax.device_get(state).params["out"], after.params["out"])
 
 

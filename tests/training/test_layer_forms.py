@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 from model_settings import changed
+from tiny_runs import random_documents
 
 from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Data, Mesh, Model, Optimizer, Training
 from brt.layers.sections import Recurrence
-from brt.memories.routing import Routing
 from brt.ops import dispatch
 from brt.training import inspection, layer_forms, loop
 from brt.training import optimizer as optimizers
@@ -49,12 +49,7 @@ def separates() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    place = tmp_path_factory.mktemp("documents")
-    text = np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes().decode()
-    for i in range(8):
-        (place / f"{i}.txt").write_text(text[250 * i : 250 * (i + 1) - 20 * i])
-    train, validation, test = ((str(place / names),) for names in ("[0-5].txt", "6.txt", "7.txt"))
-    return Data(train=train, validation=validation, test=test)
+    return random_documents(tmp_path_factory.mktemp("documents"))
 
 
 def trained(config: Config) -> tuple[Any, list[Any]]:
@@ -75,32 +70,17 @@ def is_list(x: Any) -> bool:
     return isinstance(x, list)
 
 
+@pytest.mark.slow_cases("changes[1-6]")
 @pytest.mark.parametrize(
     "changes",
     [
         {"model": {"layers": 2, "kinds": ()}},
-        pytest.param(
-            {"optimizer": {"name": "adafactor", "clip_norm": 0.5}}, marks=pytest.mark.slow
-        ),
-        pytest.param({"optimizer": {"name": "adamw", "rates": RATES}}, marks=pytest.mark.slow),
-        pytest.param(
-            {"training": {"gradient_accumulation": 2}, "model": {"dropout": 0.1}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"mesh": {"data": 4}, "optimizer": {"state": "shared"}}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {
-                "mesh": {"data": 4},
-                "optimizer": {"state": "shared"},
-                "model": {"kinds": (Routing(layers=(1,), clusters=4, keep=8, heads=1),)},
-            },
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"mesh": {"fsdp": 4}}, marks=pytest.mark.slow),
-        pytest.param({"training": {"trainable": ("stack/window_2/*",)}}, marks=pytest.mark.slow),
-        pytest.param({"training": {"on_bad_step": "skip"}}, marks=pytest.mark.slow),
+        {"optimizer": {"name": "adafactor", "clip_norm": 0.5}},
+        {"optimizer": {"name": "adamw", "rates": RATES}},
+        {"training": {"gradient_accumulation": 2}, "model": {"dropout": 0.1}},
+        {"mesh": {"fsdp": 4}},
+        {"training": {"trainable": ("stack/window_2/*",)}},
+        {"training": {"on_bad_step": "skip"}},
     ],
 )
 def test_steps_with_separate_layers_equal_those_with_stacks(
@@ -120,15 +100,15 @@ def test_steps_with_separate_layers_equal_those_with_stacks(
 @pytest.mark.slow
 def test_a_conversion_to_lists_and_back_changes_no_number(separates: None, data: Data) -> None:
     run = runs.build(changed(CONFIG, data=data), progress=False)
-    forms = layer_forms.LayerForms(run.config, run.state_shapes, run.mesh)
+    for_step, stacked = layer_forms.conversions(run.config, run.state_shapes, run.mesh)
     state = runs.new_state(run)
     expected = jax.device_get(state)
-    lists = forms.for_step(state)
+    lists = for_step(state)
     assert len(lists.params["stack"]["window_0"]["tokens"]["queries"]) == 1
     assert state.params["stack"]["window_0"]["tokens"]["queries"].is_deleted()
-    assert forms.for_step(lists) is lists
-    stacks = forms.stacked(lists)
-    assert forms.stacked(stacks) is stacks
+    assert for_step(lists) is lists
+    stacks = stacked(lists)
+    assert stacked(stacks) is stacks
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(stacks), expected)
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), run.state_shapes)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), stacks) == shapes
@@ -171,7 +151,4 @@ def test_a_loop_over_layers_has_stacks(changes: dict, separates: None) -> None:
     layers = {"layers": 8, "kinds": ()}
     config = changed(CONFIG, model=layers)
     assert layer_forms.separates(config)
-    both = {"model": layers} | {
-        name: ({**layers, **own} if name == "model" else own) for name, own in changes.items()
-    }
-    assert not layer_forms.separates(changed(CONFIG, **both))
+    assert not layer_forms.separates(changed(config, **changes))

@@ -57,17 +57,6 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: Workdir, how
         saved_model.newest_checkpoint(run.path)
 
 
-def test_links_are_as_good(run: Workdir, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in ("5", "10"):
-        (run.checkpoints / step).rename(run.path / step)
-        (run.checkpoints / step).symlink_to(Path("..", step))
-    assert newest(run) == 10 and not capsys.readouterr().err
-    (run.path / "10").rename(run.path / "unmounted")
-    assert newest(run) == 5
-    said = capsys.readouterr().err
-    assert said.count("warning") == 1 and "10 is damaged: it is a link to ../10, where no" in said
-
-
 def test_going_back_to_an_older_one_is_said(
     run: Workdir, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,32 +1,38 @@
+"""Tests runs as they are built from a config: parameters, steps, and what may change."""
+
 import functools
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import changed, with_settings
+from tiny_runs import random_documents
 
 from brt import tasks
-from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
+from brt.config import Config, Kernels, Model, Optimizer, Training
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
-from brt.models.decoder import new_state
 from brt.training import run as runs
+from brt.training.layerwise import as_matrix, from_matrix, matrix_names, matrix_shape
 from brt.training.run import Run
 from brt.training.saved_model import check_resumable
-from brt.training.state import TrainState
+from brt.training.state import initial_params
 
 TOLERANCE = 1e-5  # absolute tolerance of float32 values, which have magnitude 1
 STEPS = 3
 CONFIG = Config(
-    model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
-    kinds=(Recurrence(states=6),)),
+    model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4),
     training=Training(steps=100, batch_size=16, segment_length=8, loss_chunk=4),
-    optimizer=Optimizer(warmup_steps=2, learning_rate=0.1),
+    optimizer=Optimizer(name="adamw", warmup_steps=2, learning_rate=0.1),
 )  # fmt: skip
 
 
@@ -51,79 +57,35 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory, random_params: Callable
-) -> Callable[..., Trained]:
-    """Returns a function that builds a window model (Adafactor) or a recurrent one (AdamW)."""
-    documents = tmp_path_factory.mktemp("documents")
-    text = np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes().decode()
-    for i, place in enumerate(range(0, 2000, 250)):
-        (documents / f"{i}.txt").write_text(text[place : place + 250 - 20 * i])
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    """Returns a function that builds a run of a window model with AdamW, with some settings."""
+    data = random_documents(tmp_path_factory.mktemp("documents"))
 
     @functools.cache
-    def build(
-        optimizer: str, devices: int, accumulation: int = 1, dropout: float = 0.0,
-        offload: bool = False,
-    ) -> Trained:  # fmt: skip
-        train, validation, test = (
-            (str(documents / names),) for names in ("[0-5].txt", "6.txt", "7.txt")
-        )
-        config = changed(
-            CONFIG,
-            model=with_settings(
-                CONFIG.model,
-                {"dropout": dropout, "Recurrence.layers": (0,) * (optimizer == "adamw")},
-            ),
-            data=Data(train=train, validation=validation, test=test),
-            optimizer={"name": optimizer, "offload": offload},
-            training={"gradient_accumulation": accumulation},
-            mesh=Mesh(data=devices),
-        )
+    def build(dropout: float = 0.0, offload: bool = False) -> Trained:
+        model, optimizer = {"dropout": dropout}, {"offload": offload}
+        config = changed(CONFIG, model=model, data=data, optimizer=optimizer)
         run = runs.build(config, progress=False)
-        if optimizer == "adafactor":
-            start = runs.new_state(run)
-        else:  # Random parameters need no compilation.
-            params = random_params(run.config.model)
-            carried = new_state(run.config.model, CONFIG.training.batch_size)
-            start = TrainState(np.int32(0), params, run.optimizer.init(params), carried, {})
-        return Trained(run, runs.compiled_step(run), jax.device_get(start))
+        return Trained(run, runs.compiled_step(run), jax.device_get(runs.new_state(run)))
 
     return build
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    def close(a: Any, e: Any) -> None:
-        np.testing.assert_allclose(a, e, atol=TOLERANCE, rtol=TOLERANCE)
-
-    jax.tree.map(close, actual, expected)
-
-
-@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
-def test_eight_devices_equal_one_device(trained: Callable) -> None:
-    one = trained("adafactor", 1, dropout=0.1)
-    eight = trained("adafactor", 8, dropout=0.1)
-    assert_close(eight.start, one.start)
-    carried = jax.tree.leaves(eight.state().carry)[0]
-    assert [shard.data.shape[0] for shard in carried.addressable_shards] == [2] * 8
-    assert_close(eight.results(), one.results())
-
-
-@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
-def test_accumulated_gradients_on_eight_devices_equal_one_pass_on_one(trained: Callable) -> None:
-    assert_close(trained("adamw", 8, accumulation=2).results(), trained("adamw", 1).results())
-
-
 @pytest.mark.slow
 def test_an_optimizer_in_the_hosts_memory_does_the_same(trained: Callable) -> None:
-    run = trained("adafactor", 1, dropout=0.1, offload=True)
+    run = trained(dropout=0.1, offload=True)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.run.state_shapes.optimizer)}
     assert kinds == {"pinned_host"}
-    assert_close(run.results(), trained("adafactor", 1, dropout=0.1).results())
+
+    def close(actual: Any, expected: Any) -> None:
+        np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+    jax.tree.map(close, run.results(), trained(dropout=0.1).results())
 
 
 @pytest.mark.slow
 def test_dropout_is_decided_by_the_step(trained: Callable) -> None:
-    one = trained("adafactor", 1, dropout=0.1)
+    one = trained(dropout=0.1)
     batch = runs.put(one.run, one.run.reader[0])
     again, first, other = (
         float(one.step(one.state(step=np.int32(step)), batch)[1].nats) for step in (0, 0, 1)
@@ -132,7 +94,7 @@ def test_dropout_is_decided_by_the_step(trained: Callable) -> None:
 
 
 def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
-    one = trained("adamw", 1)
+    one = trained()
     state, metrics = one.results()
     assert state.step == STEPS
     for step, values in enumerate(metrics):
@@ -147,13 +109,10 @@ def resolved(config: Config) -> Config:
     return tasks.from_config(config).resolve(config, dataset)
 
 
-@pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])
-def test_the_vocabulary_is_the_tokenizers_or_larger(setting: int, size: int) -> None:
-    config = resolved(changed(CONFIG, model={"vocab_size": setting}))
-    assert config.model.vocab_size == size
-
-
-def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
+def test_the_vocabulary_is_the_tokenizers_or_larger() -> None:
+    for setting, size in ((0, 256), (300, 300)):
+        config = resolved(changed(CONFIG, model={"vocab_size": setting}))
+        assert config.model.vocab_size == size
     with pytest.raises(ConfigError, match=r"^Model.vocab_size = 200 is too small .* with 256 ids"):
         resolved(changed(CONFIG, model={"vocab_size": 200}))
 
@@ -167,3 +126,45 @@ def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
         check_resumable(CONFIG, changed(CONFIG, training={"seed": 1}))
     other = changed(CONFIG, model=with_settings(CONFIG.model, {"Window.cache": False}))
     assert check_resumable(CONFIG, other, ("Window.cache",)) == ["Window.cache: True -> False"]
+
+
+GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"
+
+
+def test_parameters_have_their_names_shapes_and_axes() -> None:
+    """Compares the names in checkpoints with a golden file; UPDATE_GOLDEN=1 rewrites it."""
+    model = Model(
+        layers=4,
+        model_dim=16,
+        heads=2,
+        head_dim=4,
+        mlp_dim=24,
+        window=4,
+        vocab_size=32,
+        kinds=(Recurrence(layers=(1,), states=6, gate="lstm", gate_layout="dual"),),
+    )
+    shapes = jax.eval_shape(lambda: initial_params(Config(model=model)))
+    leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    found = {
+        "/".join(key.key for key in path): {
+            "shape": list(leaf.value.shape),
+            "axes": list(leaf.names),
+        }
+        for path, leaf in leaves
+    }
+    if os.environ.get("UPDATE_GOLDEN"):
+        rows = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found.items()))
+        GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    assert found == json.loads(GOLDEN.read_text())
+
+
+def test_kernels_of_keys_are_matrices_like_those_of_queries() -> None:
+    """Otherwise optimizers would not treat the keys of grouped queries as matrices."""
+    shape = (3, 16, 2, 4)
+    queries = "layers", "embed", "heads", "head_dim"
+    keys = "layers", "embed", "kv_heads", "head_dim"
+    assert matrix_shape(keys, shape) == matrix_shape(queries, shape) == (3, 16, 8)
+    assert matrix_names(keys) == ("layers", "embed", "kv_heads")
+    x = jnp.arange(384).reshape(shape)
+    np.testing.assert_array_equal(as_matrix(keys, x), as_matrix(queries, x))
+    np.testing.assert_array_equal(from_matrix(keys, as_matrix(keys, x), shape), x)

@@ -187,46 +187,26 @@ def test_a_run_says_what_its_splits_are(
     assert f"sha256 {facts['test']['sha256'][:12]}" in log
 
 
-@pytest.mark.slow
 @BOTH
-def test_a_copied_run_writes_and_is_exported_without_its_data(
-    make: Callable, trained: Callable, moved: Callable
+def test_a_copied_run_is_used_without_its_data(
+    make: Callable, trained: Callable, moved: Callable, tmp_path: Path, own_cache: Path
 ) -> None:
     run = trained(make)
-    moved(make, "books", "cache", "run")
+    moved(make, "books")
+    assert evaluated(run.workdir)["bits_per_token"] == run.bits, "prepared data are left"
+    row = {"document": text(99, 30), "summary": text(99, 8)}
+    new = tmp_path / ("new.txt" if make is language_model else "new.jsonl")
+    new.write_text(text(99, 30) if make is language_model else json.dumps(row))
+    moved(make, "cache", "run")
+    assert evaluated(run.workdir, test=(str(new),))["tokens"] > 0
+    made = [json.loads(path.read_text()) for path in own_cache.rglob("corpus.json")]
+    assert [one["splits"] for one in made] == [["test"]]
+    assert not (run.place / "cache").exists(), "what the run's config names is not written to"
     assert written(run.workdir) == run.text
     if make is summariser:
         exported = conversion.export(run.workdir)
         (run.workdir / "hf").mkdir()
         assert exported.copy_tokenizer(run.workdir / "hf") == ["spiece.model"]
-
-
-@BOTH
-def test_a_copied_run_is_evaluated_if_only_its_prepared_data_are_left(
-    make: Callable, trained: Callable, moved: Callable
-) -> None:
-    run = trained(make)
-    moved(make, "books")
-    assert evaluated(run.workdir)["bits_per_token"] == run.bits
-
-
-@BOTH
-def test_a_copied_run_is_evaluated_on_new_data_with_its_tokenizer(
-    make: Callable, trained: Callable, moved: Callable, tmp_path: Path, own_cache: Path
-) -> None:
-    run = trained(make)
-    if make is language_model:
-        (tmp_path / "new.txt").write_text(text(99, 30))
-        new = str(tmp_path / "new.txt")
-    else:
-        row = {"document": text(99, 30), "summary": text(99, 8)}
-        (tmp_path / "new.jsonl").write_text(json.dumps(row))
-        new = str(tmp_path / "new.jsonl")
-    moved(make, "books", "cache")
-    assert evaluated(run.workdir, test=(new,))["tokens"] > 0
-    made = [json.loads(path.read_text()) for path in own_cache.rglob("corpus.json")]
-    assert [one["splits"] for one in made] == [["test"]]
-    assert not (run.place / "cache").exists(), "what the run's config names is not written to"
 
 
 @BOTH

@@ -1,6 +1,5 @@
 """Tests that W&B and MLflow get all metrics, also after a restart, and never stop a run."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -159,7 +158,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     setting = {"wandb": "wandb_project", "mlflow": "mlflow_experiment"}[name]
-    config = dataclasses.replace(Config(), logging=Logging(**{setting: "books"}))
+    config = Config(logging=Logging(**{setting: "books"}))
     with pytest.raises(ConfigError) as caught:
         metrics.requested_trackers(config, print)
     assert str(caught.value) == (
