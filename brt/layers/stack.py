@@ -17,7 +17,7 @@ from brt.distributed.rules import constrain
 from brt.layers.basic import BLOCKS_AT_ONCE, SHARED, compute_dtype, parameter, unrolled
 from brt.layers.runs import ModelState, StackBlock, StackState, runs
 from brt.layers.scan import Stream, scan_layers
-from brt.layers.state import LayerAux, LayerOutput
+from brt.layers.state import Given, LayerAux, LayerOutput
 from brt.ops.recurrent_attention import StateKV
 
 
@@ -66,13 +66,13 @@ class Stack(nn.Module):
         return jnp.broadcast_to(learned, (lanes, blocks, *learned.shape))
 
     def _scan(
-        self, run: int, method: str, stream: Stream, model_state: ModelState, **options: Any
-    ) -> LayerOutput:
+        self, run: int, method: str, stream: Stream, given: Given, model_state: ModelState,
+        axis: int = 1,
+    ) -> LayerOutput:  # fmt: skip
         spec = self.run_specs[run]
-        return scan_layers(
-            self.runs[run], spec, method, stream, model_state=model_state.get(spec.name, ()),
-            ties=not self.is_initializing(), **options,
-        )  # fmt: skip
+        given = given._replace(model_state=model_state.get(spec.name, ()))
+        ties = not self.is_initializing()
+        return scan_layers(self.runs[run], spec, method, stream, given, axis=axis, ties=ties)
 
     def __call__(
         self,
@@ -97,12 +97,9 @@ class Stack(nn.Module):
         # Reads a segment through the runs that `state` belongs to, starting with run `first`.
         after, learnt, losses, metrics = [], {}, {}, {}
         stream = Stream(x, self._lowest_summaries(*document_start.shape))
-        shared = {"document_start": document_start, "feedback": feedback}
-        for i, run_state in enumerate(state):
-            output = self._scan(
-                first + i, "__call__", stream, model_state, each={"state": run_state},
-                shared=shared, axis=axis,
-            )  # fmt: skip
+        for i, own in enumerate(state):
+            given = Given(own, document_start=document_start, feedback=feedback)
+            output = self._scan(first + i, "__call__", stream, given, model_state, axis)
             stream, aux = Stream(output.x, output.summaries), output.aux
             name = self.run_specs[first + i].name
             after.append(output.state)
@@ -156,11 +153,9 @@ class Stack(nn.Module):
     ) -> tuple[tuple[StackState, ModelState], tuple[Float[Array, "B W D"], StateKV, tuple]]:
         state, model_state = carry
         source = self.feedback_source
-        opened = self._scan(
-            source, "begin_block", Stream(None), model_state, each={"state": state[source]},
-            shared={"document_start": start}, axis=0,
-        ).state  # fmt: skip
-        feedback = _feedback(opened)
+        given = Given(state[source], document_start=start)
+        opened = self._scan(source, "begin_block", Stream(None), given, model_state, axis=0)
+        feedback = _feedback(opened.state)
         by_block = jax.tree.map(lambda part: part[:, None], feedback)
         x, state, aux = self._layer_by_layer(
             x, state, start[:, None], model_state, by_block, axis=0
@@ -169,24 +164,20 @@ class Stack(nn.Module):
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
         return tuple(
-            self._scan(
-                run, "begin_block", Stream(None), model_state, each={"state": own},
-                shared={"document_start": None},
-            ).state
+            self._scan(run, "begin_block", Stream(None), Given(own), model_state).state
             for run, own in enumerate(state)
-        )  # fmt: skip
+        )
 
     def prepare_block(
         self, block: StackBlock, position: Int[Array, ""], model_state: ModelState
     ) -> StackBlock:
-        return tuple(
-            self._scan(
-                run, "prepare_block", Stream(None), model_state, each={"block": opened},
-                shared={"position": position},
-            ).state
-            if hasattr(self.run_specs[run].layer_kind.module, "prepare_block") else opened
-            for run, opened in enumerate(block)
-        )  # fmt: skip
+        def prepared(run: int, opened: Any) -> Any:
+            if not hasattr(self.run_specs[run].layer_kind.module, "prepare_block"):
+                return opened
+            given = Given(block=opened, position=position)
+            return self._scan(run, "prepare_block", Stream(None), given, model_state).state
+
+        return tuple(prepared(run, opened) for run, opened in enumerate(block))
 
     def decode_step(
         self,
@@ -199,10 +190,8 @@ class Stack(nn.Module):
         feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None
         stream, after = Stream(x), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):
-            output = self._scan(
-                run, "decode_step", stream, model_state, each={"state": own, "block": opened},
-                shared={"position": position, "feedback": feedback},
-            )  # fmt: skip
+            given = Given(own, opened, position=position, feedback=feedback)
+            output = self._scan(run, "decode_step", stream, given, model_state)
             stream = Stream(output.x)
             after.append(output.state)
         # Every model has at least one run, and `decode_step` of each run returns a vector.
@@ -216,10 +205,7 @@ class Stack(nn.Module):
         lanes = len(jax.tree.leaves(state)[0])
         stream, after = Stream(None, self._lowest_summaries(lanes, 1)), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):
-            output = self._scan(
-                run, "end_block", stream, model_state, each={"state": own, "block": opened},
-                shared={},
-            )  # fmt: skip
+            output = self._scan(run, "end_block", stream, Given(own, opened), model_state)
             stream = Stream(None, output.summaries)
             after.append(output.state)
         return tuple(after)

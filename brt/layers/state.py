@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
 from brt.distributed.rules import Names
+from brt.ops.recurrent_attention import StateKV
 from brt.ops.window_attention import ReadyRing
 
 
@@ -132,6 +133,22 @@ class LayerOutput(NamedTuple):
     summaries: Float[Array, "B N U D"] | None = None
 
 
+class Given(NamedTuple):
+    """What the methods of a layer receive besides x (see `brt.layers.kinds.LayerKind`). A field is
+    None if the method does not get it.
+    """
+
+    state: LayerState = None  # The state before the segment or the block.
+    block: Any = None  # The open block.
+    # True where a block is the first block of a document.
+    document_start: Bool[Array, "B N"] | None = None
+    position: Int[Array, ""] | None = None  # The place of the token in its block.
+    # Keys and values [B, N, S, H, K] of recurrent states to which all layers attend.
+    feedback: StateKV | None = None
+    summaries: Float[Array, "B N U D"] | None = None  # The summaries of the layer below.
+    model_state: PyTree[Array] = ()  # Statistics that the layer learns without gradients.
+
+
 class OpenBlock(NamedTuple):
     """A block that is being filled token by token."""
 
@@ -153,6 +170,11 @@ def without_ready(block: PyTree[Array]) -> PyTree[Array]:
         lambda x: x._replace(ready=None) if isinstance(x, OpenBlock) else x,
         block, is_leaf=lambda x: isinstance(x, OpenBlock),
     )  # fmt: skip
+
+
+def cache_of(state: LayerState) -> WindowState | LocalState:
+    """Returns the cache of a layer with a window, which is its state or a field of its state."""
+    return state if isinstance(state, (WindowState, LocalState)) else state.window
 
 
 def open_block(state: WindowState | LocalState, memory: Any = None) -> OpenBlock:

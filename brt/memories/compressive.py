@@ -24,9 +24,9 @@ from brt.layers.cache import KVCache, closed_window, with_cache
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_rotary, require_cache
 from brt.layers.state import (
+    Given,
     LayerAux,
     LayerOutput,
-    OpenBlock,
     WindowState,
     cache_is_readable,
     open_block,
@@ -237,19 +237,12 @@ class CompressiveLayer(WindowLayer):
             bias = parameter(self, "decompressor_bias", (m.model_dim,), ("embed",), ZEROS)
             self.decompressor = Convolution(kernel, bias)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: CompressedState,
-        document_start: Bool[Array, "B N"],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """All blocks attend at once, each to its own slice of all slots and of all tokens."""
-        m, blocks, size = self.model, document_start.shape[1], self.section.slots
+        state = given.state
+        m, blocks, size = self.model, given.document_start.shape[1], self.section.slots
         projections = self.tokens.project(x)
-        past, window = with_cache(m, state.window, projections, document_start)
+        past, window = with_cache(m, state.window, projections, given.document_start)
         inputs = jnp.concatenate([state.inputs, constrain(x, "lanes", None, None)], axis=1)
         before = jax.lax.stop_gradient(
             sliding_windows(inputs, blocks, step=m.window, size=m.window)
@@ -268,7 +261,7 @@ class CompressiveLayer(WindowLayer):
         )
         left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
         mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
-        y = self.tokens.attend(projections, past, feedback, mix)
+        y = self.tokens.attend(projections, past, given.feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
         queries = self.tokens.scaled_queries(projections.queries)
         return LayerOutput(y, after, self._aux(queries, tokens, before, made, past))
@@ -345,37 +338,36 @@ class CompressiveLayer(WindowLayer):
         loss = section.loss_weight * jnp.mean(jnp.where(past.cache_mask, errors, 0))
         return LayerAux(losses={"compression": loss})
 
-    def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
         """Computes the keys and values of the slots once for all tokens of the block."""
-        memory = CompressedBlock(jnp.zeros_like(state.inputs), self._slots(state.vectors))
-        return LayerOutput(x, open_block(state.window, memory))
+        memory = CompressedBlock(
+            jnp.zeros_like(given.state.inputs), self._slots(given.state.vectors)
+        )
+        return LayerOutput(x, open_block(given.state.window, memory))
 
-    def mix_step(self, state: CompressedState, block: OpenBlock, position: Int[Array, ""]) -> Mix:
-        window = state.window
+    def mix_step(self, given: Given) -> Mix:
+        window = given.state.window
         before = StateKV(self.tokens.normalized_keys(window.keys), window.values)
-        slots, before = jax.tree.map(lambda part: part[:, None], (block.memory.slots, before))
+        slots, before = jax.tree.map(lambda part: part[:, None], (given.block.memory.slots, before))
         cache_mask = cache_is_readable(self.model, window)
-        left = (position >= jnp.arange(self.model.window) + self._nearest())[None]
-        length = jnp.where(cache_mask, state.length, 0)
+        left = (given.position >= jnp.arange(self.model.window) + self._nearest())[None]
+        length = jnp.where(cache_mask, given.state.length, 0)
         return self._mix(slots, before, length[:, None], cache_mask[:, None], left)
 
-    def decode_step(
-        self, x: Float[Array, "B 1 D"], *, position: Int[Array, ""], **given: Any
-    ) -> LayerOutput:
-        y, block, *_ = super().decode_step(x, position=position, **given)
-        inputs = with_token(block.memory.inputs, x, position)
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
+        y, block, *_ = super().decode_step(x, given)
+        inputs = with_token(block.memory.inputs, x, given.position)
         return LayerOutput(y, block._replace(memory=block.memory._replace(inputs=inputs)))
 
-    def end_block(
-        self, x: None, *, state: CompressedState, block: OpenBlock, **_: Any
-    ) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; the block that was the cache is compressed to slots."""
+        state = given.state
         made = self._compressed(state.inputs)
         vectors = jnp.concatenate([state.vectors, made], axis=1)
         length = jnp.minimum(state.length + made.shape[1], self.section.slots)
         length = jnp.where(cache_is_readable(self.model, state.window), length, 0)
-        window = closed_window(self.model, state.window, block)
-        return LayerOutput(x, self._after(window, block.memory.inputs, vectors, length))
+        window = closed_window(self.model, state.window, given.block)
+        return LayerOutput(x, self._after(window, given.block.memory.inputs, vectors, length))
 
 
 def _by_block(x: Float[Array, "B T ..."], blocks: int) -> Float[Array, "B N W ..."]:

@@ -6,11 +6,11 @@ sliding-window layers that read the memory through a gate.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.config import Kernels, Model
 from brt.config.checks import check, check_positive
@@ -21,7 +21,7 @@ from brt.layers.attention import TransformerBlock
 from brt.layers.basic import compute_dtype, token_dropout
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_feedback
-from brt.layers.state import LayerOutput, state_array, with_token
+from brt.layers.state import Given, LayerOutput, state_array, with_token
 from brt.layers.window import keys_before, window_flops
 from brt.memories.past_tokens import (
     MemoryAndSegment,
@@ -157,21 +157,14 @@ class DenseMemoryLayer(nn.Module):
         unplaced = dataclasses.replace(self.model, positions="none")
         self.tokens = TransformerBlock(unplaced, False, self.training, self.kernels)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: DenseState,
-        document_start: Bool[Array, "B N"],
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Attends block by block, because a block has many attention weights."""
         m, size = self.model, self.model.of(DenseMemory).size
         queries, own = self._projected(x)
         own = StateKV(*(constrain(z, *_BY_KEY_HEAD) for z in own))
-        past = _followed_by(state, own)
-        start = constrain(document_start, "lanes", None)
-        lengths = counts_before(state.length, start, added=m.window, size=size)
+        past = _followed_by(given.state, own)
+        start = constrain(given.document_start, "lanes", None)
+        lengths = counts_before(given.state.length, start, added=m.window, size=size)
 
         def attend_in_block(
             n: Int[Array, ""], own: Array, seen: list[Array], dropout: Dropout | None
@@ -223,32 +216,24 @@ class DenseMemoryLayer(nn.Module):
         keys, values = (last_entries(z, size, length) for z in past)
         return DenseState(keys, values, length)
 
-    def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
         m = self.model
-        shape = (len(state.length), m.window, m.key_heads, m.head_dim)
+        shape = (len(given.state.length), m.window, m.key_heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
         return LayerOutput(x, StateKV(zeros, zeros))
 
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: DenseState,
-        block: StateKV,
-        position: Int[Array, ""],
-        **_: Any,
-    ) -> LayerOutput:
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
         """The key and the value of the token enter the open block; the memory does not change."""
         queries, own = self._projected(x)
-        block = with_token(block, own, position)
-        seen = _followed_by(state, block)
-        read = self._read(queries, seen, state.length, position[None])
+        block = with_token(given.block, own, given.position)
+        seen = _followed_by(given.state, block)
+        read = self._read(queries, seen, given.state.length, given.position[None])
         return LayerOutput(self.tokens.finish(x, [read]), block)
 
-    def end_block(self, x: None, *, state: DenseState, block: StateKV, **_: Any) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         size = self.model.of(DenseMemory).size
-        length = jnp.minimum(state.length + self.model.window, size)
-        return LayerOutput(x, self._after(_followed_by(state, block), length))
+        length = jnp.minimum(given.state.length + self.model.window, size)
+        return LayerOutput(x, self._after(_followed_by(given.state, given.block), length))
 
 
 def _followed_by(state: DenseState, tokens: StateKV) -> StateKV:

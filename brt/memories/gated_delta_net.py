@@ -40,9 +40,9 @@ from brt.layers.cache import closed_window, with_cache
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_feedback
 from brt.layers.state import (
+    Given,
     LayerOutput,
     LocalState,
-    OpenBlock,
     WindowState,
     open_block,
     state_array,
@@ -60,7 +60,6 @@ from brt.ops import dispatch
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.products import matmul_nn, matmul_nt, matmul_tn
-from brt.ops.recurrent_attention import StateKV
 
 _ALONE, _BESIDE = "gated_delta_net", "window_gated_delta_net"
 
@@ -417,16 +416,13 @@ class GatedDeltaNetLayer(TokenStateLayer):
         self.mlp = MLP(self.model, self.training)
         nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
 
-    def __call__(
-        self, x: Float[Array, "B T D"], *, state: DeltaState, document_start: Bool[Array, "B N"],
-        **_: Any,
-    ) -> LayerOutput:  # fmt: skip
-        since_start = tokens_since_start(document_start, x.shape[1])
-        read, state = self.memory(self._normed(x), state, since_start)
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
+        since_start = tokens_since_start(given.document_start, x.shape[1])
+        read, state = self.memory(self._normed(x), given.state, since_start)
         return LayerOutput(self._finish(x, read), state)
 
-    def decode_step(self, x: Float[Array, "B 1 D"], *, block: DeltaState, **_: Any) -> LayerOutput:
-        read, block = self.memory.read_token(self._normed(x), block)
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
+        read, block = self.memory.read_token(self._normed(x), given.block)
         return LayerOutput(self._finish(x, read), block)
 
 
@@ -459,49 +455,28 @@ class WindowGatedDeltaNetLayer(WindowLayer):
         super().setup()
         self.memory = DeltaMemory(self.model, zero_output=True)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: WindowDeltaState,
-        document_start: Bool[Array, "B N"],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Adds what the memory reads to the residual, so attention and MLP follow as usual."""
-        since_start = tokens_since_start(document_start, x.shape[1])
-        read, memory = self.memory(self.tokens.normed(x), state.memory, since_start)
+        since_start = tokens_since_start(given.document_start, x.shape[1])
+        read, memory = self.memory(self.tokens.normed(x), given.state.memory, since_start)
         projections = self.tokens.project(x)
-        past, window = with_cache(self.model, state.window, projections, document_start)
+        past, window = with_cache(self.model, given.state.window, projections, given.document_start)
         x = projections.residual + dropout(self, read, self.model.dropout)
-        y = self.tokens.attend(projections, past, feedback, residual=x)
+        y = self.tokens.attend(projections, past, given.feedback, residual=x)
         return LayerOutput(y, WindowDeltaState(window, *memory))
 
-    def begin_block(self, x: None, *, state: WindowDeltaState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, open_block(state.window, state.memory))
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, open_block(given.state.window, given.state.memory))
 
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: WindowDeltaState,
-        block: OpenBlock,
-        position: Int[Array, ""],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
-        read, memory = self.memory.read_token(self.tokens.normed(x), block.memory)
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
+        read, memory = self.memory.read_token(self.tokens.normed(x), given.block.memory)
         residual, projections = dropout(self, read, self.model.dropout), self.tokens.project(x)
-        y, block = self.tokens.attend_step(
-            x + residual, state.window, block, position, feedback, projections=projections
-        )
+        y, block = self.tokens.attend_step(x + residual, given, projections=projections)
         return LayerOutput(y, block._replace(memory=memory))
 
-    def end_block(
-        self, x: None, *, state: WindowDeltaState, block: OpenBlock, **_: Any
-    ) -> LayerOutput:
-        window = closed_window(self.model, state.window, block)
-        return LayerOutput(x, WindowDeltaState(window, *block.memory))
+    def end_block(self, x: None, given: Given) -> LayerOutput:
+        window = closed_window(self.model, given.state.window, given.block)
+        return LayerOutput(x, WindowDeltaState(window, *given.block.memory))
 
 
 register_kind(

@@ -22,7 +22,7 @@ from brt.config.kinds import KindSection
 from brt.layers import kinds
 from brt.layers.basic import ONES, parameter
 from brt.layers.kinds import LayerKind
-from brt.layers.state import LayerAux, LayerOutput, state_array
+from brt.layers.state import Given, LayerAux, LayerOutput, state_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,34 +57,30 @@ class Toy(nn.Module):
     def _said(self, total: jax.Array, seen: jax.Array) -> jax.Array:
         return (1 + 0.01 * seen) * jnp.tanh(total) * self.weight[None]
 
-    def __call__(
-        self, x: Any, *, state: ToyState, document_start: Any, model_state: Any, **_: Any
-    ) -> LayerOutput:
-        seen = model_state
+    def __call__(self, x: Any, given: Given) -> LayerOutput:
+        seen = given.model_state
         blocks = x.reshape(len(x), -1, self.model.block_length, x.shape[-1])
 
         def body(total: jax.Array, block: tuple) -> tuple:
             total = jnp.where(block[1][:, None], 0, total)
             return total + block[0], self._said(total, seen)
 
-        xs = jnp.moveaxis(blocks.mean(axis=2), 1, 0), document_start.T
-        after, said = jax.lax.scan(body, state.total, xs)
+        xs = jnp.moveaxis(blocks.mean(axis=2), 1, 0), given.document_start.T
+        after, said = jax.lax.scan(body, given.state.total, xs)
         y = blocks + jnp.moveaxis(said, 0, 1)[:, :, None]
         aux = LayerAux(seen + x.shape[1], {"loud": jnp.mean(y**2)}, {"size": jnp.mean(jnp.abs(x))})
         return LayerOutput(y.reshape(x.shape).astype(x.dtype), ToyState(after), aux)
 
-    def begin_block(self, x: None, *, state: ToyState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, ToyState(jnp.zeros_like(state.total)))
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, ToyState(jnp.zeros_like(given.state.total)))
 
-    def decode_step(
-        self, x: Any, *, state: ToyState, block: ToyState, model_state: Any, **_: Any
-    ) -> LayerOutput:
-        y = x + self._said(state.total, model_state)[:, None]
-        total = block.total + x[:, 0] / self.model.block_length
+    def decode_step(self, x: Any, given: Given) -> LayerOutput:
+        y = x + self._said(given.state.total, given.model_state)[:, None]
+        total = given.block.total + x[:, 0] / self.model.block_length
         return LayerOutput(y.astype(x.dtype), ToyState(total))
 
-    def end_block(self, x: None, *, state: ToyState, block: ToyState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, ToyState(state.total + block.total))
+    def end_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, ToyState(given.state.total + given.block.total))
 
 
 TOY = LayerKind(

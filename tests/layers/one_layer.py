@@ -13,7 +13,7 @@ from brt.config.kinds import KindSection
 from brt.layers import kinds
 from brt.layers.kinds import LayerKind
 from brt.layers.runs import runs
-from brt.layers.state import LayerOutput
+from brt.layers.state import Given, LayerOutput
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
@@ -52,14 +52,13 @@ def compiled(model: Model) -> Callable:
 
 
 def read(
-    model: Model, params: Any, x: jax.Array, state: Any = None, start: Any = None, **given: Any
+    model: Model, params: Any, x: jax.Array, state: Any = None, start: Any = None, **fields: Any
 ) -> LayerOutput:
     """Reads a segment, by default from a new state and without document starts."""
     state = new_state(model, len(x)) if state is None else state
     start = np.zeros((len(x), x.shape[1] // model.block_length), bool) if start is None else start
-    return compiled(model)(
-        {"params": params}, x, state=state, document_start=jnp.asarray(start), **given
-    )
+    given = Given(state, document_start=jnp.asarray(start), **fields)
+    return compiled(model)({"params": params}, x, given)
 
 
 def dependence(output: Callable[[jax.Array], jax.Array]) -> np.ndarray:

@@ -20,6 +20,7 @@ from brt import command_line
 from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.runs import new_model_state, parts, runs
+from brt.layers.state import Given
 from brt.layers.window import window_flops
 from brt.models.decoder import Decoder, DecoderOutput, forward_flops_per_token, new_state
 from brt.ops.cross_entropy import cross_entropy
@@ -156,7 +157,7 @@ def test_what_it_says_besides_is_the_same_however_layers_run(
         state = TOY.new_state(model, LANES, jnp.dtype("float32"))
         size += float(np.mean(np.abs(x)))
         x, _, aux, _ = Toy(model).apply(
-            variables, x, state=state, document_start=START, model_state=jnp.zeros(())
+            variables, x, Given(state, document_start=START, model_state=jnp.zeros(()))
         )
         loud += float(aux.losses["loud"])
     assert float(expected.losses["loud"]) == pytest.approx(loud, rel=1e-4)

@@ -19,7 +19,7 @@ from brt.config.kinds import KindSection
 from brt.errors import ConfigError
 from brt.layers import kinds
 from brt.layers.basic import ONES, parameter
-from brt.layers.state import LayerOutput, state_array
+from brt.layers.state import Given, LayerOutput, state_array
 
 Layer, State = token_recurrence.DecayLayer, token_recurrence.DecayState
 MODEL = Model(
@@ -47,8 +47,8 @@ def test_correct_kinds_are_accepted() -> None:
 def wrong(method: str, change: Callable[[LayerOutput, Any], Any]) -> type[Layer]:
     """Returns a layer whose `method` returns what `change` makes of its output and its input x."""
 
-    def changed(self: Layer, x: Any, **keywords: Any) -> Any:
-        return change(getattr(Layer, method)(self, x, **keywords), x)
+    def changed(self: Layer, x: Any, given: Given) -> Any:
+        return change(getattr(Layer, method)(self, x, given), x)
 
     return type("Wrong", (Layer,), {method: changed})
 
@@ -66,23 +66,24 @@ def with_later_tokens(output: LayerOutput, x: Any) -> LayerOutput:
 class ReadsEarlierDocuments(Layer):
     """A wrong layer that ignores the starts of documents."""
 
-    def __call__(self, x: Any, *, document_start: Any, **keywords: Any) -> LayerOutput:
-        return super().__call__(x, document_start=document_start & False, **keywords)
+    def __call__(self, x: Any, given: Given) -> LayerOutput:
+        nowhere = given.document_start & False
+        return super().__call__(x, given._replace(document_start=nowhere))
 
 
 class ReadsOtherRows(wrong("__call__", lambda y, x: y._replace(x=y.x + x[::-1]))):
     """A wrong layer in which rows of the batch read each other."""
 
-    def decode_step(self, x: Any, **keywords: Any) -> LayerOutput:
-        y = super().decode_step(x, **keywords)
+    def decode_step(self, x: Any, given: Given) -> LayerOutput:
+        y = super().decode_step(x, given)
         return y._replace(x=y.x + x[::-1])
 
 
 class ReadsNextToken(Layer):
     """A wrong layer in which a token reads the token after it."""
 
-    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
-        return super().__call__(jnp.roll(x, -1, axis=1), **keywords)
+    def __call__(self, x: Any, given: Given) -> LayerOutput:
+        return super().__call__(jnp.roll(x, -1, axis=1), given)
 
 
 class NamesOneAxis(Layer):
@@ -160,7 +161,7 @@ class HasNoBeginning(nn.Module):
     training: bool = False
     kernels: Any = None
 
-    def __call__(self, x: Any, **_: Any) -> LayerOutput:
+    def __call__(self, x: Any, given: Given) -> LayerOutput:
         return LayerOutput(x, ())
 
 
@@ -171,11 +172,11 @@ class HasOtherFields(nn.Module):
     training: bool = False
 
 
-class AcceptsFewKeywords(Layer):
-    """A wrong layer whose call refuses keywords that brt passes to every kind."""
+class AcceptsNothing(Layer):
+    """A wrong layer whose call refuses the arguments that brt passes to every kind."""
 
-    def __call__(self, x: Any, *, state: Any, document_start: Any) -> LayerOutput:
-        return super().__call__(x, state=state, document_start=document_start)
+    def __call__(self, x: Any) -> LayerOutput:
+        return LayerOutput(x, ())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +216,7 @@ class WithoutDecorator(KindSection):
         ({"module": Layer.__call__}, "it must be a subclass of flax.linen.Module"),
         ({"module": HasNoBeginning}, "HasNoBeginning of the kind 'wrong' has no method begin_bl"),
         ({"module": HasOtherFields}, "must begin with the fields model, training, kernels"),
-        ({"module": AcceptsFewKeywords}, "__call__ does not accept the keyword 'feedback'.*add"),
+        ({"module": AcceptsNothing}, r"declare it as __call__\(self, x, given\)"),
     ],
 )
 def test_a_kind_that_lacks_something_is_refused_when_it_is_registered(

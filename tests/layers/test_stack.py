@@ -16,6 +16,7 @@ from brt.layers.recurrent import RecurrentLayer
 from brt.layers.runs import StackState, new_stack_state, runs
 from brt.layers.sections import Recurrence
 from brt.layers.stack import Stack
+from brt.layers.state import Given
 from brt.layers.window import WindowLayer
 from brt.ops import dispatch
 from brt.ops.recurrent_attention import CellWeights, state_kv
@@ -211,8 +212,8 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
             for i, (name, _) in enumerate(places):
                 layer = RecurrentLayer(model) if "recurrent" in name else WindowLayer(model)
                 y, states[i], *_ = layer.apply(
-                    {"params": layers[i]}, y, state=states[i], document_start=starts[:, None],
-                    feedback=memory,
+                    {"params": layers[i]}, y,
+                    Given(states[i], document_start=starts[:, None], feedback=memory),
                 )  # fmt: skip
             outputs.append(y)
         grouped = [

@@ -28,6 +28,7 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.errors import ConfigError
 from brt.layers.sections import Clustered
+from brt.layers.state import Given
 from brt.memories import (
     RGLRU,
     Compressive,
@@ -127,11 +128,8 @@ def test_lanes_on_many_devices_stay_where_they_are(kind: str, random_params: Cal
     @jax.jit
     def value_and_grad(params: Any, x: Any, state: Any, start: Any) -> tuple:
         def total(params: Any) -> tuple:
-            y, after, *_ = (
-                kind_of(model)
-                .module(model)
-                .apply({"params": params}, x, state=state, document_start=start)
-            )
+            layer, given = kind_of(model).module(model), Given(state, document_start=start)
+            y, after, *_ = layer.apply({"params": params}, x, given)
             return jnp.sum(y**2), (y, after)
 
         return jax.grad(total, has_aux=True)(params)

@@ -27,6 +27,7 @@ from one_layer import (
 
 from brt.config import Model
 from brt.layers.kinds import KINDS, replace_parts
+from brt.layers.state import Given
 from brt.memories import Compressive
 from brt.memories.compressive import CompressiveLayer, Convolution, compress
 
@@ -115,8 +116,8 @@ def gradients(model: Model, own: bool, params: Any, x: jax.Array, state: Any) ->
 
     def loss(params: Any, x: jax.Array, vectors: jax.Array) -> jax.Array:
         y, _, aux, _ = CompressiveLayer(model).apply(
-            {"params": params}, x, state=state._replace(vectors=vectors),
-            document_start=jnp.asarray(NOWHERE),
+            {"params": params}, x,
+            Given(state._replace(vectors=vectors), document_start=jnp.asarray(NOWHERE)),
         )  # fmt: skip
         return aux.losses["compression"] if own else jnp.sum(y**2)
 

@@ -29,6 +29,7 @@ from one_layer import (
 from brt.config import Model
 from brt.config.model import SelfAttention
 from brt.layers.kinds import KINDS
+from brt.layers.state import Given
 from brt.memories import DenseMemory, Memorizing
 from brt.memories.past_tokens import counts_before
 
@@ -169,8 +170,8 @@ def test_sinks_are_not_read_a_second_time(model: Model, gated_params: Callable) 
 def test_a_gate_per_head_begins_closed_and_the_window_has_positions(model: Model) -> None:
     model = dataclasses.replace(model, positions="t5")
     tree = jax.eval_shape(
-        kind_of(model).module(model).init, jax.random.key(0), inputs(), state=new_state(model),
-        document_start=jnp.asarray(NOWHERE),
+        kind_of(model).module(model).init, jax.random.key(0), inputs(),
+        Given(new_state(model), document_start=jnp.asarray(NOWHERE)),
     )["params"]  # fmt: skip
     assert tree["memory_gate"].value.shape == (model.heads,)
     assert "relative_bias" in tree["tokens"]

@@ -23,6 +23,7 @@ from one_layer import (
     read,
 )
 
+from brt.layers.state import Given
 from brt.memories import Memorizing
 from brt.memories.memorizing import MemorizingLayer
 from brt.ops.normalization import l2_normalize
@@ -37,8 +38,8 @@ def params(random_params: Callable) -> Any:
 
 def test_a_gate_per_head_begins_half_open_and_there_are_no_positions() -> None:
     init = jax.jit(MemorizingLayer(dataclasses.replace(MODEL, positions="t5")).init)
-    start = jnp.asarray(NOWHERE)
-    tree = init(jax.random.key(0), inputs(), state=new_state(MODEL), document_start=start)["params"]
+    given = Given(new_state(MODEL), document_start=jnp.asarray(NOWHERE))
+    tree = init(jax.random.key(0), inputs(), given)["params"]
     np.testing.assert_array_equal(tree["memory_gate"].value, [0, 0])
     assert "relative_bias" not in tree["tokens"]
 

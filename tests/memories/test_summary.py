@@ -24,7 +24,7 @@ from one_layer import (
 from one_layer import read as one_layer_read
 
 from brt.config import Model
-from brt.layers.state import LayerOutput
+from brt.layers.state import Given, LayerOutput
 from brt.memories import Summaries
 from brt.memories.summary import LongSummaryLayer
 from brt.models import decoder
@@ -180,8 +180,8 @@ def test_dropout_is_anothers_in_every_block(params: Any) -> None:
     def drawn(seed: int) -> jax.Array:
         layer, rngs = LongSummaryLayer(model, training=True), {"dropout": jax.random.key(seed)}
         y = layer.apply(
-            {"params": params}, x, summaries=below, state=new_state(MODEL),
-            document_start=start, rngs=rngs,
+            {"params": params}, x,
+            Given(new_state(MODEL), document_start=start, summaries=below), rngs=rngs,
         )  # fmt: skip
         return y.x.reshape(LANES * BLOCKS, -1)
 

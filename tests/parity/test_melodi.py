@@ -17,6 +17,7 @@ from brt.config.model import MLP
 from brt.layers.kinds import KINDS
 from brt.layers.runs import runs
 from brt.layers.scan import Stream
+from brt.layers.state import Given
 from brt.memories import Summaries
 from brt.memories.summary import LongSummaryState, SummaryState
 from brt.models import decoder
@@ -132,8 +133,8 @@ def test_summary_layers_equal_the_recordings(melodi_layer_file: Path) -> None:
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def value_and_grad(params: Any, stream: Stream, state: Any, start: jax.Array) -> tuple:
         after = module.apply(
-            {"params": params}, stream.x, summaries=stream.summaries, state=state,
-            document_start=start,
+            {"params": params}, stream.x,
+            Given(state, document_start=start, summaries=stream.summaries),
         )  # fmt: skip
         state, memories = after.state, golden.under("cs")
         us = after.summaries.reshape(golden["us"].shape)
