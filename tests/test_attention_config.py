@@ -14,7 +14,7 @@ from brt.errors import ConfigError
         ({"clusters": 0}, "Attention.clusters = 0 must be above 0"),
         ({"top_k": -1}, "Attention.top_k = -1 must be above 0"),
         ({"iterations": 0}, "Attention.iterations = 0 must be above 0"),
-        ({"min_length": -1}, "Attention.min_length = -1 must not be negative; 0 is no limit"),
+        ({"min_length": -1}, "Attention.min_length = -1 must not be negative"),
         (
             {"fit_queries": 50},
             "Attention.fit_queries = 50 must not be below Attention.clusters = 100",
