@@ -5,7 +5,6 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Model
-from brt.errors import ConfigError
 from brt.layers.cache import TokenProjections, with_cache
 from brt.layers.kinds import KINDS
 from brt.layers.state import Given, WindowState
@@ -57,8 +56,3 @@ def test_positions_have_parameters_of_their_own(positions: str, shapes: dict) ->
     tokens = {name: leaf.value.shape for name, leaf in tree["params"]["tokens"].items()}
     found = {n: s for n, s in tokens.items() if n.startswith(("relative", "alibi"))}
     assert found == shapes and len(tokens) == 9 + len(found)
-
-
-def test_channels_that_make_no_pairs_cannot_be_rotated() -> None:
-    with pytest.raises(ConfigError, match=r"^Model.head_dim = 3 must be even where .* 'rotary'$"):
-        Model(head_dim=3, positions="rotary")

@@ -13,7 +13,6 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Kernels, Model
-from brt.errors import ConfigError
 from brt.models.decoder import Decoder, new_state
 from brt.ops.dropout import Dropout
 from brt.ops.window_attention import local_attention
@@ -119,17 +118,3 @@ def test_dropout_of_attention_is_drawn_for_every_chunk_and_leaves_the_mean(
     assert abs(left.mean() - 1) < 0.1 and left.std() > 0.2
     assert np.abs(left[:, :16] - left[:, 16:32]).max() > 0.1
     np.testing.assert_allclose(part.lse, np.log(8), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"Window.block": 4, "Recurrence.layers": (0,)}, "layer 0 is recurrent"),
-        ({"Window.block": 4, "Window.mask_empty_cache": False}, "needs Window.mask_empty_cache"),
-        ({"Window.by_layer": (4, -1)}, "must not be negative"),
-        ({"Window.block": -1}, "Window.block = -1"),
-    ],
-)
-def test_blocks_that_a_layer_cannot_read_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        with_settings(PLAIN, changes)

@@ -14,7 +14,6 @@ from one_layer import (
     assert_close,
     inputs,
     layer_params,
-    new_state,
     one_layer,
     read,
 )
@@ -108,13 +107,6 @@ def test_without_jensens_term_there_is_no_variance(params: Any) -> None:
     y = read(model, without, inputs()).x
     assert_close(y, read(MODEL, {**params, "deviations": 0 * params["deviations"]}, inputs()).x)
     assert np.abs(read(MODEL, params, inputs()).x - y).max() > 1e-3
-
-
-def test_a_missing_cache_and_empty_centroids_are_not_read(params: Any) -> None:
-    past, new = read(MODEL, params, inputs(1)).state, new_state(MODEL)
-    unread = past._replace(filled=0 * past.filled, window=new.window)
-    found, fresh = (read(MODEL, params, inputs(), state).x for state in (unread, new))
-    np.testing.assert_array_equal(found, fresh)
 
 
 def test_a_causal_model_is_refused_attention_that_looks_ahead() -> None:

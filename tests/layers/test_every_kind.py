@@ -18,7 +18,7 @@ from example_kinds import MODELS, registered
 from brt.config import Config, Model, Sampling, Training
 from brt.generation.session import Session
 from brt.layers import kinds
-from brt.layers.runs import new_model_state, parts, replace_parts
+from brt.layers.runs import new_model_state, parts, replace_parts, runs
 from brt.models.decoder import Decoder, DecoderOutput, forget, logits, new_state, output_weights
 from brt.ops.cross_entropy import cross_entropy
 from brt.types import Variables
@@ -121,6 +121,13 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 def test_every_kind_has_a_model() -> None:
     assert {kind for model in MODELS.values() for kind in model.layer_types} == {*kinds.KINDS}
+
+
+def test_each_field_of_a_state_belongs_to_one_part() -> None:
+    for run in (run for model in MODELS.values() for run in runs(model)):
+        kind, state = run.layer_kind, run.layer_kind.state(run.model)
+        fields = [field for part in kind.parts for field in kinds.fields_of(kind, part, state)]
+        assert sorted(fields) == sorted(state._fields), run.kind
 
 
 @pytest.mark.slow_cases("gated delta rule beside a window")

@@ -77,22 +77,6 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"unroll": 2, "remat": True},
-        pytest.param({"remat": True, "remat_keep": "products"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_unrolling_and_recomputing_change_nothing(random_params: Callable, changes: dict) -> None:
-    scanned = with_settings(MODEL, {"layers": 2, "Recurrence.layers": (0, 1)})
-    params = random_params(scanned)["stack"]
-    expected = results(scanned, params)
-    assert_close(results(with_settings(scanned, changes), params), expected)
-
-
-@pytest.mark.slow
 def test_layers_that_learn_one_after_the_other_learn_the_same(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tests what all kinds of layers with a memory have in common.
+"""Tests what all kinds of layers with a memory have in common, and which settings are refused.
 
 `tests/layers/test_every_kind.py` tests that they read a text in every way alike, and that each part
 of their states matters.
@@ -15,7 +15,10 @@ import pytest
 from model_settings import with_settings
 from one_layer import (
     NOWHERE,
+    TOKENS,
+    WINDOW,
     assert_close,
+    dependence,
     inputs,
     kind_of,
     layer_params,
@@ -24,7 +27,7 @@ from one_layer import (
     read,
 )
 
-from brt.config import Mesh
+from brt.config import Mesh, Model
 from brt.distributed.mesh import build
 from brt.errors import ConfigError
 from brt.layers.sections import Clustered
@@ -40,6 +43,7 @@ from brt.memories import (
 )
 
 MODELS = {
+    "window": Model(),
     "clustered": one_layer(Clustered(layers=(0,), clusters=3, top_k=2)),
     "compressive": one_layer(Compressive(layers=(0,), slots=5)),
     "dense": one_layer(DenseMemory(layers=(0,), size=6)),
@@ -57,6 +61,16 @@ FEEDBACK = {"layers": 2, "Recurrence.layers": (1,), "feedback": True}
 @pytest.mark.parametrize(
     ("kind", "changes", "sentence"),
     [
+        ("window", {"head_dim": 3, "positions": "rotary"}, "Model.head_dim = 3 must be even where"),
+        ("window", {"Window.block": 4, "Recurrence.layers": (0,)}, "layer 0 is recurrent"),
+        ("window", {"Window.block": 4, "Window.mask_empty_cache": False},
+         "needs Window.mask_empty_cache"),
+        ("window", {"Window.by_layer": (4, -1)}, "must not be negative"),
+        ("window", {"Window.block": -1}, "Window.block = -1"),
+        ("window", {"Recurrence.id_init": 0.0}, "Recurrence.id_init = 0.0 must be above 0"),
+        ("window", {"Recurrence.gate_horizon": 0.5}, "gate_horizon = 0.5 must be above 1 block, o"),
+        ("window", {"Recurrence.gate_horizon": 8.0, "Recurrence.gate_bias": 1.0},
+         "replaces Recurrence.gate_bias = 1.0; set one"),
         ("clustered", {"positions": "rotary"}, "'rotary' rotates the queries .* use 't5', 'alibi'"),
         ("clustered", {"Window.cache": False}, "which needs Window.cache = True"),
         ("clustered", {"Clustered.clusters": 0}, "Clustered.clusters = 0 must be above 0"),
@@ -115,6 +129,37 @@ def test_bfloat16_goes_through(kind: str, random_params: Callable) -> None:
     memory = after.vectors if kind == "summary" else after.keys
     assert y.dtype == jnp.bfloat16 and memory.dtype == dtype
     assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("compressive", {"Compressive.slots": 2}),
+        ("dense", {}),
+        # The search finds all tokens.
+        ("memorizing", {"Window.cache": False, "Memorizing.neighbors": TOKENS}),
+    ],
+)
+def test_a_token_reads_exactly_what_is_in_its_memory(
+    kind: str, changes: dict, random_params: Callable
+) -> None:
+    """In lane 1, a document starts at block 2. Compressive layers read a block as slots two blocks
+    later; a token of a memorizing layer does not find its own block in the memory.
+    """
+    start = NOWHERE.copy()
+    start[1, 2] = True
+    model = with_settings(MODELS[kind], changes)
+    params = layer_params(random_params, model)
+    depends = dependence(lambda x: read(model, params, x, start=start).x)
+    place, block = np.arange(TOKENS), np.arange(TOKENS) // WINDOW
+    back, size = block[:, None] - block[None], model.of(DenseMemory).size
+    expected = (place[None] <= place[:, None]) & {
+        "compressive": back <= 2, "memorizing": back >= 0,
+        "dense": place[None] >= block[:, None] * WINDOW - size,
+    }[kind]  # fmt: skip
+    np.testing.assert_array_equal(depends[0], expected)
+    document = block >= 2
+    np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
 
 
 @pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.

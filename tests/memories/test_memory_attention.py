@@ -1,4 +1,3 @@
-import functools
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from brt.layers.basic import remat_policy
 from brt.memories import memorizing as xla
-from brt.memories.memorizing import Search, find_neighbors, memory_attention
+from brt.memories.memorizing import Search, memory_attention
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, HEADS, SIZE, WIDTH, WINDOW, BLOCKS, NEIGHBORS = 2, 2, 24, 4, 6, 3, 4
@@ -96,42 +95,6 @@ def test_gradients_are_for_queries_only(search: str) -> None:
 
     gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays())
     assert np.any(gradients[0]) and not np.any(gradients[1]) and not np.any(gradients[2])
-
-
-def test_exact_search_finds_the_largest_products() -> None:
-    rng = np.random.default_rng(0)
-    q = rng.normal(size=(LANES, HEADS, 5, WIDTH)).astype(np.float32)
-    k = rng.normal(size=(LANES, HEADS, 100, WIDTH)).astype(np.float32)
-    found = find_neighbors(
-        jnp.asarray(q), jnp.asarray(k), jnp.array([100, 40]), Search(100, neighbors=10)
-    )
-    for lane, oldest in enumerate((0, 60)):
-        scores = np.einsum("hqk,hmk->hqm", q[lane], k[lane, :, oldest:])
-        best = np.argsort(-scores, axis=-1)[..., :10] + oldest
-        np.testing.assert_array_equal(np.sort(found.indices[lane]), np.sort(best))
-    assert found.there.all()
-
-
-def test_what_was_written_is_found_by_its_own_key() -> None:
-    """Keys are normalised, and each query is a multiple of one key, which gets all the
-    attention.
-    """
-    rng = np.random.default_rng(0)
-    keys = rng.normal(size=(1, HEADS, SIZE, WIDTH)).astype(np.float32)
-    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
-    values = rng.normal(size=keys.shape).astype(np.float32)
-    for how in ("exact", "bucketed"):
-        read = functools.partial(memory_attention, search=Search(SIZE, NEIGHBORS, how))
-        y = jax.jit(read)(1000 * keys.swapaxes(1, 2), keys, values, np.array([[SIZE]]))
-        np.testing.assert_allclose(y.swapaxes(1, 2), values, atol=1e-3)
-
-
-def test_keeps_the_dtype_of_the_values() -> None:
-    run = jax.jit(attention)
-    exact = run(*arrays())
-    y = run(*(a.astype(jnp.bfloat16) for a in arrays()))
-    assert y.dtype == jnp.bfloat16
-    assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
 
 
 def test_scores_never_exist_at_once() -> None:

@@ -109,12 +109,6 @@ def test_the_memory_has_the_last_blocks_in_their_order(params: Any) -> None:
     assert_close(after.vectors, jnp.concatenate(made[-fitting:], axis=1))
 
 
-def test_the_long_memory_of_a_document_begins_empty(params: Any) -> None:
-    start = NOWHERE.copy()
-    start[0, 0] = start[1, 2] = True
-    assert read(params, state=read(params, 1).state, start=start).state.length.tolist() == [6, 4]
-
-
 @pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:

@@ -118,18 +118,6 @@ def test_what_is_valid_alone_decides(kind: str) -> None:
     assert np.abs(other[0] - y[0]).max() > 0.1
 
 
-@pytest.mark.slow  # tests/ops/test_clustered_attention.py has a quick test of more padding.
-def test_how_much_padding_there_is_changes_nothing() -> None:
-    network = encoder.Encoder(TOKENS, attention("improved_clustered"))
-    params, there, results = random_params(network), valid(), []
-    for length in (12, 15):
-        x = inputs(TOKENS, length, length)
-        x[:, :12] = np.where(there, inputs(TOKENS, 1), x[:, :12])
-        y = forward(network, params, x, valid(length), jax.random.key(0))
-        results.append(np.asarray(y)[:, :12][there])
-    np.testing.assert_allclose(*results, atol=2e-5)
-
-
 def test_padding_may_be_anything_and_anywhere() -> None:
     network = encoder.Encoder(FEATURES, attention("full"))
     params, x, there = random_params(network), inputs(FEATURES, 1), valid()
