@@ -9,7 +9,6 @@ printed as soon as they are known, and no case is started after `--seconds`; the
 most important ones.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from conditions import report
+from flags import parser
 
 from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
@@ -349,11 +349,7 @@ def measured(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    flags.add_argument("--seconds", type=float, default=600.0, help="start no case after this time")
-    flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
+    flags = parser(__doc__, seconds=(600.0, "start no case after this time"))
     args, device = flags.parse_args(), jax.devices()[0]
     if device.platform != "gpu":
         flags.error(f"the kernels run on GPUs, and JAX found {device.device_kind}")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from conditions import report
+from flags import parser
 
 KERNELS = re.compile(r"\.entry (attention_\w+?)(?:_mosaic_gpu_kernel)?\(")
 THREADS = re.compile(r"\.maxntid (\d+)")
@@ -36,7 +37,14 @@ REGISTERS, SHARED, RESERVED = 65536, 233472, 1024
 
 
 def main() -> None:
-    args = parser().parse_args()
+    flags = parser(
+        __doc__, topology="h100x1", implementation="pallas_gpu", window=512,
+        block=(0, "default: a window"), segment=(64, "tokens of a segment of a source"),
+        head_dims=[64, 128, 256], dtype="bfloat16", dropout=False, strictly_past=False,
+    )  # fmt: skip
+    flags.add_argument("--operation", choices=sorted(OPERATIONS), default="window_attention")
+    flags.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    args = flags.parse_args()
     if args.one:
         compile_one(args)
         return
@@ -280,26 +288,6 @@ OPERATIONS = {
     "softmax_attention": softmax_gradients,
     "masked_attention": masked_gradients,
 }
-
-
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    flags.add_argument("--topology", default="h100x1")
-    flags.add_argument("--operation", choices=sorted(OPERATIONS), default="window_attention")
-    flags.add_argument("--implementation", default="pallas_gpu")
-    flags.add_argument("--window", type=int, default=512)
-    flags.add_argument("--block", type=int, default=0, help="default: a window")
-    flags.add_argument("--segment", type=int, default=64, help="tokens of a segment of a source")
-    sizes = {"type": lambda text: [int(x) for x in text.split(",")], "default": [64, 128, 256]}
-    flags.add_argument("--head_dims", metavar="SIZES", help="default: 64,128,256", **sizes)
-    flags.add_argument("--dtype", default="bfloat16")
-    flags.add_argument("--dropout", action="store_true")
-    flags.add_argument("--strictly_past", action="store_true")
-    flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
-    flags.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    return flags
 
 
 if __name__ == "__main__":

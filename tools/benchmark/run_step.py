@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from conditions import report
+from flags import parser
 from lm_step import Contestant
 from timing import interleaved, ratio, show
 
@@ -20,12 +21,10 @@ from brt import command_line, runtime
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", help=".gin files")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gin_bindings", action="append", default=[], help="of all of them")
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args()
+    flags = parser(__doc__, rounds=3)
+    flags.add_argument("runs", nargs="+", help=".gin files")
+    flags.add_argument("--gin_bindings", action="append", default=[], help="of all of them")
+    args = flags.parse_args()
     runtime.keep_memory()
     runtime.disable_async_dispatch()
     runs = {Path(file).stem: contestant(file, args.gin_bindings) for file in args.runs}
