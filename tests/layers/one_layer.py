@@ -1,4 +1,6 @@
-"""Models of one layer, and a function that reads a segment with the layer alone."""
+"""Models of one layer, a function that reads a segment with the layer alone, and inputs of whole
+models.
+"""
 
 import functools
 from collections.abc import Callable
@@ -68,5 +70,18 @@ def dependence(output: Callable[[jax.Array], jax.Array]) -> np.ndarray:
     return np.stack(changed, axis=2)
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+def assert_close(actual: Any, expected: Any, atol: float = TOLERANCE) -> None:
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=atol), actual, expected)
+
+
+def random_ids(seed: int, vocabulary: int, tokens: int) -> np.ndarray:
+    ids = np.random.default_rng(seed).integers(vocabulary, size=(LANES, tokens))
+    return ids.astype(np.int32)
+
+
+def starts(model: Model, tokens: int, *places: tuple[int, int]) -> np.ndarray:
+    """Returns a boolean array [lanes, blocks] that is True at the block of each (lane, token)."""
+    start = np.zeros((LANES, tokens // model.block_length), bool)
+    for lane, token in places:
+        start[lane, token // model.block_length] = True
+    return start

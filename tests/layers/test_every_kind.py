@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from example_kinds import MODELS, registered
+from one_layer import LANES, random_ids, starts
 
 from brt.config import Config, Model, Sampling, Training
 from brt.generation.session import Session
@@ -25,7 +26,7 @@ from brt.types import Variables
 
 # Of float32, relative to the largest magnitude of an array, or to 1 if that is smaller.
 TOLERANCE = 2e-5
-LANES, TOKENS, MIDDLE = 2, 48, 24
+TOKENS, MIDDLE = 48, 24
 # These are one model for each way of reading a segment; tests of other models are slow. The model
 # of "windows by layer" has a recurrent layer.
 QUICK = (
@@ -45,13 +46,7 @@ class Case(NamedTuple):
         return new_state(self.model, LANES)
 
     def starts(self, *places: tuple[int, int]) -> np.ndarray:
-        """Returns a boolean array [lanes, blocks] that is True at the block of each (lane,
-        token).
-        """
-        start = np.zeros((LANES, TOKENS // self.model.block_length), bool)
-        for lane, token in places:
-            start[lane, token // self.model.block_length] = True
-        return start
+        return starts(self.model, TOKENS, *places)
 
     def read(self, ids: np.ndarray, state: Any = None, start: Any = None) -> DecoderOutput:
         start = self.starts() if start is None else start
@@ -108,7 +103,7 @@ def each_model(*names: str, quick: tuple[str, ...] = QUICK) -> pytest.MarkDecora
 
 
 def tokens(seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(32, size=(LANES, TOKENS)).astype(np.int32)
+    return random_ids(seed, 32, TOKENS)
 
 
 def assert_close(actual: Any, expected: Any) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import with_settings
+from one_layer import LANES, TOLERANCE, assert_close
 
 from brt.config import Mesh, Model
 from brt.distributed.mesh import build
@@ -21,8 +22,7 @@ from brt.layers.window import WindowLayer
 from brt.ops import dispatch
 from brt.ops.recurrent_attention import CellWeights, state_kv
 
-TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
-LANES, BLOCKS = 2, 3
+BLOCKS = 3
 MODEL = Model(
     layers=3,
     model_dim=16,
@@ -70,10 +70,6 @@ def results(model: Model, params: Any, read: Callable | None = None) -> Any:
         return jnp.mean(y * cotangent), (y, after)
 
     return jax.jit(jax.grad(loss, has_aux=True))(params)
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
 
 
 @pytest.mark.slow
