@@ -7,7 +7,7 @@ pass of the layers below (`learned_at_once`). The letters of shapes are those of
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,7 @@ from brt.config.fields import RematPolicy
 from brt.errors import ConfigError
 from brt.layers.basic import SHARED, learned_at_once, remat_policy, unrolled
 from brt.layers.runs import Run, runs
-from brt.layers.state import Given, LayerAux, LayerOutput, with_whole_arrays, written
+from brt.layers.state import Given, LayerOutput, with_whole_arrays, written
 from brt.ops import dispatch
 from brt.ops.dense import are_separate, of_layer
 
@@ -30,25 +30,17 @@ _CPU_LAYERS = 8
 _SAME = Given(*[nn.broadcast] * len(Given._fields))
 
 
-class Stream(NamedTuple):
-    """The arrays that a layer passes to the layer above: the vectors x of tokens (None in methods
-    that read no tokens), and U summaries of each of N blocks.
-    """
-
-    x: Float[Array, "B T D"] | None
-    summaries: Float[Array, "B N U D"] | None = None
-
-
 def scan_layers(
-    layers: nn.Module, run: Run, method: str, stream: Stream, given: Given, *,
+    layers: nn.Module, run: Run, method: str, x: Float[Array, "B T D"] | None, given: Given, *,
     axis: int = 1, ties: bool = True,
 ) -> LayerOutput:  # fmt: skip
     """Calls a method of all layers of one run, from the lowest to the highest, by a scan.
 
     Args:
-      stream: the inputs of the run's lowest layer.
-      given: what the method receives, without summaries. States have the layers on `axis`, open
-        blocks and model states on axis 0; the other fields are the same for all layers.
+      x: the vectors of tokens that the run's lowest layer reads, or None.
+      given: what the method receives. States have the layers on `axis`, open blocks and model
+        states on axis 0. Summaries are those for the lowest layer, and the other fields are the
+        same for all layers.
       axis: the axis of layers in `given.state` and in the states that are returned; open blocks
         have it on axis 0.
       ties: True lets the backward pass compute a layer's weight gradients before it goes on to the
@@ -66,19 +58,19 @@ def scan_layers(
     # A parameter with separate kernels has no axis of layers over which the scan could loop.
     index = jnp.arange(run.layers) if separate else None
 
-    def layer(
-        module: nn.Module, stream: Stream, given: Given, index: Any
-    ) -> tuple[Stream, tuple[Any, LayerAux]]:
-        # Calls one layer. `index` is its index if its kernels are separate arrays, otherwise None.
-        given = given._replace(summaries=stream.summaries)
+    def layer(module: nn.Module, passed: tuple, given: Given, index: Any) -> tuple[tuple, tuple]:
+        # Calls one layer. A layer passes x and summaries to the layer above. `index` is its index
+        # if its kernels are separate arrays, otherwise None.
+        x, summaries = passed
+        given = given._replace(summaries=summaries)
         call = _call_tied if tied else _call
         if method == "decode_step" and not run.layer_kind.reads_chunks:
             call = _call_by_token
         if separate:
             call = partial(_call_separate, call, index)
-        output = call(module, method, stream.x, given)
-        summaries = stream.summaries if output.summaries is None else output.summaries
-        return Stream(output.x, summaries), (output.state, output.aux)
+        output = call(module, method, x, given)
+        summaries = summaries if output.summaries is None else output.summaries
+        return (output.x, summaries), (output.state, output.aux)
 
     if whole and (keep := _saved_for_backward(run)):
         # If the scan is unrolled completely, XLA could merge the recomputed operations with the
@@ -97,10 +89,11 @@ def scan_layers(
         # Flax's check of constant variables is turned off, because it traces every layer twice.
         check_constancy_invariants=False,
     )
-    stream, (state, aux) = scan(layers, stream, given, index)
+    passed = x, given.summaries
+    (x, summaries), (state, aux) = scan(layers, passed, given._replace(summaries=None), index)
     if method == "decode_step":
         state = written(given.block, state)
-    return LayerOutput(stream.x, state, aux, stream.summaries)
+    return LayerOutput(x, state, aux, summaries)
 
 
 def _has_separate_kernels(layers: nn.Module) -> bool:

@@ -16,7 +16,6 @@ from brt.config import Model
 from brt.config.model import MLP
 from brt.layers.kinds import KINDS
 from brt.layers.runs import runs
-from brt.layers.scan import Stream
 from brt.layers.state import Given
 from brt.memories import Summaries
 from brt.memories.summary import LongSummaryState, SummaryState
@@ -124,18 +123,17 @@ def test_summary_layers_equal_the_recordings(melodi_layer_file: Path) -> None:
     module = KINDS[model.layer_types[0]].module(model)
     params = layer_parameters(golden.under("params"), model)
 
-    def stream(segment: str) -> Stream:
+    def stream(segment: str) -> tuple[jax.Array, jax.Array]:
         us = jnp.asarray(golden["us" + segment])
         us = us.reshape(len(us), -1, model.of(Summaries).summaries, model.model_dim)
-        return Stream(jnp.asarray(golden["xs" + segment]), us)
+        return jnp.asarray(golden["xs" + segment]), us
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    def value_and_grad(params: Any, stream: Stream, state: Any, start: jax.Array) -> tuple:
-        after = module.apply(
-            {"params": params}, stream.x,
-            Given(state, document_start=start, summaries=stream.summaries),
-        )  # fmt: skip
+    def value_and_grad(params: Any, stream: tuple, state: Any, start: jax.Array) -> tuple:
+        x, summaries = stream
+        given = Given(state, document_start=start, summaries=summaries)
+        after = module.apply({"params": params}, x, given)
         state, memories = after.state, golden.under("cs")
         us = after.summaries.reshape(golden["us"].shape)
         value = jnp.sum(after.x * golden["ct"]) + jnp.sum(us * golden["cu"])
