@@ -113,21 +113,19 @@ def test_settings_that_make_no_sense_are_refused(kind: str, changes: dict, sente
         with_settings(MODELS[kind], changes)
 
 
-@pytest.mark.parametrize("kind", ["memorizing", "gated", "summary"])
-def test_bfloat16_goes_through(kind: str, random_params: Callable) -> None:
-    """The memories of summary layers stay float32."""
-    model, dtype = MODELS[kind], "float32" if kind == "summary" else "bfloat16"
+@pytest.mark.parametrize("kind", ["memorizing", "gated", "summary", "delta"])
+def test_bfloat16_goes_through_and_states_keep_their_dtypes(
+    kind: str, random_params: Callable
+) -> None:
+    model = MODELS[kind]
     low, params = dataclasses.replace(model, dtype="bfloat16"), layer_params(random_params, model)
-    given = [inputs()]
-    if kind == "summary":
-        given.append(jnp.zeros((*NOWHERE.shape, 2, model.model_dim)))
-    names = ("summaries",) * (len(given) - 1)
-    exact = read(model, params, given[0], **dict(zip(names, given[1:], strict=True))).x
-    x, *others = (part.astype(jnp.bfloat16) for part in given)
+    below = jnp.zeros((*NOWHERE.shape, 2, model.model_dim)) if kind == "summary" else None
+    exact = read(model, params, inputs(), summaries=below).x
+    x, below = jax.tree.map(lambda part: part.astype(jnp.bfloat16), (inputs(), below))
     state = new_state(low, dtype="bfloat16")
-    y, after, *_ = read(low, params, x, state, **dict(zip(names, others, strict=True)))
-    memory = after.vectors if kind == "summary" else after.keys
-    assert y.dtype == jnp.bfloat16 and memory.dtype == dtype
+    y, after, *_ = read(low, params, x, state, summaries=below)
+    dtypes, expected = (jax.tree.map(lambda z: z.dtype, part) for part in (after, state))
+    assert y.dtype == jnp.bfloat16 and dtypes == expected
     assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
 
 
