@@ -29,29 +29,20 @@ from brt.ops.window_attention import ReadyRing
 
 @dataclasses.dataclass(frozen=True)
 class StateArray:
-    """The description of an array of a layer's state (see `state_array`)."""
+    """The description of an array of a layer's state, without its axis of rows."""
 
     shape: tuple[int, ...]
+    # The name of each axis, by which `brt.distributed.rules` shards the array; None for an axis
+    # that is never sharded. The axis of rows has the name "lanes".
     axes: Names
-    dtype: str | None
-    fill: float
+    dtype: str | None = None  # None stands for the dtype of activations.
+    fill: float = 0.0  # The value of all elements before anything was read.
 
     def new(self, batch: int, dtype: jnp.dtype) -> Array:
         return jnp.full((batch, *self.shape), self.fill, self.dtype or dtype)
 
 
-def state_array(
-    shape: tuple[int, ...], axes: Names, dtype: str | None = None, fill: float = 0.0
-) -> Any:
-    """Describes an array of a layer's state, without its axis of rows.
-
-    Args:
-      axes: the name of each axis, by which `brt.distributed.rules` shards the array; None for an
-        axis that is never sharded. The axis of rows has the name "lanes".
-      dtype: None stands for the dtype of activations.
-      fill: the value of all elements before anything was read.
-    """
-    return StateArray(shape, axes, dtype, fill)
+state_array: Any = StateArray  # A description takes the place of an array in a state.
 
 
 class WindowState(NamedTuple):
