@@ -30,7 +30,7 @@ STATE_PARTS = ("state", "cache", "memory")
 # The first fields of every layer's module, in the order in which brt passes them.
 _FIELDS = ("model", "training", "kernels")
 # The class variables of a section.
-_CONSTANTS = ("kind", "any_window", "grouped_keys")
+_CONSTANTS = ("kind", "any_window", "grouped_keys", "positive", "not_negative")
 _METHODS = ("__call__", "begin_block", "decode_step", "end_block", "prepare_block")
 _OPTIONAL = ("prepare_block",)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable, free
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -49,6 +49,8 @@ class Compressive(KindSection):
     """Settings of layers of the Compressive Transformer, which compress older blocks."""
 
     kind: ClassVar[str] = "compressive"
+    positive: ClassVar[tuple[str, ...]] = ("slots", "rate")
+    not_negative: ClassVar[tuple[str, ...]] = ("loss_weight",)
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     # The memory has this many slots. A slot is a vector into which `rate` tokens were compressed.
@@ -63,11 +65,6 @@ class Compressive(KindSection):
     # The loss of the convolution is multiplied by this weight and added to the model's loss. 0
     # leaves the convolution untrained.
     loss_weight: float = free(1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "slots", "rate")
-        check_not_negative(self, "loss_weight")
 
     def check_model(self, model: Model) -> None:
         """Requires that the rate divides the window, no rotary positions, and a cache."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.config import Kernels, Model
-from brt.config.checks import check, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -50,6 +50,7 @@ class DenseMemory(KindSection):
     kind: ClassVar[str] = "dense_memory"
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
+    positive: ClassVar[tuple[str, ...]] = ("size",)
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     size: int = adaptable(32768)  # The memory has this many tokens.
@@ -58,10 +59,6 @@ class DenseMemory(KindSection):
     # sinks, and a gate for each head adds what the head reads from the memory. The gate is closed
     # in a new model, which therefore computes the same as the model without a memory.
     gate: Literal["none", "tanh"] = adaptable("none")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "size")
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
         gated = self.gate == "tanh"

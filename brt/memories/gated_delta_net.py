@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.config.checks import check_not_negative
 from brt.config.fields import adaptable, inherited
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -73,6 +72,7 @@ class GatedDeltaNet(KindSection):
     kind: ClassVar[str] = _ALONE
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
+    not_negative: ClassVar[tuple[str, ...]] = ("heads", "key_dim", "value_dim")
 
     # The layers with these indices have a memory in place of attention.
     layers: tuple[int, ...] = adaptable(())
@@ -82,10 +82,6 @@ class GatedDeltaNet(KindSection):
     heads: int = inherited(0)  # Number of matrices of a layer; 0 takes Model.heads.
     key_dim: int = inherited(0)  # Number of rows of a matrix; 0 takes Model.head_dim.
     value_dim: int = inherited(0)  # Number of columns of a matrix; 0 takes Model.head_dim.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_not_negative(self, "heads", "key_dim", "value_dim")
 
     def sizes(self, model: Model) -> tuple[int, int, int]:
         """Returns the number of heads, and the numbers of channels of a key and of a value."""

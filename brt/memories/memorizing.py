@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.config.checks import check, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.layers.kinds import LayerKind, register_kind
@@ -48,6 +48,7 @@ class Memorizing(KindSection):
     kind: ClassVar[str] = "memorizing"
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
+    positive: ClassVar[tuple[str, ...]] = ("size", "neighbors")
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     size: int = adaptable(32768)  # The memory has this many tokens.
@@ -64,7 +65,6 @@ class Memorizing(KindSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "size", "neighbors")
         check(
             not self.layers or self.neighbors <= self.size,
             f"Memorizing.neighbors = {self.neighbors} must not be above "

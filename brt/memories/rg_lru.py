@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.config import Model
-from brt.config.checks import check, check_not_negative
+from brt.config.checks import check
 from brt.config.fields import adaptable, inherited
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -49,14 +49,11 @@ class RGLRU(KindSection):
     kind: ClassVar[str] = "rg_lru"
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
+    not_negative: ClassVar[tuple[str, ...]] = ("width",)
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     # Number of channels of the recurrence, a multiple of Model.heads; 0 takes Model.model_dim.
     width: int = inherited(0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_not_negative(self, "width")
 
     def width_of(self, model: Model) -> int:
         return self.width or model.model_dim

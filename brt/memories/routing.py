@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.config import Model
-from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable, free, inherited
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -60,6 +60,8 @@ class Routing(KindSection):
     """
 
     kind: ClassVar[str] = "routing"
+    positive: ClassVar[tuple[str, ...]] = ("heads", "clusters", "keep")
+    not_negative: ClassVar[tuple[str, ...]] = ("commitment",)
 
     layers: tuple[int, ...] = inherited(())  # The layers with these indices are of this kind.
     # This many heads of a layer attend to clusters. The other heads attend to a window.
@@ -75,8 +77,6 @@ class Routing(KindSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "heads", "clusters", "keep")
-        check_not_negative(self, "commitment")
         check(0 < self.decay < 1, f"Routing.decay = {self.decay} must be in (0, 1)")
 
     def check_model(self, model: Model) -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
-from brt.config.checks import check, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -57,6 +57,9 @@ class Summaries(KindSection):
     """
 
     kind: ClassVar[str] = _SHORT
+    positive: ClassVar[tuple[str, ...]] = (
+        "summaries", "short_memory", "long_memory", "long_increment",
+    )  # fmt: skip
 
     # The layers with these indices are summary layers without a long-term memory.
     layers: tuple[int, ...] = adaptable(())
@@ -69,7 +72,6 @@ class Summaries(KindSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "summaries", "short_memory", "long_memory", "long_increment")
         check(
             not self.long_layers or self.long_memory % self.long_increment == 0,
             f"Summaries.long_memory = {self.long_memory} must be a multiple of "
