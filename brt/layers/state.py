@@ -116,12 +116,15 @@ def window_state(model: Model) -> Any:
 class LayerOutput(NamedTuple):
     """The result of every method of a layer of any kind (see `brt.layers.kinds.LayerKind`)."""
 
-    x: Float[Array, "B T D"] | None  # None if no tokens were read.
+    x: Float[Array, "B T D"]  # None if no tokens were read.
     state: LayerState  # The state after the tokens, or the open block.
     aux: LayerAux = LayerAux()
     # U vectors for each of N blocks, for the layer above. With None, the layer above gets the
     # summaries that this layer got.
     summaries: Float[Array, "B N U D"] | None = None
+
+
+_MISSING: Any = None  # The default of fields that a method may not get.
 
 
 class Given(NamedTuple):
@@ -132,11 +135,11 @@ class Given(NamedTuple):
     state: LayerState = None  # The state before the segment or the block.
     block: Any = None  # The open block.
     # True where a block is the first block of a document.
-    document_start: Bool[Array, "B N"] | None = None
-    position: Int[Array, ""] | None = None  # The place of the token in its block.
+    document_start: Bool[Array, "B N"] = _MISSING
+    position: Int[Array, ""] = _MISSING  # The place of the token in its block.
     # Keys and values [B, N, S, H, K] of recurrent states to which all layers attend.
     feedback: StateKV | None = None
-    summaries: Float[Array, "B N U D"] | None = None  # The summaries of the layer below.
+    summaries: Float[Array, "B N U D"] = _MISSING  # The summaries of the layer below.
     model_state: PyTree[Array] = ()  # Statistics that the layer learns without gradients.
 
 

@@ -188,9 +188,8 @@ def _check_logits(
     at_once: int = 1,
 ) -> None:
     # Compares the logits of every token or of every last one of `at_once`.
-    found, expected = np.asarray(found), np.asarray(expected)
-    error = np.abs(found - expected).max(axis=-1)
-    wrong = ~(error <= _tolerance(reader.model) * np.abs(expected).max())
+    error = np.abs(np.asarray(found) - expected).max(axis=-1)
+    wrong = ~(error <= _tolerance(reader.model) * np.abs(np.asarray(expected)).max())
     if wrong.any():
         place = (int(wrong.any(axis=0).argmax()) + 1) * at_once - 1
         raise AssertionError(
