@@ -135,9 +135,7 @@ class ClusteredLayer(WindowLayer):
             keys, values, cache_mask, given.state.past, centroids, implementation=implementation
         )
 
-        def attend_beyond_window(
-            queries: Float[Array, "B T H K"], part: AttentionPart
-        ) -> Float[Array, "B T H K"]:
+        def attend_beyond_window(queries: Array, part: AttentionPart) -> Array:
             return causal_clustered_attention(
                 queries, part, keys, values, cache_mask, pasts, centroids, self.tokens.far_bias(),
                 attend_to_self=m.sliding.attend_to_self, implementation=implementation,
@@ -149,9 +147,7 @@ class ClusteredLayer(WindowLayer):
     def mix_step(self, given: Given) -> Mix:
         m, window = self.model, given.state.window
 
-        def attend_beyond_window(
-            queries: Float[Array, "B 1 H K"], part: AttentionPart
-        ) -> Float[Array, "B 1 H K"]:
+        def attend_beyond_window(queries: Array, part: AttentionPart) -> Array:
             return causal_clustered_attention_step(
                 queries, part, self.tokens.normalized_keys(window.keys), window.values,
                 cache_is_readable(m, window), given.position,

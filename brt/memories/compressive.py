@@ -107,31 +107,6 @@ def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: 
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 
 
-def attend_window_and_slots(
-    queries: Float[Array, "B N Q H K"],
-    window: AttentionPart,
-    keys: Float[Array, "B N S H K"],
-    values: Float[Array, "B N S H K"],
-    seen: Bool[Array, "B N Q S"],
-    bias: Float[Array, " H"],
-) -> Float[Array, "B N Q H K"]:
-    """Returns the attention output of every query over its window and over older keys, with one
-    softmax. The older keys belong to slots, and to tokens of the previous block that have left the
-    window.
-
-    Args:
-      queries: the scaled queries of each block.
-      window: the result of attention to the window alone.
-      seen: True where a query may read an older key.
-      bias: a bias of each head, added to the logits of all older keys.
-    """
-    q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
-    logits = matmul_nt(q, k) + bias[None, None, :, None, None]
-    beyond = attend_to_part(jnp.where(seen[:, :, None], logits, MASKED), v)
-    near = AttentionPart(*(x.swapaxes(2, 3) for x in window))
-    return merge_parts([near, beyond]).output.swapaxes(2, 3).astype(values.dtype)
-
-
 def reconstruction_error(
     x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
 ) -> Float[Array, "*B"]:
@@ -301,13 +276,15 @@ class CompressiveLayer(WindowLayer):
         seen = jnp.concatenate([there, left[None, None] & cache_mask[..., None, None]], axis=-1)
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(slots, before, strict=True))
 
-        def attend_beyond_window(
-            queries: Float[Array, "B T H K"], part: AttentionPart
-        ) -> Float[Array, "B T H K"]:
-            q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
-            bias = self.tokens.far_bias()
-            y = attend_window_and_slots(q, AttentionPart(*near), keys, values, seen, bias)
-            return y.reshape(queries.shape)
+        keys, values = (x.swapaxes(2, 3) for x in (keys, values))
+        bias = self.tokens.far_bias()[None, None, :, None, None]
+
+        def attend_beyond_window(queries: Array, part: AttentionPart) -> Array:
+            # One softmax over the window and the older keys, which all have the same bias.
+            q, *near = (_by_block(x, length.shape[1]).swapaxes(2, 3) for x in (queries, *part))
+            logits = jnp.where(seen[:, :, None], matmul_nt(q, keys) + bias, MASKED)
+            both = merge_parts([AttentionPart(*near), attend_to_part(logits, values)]).output
+            return both.swapaxes(2, 3).astype(values.dtype).reshape(queries.shape)
 
         return attend_beyond_window
 

@@ -25,7 +25,6 @@ from brt.layers.state import Given, LayerOutput, state_array, with_token
 from brt.layers.window import keys_before, window_flops
 from brt.memories.past_tokens import (
     MemoryAndSegment,
-    MemoryState,
     PastTokensLayer,
     Readers,
     attend_by_block,
@@ -238,10 +237,6 @@ def _followed_by(state: DenseState, tokens: StateKV) -> StateKV:
     return StateKV(keys, values)
 
 
-def gated_state(model: Model) -> MemoryState:
-    return memory_state(model, model.of(DenseMemory).size)
-
-
 def gated_flops(model: Model) -> int:
     """Returns the FLOPs per token of a sliding-window layer and of attention to the tokens of the
     memory that have left a token's window, on average over the tokens of a block.
@@ -312,7 +307,7 @@ register_kind(
 register_kind(
     "gated_dense_memory",
     LayerKind(
-        GatedMemoryLayer, gated_state,
+        GatedMemoryLayer, lambda model: memory_state(model, model.of(DenseMemory).size),
         {"cache": ("window",), "memory": ("keys", "values", "length")}, gated_flops, DenseMemory,
     ),
 )  # fmt: skip

@@ -434,10 +434,6 @@ class WindowDeltaState(NamedTuple):
         return DeltaState(*self[1:])
 
 
-def window_delta_state(model: Model) -> WindowDeltaState:
-    return WindowDeltaState(window_state(model), *delta_state(model))
-
-
 class WindowGatedDeltaNetLayer(WindowLayer):
     """A sliding-window layer with a `DeltaMemory` in addition to its window. The output of the
     memory is added to the output of attention.
@@ -485,7 +481,8 @@ register_kind(
 register_kind(
     _BESIDE,
     LayerKind(
-        WindowGatedDeltaNetLayer, window_delta_state,
+        WindowGatedDeltaNetLayer,
+        lambda model: WindowDeltaState(window_state(model), *delta_state(model)),
         {"cache": ("window",), "state": ("matrices", "inputs")},
         lambda model: delta_flops(model) + window_flops(model), GatedDeltaNet, loops=True,
     ),

@@ -27,7 +27,6 @@ from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.window import window_flops
 from brt.memories.past_tokens import (
     MemoryAndSegment,
-    MemoryState,
     PastTokensLayer,
     Readers,
     check_reach,
@@ -301,10 +300,6 @@ def memory_attention(
     return tokens_to_heads(found, heads)
 
 
-def memorizing_state(model: Model) -> MemoryState:
-    return memory_state(model, model.of(Memorizing).size)
-
-
 def memory_flops(model: Model) -> int:
     """Returns the FLOPs per token of a sliding-window layer, of the search in the memory, and of
     attention to the keys that the search returns.
@@ -355,7 +350,7 @@ class MemorizingLayer(PastTokensLayer):
 register_kind(
     "memorizing",
     LayerKind(
-        MemorizingLayer, memorizing_state,
+        MemorizingLayer, lambda model: memory_state(model, model.of(Memorizing).size),
         {"cache": ("window",), "memory": ("keys", "values", "length")}, memory_flops, Memorizing,
     ),
 )  # fmt: skip

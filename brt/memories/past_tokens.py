@@ -243,9 +243,7 @@ class PastTokensLayer(WindowLayer):
             *(spread_over_devices(part, self.model.heads, names) for part in past)
         )
 
-        def attend_beyond_window(
-            queries: Float[Array, "B T H K"], window: AttentionPart
-        ) -> Float[Array, "B T H K"]:
+        def attend_beyond_window(queries: Array, window: AttentionPart) -> Array:
             queries = self._behind_window(queries)
             return self.mix(queries, window, shared, Readers(counts, places))
 

@@ -126,10 +126,6 @@ def new_routing(model: Model) -> ClusterStatistics:
     return new_statistics(section.heads, section.clusters, model.head_dim)
 
 
-def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
-    return update_averages(statistics, model.of(Routing).decay)
-
-
 def routing_flops(model: Model) -> int:
     """Returns the FLOPs per token of a sliding-window layer, plus assigning tokens to clusters and
     attention to the tokens of a cluster, minus attention to a window and the projection to keys,
@@ -257,6 +253,7 @@ register_kind(
     "routing",
     LayerKind(
         RoutingLayer, routed_state, {"cache": ("window",), "memory": ("keys", "values", "filled")},
-        routing_flops, Routing, new_model_state=new_routing, settle=settled_routing,
+        routing_flops, Routing, new_model_state=new_routing,
+        settle=lambda model, statistics: update_averages(statistics, model.of(Routing).decay),
     ),
 )  # fmt: skip

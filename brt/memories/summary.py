@@ -125,10 +125,6 @@ def long_summary_state(model: Model) -> LongSummaryState:
     return LongSummaryState(summary_state(model), vectors, state_array((), (), "int32"))
 
 
-def number_of_summaries(model: Model) -> int:
-    return model.of(Summaries).summaries
-
-
 def summary_flops(model: Model) -> int:
     """Returns the FLOPs per token of a layer with a short-term memory.
 
@@ -431,7 +427,7 @@ register_kind(
     _SHORT,
     LayerKind(
         SummaryLayer, summary_state, {"state": ("vectors", "valid")}, summary_flops, Summaries,
-        loops=True, summaries=number_of_summaries,
+        loops=True, summaries=lambda model: model.of(Summaries).summaries,
     ),
 )  # fmt: skip
 register_kind(
@@ -439,6 +435,6 @@ register_kind(
     LayerKind(
         LongSummaryLayer, long_summary_state,
         {"state": ("short",), "memory": ("vectors", "length")}, long_summary_flops, Summaries,
-        loops=True, summaries=number_of_summaries,
+        loops=True, summaries=lambda model: model.of(Summaries).summaries,
     ),
 )  # fmt: skip
