@@ -74,6 +74,7 @@ def test_older_blocks_are_read_through_the_compressor_alone(params: Any) -> None
     """If the compressor's kernel is zero, changes of block 1 have no effect on block 3."""
     start = NOWHERE.copy()
     start[1, 2] = True
+    model = with_settings(MODEL, {"Compressive.slots": MADE})
     silent = {**params, "compressor_kernel": jnp.zeros_like(params["compressor_kernel"])}
     deaf, other = (
         read(model, silent, x, start=start).x for x in (inputs(), inputs().at[:, WINDOW].add(1.0))
