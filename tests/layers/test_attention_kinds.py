@@ -63,38 +63,6 @@ def test_only_hashed_kinds_depend_on_the_key(kind: str) -> None:
     assert all(others) != drawn
 
 
-@pytest.mark.slow_cases("reformer", "clustered", "improved_clustered")
-@each_kind
-def test_padding_and_the_rest_of_the_batch_change_nothing(kind: str) -> None:
-    x = arrays()
-    y = np.asarray(attend(section(kind), x))
-    alone = {name: array[1:2, : LENGTHS[1]] for name, array in x.items()}
-    np.testing.assert_allclose(attend(section(kind), alone)[0], y[1, : LENGTHS[1]], atol=1e-6)
-    noisy = {
-        name: array.at[1, LENGTHS[1] :].set(9.0) if name != "valid" else array
-        for name, array in x.items()
-    }
-    np.testing.assert_allclose(attend(section(kind), noisy), y, atol=1e-6)
-
-
-@pytest.mark.slow_cases("reformer", "clustered", "improved_clustered")
-@each_kind
-def test_empty_and_single_token_examples_leave_finite_gradients(kind: str) -> None:
-    for tokens, lengths in ((1, (1, 0)), (TOKENS, (1, 0, 2))):
-        x = arrays(lengths, tokens)
-        valid = x.pop("valid")
-
-        def loss(x: dict, valid: jax.Array = valid) -> jax.Array:
-            y = attention_kinds.attend(
-                **x, valid=valid, config=section(kind), key=jax.random.key(0)
-            )
-            return jnp.sum(y**2)
-
-        gradients = jax.jit(jax.grad(loss))(x)
-        assert all(np.isfinite(gradient).all() for gradient in gradients.values())
-        assert np.any(gradients["values"][0]) and not np.any(gradients["values"][1])
-
-
 @pytest.mark.slow_cases("clustered", "improved_clustered")
 @pytest.mark.parametrize("kind", OWN_KEYS)
 def test_another_sequence_can_be_read(kind: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from model_settings import with_settings
 from one_layer import LANES, assert_close, random_ids, starts
 
-from brt.config import Kernels, Model
+from brt.config import Model
 from brt.models.decoder import Decoder, new_state
 from brt.ops.dropout import Dropout
 from brt.ops.window_attention import local_attention
@@ -49,38 +49,6 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
 
     (_, expected), gradients = both(whole)
     (_, hidden), found = both(halves)
-    assert_close(hidden, expected, TOLERANCE)
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), found, gradients)
-
-
-@pytest.mark.slow
-def test_a_kernel_reads_documents_that_begin_inside_of_a_window_and_their_sinks(
-    random_params: Any,
-) -> None:
-    """Reads two segments, so that the second one reads a cache that ends inside of a document."""
-    model = with_settings(
-        PLAIN, {"layers": 1, "positions": "rotary", "Window.block": 4, "Window.sinks": 2}
-    )
-    params, ids = random_params(model), jnp.asarray(random_ids(0, VOCABULARY, TOKENS))
-
-    def both(name: str) -> tuple:
-        decoder = Decoder(model, kernels=Kernels(use=(f"window_attention={name}",)))
-
-        def total(params: Any) -> tuple:
-            state, parts = new_state(model, LANES), []
-            start = jnp.asarray(starts(model, TOKENS, (0, 0), (1, 0), (1, 20), (0, 36)))
-            for part in np.s_[:24, 24:]:
-                blocks = np.s_[part.start and part.start // 4 : part.stop and part.stop // 4]
-                output = decoder.apply({"params": params}, ids[:, part], state, start[:, blocks])
-                state = output.state
-                parts.append(output.hidden)
-            hidden = jnp.concatenate(parts, axis=1)
-            return jnp.sum(jnp.sin(hidden)), hidden
-
-        return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
-
-    (_, expected), gradients = both("xla")
-    (_, hidden), found = both("pallas_interpret")
     assert_close(hidden, expected, TOLERANCE)
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), found, gradients)
 
