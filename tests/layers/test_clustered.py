@@ -21,7 +21,7 @@ from one_layer import (
 from brt import tasks
 from brt.config import Attention, Config
 from brt.errors import ConfigError
-from brt.layers.clustered import ClusteredLayer, ClusteredState
+from brt.layers.clustered import ClusteredLayer
 from brt.layers.sections import Clustered
 
 MODEL = one_layer(Clustered(layers=(0,), clusters=3, top_k=2))
@@ -81,24 +81,6 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
         params["tokens"]["alibi_bound"] = jnp.full((1,), 0.01)
     narrow = dataclasses.replace(wide, window=WINDOW)
     assert_close(read(narrow, params, inputs()).x, read(wide, params, inputs()).x)
-
-
-@pytest.mark.slow  # tests/ops/test_causal_clustered_attention.py has a quick test of gradients.
-def test_the_loss_trains_centroids_and_their_variances_but_not_through_the_state(
-    params: Any,
-) -> None:
-    @jax.jit
-    def gradients(params: Any, state: ClusteredState) -> tuple:
-        def loss(params: Any, state: ClusteredState) -> jax.Array:
-            state = jax.lax.stop_gradient(state)
-            return jnp.sum(read(MODEL, params, inputs(), state).x ** 2)
-
-        return jax.grad(loss, argnums=(0, 1), allow_int=True)(params, state)
-
-    of_params, of_state = gradients(params, read(MODEL, params, inputs(1)).state)
-    assert np.all(np.any(of_params["centroids"], axis=-1)) and np.all(of_params["deviations"])
-    floats = [g for g in jax.tree.leaves(of_state) if g.dtype == jnp.float32]
-    assert len(floats) == 6 and not any(map(np.any, floats))
 
 
 def test_without_jensens_term_there_is_no_variance(params: Any) -> None:

@@ -286,7 +286,7 @@ def test_tokens_that_are_read_two_at_a_time_are_the_whole_segment(
 @each_model(
     "rotary", "recurrent, around", "feedback of the last", "alibi", "memorizing", "toy",
     "memorizing, grouped queries, sinks", "gated dense memory, grouped queries, sinks",
-    "windows by layer", "a recurrence over tokens",
+    "windows by layer", "a recurrence over tokens", "clustered",
     "gated linear recurrence", "gated delta rule", "gated delta rule beside a window",
     *(name for name in MODELS if "gate" in name), quick=("recurrent, LSTM gate, dual",)
 )  # fmt: skip

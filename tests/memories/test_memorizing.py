@@ -1,7 +1,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,19 +41,6 @@ def test_the_memory_holds_the_last_tokens_of_the_document_and_nothing_else(param
     assert np.all(np.any(after.keys[1, :, TOKENS + 2 * WINDOW :], axis=-1))
     assert not np.any(after.keys[1, :, : TOKENS + 2 * WINDOW])
     assert not np.any(after.values[1, :, : TOKENS + 2 * WINDOW])
-
-
-def test_no_gradient_reaches_earlier_blocks_through_the_memory_but_the_gate_gets_one(
-    params: Any,
-) -> None:
-    model = with_settings(MODEL, {"Window.cache": False})
-
-    def last_block(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(read(model, params, x).x[:, -WINDOW:] ** 2)
-
-    of_params, of_x = jax.grad(last_block, argnums=(0, 1))(params, inputs())
-    assert not np.any(of_x[:, :-WINDOW]) and np.all(np.any(of_x[:, -WINDOW:], axis=-1))
-    assert np.all(of_params["memory_gate"])
 
 
 @pytest.mark.parametrize("masked", [True, False])
