@@ -256,8 +256,6 @@ class GatedMemoryLayer(PastTokensLayer):
     the farthest key of the window.
     """
 
-    section_type: ClassVar[type[KindSection]] = DenseMemory
-
     def mix(
         self,
         queries: Float[Array, "B T H K"],
@@ -276,7 +274,7 @@ class GatedMemoryLayer(PastTokensLayer):
         self, queries: Float[Array, "B T H K"], past: MemoryAndSegment, readers: Readers
     ) -> AttentionPart:
         """Attends, block by block, to the keys of the memory that have left a token's window."""
-        m, size = self.model, self.memory_size()
+        m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(size)
         farthest = m.window - 1 if m.sliding.attend_to_self else m.window
         left = (readers.places[:, None] + size - columns[None]) > farthest

@@ -319,8 +319,6 @@ class MemorizingLayer(PastTokensLayer):
     original recipe. With "tanh", the window has the model's positions.
     """
 
-    section_type: ClassVar[type[KindSection]] = Memorizing
-
     def window_positions(self) -> str:
         return self.model.positions if self.model.of(Memorizing).gate == "tanh" else "none"
 

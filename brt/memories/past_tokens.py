@@ -8,7 +8,7 @@ tokens and not on their distance. The letters of shapes are those of `brt.layers
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
 from brt.config.checks import check
-from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
@@ -184,17 +183,10 @@ class Readers(NamedTuple):
 class PastTokensLayer(WindowLayer):
     """Base class of layers whose tokens attend to their window and to a memory of past tokens.
 
-    A subclass defines `section_type`, the class of its settings with a field `size`, and `mix`, and
-    may override `window_positions`. The parameter `memory_gate` has a number for each head,
-    initially zero, from which `mix` computes how much the head takes from the memory.
+    A subclass defines `mix`, and may override `window_positions`. The parameter `memory_gate` has a
+    number for each head, initially zero, from which `mix` computes how much the head takes from the
+    memory.
     """
-
-    section_type: ClassVar[type[KindSection]]
-
-    def memory_size(self) -> int:
-        """Returns M, the number of tokens of the memory."""
-        section: Any = self.model.of(self.section_type)
-        return section.size
 
     def window_positions(self) -> str:
         """Returns the kind of positions of tokens in their window, a value of `Model.positions`."""
@@ -261,7 +253,7 @@ class PastTokensLayer(WindowLayer):
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Lets each block read the M tokens before it; the last M tokens are the next memory."""
-        m, size = self.model, self.memory_size()
+        m, size = self.model, given.state.keys.shape[2]
         projections = self.tokens.project(x)
         cached, window = with_cache(m, given.state.window, projections, given.document_start)
         past = memory_and_segment(
@@ -285,7 +277,7 @@ class PastTokensLayer(WindowLayer):
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; its tokens also enter the memory."""
-        m, size = self.model, self.memory_size()
+        m, size = self.model, given.state.keys.shape[2]
         window = closed_window(m, given.state.window, given.block)
         keys, values = (part[:, -m.block_length :] for part in (window.keys, window.values))
         past = memory_and_segment(given.state, self.tokens.normalized_keys(keys), values)
