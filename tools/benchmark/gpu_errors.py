@@ -60,7 +60,7 @@ def window(
     tokens: int, width: int, dtype: str = "bfloat16", *, key_heads: int = HEADS,
     dropout: bool = False, scaled: bool = False,
 ) -> Case:  # fmt: skip
-    """Returns a case of window attention to two blocks; in one lane, a document starts in between."""
+    """Returns a case of window attention to two blocks; in one lane, a document starts between."""
     rng = np.random.default_rng(tokens + width)
     cached = LANES, tokens, key_heads, width
     keys = LANES, 2 * tokens, key_heads, width
@@ -105,7 +105,7 @@ def states(queries: int, keys: int, width: int, blocks: int) -> Case:
 
 
 def states_to_blocks(queries: int, tokens: int, width: int) -> Case:
-    """Returns a case of attention of states to two blocks; one lane may not read the first block."""
+    """Returns a case of attention of states to two blocks; a lane may not read the first block."""
     rng = np.random.default_rng(queries + tokens + width)
     shape = LANES, HEADS, 2 * tokens, width
     inputs = {
