@@ -180,7 +180,8 @@ def _window(keys: Float[Array, "B H Z K"], counts: Int[Array, "B N"], search: Se
 
 
 # For a row of the batch, an array of scores, of retrieved keys or of retrieved values has at most
-# this number of elements, which take 32 MiB in float32.
+# this number of elements, which take 32 MiB in float32 (or those of one query in all heads, if
+# these are more).
 AT_ONCE = 2**23
 
 
@@ -281,10 +282,8 @@ def memory_attention(
     `keys` has the memory before the segment, followed by the segment's tokens, so the tokens that
     block n sees begin at index n * W. With one block, `keys` may be the memory alone.
 
-    For each row of the batch, the temporary arrays have at most `AT_ONCE` float32 scores (or
-    the scores of one query in all heads, if these are more), the same number of elements of
-    retrieved keys and of values, and the indices [H, T, R] of neighbours. The limit also holds for
-    the backward pass.
+    The number of scores, of retrieved keys and of retrieved values that exist at once is limited by
+    `AT_ONCE`, also in the backward pass.
 
     Args:
       queries: the queries, already scaled. A positive scale does not change the neighbours.
