@@ -4,7 +4,6 @@ import pytest
 
 from brt import tasks
 from brt.config import Attention, Config, CrossAttention, Encoder, Evaluation, Seq2Seq, Training
-from brt.config_io import config_from_json, config_json
 from brt.errors import ConfigError
 
 BOUNDED = {"raf_parameters": "bounded"}
@@ -80,13 +79,3 @@ def test_numbers_that_nothing_reads_may_be_any() -> None:
         {"kind": "improved_clustered", "clusters": 65, "min_length": 65},
     ):
         tasks.check(Config(training=MASKED, attention=Attention(**settings)))
-
-
-def test_is_saved_with_the_config() -> None:
-    attention = Attention(kind="improved_clustered", clusters=25, fit_queries=64)
-    training = Training(task="masked_language_modeling")
-    config = Config(training=training, attention=attention)
-    saved = config_json(config)
-    assert config_from_json(saved) == config
-    del saved["Attention"]  # as in the config of a run from before the section existed
-    assert config_from_json(saved) == dataclasses.replace(config, attention=Attention())
