@@ -6,7 +6,7 @@ A kind of layer consists of a Flax module and a `LayerKind` that describes the m
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -289,11 +289,3 @@ def check_state(name: str, model: Model) -> None:
                 f"with the names of axes {array.axes!r}; give every axis a name or None"
             )
         check_names(array.axes, f"LayerKind.state of the kind {name!r}")
-
-
-def replace_parts(
-    kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
-) -> LayerState:
-    """Returns `state`, in which those of `parts` that the kind has are taken from `donor`."""
-    names = {field for part in parts for field in fields_of(kind, part, state)}
-    return state._replace(**{name: getattr(donor, name) for name in names})
