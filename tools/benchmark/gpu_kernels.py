@@ -170,7 +170,7 @@ def windows(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
 
 
 def states(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
-    """Returns the case of the attention of 512 states, with eight heads, to two blocks of tokens."""
+    """Returns the case of attention of 512 states, with eight heads, to two blocks of tokens."""
 
     def attend(learned: Any, readable: Any) -> Any:
         options = {"null_keys": False, "implementation": args.implementation}
