@@ -94,7 +94,8 @@ class Training:
     def __post_init__(self) -> None:
         sizes = "batch_size", "segment_length", "gradient_accumulation", "loss_chunk"
         positive, shares = ("steps", "log_every", *sizes), ["label_smoothing"]
-        check_section(self, positive=positive, shares=shares, any_sign=["seed"])
+        others = "seed", "mask_share", "spike_factor"
+        check_section(self, positive=positive, shares=shares, any_sign=others)
         check(
             not self.spike_factor or self.spike_factor > 1,
             f"Training.spike_factor = {self.spike_factor} must be above 1, or 0 for none",
@@ -236,7 +237,7 @@ class Sampling:
     max_tokens: int = free(256)  # A sample has this number of tokens.
 
     def __post_init__(self) -> None:
-        check_section(self, positive=["max_tokens"])
+        check_section(self, positive=["max_tokens"], any_sign=["top_p"])
         check(0 < self.top_p <= 1, f"Sampling.top_p = {self.top_p} must be in (0, 1]")
 
 
