@@ -140,11 +140,6 @@ def _product(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Arra
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _inverse_forward(below: Float[Array, "*B C C"]) -> tuple[Array, Array]:
-    inverse = _inverse(below)
-    return inverse, inverse
-
-
 def _inverse_backward(
     inverse: Float[Array, "*B C C"], gradient: Float[Array, "*B C C"]
 ) -> tuple[Float[Array, "*B C C"]]:
@@ -152,7 +147,7 @@ def _inverse_backward(
     return (-_product(transposed, _product(gradient, transposed)),)
 
 
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+unit_lower_inverse.defvjp(lambda below: (_inverse(below),) * 2, _inverse_backward)
 
 
 class DeltaInputs(NamedTuple):
