@@ -237,8 +237,7 @@ def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
         index = new.index.reshape(-1)[0]
         return jax.lax.dynamic_update_slice_in_dim(array, new.entries, index, axis=axis)
 
-    leaves, structure = jax.tree.flatten(update, is_leaf=_is_new_entries)
-    return jax.tree.unflatten(structure, map(write, leaves, jax.tree.leaves(block)))
+    return jax.tree.map(write, update, block, is_leaf=_is_new_entries)
 
 
 def with_token(block: PyTree[Array], new: PyTree[Array], position: Int[Array, ""]) -> PyTree[Array]:
