@@ -47,8 +47,9 @@ class LayerKind(NamedTuple):
       decode_step(x [B, 1, D], given: state, block, position, feedback, model_state)
       end_block(None, given: state, block, summaries, model_state)
 
-    All arguments but x are fields of one `brt.layers.state.Given`. The output x has the shape and
-    the dtype of the input x, and the state keeps the shapes and dtypes of `LayerKind.state`.
+    All arguments but x are fields of one `brt.layers.state.Given`, whose comments describe them.
+    The output x has the shape and the dtype of the input x, and the state keeps the shapes and
+    dtypes of `LayerKind.state`.
 
     An open block has the data of a block whose tokens are read one by one. `begin_block` and
     `decode_step` return the open block in the field `state` of their output. A layer may change its
@@ -58,19 +59,6 @@ class LayerKind(NamedTuple):
     contains a `brt.layers.state.OpenBlock` may have a fifth method, `prepare_block(None, given:
     block, position)`, which is called before several tokens are read one by one. It sets the field
     `ready` of the `OpenBlock`, which brt removes after these tokens.
-
-      state: the state of the layer before the segment or the block.
-      document_start: True where a block is the first block of a document. The layer must not use
-        anything that it read before such a block. For `begin_block`, it is None, because a
-        generated document starts with a new state; only a kind that recurs gets [B] there, in
-        models with `Model.feedback`.
-      feedback: the keys and values of the highest recurrent layer's states (`StateKV`), to which
-        all layers attend if `Model.feedback` is set; otherwise None.
-      summaries: the summaries [B, N, U, D] that the layer below computed, U vectors for each block,
-        or None. `begin_block` and `decode_step` always get None.
-      model_state: statistics that the layer learns without gradients, such as centroids; () for
-        kinds without such statistics. Only `__call__` returns the next model state, in `LayerAux`.
-      position: int32, the place of the token in its block.
     """
 
     module: type[nn.Module]

@@ -134,13 +134,20 @@ class Given(NamedTuple):
 
     state: LayerState = None  # The state before the segment or the block.
     block: Any = None  # The open block.
-    # True where a block is the first block of a document.
+    # True where a block is the first block of a document. The layer must not use anything that it
+    # read before such a block. For `begin_block`, it is None, because a generated document starts
+    # with a new state; only a kind that recurs gets [B] there, in models with `Model.feedback`.
     document_start: Bool[Array, "B N"] = _MISSING
-    position: Int[Array, ""] = _MISSING  # The place of the token in its block.
-    # Keys and values [B, N, S, H, K] of recurrent states to which all layers attend.
+    position: Int[Array, ""] = _MISSING  # The place of the token in its block, int32.
+    # The keys and values [B, N, S, H, K] of the highest recurrent layer's states, to which all
+    # layers attend if `Model.feedback` is set; otherwise None.
     feedback: StateKV | None = None
-    summaries: Float[Array, "B N U D"] = _MISSING  # The summaries of the layer below.
-    model_state: PyTree[Array] = ()  # Statistics that the layer learns without gradients.
+    # The summaries that the layer below computed, U vectors for each block, or None. `begin_block`
+    # and `decode_step` always get None.
+    summaries: Float[Array, "B N U D"] = _MISSING
+    # Statistics that the layer learns without gradients, such as centroids; () for kinds without
+    # such statistics. Only `__call__` returns the next model state, in `LayerAux`.
+    model_state: PyTree[Array] = ()
 
 
 class OpenBlock(NamedTuple):
