@@ -19,7 +19,7 @@ from brt.config import Attention, CrossAttention
 from brt.config.training import OPERATIONS
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq import cross_config
-from brt.memories.memorizing import memory_attention
+from brt.memories.memorizing import Search, memory_attention
 from brt.memories.routed_attention import Rings, RoutedTokens, rings_after, routed_attention
 from brt.ops import (
     attention_baselines,
@@ -147,13 +147,11 @@ def softmax(null_keys: bool | None) -> tuple[Run, list]:
 
 
 def memory(search: str) -> tuple[Run, list]:
-    q, k, v = normal(0, tokens(), *[(LANES, HEADS, 32, SIZE)] * 2)
+    q, k, v = normal(0, tokens(), *[(LANES, HEADS, 16 + TOKENS, SIZE)] * 2)
     counts = jnp.asarray([[16, 8, 16], [0, 4, 8]])
 
     def run(name: str, q: jax.Array) -> jax.Array:
-        return memory_attention(
-            q, k, v, counts, size=16, neighbors=4, search=search, implementation=name
-        )
+        return memory_attention(q, k, v, counts, Search(16, 4, search), implementation=name)
 
     return run, [q]
 
