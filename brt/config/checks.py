@@ -181,19 +181,21 @@ def check_section(
 def check_positive(section: object, *names: str) -> None:
     """Refuses fields that are not above 0, or are integers that exceed an int32."""
     for name in names:
-        value = getattr(section, name)
-        if not value > 0:
-            raise ConfigError(f"{name_of(section, name)} = {value} must be above 0")
-        _check_counts(section, name)
+        _check_number(section, name, getattr(section, name) > 0, "be above 0")
 
 
 def check_not_negative(section: object, *names: str) -> None:
     """Refuses fields that are negative, or are integers that exceed an int32."""
     for name in names:
-        value = getattr(section, name)
-        if not value >= 0:
-            raise ConfigError(f"{name_of(section, name)} = {value} must not be negative")
-        _check_counts(section, name)
+        _check_number(section, name, getattr(section, name) >= 0, "not be negative")
+
+
+def _check_number(section: object, name: str, holds: bool, demand: str) -> None:
+    value, shown = getattr(section, name), name_of(section, name)
+    check(holds, f"{shown} = {value} must {demand}")
+    layers = name.endswith("layers")
+    most, text = (MAX_LAYERS, f"{MAX_LAYERS:,}") if layers else (LARGEST, LARGEST)
+    check(isinstance(value, float) or value <= most, f"{shown} = {value} must be at most {text}")
 
 
 def check_shares(section: object, *names: str, like: str = "") -> None:
@@ -220,20 +222,6 @@ def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
         f"{', '.join(map(repr, known))}",
     )
     object.__setattr__(section, name, tuple(item for item in known if item in value))
-
-
-def check_layers(section: object, *names: str) -> None:
-    """Refuses numbers of layers that exceed `MAX_LAYERS`."""
-    for name in names:
-        value = getattr(section, name)
-        if value > MAX_LAYERS:
-            raise ConfigError(f"{name_of(section, name)} = {value} must be at most {MAX_LAYERS:,}")
-
-
-def _check_counts(section: object, name: str) -> None:
-    value = getattr(section, name)
-    if not isinstance(value, float) and value > LARGEST:
-        raise ConfigError(f"{name_of(section, name)} = {value} must be at most {LARGEST}")
 
 
 def check_rows(section: Any, longest: str = "") -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_layers, check_section, check_shares
+from brt.config.checks import check, check_section, check_shares
 from brt.config.fields import derived, fixed, free, inherited
 
 
@@ -56,7 +56,6 @@ class Encoder:
         positive, like = (*sizes, "norm_epsilon"), ["attention_dropout"]
         check_section(self, positive=positive, shares=["dropout"], any_sign=like)
         check_shares(self, *like, like="Model.dropout")
-        check_layers(self, "layers")
         check(
             self.model_dim % self.heads == 0,
             f"Model.model_dim = {self.model_dim} must be a multiple of Model.heads = {self.heads}",

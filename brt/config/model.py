@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
-from brt.config.checks import check, check_layers, check_section
+from brt.config.checks import check, check_section
 from brt.config.fields import RematPolicy, adaptable, derived, fixed, free, inherited, nested
 from brt.config.kinds import KindSection, layer_kinds
 
@@ -230,7 +230,6 @@ class Model:
     def __post_init__(self) -> None:
         sizes = "layers", "model_dim", "heads", "head_dim", "mlp_dim", "window"
         check_section(self, positive=[*sizes, "relative_max_distance"], shares=["dropout"])
-        check_layers(self, "layers")
         half = self.relative_buckets // 2
         check(
             half >= 1 and self.relative_max_distance > half,

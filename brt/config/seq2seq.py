@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_items, check_layers, check_section, check_shares
+from brt.config.checks import check, check_items, check_section, check_shares
 from brt.config.fields import derived, fixed, free, inherited
 from brt.errors import ConfigError
 
@@ -68,7 +68,6 @@ class Seq2Seq:
         )  # fmt: skip
         check_section(self, positive=layers + sizes, shares=["dropout"], any_sign=rates)
         check_shares(self, *rates, like="Model.dropout")
-        check_layers(self, *layers)
         check(
             self.relative_buckets >= 4 and self.relative_max_distance > self.relative_buckets // 2,
             f"Model.relative_buckets = {self.relative_buckets} must be at least 4, and "
