@@ -16,6 +16,7 @@ from model_settings import with_settings
 from one_layer import (
     NOWHERE,
     TOKENS,
+    TOLERANCE,
     WINDOW,
     assert_close,
     dependence,
@@ -158,6 +159,29 @@ def test_a_token_reads_exactly_what_is_in_its_memory(
     np.testing.assert_array_equal(depends[0], expected)
     document = block >= 2
     np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
+
+
+@pytest.mark.slow_cases("False-summary")
+@pytest.mark.parametrize("kind", ["memorizing", "summary"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_an_empty_memory_is_masked_or_counts_as_zeros(
+    masked: bool, kind: str, random_params: Callable
+) -> None:
+    """In the original code, an empty memory counts as keys and values of zeros."""
+    model = with_settings(MODELS[kind], {"Window.mask_empty_cache": masked})
+    params, new = layer_params(random_params, MODELS[kind]), new_state(model)
+    below = jnp.zeros((*NOWHERE.shape, 2, model.model_dim)) if kind == "summary" else None
+
+    def first_block(gate: float, state: Any) -> np.ndarray:
+        changed = {**params, "memory_gate": jnp.full_like(params["memory_gate"], gate)}
+        return np.asarray(read(model, changed, inputs(), state, summaries=below).x[:, :WINDOW])
+
+    shut, wide = (first_block(gate, new) for gate in (-100.0, 100.0))
+    assert (np.abs(wide - shut).max() < TOLERANCE) == masked
+    noise = jax.tree.map(lambda z: z + 1 if z.dtype == jnp.float32 else z, new)
+    noise = noise._replace(**({"window": new.window} if kind == "memorizing" else {}))
+    ignores = masked or kind == "memorizing"  # Memorizing layers replace such entries by zeros.
+    assert np.array_equal(first_block(0.0, noise), first_block(0.0, new)) == ignores
 
 
 @pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.

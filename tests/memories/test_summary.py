@@ -10,7 +10,6 @@ from model_settings import with_settings
 from one_layer import (
     BLOCKS,
     LANES,
-    TOLERANCE,
     WINDOW,
     inputs,
     layer_params,
@@ -83,26 +82,6 @@ def test_a_block_finds_what_earlier_blocks_left_until_newer_ones_push_it_out(par
         found = differs(read(silent, state=changed).x, base.x)[0].reshape(BLOCKS, WINDOW)
         there = np.arange(BLOCKS) <= slot // SECTION.long_increment  # Slot 0 is the oldest.
         np.testing.assert_array_equal(found, np.repeat(there[:, None], WINDOW, axis=1))
-
-
-@pytest.mark.slow_cases("False")
-@pytest.mark.parametrize("masked", [True, False])
-def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
-    """In the original code, an empty memory counts as keys and values of zeros."""
-    model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
-
-    unread = new_state(MODEL)
-
-    def first_block(gate: float, state: Any) -> np.ndarray:
-        changed = {**params, "memory_gate": jnp.full_like(params["memory_gate"], gate)}
-        return np.asarray(read(changed, state=state, model=model).x[:, :WINDOW])
-
-    shut, wide = (first_block(gate, unread) for gate in (100.0, -100.0))
-    assert (np.abs(wide - shut).max() < TOLERANCE) == masked
-    noise = unread._replace(
-        vectors=unread.vectors + 1, short=unread.short._replace(vectors=unread.short.vectors + 1)
-    )
-    assert np.array_equal(first_block(0.0, noise), first_block(0.0, unread)) == masked
 
 
 def test_dropout_is_anothers_in_every_block(params: Any) -> None:
