@@ -3,28 +3,43 @@ import dataclasses
 import pytest
 
 from brt import tasks
-from brt.config import Attention, Config, Evaluation, Training
-from brt.config_io import config_from_json, config_json
+from brt.config import Attention, Config, CrossAttention, Encoder, Evaluation, Seq2Seq, Training
 from brt.errors import ConfigError
+
+BOUNDED = {"raf_parameters": "bounded"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("section", "settings", "message"),
     [
-        ({"clusters": 0}, "Attention.clusters = 0 must be above 0"),
-        ({"top_k": -1}, "Attention.top_k = -1 must be above 0"),
-        ({"iterations": 0}, "Attention.iterations = 0 must be above 0"),
-        ({"min_length": -1}, "Attention.min_length = -1 must not be negative; 0 is no limit"),
+        (Attention, {"clusters": 0}, "Attention.clusters = 0 must be above 0"),
+        (Attention, {"top_k": -1}, "Attention.top_k = -1 must be above 0"),
+        (Attention, {"min_length": -1}, "Attention.min_length = -1 must not be negative"),
+        (Attention, {"fit_queries": 50}, "queries = 50 must not be below Attention.clusters = 100"),
+        (Attention, {"buckets": 7}, "Attention.buckets = 7 must be even"),
+        (CrossAttention, {"segment_size": 0}, "CrossAttention.segment_size = 0 must be above 0"),
+        (CrossAttention, {"clamp": -2.0}, "CrossAttention.clamp = -2.0 must not be negative"),
+        (CrossAttention, {**BOUNDED, "leak_init": 1.0}, "leak_init = 1.0 must be above 0 and"),
+        (CrossAttention, {**BOUNDED, "threshold_init": 1e-4}, "= 0.0001 must be above 0.001"),
+        (CrossAttention, {"without": ("segment",), "mix": "sigma"}, "nothing to mix; set Cross"),
         (
-            {"fit_queries": 50},
-            "Attention.fit_queries = 50 must not be below Attention.clusters = 100",
+            CrossAttention,
+            {"without": ("nom",)},
+            r"\('nom',\) must consist of items",
         ),
-        ({"buckets": 7}, "Attention.buckets = 7 must be even"),
+        (Encoder, {"heads": 3}, "Model.model_dim = 512 must be a multiple of Model.heads = 3"),
+        (Encoder, {"model_dim": 7, "heads": 7, "positions": "sinusoidal"}, "7 must be even where"),
+        (Encoder, {"dropout": 1.0}, r"Model.dropout = 1.0 must be in \[0, 1\)"),
+        (Encoder, {"attention_dropout": -2.0}, "or -1 for the value of Model.dropout"),
+        (Encoder, {"features": 4, "token_types": 1}, "1 token types needs tokens"),
+        (Encoder, {"layers": 0}, "Model.layers = 0 must be above 0"),
+        (Seq2Seq, {"attention_dropout": 1.5}, "attention_dropout = 1.5 must be in"),
+        (Seq2Seq, {"family": "bart", "encoder_attention": "transient_global"}, "family = 't5'"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
+def test_settings_that_cannot_work_are_refused(section: type, settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Attention(**settings)
+        section(**settings)
 
 
 MASKED = Training(task="masked_language_modeling", segment_length=64)
@@ -64,13 +79,3 @@ def test_numbers_that_nothing_reads_may_be_any() -> None:
         {"kind": "improved_clustered", "clusters": 65, "min_length": 65},
     ):
         tasks.check(Config(training=MASKED, attention=Attention(**settings)))
-
-
-def test_is_saved_with_the_config() -> None:
-    attention = Attention(kind="improved_clustered", clusters=25, fit_queries=64)
-    training = Training(task="masked_language_modeling")
-    config = Config(training=training, attention=attention)
-    saved = config_json(config)
-    assert config_from_json(saved) == config
-    del saved["Attention"]  # as in the config of a run from before the section existed
-    assert config_from_json(saved) == dataclasses.replace(config, attention=Attention())

@@ -93,22 +93,6 @@ def test_bounded_parameters_begin_where_raw_ones_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"segment_size": 0}, "CrossAttention.segment_size = 0 must be above 0"),
-        ({"clamp": -2.0}, "CrossAttention.clamp = -2.0 must not be negative"),
-        ({"raf_parameters": "bounded", "leak_init": 1.0}, "leak_init = 1.0 must be above 0 and"),
-        ({"raf_parameters": "bounded", "threshold_init": 1e-4}, "= 0.0001 must be above 0.001"),
-        ({"without": ("segment",), "mix": "sigma"}, "nothing to mix; set CrossAttention.mix"),
-        ({"without": ("nom",)}, r"without = \('nom',\) must consist of items from 'segment', "),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(changes: dict, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        CrossAttention(**changes)
-
-
-@pytest.mark.parametrize(
     ("changes", "source", "target", "sentence"),
     [
         (

@@ -26,7 +26,6 @@ import wave
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +37,7 @@ from safetensors.numpy import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from fuzzing import runs
 from fuzzing.damage import damaged
+from fuzzing.runs import Target
 
 from brt import command_line, config
 from brt.checkpointing import reader as checkpoints
@@ -54,22 +54,6 @@ SECONDS = 20  # time limit for an input
 # Reading an input may take 256 MiB of memory, and RATIO bytes for each byte of the input. Deflate
 # compresses by a factor of at most 1032.
 MEGABYTES, RATIO = 256, 4 * 1032
-
-
-class Target(NamedTuple):
-    """A file and the function that reads it.
-
-    Attributes:
-      path: the file that is damaged.
-      read: reads the file, or the directory or the store that the file belongs to.
-      of: a glob of the files that the file is an example of, in the directory of a run
-        ("run/metrics.jsonl"), a sweep ("sweep/*/point.json") or a converted model
-        ("hf/config.json"); "" for files outside of such directories.
-    """
-
-    path: Path
-    read: Callable[[Path], object]
-    of: str = ""
 
 
 def targets(place: Path) -> dict[str, Target]:
@@ -101,8 +85,7 @@ def targets(place: Path) -> dict[str, Target]:
         data = config.Data(train=(f"{place}/a.txt",), validation_fraction=0.0, test_fraction=0.0)
         preparation.prepare(data, dataset, progress=False)
         found[name] = Target(dataset / name, lambda path, dataset=dataset: _corpus(dataset))
-    for name, reader in runs.readers(place).items():
-        found[name] = Target(reader.path, reader.read, reader.of)
+    found |= runs.readers(place)
     add("checkpoints/6/MANIFEST.sha256", f"{'0' * 64}  meta.json\n",
         lambda path: checkpoints.verify(path.parent.parent, 6))  # fmt: skip
     numbers, one = jnp.ones((2, 3)), jnp.ones((), jnp.int32)

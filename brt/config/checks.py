@@ -159,22 +159,43 @@ def settle_paths(section: Any) -> None:
             object.__setattr__(section, field, paths if many else paths[0])
 
 
+def check_section(
+    section: Any, *, positive: Iterable[str] = (), shares: Iterable[str] = (),
+    any_sign: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """Checks the numbers of a section, and settles its paths.
+
+    Fields in `positive` must be above 0, and those in `shares` in [0, 1). No other number may be
+    negative, except those in `any_sign`.
+    """
+    check_finite(section)
+    settle_paths(section)
+    check_shares(section, *shares)
+    check_positive(section, *positive)
+    special = {*positive, *shares, *any_sign}
+    names = (field.name for field in dataclasses.fields(section) if field.name not in special)
+    numbers = (name for name in names if isinstance(getattr(section, name), (int, float)))
+    check_not_negative(section, *numbers)
+
+
 def check_positive(section: object, *names: str) -> None:
     """Refuses fields that are not above 0, or are integers that exceed an int32."""
     for name in names:
-        value = getattr(section, name)
-        if not value > 0:
-            raise ConfigError(f"{name_of(section, name)} = {value} must be above 0")
-        _check_counts(section, name)
+        _check_number(section, name, getattr(section, name) > 0, "be above 0")
 
 
 def check_not_negative(section: object, *names: str) -> None:
     """Refuses fields that are negative, or are integers that exceed an int32."""
     for name in names:
-        value = getattr(section, name)
-        if not value >= 0:
-            raise ConfigError(f"{name_of(section, name)} = {value} must not be negative")
-        _check_counts(section, name)
+        _check_number(section, name, getattr(section, name) >= 0, "not be negative")
+
+
+def _check_number(section: object, name: str, holds: bool, demand: str) -> None:
+    value, shown = getattr(section, name), name_of(section, name)
+    check(holds, f"{shown} = {value} must {demand}")
+    layers = name.endswith("layers")
+    most, text = (MAX_LAYERS, f"{MAX_LAYERS:,}") if layers else (LARGEST, LARGEST)
+    check(isinstance(value, float) or value <= most, f"{shown} = {value} must be at most {text}")
 
 
 def check_shares(section: object, *names: str, like: str = "") -> None:
@@ -203,31 +224,14 @@ def check_items(section: object, name: str, known: tuple[str, ...]) -> None:
     object.__setattr__(section, name, tuple(item for item in known if item in value))
 
 
-def check_layers(section: object, *names: str) -> None:
-    """Refuses numbers of layers that are below 1 or exceed `MAX_LAYERS`."""
-    check_positive(section, *names)
-    for name in names:
-        value = getattr(section, name)
-        if value > MAX_LAYERS:
-            raise ConfigError(f"{name_of(section, name)} = {value} must be at most {MAX_LAYERS:,}")
-
-
-def _check_counts(section: object, name: str) -> None:
-    value = getattr(section, name)
-    if not isinstance(value, float) and value > LARGEST:
-        raise ConfigError(f"{name_of(section, name)} = {value} must be at most {LARGEST}")
-
-
 def check_rows(section: Any, longest: str = "") -> None:
-    """Checks what the sections of the data of rows have in common, and settles paths and sources.
+    """Checks what the sections of the data of rows have in common, and settles their sources.
 
     If the user named training rows but no rows for the validation or the test split, the split
     becomes 5 % of the training rows. If the training rows are the default or generated, the split
     has the default sources that the section declares. Buckets (padded lengths) must ascend to the
     value of the field `longest`, if there is one.
     """
-    check_finite(section)
-    settle_paths(section)
     fill_held_out(section, (f"{PART}0.05",))
     for split in ("validation", "test"):
         share_of(section, split)

@@ -4,17 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from brt.config.checks import (
-    check,
-    check_columns,
-    check_finite,
-    check_not_negative,
-    check_positive,
-    check_rows,
-    check_shares,
-    column,
-    settle_paths,
-)
+from brt.config.checks import check, check_columns, check_rows, check_section, column
 from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sources
 
 SPECIAL = 4  # A window has at most this number of special tokens, such as separators.
@@ -72,8 +62,8 @@ class Data:
     curriculum: tuple[int, ...] = fixed(())
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        settle_paths(self)
+        shares = "validation_fraction", "test_fraction"
+        check_section(self, positive=["max_document_bytes"], shares=shares)
         check_columns(self, "text")
         fill_held_out(self, ())
         for split in ("validation", "test"):
@@ -81,9 +71,6 @@ class Data:
                 object.__setattr__(self, split, self._memory_tasks(split))
         check(bool(self.train or self.store), "Data.train names no source and Data.store is empty")
         self._check_curriculum()
-        check_positive(self, "max_document_bytes")
-        check_not_negative(self, "max_bad_records")
-        check_shares(self, "validation_fraction", "test_fraction")
 
     def _check_curriculum(self) -> None:
         steps, memory_only = self.curriculum, all(name.startswith(MEMORY) for name in self.train)
@@ -159,12 +146,12 @@ class Pairs:
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:
+        check_section(self)
         check_columns(self, "source", "target", "id")
         check_rows(self, "max_source_length")
         for name in ("max_source_length", "max_target_length"):
             value = getattr(self, name)
             check(value >= 3, f"Pairs.{name} = {value} must be at least 3: begin, a token, end")
-            check_positive(self, name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,13 +200,13 @@ class Sentences:
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:
+        check_section(self)
         check_columns(self, "first", "second", "label", "id")
         check_rows(self, "max_length")
         check(
             self.max_length >= 8,
             f"Data.max_length = {self.max_length} must be at least 8, for the special ids",
         )
-        check_positive(self, "max_length")
         check(
             bool(column(self, "first")) or not column(self, "second"),
             f"Data.columns = {self.columns} names a second sentence; name the first one, too: "
@@ -280,9 +267,9 @@ class Questions:
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:
+        lengths = "max_length", "max_question_length", "max_answer_length"
+        check_section(self, positive=lengths, any_sign=["no_answer_margin"])
         check_rows(self, "max_length")
-        check_positive(self, "max_length", "max_question_length", "max_answer_length")
-        check_not_negative(self, "stride")
         taken = self.stride + self.max_question_length + SPECIAL
         check(
             taken < self.max_length,
@@ -358,12 +345,12 @@ class Speech:
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:
-        check_rows(self)
-        check_positive(
-            self, "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
+        positive = (
+            "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
             "time_mask_frames", "feature_mask_width", "beams",
         )  # fmt: skip
-        check_not_negative(self, "sample_rate", "time_masks", "feature_masks")
+        check_section(self, positive=positive)
+        check_rows(self)
         check(
             self.join > 1 or self.join_orders == 1,
             f"Speech.join_orders = {self.join_orders} is the number of orders in which recordings "

@@ -3,14 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import (
-    check,
-    check_finite,
-    check_layers,
-    check_not_negative,
-    check_positive,
-    check_shares,
-)
+from brt.config.checks import check, check_section, check_shares
 from brt.config.fields import derived, fixed, free, inherited
 
 
@@ -59,13 +52,10 @@ class Encoder:
     remat: bool = free(False)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_layers(self, "layers")
-        check_positive(
-            self, "model_dim", "heads", "mlp_dim", "classes", "max_positions",
-            "norm_epsilon",
-        )  # fmt: skip
-        check_not_negative(self, "features", "vocab_size", "token_types")
+        sizes = "layers", "model_dim", "heads", "mlp_dim", "classes", "max_positions"
+        positive, like = (*sizes, "norm_epsilon"), ["attention_dropout"]
+        check_section(self, positive=positive, shares=["dropout"], any_sign=like)
+        check_shares(self, *like, like="Model.dropout")
         check(
             self.model_dim % self.heads == 0,
             f"Model.model_dim = {self.model_dim} must be a multiple of Model.heads = {self.heads}",
@@ -74,8 +64,6 @@ class Encoder:
             self.positions != "sinusoidal" or self.model_dim % 2 == 0,
             f"Model.model_dim = {self.model_dim} must be even where Model.positions = 'sinusoidal'",
         )
-        check_shares(self, "dropout")
-        check_shares(self, "attention_dropout", like="Model.dropout")
         check(
             not (self.features and self.token_types),
             f"an encoder with {self.token_types} token types needs tokens, but this one reads "
@@ -129,18 +117,13 @@ class Attention:
     chunk: int = free(32)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_positive(self, "clusters", "iterations", "top_k", "rounds", "buckets", "chunk")
-        check(
-            self.min_length >= 0,
-            f"Attention.min_length = {self.min_length} must not be negative; 0 is no limit",
-        )
+        positive = "clusters", "iterations", "top_k", "rounds", "buckets", "chunk"
+        check_section(self, positive=positive)
         check(
             self.fit_queries == 0 or self.fit_queries >= self.clusters,
             f"Attention.fit_queries = {self.fit_queries} must not be below Attention.clusters = "
             f"{self.clusters}; 0 takes all queries",
         )
-        check_not_negative(self, "min_length", "fit_queries")
         check(
             self.buckets % 2 == 0,
             f"Attention.buckets = {self.buckets} must be even: a hash has two signs",

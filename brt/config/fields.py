@@ -90,19 +90,12 @@ def fixed(default: T, *, cached: bool | str = False) -> T:
 
 
 def inherited(default: T) -> T:
-    """Declares a field that describes the weights of a model, such as the width of a layer.
-
-    A resumed run must not change it, and a run that starts from weights takes their value.
-    """
+    """Declares a field that describes the weights of a model, such as the width of a layer."""
     return _field(default, Setting(False, "inherited", False))
 
 
 def adaptable(default: T) -> T:
-    """Declares a field that weights were trained with but that can be changed, such as a window.
-
-    A resumed run must not change it. A run that starts from weights takes their value, unless the
-    config sets another one.
-    """
+    """Declares a field that weights were trained with but that can be changed, such as a window."""
     return _field(default, Setting(False, "adaptable", False))
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from brt.config.checks import check, check_finite
+from brt.config.checks import check, check_finite, check_not_negative, check_positive
 from brt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,9 +32,13 @@ class KindSection:
     # True if a layer of this kind supports fewer heads of keys than of queries
     # (`SelfAttention.kv_heads`) and sinks (`Window.sinks`).
     grouped_keys: ClassVar[bool] = False
+    positive: ClassVar[tuple[str, ...]] = ()  # Fields whose values must be above 0.
+    not_negative: ClassVar[tuple[str, ...]] = ()  # Fields whose values must be at least 0.
 
     def __post_init__(self) -> None:
         check_finite(self)
+        check_positive(self, *self.positive)
+        check_not_negative(self, *self.not_negative)
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
         """Returns the indices of the section's layers by kind, {"recurrent": (-3,)}."""

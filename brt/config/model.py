@@ -4,14 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
-from brt.config.checks import (
-    check,
-    check_finite,
-    check_layers,
-    check_not_negative,
-    check_positive,
-    check_shares,
-)
+from brt.config.checks import check, check_section
 from brt.config.fields import RematPolicy, adaptable, derived, fixed, free, inherited, nested
 from brt.config.kinds import KindSection, layer_kinds
 
@@ -52,8 +45,7 @@ class Norm:
     queries_keys: bool = inherited(False)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_positive(self, "epsilon")
+        check_section(self, positive=["epsilon"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,9 +79,7 @@ class Rotary:
     context: int = inherited(0)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_positive(self, "base", "factor", "original_length")
-        check_not_negative(self, "context", "local_base")
+        check_section(self, positive=["base", "factor", "original_length"])
         check(
             self.scaling != "llama3" or 0 < self.low_frequency < self.high_frequency,
             f"Rotary.low_frequency = {self.low_frequency} must be above 0 and below "
@@ -130,9 +120,7 @@ class SelfAttention:
     bias_before_scale: bool = inherited(False)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_positive(self, "scale_init")
-        check_not_negative(self, "kv_heads", "query_scale")
+        check_section(self, positive=["scale_init"])
         check(
             not (self.query_scale and self.normalize_qk),
             f"SelfAttention.query_scale = {self.query_scale} needs SelfAttention.normalize_qk = "
@@ -164,8 +152,7 @@ class Window:
     attend_to_self: bool = inherited(True)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_not_negative(self, "block", "sinks")
+        check_section(self)
         check(
             not any(window < 0 for window in self.by_layer),
             f"Window.by_layer = {self.by_layer} must not be negative",
@@ -241,13 +228,8 @@ class Model:
     kinds: tuple[KindSection, ...] = nested(())
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_layers(self, "layers")
-        check_positive(
-            self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "relative_max_distance"
-        )
-        check_not_negative(self, "vocab_size", "unroll")
-        check_shares(self, "dropout")
+        sizes = "layers", "model_dim", "heads", "head_dim", "mlp_dim", "window"
+        check_section(self, positive=[*sizes, "relative_max_distance"], shares=["dropout"])
         half = self.relative_buckets // 2
         check(
             half >= 1 and self.relative_max_distance > half,

@@ -9,7 +9,7 @@ import functools
 import typing
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from brt.config import SECTIONS, Config
 from brt.config.fields import Setting, settings
@@ -21,21 +21,37 @@ _PARTS = {name: typing.get_type_hints(Model)[field] for name, field in PARTS.ite
 _CORE = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
 
 
-def section_types() -> Mapping[str, type]:
-    """Returns the class of every section by the section's name."""
-    return _section_types(_kinds())
+class _Names(NamedTuple):
+    sections: Mapping[str, type]
+    fields: dict[str, Any]  # `class_field_types`
+    settings: dict[str, Any]  # `field_types`
 
 
-def _kinds() -> tuple[tuple[str, type], ...]:
-    """Returns the sections of all registered kinds."""
-    # The cached functions of this file take them as an argument, because kinds may be registered
-    # after the first call.
-    return tuple(kind_sections().items())
+def _names() -> _Names:
+    # Kinds may be registered after the first call, so the sections of all kinds are the key.
+    return _names_with(tuple(kind_sections().items()))
 
 
 @functools.cache
-def _section_types(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, type]:
-    return MappingProxyType({"Model": _CORE["Model"], **_PARTS, **dict(kinds), **_CORE})
+def _names_with(kinds: tuple[tuple[str, type], ...]) -> _Names:
+    sections = MappingProxyType({"Model": _CORE["Model"], **_PARTS, **dict(kinds), **_CORE})
+    fields: dict[str, Any] = {}
+    settings_: dict[str, dict[str, list[Any]]] = {section: {} for section in sections}
+    for section, cls in sections.items():
+        hints = typing.get_type_hints(cls)
+        for field, setting in settings(cls).items():
+            fields[f"{section}.{field}"] = hints[field]
+            if not setting.derived:
+                name = public_name(f"{section}.{field}")
+                types = settings_[name.partition(".")[0]].setdefault(name, [])
+                types.append(hints[field])
+    unions = {name: _union(types) for own in settings_.values() for name, types in own.items()}
+    return _Names(sections, fields, unions)
+
+
+def section_types() -> Mapping[str, type]:
+    """Returns the class of every section by the section's name."""
+    return _names().sections
 
 
 def section_of(config: Config, name: str) -> Any:
@@ -63,7 +79,7 @@ def field_types() -> dict[str, Any]:
 
     The type of a setting of several sections allows the values that any of them allows.
     """
-    return _setting_types(_kinds())
+    return _names().settings
 
 
 def class_field_types() -> dict[str, Any]:
@@ -72,7 +88,7 @@ def class_field_types() -> dict[str, Any]:
     .gin files set "Pairs.buckets" and "Speech.buckets" by "Data.buckets", the name in
     `field_types`. Derived fields, which .gin files cannot bind, are included.
     """
-    return _field_types(_kinds())
+    return _names().fields
 
 
 def derived_fields() -> list[str]:
@@ -83,28 +99,6 @@ def derived_fields() -> list[str]:
         for name, setting in settings(cls).items()
         if setting.derived
     ]
-
-
-@functools.cache
-def _field_types(kinds: tuple[tuple[str, type], ...]) -> dict[str, Any]:
-    return {
-        f"{section}.{name}": hints[name]
-        for section, cls in _section_types(kinds).items()
-        for hints in [typing.get_type_hints(cls)]
-        for name in settings(cls)
-    }
-
-
-@functools.cache
-def _setting_types(kinds: tuple[tuple[str, type], ...]) -> dict[str, Any]:
-    types: dict[str, dict[str, list[Any]]] = {section: {} for section in _section_types(kinds)}
-    derived = derived_fields()
-    for own, type_ in _field_types(kinds).items():
-        if own in derived:
-            continue
-        name = public_name(own)
-        types[name.partition(".")[0]].setdefault(name, []).append(type_)
-    return {name: _union(own) for names in types.values() for name, own in names.items()}
 
 
 def _union(kinds: list[Any]) -> Any:

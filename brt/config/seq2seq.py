@@ -3,15 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import (
-    check,
-    check_finite,
-    check_items,
-    check_layers,
-    check_not_negative,
-    check_positive,
-    check_shares,
-)
+from brt.config.checks import check, check_items, check_section, check_shares
 from brt.config.fields import derived, fixed, free, inherited
 from brt.errors import ConfigError
 
@@ -68,21 +60,19 @@ class Seq2Seq:
     remat: bool = free(False)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_layers(self, "encoder_layers", "decoder_layers")
-        check_positive(
-            self, "model_dim", "heads", "head_dim", "mlp_dim",
-            "encoder_radius", "global_block", "max_positions", "norm_epsilon",
-            "relative_max_distance",
+        layers = "encoder_layers", "decoder_layers"
+        rates = "attention_dropout", "activation_dropout"
+        sizes = (
+            "model_dim", "heads", "head_dim", "mlp_dim", "encoder_radius", "global_block",
+            "max_positions", "norm_epsilon", "relative_max_distance",
         )  # fmt: skip
-        check_not_negative(self, "vocab_size")
+        check_section(self, positive=layers + sizes, shares=["dropout"], any_sign=rates)
+        check_shares(self, *rates, like="Model.dropout")
         check(
             self.relative_buckets >= 4 and self.relative_max_distance > self.relative_buckets // 2,
             f"Model.relative_buckets = {self.relative_buckets} must be at least 4, and "
             f"Model.relative_max_distance = {self.relative_max_distance} above half of it",
         )
-        check_shares(self, "dropout")
-        check_shares(self, "attention_dropout", "activation_dropout", like="Model.dropout")
         check(
             self.family == "t5" or self.encoder_attention != "transient_global",
             "Seq2Seq.encoder_attention = 'transient_global' needs Seq2Seq.family = 't5'; bart has "
@@ -157,9 +147,8 @@ class CrossAttention:
     cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_positive(self, "segment_size", "q_ref", "stride", "threshold_init")
-        check_not_negative(self, "norm_epsilon", "clamp")
+        positive = "segment_size", "q_ref", "stride", "threshold_init"
+        check_section(self, positive=positive, any_sign=["leak_init"])
         check_items(self, "without", ("segment", "norm", "raf", "remaining"))
         check_items(self, "count_padding_in", ("segments", "sums"))
         check(
@@ -239,9 +228,7 @@ class Decoding:
     no_repeat_ngram: int = free(0)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_positive(self, "beams", "max_length")
-        check_not_negative(self, "min_length", "no_repeat_ngram")
+        check_section(self, positive=["beams", "max_length"], any_sign=["length_penalty"])
         check(
             self.max_length > 1,
             f"Decoding.max_length = {self.max_length} must be above 1: it counts the start token",

@@ -4,15 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from brt.config.checks import (
-    LARGEST,
-    check,
-    check_finite,
-    check_not_negative,
-    check_positive,
-    check_shares,
-    settle_paths,
-)
+from brt.config.checks import LARGEST, check, check_finite, check_section
 from brt.config.fields import fixed, free
 
 AUTO = "auto"
@@ -100,16 +92,10 @@ class Training:
     profile_at: tuple[int, ...] = free(())
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        settle_paths(self)
-        check_positive(
-            self, "steps", "batch_size", "segment_length", "gradient_accumulation", "loss_chunk",
-            "log_every",
-        )  # fmt: skip
-        check_not_negative(
-            self, "epochs", "evaluate_every", "sample_every", "probe_every", "watchdog_seconds",
-            "max_bad_steps",
-        )  # fmt: skip
+        sizes = "batch_size", "segment_length", "gradient_accumulation", "loss_chunk"
+        positive, shares = ("steps", "log_every", *sizes), ["label_smoothing"]
+        others = "seed", "mask_share", "spike_factor"
+        check_section(self, positive=positive, shares=shares, any_sign=others)
         check(
             not self.spike_factor or self.spike_factor > 1,
             f"Training.spike_factor = {self.spike_factor} must be above 1, or 0 for none",
@@ -126,7 +112,6 @@ class Training:
             f"Training.profile_at = {self.profile_at} must be two steps, the first and the last: "
             "(20, 25)",
         )
-        check_shares(self, "label_smoothing")
         check(
             0 < self.mask_share <= 1,
             f"Training.mask_share = {self.mask_share} must be above 0 and at most 1",
@@ -178,16 +163,14 @@ class Optimizer:
     state: Literal["auto", "shared", "whole"] = free("auto")
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_positive(self, "learning_rate", "orthogonal_steps")
-        check_not_negative(self, "warmup_steps", "final_learning_rate", "weight_decay", "clip_norm")
+        positive = "learning_rate", "orthogonal_steps"
+        check_section(self, positive=positive, shares=["b1", "b2"])
         for pattern, rate, decay in self.rates:
             check(
                 0 <= rate < math.inf and 0 <= decay < math.inf,
                 f"Optimizer.rates has ({pattern!r}, {rate}, {decay}), whose factors must be finite "
                 "and not negative",
             )
-        check_shares(self, "b1", "b2")
         check(
             self.state != "shared" or self.name != "muon",
             "Optimizer.state = 'shared' shards matrices, but Optimizer.name = 'muon' needs whole "
@@ -207,9 +190,7 @@ class Checkpoint:
     keep_every: int = free(0)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_not_negative(self, "every", "keep_every")
-        check_positive(self, "keep")
+        check_section(self, positive=["keep"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,9 +221,7 @@ class Evaluation:
     tokens_per_document: int = free(0)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_positive(self, "batch_size")
-        check_not_negative(self, "segment_length", "tokens_per_document")
+        check_section(self, positive=["batch_size"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,9 +237,7 @@ class Sampling:
     max_tokens: int = free(256)  # A sample has this number of tokens.
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_not_negative(self, "temperature", "top_k")
-        check_positive(self, "max_tokens")
+        check_section(self, positive=["max_tokens"], any_sign=["top_p"])
         check(0 < self.top_p <= 1, f"Sampling.top_p = {self.top_p} must be in (0, 1]")
 
 
@@ -305,9 +282,7 @@ class Adapter:
     kernels: tuple[str, ...] = fixed(())
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_not_negative(self, "rank")
-        check_positive(self, "alpha")
+        check_section(self, positive=["alpha"])
         check(
             not self.rank or bool(self.kernels),
             f"Adapter.rank = {self.rank} needs the kernels that get adapters; set "
@@ -338,9 +313,7 @@ class Distillation:
     temperature: float = free(1.0)
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        check_not_negative(self, "window", "weight")
-        check_positive(self, "temperature")
+        check_section(self, positive=["temperature"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

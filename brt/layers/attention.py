@@ -39,12 +39,14 @@ from brt.layers.cache import (
 )
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
+    Given,
     LocalState,
     NewEntries,
     OpenBlock,
     Sinks,
     WindowState,
     cache_is_readable,
+    cache_of,
     has_null_keys,
 )
 from brt.ops import dispatch
@@ -298,10 +300,7 @@ class TransformerBlock(nn.Module):
     def attend_step(
         self,
         x: Float[Array, "B T D"],
-        window: WindowState | LocalState,
-        block: OpenBlock,
-        position: Int[Array, ""],
-        memory: StateKV | None,
+        given: Given,
         mix: Mix | None = None,
         projections: TokenProjections | None = None,
     ) -> tuple[Float[Array, "B T D"], OpenBlock]:
@@ -311,13 +310,13 @@ class TransformerBlock(nn.Module):
         Args:
           x: the input of the layer for the tokens. If there are several, T divides W and
             `position`, so that their entries are consecutive.
-          window: the state before the block; it says which entries of `block` are of the document.
-          position: the position of the first token in its block.
-          memory: keys and values [B, S, H, K] of the recurrent states.
+          given: the state before the block, whose cache says which entries of the open block are
+            of the document; the position of the first token in its block; and in `feedback`, keys
+            and values [B, S, H, K] of the recurrent states.
           projections: the projections of the tokens; None stands for the result of `project` for x.
         """
-        m = self.model
-        own = projections or self.project(x)
+        m, block, position = self.model, given.block, given.position
+        window, own = cache_of(given.state), projections or self.project(x)
         ring = block.ready or self.prepared(block, position).ready
         here = position + jnp.arange(x.shape[1])
         scaled, unit = self.scaled_queries(own.queries), self.normalized_keys(own.keys)
@@ -345,8 +344,8 @@ class TransformerBlock(nn.Module):
             ready = (NewEntries(z, slot) for z in ready_ring(keys, own.values))
             after = after._replace(ready=ReadyRing(*ready))
         attended = [part.output if mix is None else mix(scaled, part)]
-        if memory is not None:
-            attended.append(self._attend_to_states(own.cross_queries, memory))
+        if given.feedback is not None:
+            attended.append(self._attend_to_states(own.cross_queries, given.feedback))
         return self.finish(x, attended), after
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:

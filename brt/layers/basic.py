@@ -76,17 +76,10 @@ def learned_at_once(params: PyTree[Array], x: PyTree[Array]) -> tuple[PyTree[Arr
     return params, x
 
 
-def _learned_forward(
-    params: PyTree[Array], x: PyTree[Array]
-) -> tuple[tuple[PyTree[Array], PyTree[Array]], None]:
-    return (params, x), None
-
-
-def _learned_backward(_: None, gradients: tuple[PyTree[Array], PyTree[Array]]) -> tuple:
-    return jax.lax.optimization_barrier(gradients)
-
-
-learned_at_once.defvjp(_learned_forward, _learned_backward)
+learned_at_once.defvjp(
+    lambda params, x: ((params, x), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
 
 
 def remat_policy(keep: RematPolicy) -> Callable[..., Any]:

@@ -5,11 +5,11 @@ is the number of centroids of a head and R the number of slots for keys of a cen
 letters of shapes are those of `brt.layers.state`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.config import Model
 from brt.layers.attention import Mix
@@ -17,8 +17,8 @@ from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.sections import Clustered
 from brt.layers.state import (
+    Given,
     LayerOutput,
-    OpenBlock,
     WindowState,
     cache_is_readable,
     state_array,
@@ -34,7 +34,6 @@ from brt.ops.causal_clustered_attention import (
     memory_scan,
 )
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.recurrent_attention import StateKV
 
 
 class ClusteredState(NamedTuple):
@@ -123,60 +122,47 @@ class ClusteredLayer(WindowLayer):
         deviations = self.deviations if section.jensen else jnp.zeros((m.heads, section.clusters))
         return Centroids(self.centroids * scale[..., None], (deviations * scale) ** 2)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: ClusteredState,
-        document_start: Bool[Array, "B N"],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Computes the memories of all blocks first; then all tokens attend at once."""
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
-        cached, window = with_cache(m, state.window, projections, document_start)
+        cached, window = with_cache(m, given.state.window, projections, given.document_start)
         keys, values = cached.joined(projections)
         keys = self.tokens.normalized_keys(keys)
         cache_mask = cached.cache_mask
         implementation = self.kernels.causal_clustered_attention
         past, pasts = memory_scan(
-            keys, values, cache_mask, state.past, centroids, implementation=implementation
+            keys, values, cache_mask, given.state.past, centroids, implementation=implementation
         )
 
-        def attend_beyond_window(
-            queries: Float[Array, "B T H K"], part: AttentionPart
-        ) -> Float[Array, "B T H K"]:
+        def attend_beyond_window(queries: Array, part: AttentionPart) -> Array:
             return causal_clustered_attention(
                 queries, part, keys, values, cache_mask, pasts, centroids, self.tokens.far_bias(),
                 attend_to_self=m.sliding.attend_to_self, implementation=implementation,
             )  # fmt: skip
 
-        y = self.tokens.attend(projections, cached, feedback, attend_beyond_window)
+        y = self.tokens.attend(projections, cached, given.feedback, attend_beyond_window)
         return LayerOutput(y, ClusteredState(window, *past))
 
-    def mix_step(self, state: ClusteredState, block: OpenBlock, position: Int[Array, ""]) -> Mix:
-        """Returns the function that adds attention to keys beyond the window for one token."""
-        m, window = self.model, state.window
+    def mix_step(self, given: Given) -> Mix:
+        m, window = self.model, given.state.window
 
-        def attend_beyond_window(
-            queries: Float[Array, "B 1 H K"], part: AttentionPart
-        ) -> Float[Array, "B 1 H K"]:
+        def attend_beyond_window(queries: Array, part: AttentionPart) -> Array:
             return causal_clustered_attention_step(
                 queries, part, self.tokens.normalized_keys(window.keys), window.values,
-                cache_is_readable(m, window), position,
-                state.past, self._centroids(), self.tokens.far_bias(),
+                cache_is_readable(m, window), given.position,
+                given.state.past, self._centroids(), self.tokens.far_bias(),
                 attend_to_self=m.sliding.attend_to_self,
             )  # fmt: skip
 
         return attend_beyond_window
 
-    def end_block(
-        self, x: None, *, state: ClusteredState, block: OpenBlock, **_: Any
-    ) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; the cached block enters the memory of the centroids."""
+        state = given.state
         keys = self.tokens.normalized_keys(state.window.keys)
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)
         past = memory_after(state.past, keys, values, cache_mask, self._centroids())
-        return LayerOutput(x, ClusteredState(closed_window(self.model, state.window, block), *past))
+        window = closed_window(self.model, state.window, given.block)
+        return LayerOutput(x, ClusteredState(window, *past))

@@ -6,7 +6,7 @@ A kind of layer consists of a Flax module and a `LayerKind` that describes the m
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -30,15 +30,8 @@ STATE_PARTS = ("state", "cache", "memory")
 # The first fields of every layer's module, in the order in which brt passes them.
 _FIELDS = ("model", "training", "kernels")
 # The class variables of a section.
-_CONSTANTS = ("kind", "any_window", "grouped_keys")
-# The keywords that brt passes to each method of a layer.
-_KEYWORDS: Mapping[str, tuple[str, ...]] = {
-    "__call__": ("state", "document_start", "feedback", "summaries", "model_state"),
-    "begin_block": ("state", "document_start", "summaries", "model_state"),
-    "decode_step": ("state", "block", "position", "feedback", "summaries", "model_state"),
-    "end_block": ("state", "block", "summaries", "model_state"),
-    "prepare_block": ("block", "position", "summaries", "model_state"),
-}
+_CONSTANTS = ("kind", "any_window", "grouped_keys", "positive", "not_negative")
+_METHODS = ("__call__", "begin_block", "decode_step", "end_block", "prepare_block")
 _OPTIONAL = ("prepare_block",)
 
 
@@ -49,36 +42,23 @@ class LayerKind(NamedTuple):
     which returns a `LayerOutput`. The first method reads a segment of N blocks. The other three
     methods together read one block token by token, with the same result:
 
-      __call__(x [B, T, D], state, document_start [B, N], feedback, summaries, model_state)
-      begin_block(None, state, document_start, model_state, summaries)
-      decode_step(x [B, 1, D], state, block, position, feedback, model_state, summaries)
-      end_block(None, state, block, model_state, summaries)
+      __call__(x [B, T, D], given: state, document_start [B, N], feedback, summaries, model_state)
+      begin_block(None, given: state, document_start, model_state)
+      decode_step(x [B, 1, D], given: state, block, position, feedback, model_state)
+      end_block(None, given: state, block, summaries, model_state)
 
-    All arguments but x are passed by keyword, and every kind gets all of them. A module declares
-    the keywords that it uses and takes the others as `**_`. The output x has the shape and the
-    dtype of the input x, and the state keeps the shapes and dtypes of `LayerKind.state`.
+    All arguments but x are fields of one `brt.layers.state.Given`, whose comments describe them.
+    The output x has the shape and the dtype of the input x, and the state keeps the shapes and
+    dtypes of `LayerKind.state`.
 
     An open block has the data of a block whose tokens are read one by one. `begin_block` and
     `decode_step` return the open block in the field `state` of their output. A layer may change its
     open block with every token, so a recurrence over tokens keeps its state in the open block.
     Where the token changes only some entries of an array, `decode_step` may return these alone
     (`brt.layers.state.NewEntries`), so that the array is not copied. A module whose open block
-    contains a `brt.layers.state.OpenBlock` may have a fifth method, `prepare_block(None, block,
-    position)`, which is called before several tokens are read one by one. It sets the field `ready`
-    of the `OpenBlock`, which brt removes after these tokens.
-
-      state: the state of the layer before the segment or the block.
-      document_start: True where a block is the first block of a document. The layer must not use
-        anything that it read before such a block. For `begin_block`, it is None, because a
-        generated document starts with a new state; only a kind that recurs gets [B] there, in
-        models with `Model.feedback`.
-      feedback: the keys and values of the highest recurrent layer's states (`StateKV`), to which
-        all layers attend if `Model.feedback` is set; otherwise None.
-      summaries: the summaries [B, N, U, D] that the layer below computed, U vectors for each block,
-        or None. `begin_block` and `decode_step` always get None.
-      model_state: statistics that the layer learns without gradients, such as centroids; () for
-        kinds without such statistics. Only `__call__` returns the next model state, in `LayerAux`.
-      position: int32, the place of the token in its block.
+    contains a `brt.layers.state.OpenBlock` may have a fifth method, `prepare_block(None, given:
+    block, position)`, which is called before several tokens are read one by one. It sets the field
+    `ready` of the `OpenBlock`, which brt removes after these tokens.
     """
 
     module: type[nn.Module]
@@ -218,7 +198,7 @@ def _check_module(name: str, module: Any) -> None:
             "module(model, training, kernels); it has the fields "
             f"{', '.join(field for field in fields if field not in ('parent', 'name')) or 'none'}"
         )
-    for method, keywords in _KEYWORDS.items():
+    for method in _METHODS:
         # `getattr` would find the `__call__` of the class of classes.
         found = next((vars(one)[method] for one in module.__mro__ if method in vars(one)), None)
         if found is None and method in _OPTIONAL:
@@ -228,14 +208,13 @@ def _check_module(name: str, module: Any) -> None:
                 f"{shown} has no method {method}; help(brt.layers.kinds.LayerKind) describes the "
                 "four methods of a layer"
             )
-        parameters = inspect.signature(found).parameters
-        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-            continue
-        if missing := [keyword for keyword in keywords if keyword not in parameters]:
+        try:
+            inspect.signature(found).bind("self", "x", "given")
+        except TypeError as error:
             raise ConfigError(
-                f"{shown}: {method} does not accept the keyword {missing[0]!r}, which brt passes "
-                "to every kind; add **_ to its parameters"
-            )
+                f"{shown}: {method} does not accept the arguments that brt passes to every kind; "
+                f"declare it as {method}(self, x, given)"
+            ) from error
 
 
 register_kind(
@@ -298,11 +277,3 @@ def check_state(name: str, model: Model) -> None:
                 f"with the names of axes {array.axes!r}; give every axis a name or None"
             )
         check_names(array.axes, f"LayerKind.state of the kind {name!r}")
-
-
-def replace_parts(
-    kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
-) -> LayerState:
-    """Returns `state`, in which those of `parts` that the kind has are taken from `donor`."""
-    names = {field for part in parts for field in fields_of(kind, part, state)}
-    return state._replace(**{name: getattr(donor, name) for name in names})

@@ -2,11 +2,11 @@
 of each block. The letters of shapes are those of `brt.layers.state`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from brt.config import Model
 from brt.distributed.rules import constrain
@@ -26,8 +26,8 @@ from brt.layers.basic import (
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.sections import Recurrence
 from brt.layers.state import (
+    Given,
     LayerOutput,
-    OpenBlock,
     WindowState,
     cache_is_readable,
     has_null_keys,
@@ -208,75 +208,56 @@ class RecurrentLayer(WindowLayer):
         valid = state.valid if document_start is None else state.valid & ~document_start
         return jnp.where(valid[:, None, None], state.vectors, self.cell.initial[None])
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: RecurrentState,
-        document_start: Bool[Array, "B N"],
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Computes the states of all blocks first; then the tokens of all blocks attend at once."""
         section, m = self.model.of(Recurrence), self.model
         projections = self.tokens.project(x)
-        past, window = with_cache(m, state.window, projections, document_start)
+        past, window = with_cache(m, given.state.window, projections, given.document_start)
         # Every device scans over all blocks, so it needs the keys and values of all blocks.
         replicated = ("lanes", None, "heads", None)
         own = self.tokens.by_query_head(projections.keys, projections.values)
         keys, values = (constrain(z, *replicated) for z in own)
         on_cpus = BLOCKS_AT_ONCE if section.states * m.model_dim >= _LARGE_STATES else 1
         vectors, memory = state_scan(
-            self.cell.weights, self.cell.initial, self._vectors(state),
+            self.cell.weights, self.cell.initial, self._vectors(given.state),
             self.tokens.by_query_head(past.keys, past.values), keys, values, past.cache_mask,
-            document_start, implementation=self.kernels.recurrent_attention,
-            unroll=unrolled(m.unroll, document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
+            given.document_start, implementation=self.kernels.recurrent_attention,
+            unroll=unrolled(m.unroll, given.document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
             **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
         memory = StateKV(*(constrain(part, *names) for part in memory))
         y = self.tokens.attend(projections, past, memory)
-        return LayerOutput(y, RecurrentState(window, vectors, jnp.ones_like(state.valid)))
+        return LayerOutput(y, RecurrentState(window, vectors, jnp.ones_like(given.state.valid)))
 
-    def begin_block(
-        self,
-        x: None,
-        *,
-        state: RecurrentState,
-        document_start: Bool[Array, " B"] | None = None,
-        **_: Any,
-    ) -> LayerOutput:
-        vectors = self._vectors(state, document_start)
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
+        vectors = self._vectors(given.state, given.document_start)
         memory = state_kv(
             self.cell.weights, vectors, normalize_qk=self.model.attention.normalize_qk,
-            dtype=state.window.keys.dtype,
+            dtype=given.state.window.keys.dtype,
         )  # fmt: skip
-        return LayerOutput(x, open_block(state.window, memory))
+        return LayerOutput(x, open_block(given.state.window, memory))
 
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: RecurrentState,
-        block: OpenBlock,
-        position: Int[Array, ""],
-        **_: Any,
-    ) -> LayerOutput:
-        return LayerOutput(*self.tokens.attend_step(x, state.window, block, position, block.memory))
+    def decode_step(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
+        return super().decode_step(x, given._replace(feedback=given.block.memory))
 
-    def end_block(
-        self, x: None, *, state: RecurrentState, block: OpenBlock, **_: Any
-    ) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         """Updates the states by attention to the cache and to `block`, which becomes the cache."""
-        window = state.window
+        window = given.state.window
         if not self.model.sliding.mask_empty_cache:
             window = zero_where_invalid(window)
         before, own = (
             tokens_by_head(*self.tokens.by_query_head(part.keys, part.values, normalize=True))
-            for part in (window, block)
+            for part in (window, given.block)
         )
         cache_mask = cache_is_readable(self.model, window)
         vectors = state_update(
-            self.cell.weights, self._vectors(state), before, own, cache_mask, **self._options()
+            self.cell.weights,
+            self._vectors(given.state),
+            before,
+            own,
+            cache_mask,
+            **self._options(),
         )[0]
-        after = closed_window(self.model, window, block)
-        return LayerOutput(x, RecurrentState(after, vectors, jnp.ones_like(state.valid)))
+        after = closed_window(self.model, window, given.block)
+        return LayerOutput(x, RecurrentState(after, vectors, jnp.ones_like(given.state.valid)))

@@ -125,7 +125,9 @@ def replace_parts(
     model: Model, state: StackState, donor: StackState, replaced: Collection[str]
 ) -> StackState:
     """Returns `state`, in which the parts named in `replaced` are taken from the state `donor`."""
-    triples = zip(runs(model), state, donor, strict=True)
-    return tuple(
-        kinds.replace_parts(run.layer_kind, own, other, replaced) for run, own, other in triples
-    )
+
+    def of_run(run: Run, own: LayerState, other: LayerState) -> LayerState:
+        parts = (kinds.fields_of(run.layer_kind, part, own) for part in replaced)
+        return own._replace(**{name: getattr(other, name) for part in parts for name in part})
+
+    return tuple(of_run(*one) for one in zip(runs(model), state, donor, strict=True))

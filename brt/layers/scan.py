@@ -5,9 +5,9 @@ instead of being stored, and whether a layer's weight gradients must be computed
 pass of the layers below (`learned_at_once`). The letters of shapes are those of `brt.layers.state`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,39 +19,30 @@ from brt.config.fields import RematPolicy
 from brt.errors import ConfigError
 from brt.layers.basic import SHARED, learned_at_once, remat_policy, unrolled
 from brt.layers.runs import Run, runs
-from brt.layers.state import LayerAux, LayerOutput, with_whole_arrays, written
+from brt.layers.state import Given, LayerOutput, with_whole_arrays, written
 from brt.ops import dispatch
 from brt.ops.dense import are_separate, of_layer
 
 # On CPUs, runs of at most this many layers are unrolled, which is faster than a loop over layers.
 # More layers are called in a loop, because they would take long to compile if they were unrolled.
 _CPU_LAYERS = 8
-
-
-class Stream(NamedTuple):
-    """The arrays that a layer passes to the layer above: the vectors x of tokens (None in methods
-    that read no tokens), and U summaries of each of N blocks.
-    """
-
-    x: Float[Array, "B T D"] | None
-    summaries: Float[Array, "B N U D"] | None = None
+# All fields of `Given` are the same for all layers, unless the scan replaces this by an axis.
+_SAME = Given(*[nn.broadcast] * len(Given._fields))
 
 
 def scan_layers(
-    layers: nn.Module, run: Run, method: str, stream: Stream, *,
-    each: Mapping[str, PyTree[Array]], shared: Mapping[str, Any], model_state: PyTree[Array] = (),
+    layers: nn.Module, run: Run, method: str, x: Float[Array, "B T D"] | None, given: Given, *,
     axis: int = 1, ties: bool = True,
 ) -> LayerOutput:  # fmt: skip
     """Calls a method of all layers of one run, from the lowest to the highest, by a scan.
 
     Args:
-      stream: the inputs of the run's lowest layer.
-      each: keyword arguments that differ between layers; every array has the layers on `axis`,
-        those of an open block on axis 0.
-      shared: keyword arguments that are the same for all layers.
-      model_state: arrays with the layers on axis 0.
-      axis: the axis of layers in `each` and in the states that are returned; open blocks have it on
-        axis 0.
+      x: the vectors of tokens that the run's lowest layer reads, or None.
+      given: what the method receives. States have the layers on `axis`, open blocks and model
+        states on axis 0. Summaries are those for the lowest layer, and the other fields are the
+        same for all layers.
+      axis: the axis of layers in `given.state` and in the states that are returned; open blocks
+        have it on axis 0.
       ties: True lets the backward pass compute a layer's weight gradients before it goes on to the
         layer below (`learned_at_once`); False while parameters are initialised.
 
@@ -67,19 +58,19 @@ def scan_layers(
     # A parameter with separate kernels has no axis of layers over which the scan could loop.
     index = jnp.arange(run.layers) if separate else None
 
-    def layer(
-        module: nn.Module, stream: Stream, each: Any, model_state: Any, index: Any, shared: Any
-    ) -> tuple[Stream, tuple[Any, LayerAux]]:  # fmt: skip
-        # Calls one layer. `index` is its index if its kernels are separate arrays, otherwise None.
-        inputs = {**each, **shared, "summaries": stream.summaries, "model_state": model_state}
+    def layer(module: nn.Module, passed: tuple, given: Given, index: Any) -> tuple[tuple, tuple]:
+        # Calls one layer. A layer passes x and summaries to the layer above. `index` is its index
+        # if its kernels are separate arrays, otherwise None.
+        x, summaries = passed
+        given = given._replace(summaries=summaries)
         call = _call_tied if tied else _call
         if method == "decode_step" and not run.layer_kind.reads_chunks:
             call = _call_by_token
         if separate:
             call = partial(_call_separate, call, index)
-        output = call(module, method, stream.x, inputs)
-        summaries = stream.summaries if output.summaries is None else output.summaries
-        return Stream(output.x, summaries), (output.state, output.aux)
+        output = call(module, method, x, given)
+        summaries = summaries if output.summaries is None else output.summaries
+        return (output.x, summaries), (output.state, output.aux)
 
     if whole and (keep := _saved_for_backward(run)):
         # If the scan is unrolled completely, XLA could merge the recomputed operations with the
@@ -90,7 +81,7 @@ def scan_layers(
         variable_axes={} if separate else {"params": 0},
         variable_broadcast="params" if separate else False,
         split_rngs={"params": not separate, "dropout": True, SHARED: True},
-        in_axes=({name: 0 if name == "block" else axis for name in each}, 0, 0, nn.broadcast),
+        in_axes=(_SAME._replace(state=axis, block=0, model_state=0), 0),
         out_axes=(0 if opened else axis, 0),
         length=run.layers,
         unroll=at_once,
@@ -98,10 +89,11 @@ def scan_layers(
         # Flax's check of constant variables is turned off, because it traces every layer twice.
         check_constancy_invariants=False,
     )
-    stream, (state, aux) = scan(layers, stream, each, model_state, index, shared)
+    passed = x, given.summaries
+    (x, summaries), (state, aux) = scan(layers, passed, given._replace(summaries=None), index)
     if method == "decode_step":
-        state = written(each["block"], state)
-    return LayerOutput(stream.x, state, aux, stream.summaries)
+        state = written(given.block, state)
+    return LayerOutput(x, state, aux, summaries)
 
 
 def _has_separate_kernels(layers: nn.Module) -> bool:
@@ -131,36 +123,36 @@ def _saved_for_backward(run: Run) -> RematPolicy | None:
     return "products" if recomputes else None
 
 
-def _call(module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, Any]) -> LayerOutput:
-    output = getattr(module, method)(x, **inputs)
-    _check_output(module, method, output, x, inputs)
+def _call(module: nn.Module, method: str, x: PyTree[Array], given: Given) -> LayerOutput:
+    output = getattr(module, method)(x, given)
+    _check_output(module, method, output, x, given)
     return output
 
 
 def _call_separate(
     call: Callable[..., LayerOutput], index: Int[Array, ""], module: nn.Module, method: str,
-    x: PyTree[Array], inputs: dict[str, Any],
+    x: PyTree[Array], given: Given,
 ) -> LayerOutput:  # fmt: skip
     # The module has the parameters of all layers, of which `index` chooses those of one layer.
     def choose(params: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(partial(of_layer, layer=index), params, is_leaf=are_separate)
 
     chosen = nn.map_variables(
-        lambda module: call(module, method, x, inputs), "params", trans_in_fn=choose
+        lambda module: call(module, method, x, given), "params", trans_in_fn=choose
     )
     return chosen(module)
 
 
 def _call_by_token(
-    module: nn.Module, method: str, x: Float[Array, "B T D"], inputs: dict[str, Any]
+    module: nn.Module, method: str, x: Float[Array, "B T D"], given: Given
 ) -> LayerOutput:
     if x.shape[1] == 1:
-        return _call(module, method, x, inputs)
+        return _call(module, method, x, given)
 
     def read_token(
         module: nn.Module, block: PyTree[Array], token: Float[Array, "B D"], i: Int[Array, ""]
     ) -> tuple[PyTree[Array], Float[Array, "B D"]]:
-        own = {**inputs, "block": block, "position": inputs["position"] + i}
+        own = given._replace(block=block, position=given.position + i)
         output: Any = _call(module, method, token[:, None], own)
         return written(block, output.state), output.x[:, 0]
 
@@ -168,25 +160,23 @@ def _call_by_token(
         read_token, variable_broadcast="params", split_rngs={"params": False},
         in_axes=(1, 0), out_axes=1,
     )  # fmt: skip
-    block, y = scan(module, inputs["block"], x, jnp.arange(x.shape[1]))
+    block, y = scan(module, given.block, x, jnp.arange(x.shape[1]))
     return LayerOutput(y, block)
 
 
-def _call_tied(
-    module: nn.Module, method: str, x: PyTree[Array], inputs: dict[str, Any]
-) -> LayerOutput:
+def _call_tied(module: nn.Module, method: str, x: PyTree[Array], given: Given) -> LayerOutput:
     # The weight gradients of the layer are computed before the backward pass of the layers below.
     tied = []
 
     def tie(params: PyTree[Array]) -> PyTree[Array]:
         # Stores the inputs that passed through `learned_at_once` for `call`.
-        params, x_tied = learned_at_once(params, (x, inputs["summaries"]))
+        params, x_tied = learned_at_once(params, (x, given.summaries))
         tied.append(x_tied)
         return params
 
     def call(module: nn.Module) -> LayerOutput:
         x_tied, summaries = tied[-1]
-        return _call(module, method, x_tied, {**inputs, "summaries": summaries})
+        return _call(module, method, x_tied, given._replace(summaries=summaries))
 
     return nn.map_variables(call, "params", trans_in_fn=tie, rngs=True)(module)
 
@@ -195,11 +185,9 @@ def _call_tied(
 _RETURNED = {"__call__": "state", "decode_step": "block", "end_block": "state"}
 
 
-def _check_output(
-    module: nn.Module, method: str, output: Any, x: Any, inputs: dict[str, Any]
-) -> None:
+def _check_output(module: nn.Module, method: str, output: Any, x: Any, given: Given) -> None:
     """Raises ConfigError if a method of a layer returned no `LayerOutput`, or an array of another
-    shape or dtype than the array of x or of the keyword arguments `inputs` that it replaces.
+    shape or dtype than the array of x or of `given` that it replaces.
     """
     name = f"{type(module).__name__}.{method}"
     if not isinstance(output, LayerOutput):
@@ -210,7 +198,7 @@ def _check_output(
     if x is not None:
         _check_same(name, "x", output.x, x)
     if (argument := _RETURNED.get(method)) is not None:
-        before = inputs[argument]
+        before = getattr(given, argument)
         _check_same(name, argument, with_whole_arrays(before, output.state), before)
 
 

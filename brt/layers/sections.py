@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from brt.config import Model
-from brt.config.checks import check, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 
@@ -45,6 +45,7 @@ class Recurrence(KindSection):
 
     kind: ClassVar[str] = "recurrent"
     grouped_keys: ClassVar[bool] = True
+    positive: ClassVar[tuple[str, ...]] = ("states", "id_init")
 
     # The layers with these indices are recurrent. Index 0 is the lowest layer, and -3 is the third
     # layer from the top.
@@ -75,7 +76,6 @@ class Recurrence(KindSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "states", "id_init")
         check(
             self.gate_horizon == 0 or self.gate_horizon > 1,
             f"Recurrence.gate_horizon = {self.gate_horizon} must be above 1 block, or 0",
@@ -94,6 +94,7 @@ class Clustered(KindSection):
     """
 
     kind: ClassVar[str] = "clustered"
+    positive: ClassVar[tuple[str, ...]] = ("clusters", "top_k")
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are clustered.
     clusters: int = adaptable(64)  # The queries of a head are divided into this many clusters.
@@ -103,10 +104,6 @@ class Clustered(KindSection):
     # Each centroid keeps a sum of values. True corrects the weight of this sum for the variance of
     # the queries around their centroid (Jensen's inequality).
     jensen: bool = adaptable(True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "clusters", "top_k")
 
     def check_model(self, model: Model) -> None:
         name, layers = "Clustered.layers", self.layers

@@ -5,6 +5,7 @@ source, and L of layers. Masks are True for source tokens, False for padding.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -21,7 +22,6 @@ from brt.layers.basic import dropout, parameter
 from brt.layers.transformer import (
     DEVIATION,
     POSITION_OFFSET,
-    Block,
     Embedding,
     EncoderLayer,
     Mlp,
@@ -94,21 +94,17 @@ def cross_config(config: CrossAttention) -> CrossConfig:
 
 
 class ExtraParameters(nn.Module):
-    """The additional parameters of some kinds of cross-attention. The name of the module selects a
-    group, such as `raf` for accumulate-and-fire neurons (see `cross_attention.specifications`).
+    """A group of additional parameters of some kinds of cross-attention, such as `raf` for
+    accumulate-and-fire neurons (see `cross_attention.specifications`).
     """
 
-    block: Block
-    cross: CrossAttention
+    specifications: Mapping[str, Any]
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
-        parts = cross_attention.specifications(
-            cross_config(self.cross), self.block.heads, self.block.head_dim
-        )
         return {
             name: parameter(self, name, spec.shape, spec.axes, spec.initializer)
-            for name, spec in parts[str(self.name)].items()
+            for name, spec in self.specifications.items()
         }
 
 
@@ -121,17 +117,15 @@ class SourceAttention(Projections):
 
     def setup(self) -> None:
         super().setup()
-        for part in self._parts():
-            setattr(self, part, ExtraParameters(self.block, self.cross))
-
-    def _parts(self) -> dict[str, Any]:
-        return cross_attention.specifications(
-            cross_config(self.cross), self.block.heads, self.block.head_dim
-        )
+        heads, width = self.block.heads, self.block.head_dim
+        groups = cross_attention.specifications(cross_config(self.cross), heads, width)
+        self.groups = tuple(groups)
+        for name, specifications in groups.items():
+            setattr(self, name, ExtraParameters(specifications))
 
     def _extra_parameters(self) -> cross_attention.CrossParameters:
         return cross_attention.parameters_from(
-            {part: getattr(self, part)() for part in self._parts()}
+            {name: getattr(self, name)() for name in self.groups}
         )
 
     def __call__(
@@ -317,14 +311,11 @@ class DecoderLayer(Residual):
     def __call__(
         self, x: Float[Array, "B T D"], _: None, inputs: TargetInputs
     ) -> tuple[Float[Array, "B T D"], Metrics]:
-        y = self.self_attn(self.before(self.self_attn_norm, x), inputs.bias)
-        x = self.after(self.self_attn_norm, x, y)
+        x = self.around(self.self_attn_norm, x, lambda h: self.self_attn(h, inputs.bias))
         h = self.before(self.cross_attn_norm, x)
         y, metrics = self.cross_attn(h, inputs.encoded, inputs.mask)
-        return self._finish(self.after(self.cross_attn_norm, x, y)), metrics
-
-    def _finish(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x)))
+        x = self.after(self.cross_attn_norm, x, y)
+        return self.around(self.mlp_norm, x, self.mlp), metrics
 
     def prefill(self, x: None, _: None, inputs: TargetInputs) -> tuple[None, CrossCache]:
         return x, self.cross_attn.prefill(inputs.encoded, inputs.mask)
@@ -352,7 +343,8 @@ class DecoderLayer(Residual):
         own = jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, layer, 1), own, cache
         )
-        return (self._finish(self.after(self.cross_attn_norm, x, y)), own), source.carry
+        x = self.after(self.cross_attn_norm, x, y)
+        return (self.around(self.mlp_norm, x, self.mlp), own), source.carry
 
 
 class Decoder(Ends):

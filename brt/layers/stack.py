@@ -16,8 +16,8 @@ from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.basic import BLOCKS_AT_ONCE, SHARED, compute_dtype, parameter, unrolled
 from brt.layers.runs import ModelState, StackBlock, StackState, runs
-from brt.layers.scan import Stream, scan_layers
-from brt.layers.state import LayerAux, LayerOutput
+from brt.layers.scan import scan_layers
+from brt.layers.state import Given, LayerAux, LayerOutput
 from brt.ops.recurrent_attention import StateKV
 
 
@@ -66,13 +66,13 @@ class Stack(nn.Module):
         return jnp.broadcast_to(learned, (lanes, blocks, *learned.shape))
 
     def _scan(
-        self, run: int, method: str, stream: Stream, model_state: ModelState, **options: Any
-    ) -> LayerOutput:
+        self, run: int, method: str, x: Float[Array, "B T D"] | None, given: Given,
+        model_state: ModelState, axis: int = 1,
+    ) -> LayerOutput:  # fmt: skip
         spec = self.run_specs[run]
-        return scan_layers(
-            self.runs[run], spec, method, stream, model_state=model_state.get(spec.name, ()),
-            ties=not self.is_initializing(), **options,
-        )  # fmt: skip
+        given = given._replace(model_state=model_state.get(spec.name, ()))
+        ties = not self.is_initializing()
+        return scan_layers(self.runs[run], spec, method, x, given, axis=axis, ties=ties)
 
     def __call__(
         self,
@@ -96,21 +96,19 @@ class Stack(nn.Module):
     ) -> StackOutput:
         # Reads a segment through the runs that `state` belongs to, starting with run `first`.
         after, learnt, losses, metrics = [], {}, {}, {}
-        stream = Stream(x, self._lowest_summaries(*document_start.shape))
-        shared = {"document_start": document_start, "feedback": feedback}
-        for i, run_state in enumerate(state):
-            output = self._scan(
-                first + i, "__call__", stream, model_state, each={"state": run_state},
-                shared=shared, axis=axis,
-            )  # fmt: skip
-            stream, aux = Stream(output.x, output.summaries), output.aux
+        summaries = self._lowest_summaries(*document_start.shape)
+        given = Given(document_start=document_start, feedback=feedback, summaries=summaries)
+        for i, own in enumerate(state):
+            given = given._replace(state=own)
+            output = self._scan(first + i, "__call__", x, given, model_state, axis)
+            x, aux, given = output.x, output.aux, given._replace(summaries=output.summaries)
             name = self.run_specs[first + i].name
             after.append(output.state)
             learnt |= {name: aux.model_state} if name in model_state else {}
             for loss, values in aux.losses.items():
                 losses[loss] = losses.get(loss, 0.0) + jnp.sum(values)
             metrics |= {f"{name}/{metric}": jnp.mean(v) for metric, v in aux.metrics.items()}
-        return StackOutput(stream.x, tuple(after), LayerAux(learnt, losses, metrics))
+        return StackOutput(x, tuple(after), LayerAux(learnt, losses, metrics))
 
     def _block_by_block(
         self,
@@ -156,11 +154,9 @@ class Stack(nn.Module):
     ) -> tuple[tuple[StackState, ModelState], tuple[Float[Array, "B W D"], StateKV, tuple]]:
         state, model_state = carry
         source = self.feedback_source
-        opened = self._scan(
-            source, "begin_block", Stream(None), model_state, each={"state": state[source]},
-            shared={"document_start": start}, axis=0,
-        ).state  # fmt: skip
-        feedback = _feedback(opened)
+        given = Given(state[source], document_start=start)
+        opened = self._scan(source, "begin_block", None, given, model_state, axis=0)
+        feedback = _feedback(opened.state)
         by_block = jax.tree.map(lambda part: part[:, None], feedback)
         x, state, aux = self._layer_by_layer(
             x, state, start[:, None], model_state, by_block, axis=0
@@ -169,24 +165,20 @@ class Stack(nn.Module):
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
         return tuple(
-            self._scan(
-                run, "begin_block", Stream(None), model_state, each={"state": own},
-                shared={"document_start": None},
-            ).state
+            self._scan(run, "begin_block", None, Given(own), model_state).state
             for run, own in enumerate(state)
-        )  # fmt: skip
+        )
 
     def prepare_block(
         self, block: StackBlock, position: Int[Array, ""], model_state: ModelState
     ) -> StackBlock:
-        return tuple(
-            self._scan(
-                run, "prepare_block", Stream(None), model_state, each={"block": opened},
-                shared={"position": position},
-            ).state
-            if hasattr(self.run_specs[run].layer_kind.module, "prepare_block") else opened
-            for run, opened in enumerate(block)
-        )  # fmt: skip
+        def prepared(run: int, opened: Any) -> Any:
+            if not hasattr(self.run_specs[run].layer_kind.module, "prepare_block"):
+                return opened
+            given = Given(block=opened, position=position)
+            return self._scan(run, "prepare_block", None, given, model_state).state
+
+        return tuple(prepared(run, opened) for run, opened in enumerate(block))
 
     def decode_step(
         self,
@@ -197,31 +189,23 @@ class Stack(nn.Module):
         model_state: ModelState,
     ) -> tuple[Float[Array, "B T D"], StackBlock]:
         feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None
-        stream, after = Stream(x), []
+        after = []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):
-            output = self._scan(
-                run, "decode_step", stream, model_state, each={"state": own, "block": opened},
-                shared={"position": position, "feedback": feedback},
-            )  # fmt: skip
-            stream = Stream(output.x)
-            after.append(output.state)
-        # Every model has at least one run, and `decode_step` of each run returns a vector.
-        assert stream.x is not None
-        return stream.x, tuple(after)
+            given = Given(own, opened, position=position, feedback=feedback)
+            x, opened, *_ = self._scan(run, "decode_step", x, given, model_state)
+            after.append(opened)
+        return x, tuple(after)
 
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState
     ) -> StackState:
         """Closes full blocks; here, layers pass summaries of the block to the layers above."""
         lanes = len(jax.tree.leaves(state)[0])
-        stream, after = Stream(None, self._lowest_summaries(lanes, 1)), []
+        summaries, after = self._lowest_summaries(lanes, 1), []
         for run, (own, opened) in enumerate(zip(state, block, strict=True)):
-            output = self._scan(
-                run, "end_block", stream, model_state, each={"state": own, "block": opened},
-                shared={},
-            )  # fmt: skip
-            stream = Stream(None, output.summaries)
-            after.append(output.state)
+            given = Given(own, opened, summaries=summaries)
+            _, own, _, summaries = self._scan(run, "end_block", None, given, model_state)
+            after.append(own)
         return tuple(after)
 
 

@@ -23,34 +23,26 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
 from brt.distributed.rules import Names
+from brt.ops.recurrent_attention import StateKV
 from brt.ops.window_attention import ReadyRing
 
 
 @dataclasses.dataclass(frozen=True)
 class StateArray:
-    """The description of an array of a layer's state (see `state_array`)."""
+    """The description of an array of a layer's state, without its axis of rows."""
 
     shape: tuple[int, ...]
+    # The name of each axis, by which `brt.distributed.rules` shards the array; None for an axis
+    # that is never sharded. The axis of rows has the name "lanes".
     axes: Names
-    dtype: str | None
-    fill: float
+    dtype: str | None = None  # None stands for the dtype of activations.
+    fill: float = 0.0  # The value of all elements before anything was read.
 
     def new(self, batch: int, dtype: jnp.dtype) -> Array:
         return jnp.full((batch, *self.shape), self.fill, self.dtype or dtype)
 
 
-def state_array(
-    shape: tuple[int, ...], axes: Names, dtype: str | None = None, fill: float = 0.0
-) -> Any:
-    """Describes an array of a layer's state, without its axis of rows.
-
-    Args:
-      axes: the name of each axis, by which `brt.distributed.rules` shards the array; None for an
-        axis that is never sharded. The axis of rows has the name "lanes".
-      dtype: None stands for the dtype of activations.
-      fill: the value of all elements before anything was read.
-    """
-    return StateArray(shape, axes, dtype, fill)
+state_array: Any = StateArray  # A description takes the place of an array in a state.
 
 
 class WindowState(NamedTuple):
@@ -124,12 +116,38 @@ def window_state(model: Model) -> Any:
 class LayerOutput(NamedTuple):
     """The result of every method of a layer of any kind (see `brt.layers.kinds.LayerKind`)."""
 
-    x: Float[Array, "B T D"] | None  # None if no tokens were read.
+    x: Float[Array, "B T D"]  # None if no tokens were read.
     state: LayerState  # The state after the tokens, or the open block.
     aux: LayerAux = LayerAux()
     # U vectors for each of N blocks, for the layer above. With None, the layer above gets the
     # summaries that this layer got.
     summaries: Float[Array, "B N U D"] | None = None
+
+
+_MISSING: Any = None  # The default of fields that a method may not get.
+
+
+class Given(NamedTuple):
+    """What the methods of a layer receive besides x (see `brt.layers.kinds.LayerKind`). A field is
+    None if the method does not get it.
+    """
+
+    state: LayerState = None  # The state before the segment or the block.
+    block: Any = None  # The open block.
+    # True where a block is the first block of a document. The layer must not use anything that it
+    # read before such a block. For `begin_block`, it is None, because a generated document starts
+    # with a new state; only a kind that recurs gets [B] there, in models with `Model.feedback`.
+    document_start: Bool[Array, "B N"] = _MISSING
+    position: Int[Array, ""] = _MISSING  # The place of the token in its block, int32.
+    # The keys and values [B, N, S, H, K] of the highest recurrent layer's states, to which all
+    # layers attend if `Model.feedback` is set; otherwise None.
+    feedback: StateKV | None = None
+    # The summaries that the layer below computed, U vectors for each block, or None. `begin_block`
+    # and `decode_step` always get None.
+    summaries: Float[Array, "B N U D"] = _MISSING
+    # Statistics that the layer learns without gradients, such as centroids; () for kinds without
+    # such statistics. Only `__call__` returns the next model state, in `LayerAux`.
+    model_state: PyTree[Array] = ()
 
 
 class OpenBlock(NamedTuple):
@@ -153,6 +171,11 @@ def without_ready(block: PyTree[Array]) -> PyTree[Array]:
         lambda x: x._replace(ready=None) if isinstance(x, OpenBlock) else x,
         block, is_leaf=lambda x: isinstance(x, OpenBlock),
     )  # fmt: skip
+
+
+def cache_of(state: LayerState) -> WindowState | LocalState:
+    """Returns the cache of a layer with a window, which is its state or a field of its state."""
+    return state if isinstance(state, (WindowState, LocalState)) else state.window
 
 
 def open_block(state: WindowState | LocalState, memory: Any = None) -> OpenBlock:
@@ -221,8 +244,7 @@ def written(block: PyTree[Array], update: PyTree[Array]) -> PyTree[Array]:
         index = new.index.reshape(-1)[0]
         return jax.lax.dynamic_update_slice_in_dim(array, new.entries, index, axis=axis)
 
-    leaves, structure = jax.tree.flatten(update, is_leaf=_is_new_entries)
-    return jax.tree.unflatten(structure, map(write, leaves, jax.tree.leaves(block)))
+    return jax.tree.map(write, update, block, is_leaf=_is_new_entries)
 
 
 def with_token(block: PyTree[Array], new: PyTree[Array], position: Int[Array, ""]) -> PyTree[Array]:

@@ -5,7 +5,7 @@ for any leading axes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import flax.linen as nn
@@ -175,6 +175,11 @@ class Residual(nn.Module):
         total = constrain(total, "lanes", *["tokens"] * (x.ndim - 2), None)
         return total if self.block.norm_first else norm(total)
 
+    def around(
+        self, norm: Norm, x: Float[Array, "*B D"], sublayer: Callable[[Array], Array]
+    ) -> Float[Array, "*B D"]:
+        return self.after(norm, x, sublayer(self.before(norm, x)))
+
 
 class Mlp(nn.Module):
     """An MLP with one hidden layer: the projection `wi`, an activation, and the projection `wo`. A
@@ -331,9 +336,8 @@ class EncoderLayer(Residual):
         self, x: Float[Array, "B T D"], key: jax.Array, inputs: SharedInputs
     ) -> tuple[Float[Array, "B T D"], None]:
         """Returns the output and None, because `brt.layers.transformer` expects a pair."""
-        y = self.self_attn(self.before(self.self_attn_norm, x), key, inputs)
-        x = self.after(self.self_attn_norm, x, y)
-        return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x))), None
+        x = self.around(self.self_attn_norm, x, lambda h: self.self_attn(h, key, inputs))
+        return self.around(self.mlp_norm, x, self.mlp), None
 
 
 def stacked(

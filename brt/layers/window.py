@@ -2,18 +2,15 @@
 previous block. The letters of shapes are those of `brt.layers.state`.
 """
 
-from typing import Any
-
 import flax.linen as nn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import mlp_flops
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.sections import Recurrence
-from brt.layers.state import LayerOutput, LocalState, OpenBlock, WindowState, open_block
-from brt.ops.recurrent_attention import StateKV
+from brt.layers.state import Given, LayerOutput, cache_of, open_block
 
 
 class WindowLayer(nn.Module):
@@ -32,52 +29,28 @@ class WindowLayer(nn.Module):
         m = self.model
         self.tokens = TransformerBlock(m, m.feedback, self.training, self.kernels)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: WindowState | LocalState,
-        document_start: Bool[Array, "B N"],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         projections = self.tokens.project(x)
-        past, after = with_cache(self.model, state, projections, document_start)
-        return LayerOutput(self.tokens.attend(projections, past, feedback), after)
+        past, after = with_cache(self.model, given.state, projections, given.document_start)
+        return LayerOutput(self.tokens.attend(projections, past, given.feedback), after)
 
-    def mix_step(self, state: Any, block: OpenBlock, position: Int[Array, ""]) -> Mix | None:
+    def mix_step(self, given: Given) -> Mix | None:
         """Returns the function that adds attention to keys beyond the window to that of one token,
-        or None if the layer has no such keys. `state` is the state after the previous block.
+        or None if the layer has no such keys.
         """
         return None
 
-    def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
-        return LayerOutput(x, open_block(_cache_of(state)))
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, open_block(cache_of(given.state)))
 
-    def prepare_block(
-        self, x: None, *, block: OpenBlock, position: Int[Array, ""], **_: Any
-    ) -> LayerOutput:
-        return LayerOutput(x, self.tokens.prepared(block, position))
+    def prepare_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, self.tokens.prepared(given.block, given.position))
 
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: Any,
-        block: OpenBlock,
-        position: Int[Array, ""],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
-        cache, mix = _cache_of(state), self.mix_step(state, block, position)
-        return LayerOutput(*self.tokens.attend_step(x, cache, block, position, feedback, mix))
+    def decode_step(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
+        return LayerOutput(*self.tokens.attend_step(x, given, self.mix_step(given)))
 
-    def end_block(self, x: None, *, state: Any, block: OpenBlock, **_: Any) -> LayerOutput:
-        return LayerOutput(x, closed_window(self.model, state, block))
-
-
-def _cache_of(state: Any) -> WindowState | LocalState:
-    return state if isinstance(state, (WindowState, LocalState)) else state.window
+    def end_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, closed_window(self.model, given.state, given.block))
 
 
 def window_flops(model: Model) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable, free
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -24,9 +24,9 @@ from brt.layers.cache import KVCache, closed_window, with_cache
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_rotary, require_cache
 from brt.layers.state import (
+    Given,
     LayerAux,
     LayerOutput,
-    OpenBlock,
     WindowState,
     cache_is_readable,
     open_block,
@@ -49,6 +49,8 @@ class Compressive(KindSection):
     """Settings of layers of the Compressive Transformer, which compress older blocks."""
 
     kind: ClassVar[str] = "compressive"
+    positive: ClassVar[tuple[str, ...]] = ("slots", "rate")
+    not_negative: ClassVar[tuple[str, ...]] = ("loss_weight",)
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     # The memory has this many slots. A slot is a vector into which `rate` tokens were compressed.
@@ -63,11 +65,6 @@ class Compressive(KindSection):
     # The loss of the convolution is multiplied by this weight and added to the model's loss. 0
     # leaves the convolution untrained.
     loss_weight: float = free(1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "slots", "rate")
-        check_not_negative(self, "loss_weight")
 
     def check_model(self, model: Model) -> None:
         """Requires that the rate divides the window, no rotary positions, and a cache."""
@@ -108,31 +105,6 @@ def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: 
     has the `size` entries of x from index n * `step` on.
     """
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
-
-
-def attend_window_and_slots(
-    queries: Float[Array, "B N Q H K"],
-    window: AttentionPart,
-    keys: Float[Array, "B N S H K"],
-    values: Float[Array, "B N S H K"],
-    seen: Bool[Array, "B N Q S"],
-    bias: Float[Array, " H"],
-) -> Float[Array, "B N Q H K"]:
-    """Returns the attention output of every query over its window and over older keys, with one
-    softmax. The older keys belong to slots, and to tokens of the previous block that have left the
-    window.
-
-    Args:
-      queries: the scaled queries of each block.
-      window: the result of attention to the window alone.
-      seen: True where a query may read an older key.
-      bias: a bias of each head, added to the logits of all older keys.
-    """
-    q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
-    logits = matmul_nt(q, k) + bias[None, None, :, None, None]
-    beyond = attend_to_part(jnp.where(seen[:, :, None], logits, MASKED), v)
-    near = AttentionPart(*(x.swapaxes(2, 3) for x in window))
-    return merge_parts([near, beyond]).output.swapaxes(2, 3).astype(values.dtype)
 
 
 def reconstruction_error(
@@ -237,19 +209,12 @@ class CompressiveLayer(WindowLayer):
             bias = parameter(self, "decompressor_bias", (m.model_dim,), ("embed",), ZEROS)
             self.decompressor = Convolution(kernel, bias)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: CompressedState,
-        document_start: Bool[Array, "B N"],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """All blocks attend at once, each to its own slice of all slots and of all tokens."""
-        m, blocks, size = self.model, document_start.shape[1], self.section.slots
+        state = given.state
+        m, blocks, size = self.model, given.document_start.shape[1], self.section.slots
         projections = self.tokens.project(x)
-        past, window = with_cache(m, state.window, projections, document_start)
+        past, window = with_cache(m, state.window, projections, given.document_start)
         inputs = jnp.concatenate([state.inputs, constrain(x, "lanes", None, None)], axis=1)
         before = jax.lax.stop_gradient(
             sliding_windows(inputs, blocks, step=m.window, size=m.window)
@@ -268,7 +233,7 @@ class CompressiveLayer(WindowLayer):
         )
         left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
         mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
-        y = self.tokens.attend(projections, past, feedback, mix)
+        y = self.tokens.attend(projections, past, given.feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
         queries = self.tokens.scaled_queries(projections.queries)
         return LayerOutput(y, after, self._aux(queries, tokens, before, made, past))
@@ -311,13 +276,15 @@ class CompressiveLayer(WindowLayer):
         seen = jnp.concatenate([there, left[None, None] & cache_mask[..., None, None]], axis=-1)
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(slots, before, strict=True))
 
-        def attend_beyond_window(
-            queries: Float[Array, "B T H K"], part: AttentionPart
-        ) -> Float[Array, "B T H K"]:
-            q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
-            bias = self.tokens.far_bias()
-            y = attend_window_and_slots(q, AttentionPart(*near), keys, values, seen, bias)
-            return y.reshape(queries.shape)
+        keys, values = (x.swapaxes(2, 3) for x in (keys, values))
+        bias = self.tokens.far_bias()[None, None, :, None, None]
+
+        def attend_beyond_window(queries: Array, part: AttentionPart) -> Array:
+            # One softmax over the window and the older keys, which all have the same bias.
+            q, *near = (_by_block(x, length.shape[1]).swapaxes(2, 3) for x in (queries, *part))
+            logits = jnp.where(seen[:, :, None], matmul_nt(q, keys) + bias, MASKED)
+            both = merge_parts([AttentionPart(*near), attend_to_part(logits, values)]).output
+            return both.swapaxes(2, 3).astype(values.dtype).reshape(queries.shape)
 
         return attend_beyond_window
 
@@ -345,37 +312,36 @@ class CompressiveLayer(WindowLayer):
         loss = section.loss_weight * jnp.mean(jnp.where(past.cache_mask, errors, 0))
         return LayerAux(losses={"compression": loss})
 
-    def begin_block(self, x: None, *, state: CompressedState, **_: Any) -> LayerOutput:
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
         """Computes the keys and values of the slots once for all tokens of the block."""
-        memory = CompressedBlock(jnp.zeros_like(state.inputs), self._slots(state.vectors))
-        return LayerOutput(x, open_block(state.window, memory))
+        memory = CompressedBlock(
+            jnp.zeros_like(given.state.inputs), self._slots(given.state.vectors)
+        )
+        return LayerOutput(x, open_block(given.state.window, memory))
 
-    def mix_step(self, state: CompressedState, block: OpenBlock, position: Int[Array, ""]) -> Mix:
-        window = state.window
+    def mix_step(self, given: Given) -> Mix:
+        window = given.state.window
         before = StateKV(self.tokens.normalized_keys(window.keys), window.values)
-        slots, before = jax.tree.map(lambda part: part[:, None], (block.memory.slots, before))
+        slots, before = jax.tree.map(lambda part: part[:, None], (given.block.memory.slots, before))
         cache_mask = cache_is_readable(self.model, window)
-        left = (position >= jnp.arange(self.model.window) + self._nearest())[None]
-        length = jnp.where(cache_mask, state.length, 0)
+        left = (given.position >= jnp.arange(self.model.window) + self._nearest())[None]
+        length = jnp.where(cache_mask, given.state.length, 0)
         return self._mix(slots, before, length[:, None], cache_mask[:, None], left)
 
-    def decode_step(
-        self, x: Float[Array, "B 1 D"], *, position: Int[Array, ""], **given: Any
-    ) -> LayerOutput:
-        y, block, *_ = super().decode_step(x, position=position, **given)
-        inputs = with_token(block.memory.inputs, x, position)
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
+        y, block, *_ = super().decode_step(x, given)
+        inputs = with_token(block.memory.inputs, x, given.position)
         return LayerOutput(y, block._replace(memory=block.memory._replace(inputs=inputs)))
 
-    def end_block(
-        self, x: None, *, state: CompressedState, block: OpenBlock, **_: Any
-    ) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; the block that was the cache is compressed to slots."""
+        state = given.state
         made = self._compressed(state.inputs)
         vectors = jnp.concatenate([state.vectors, made], axis=1)
         length = jnp.minimum(state.length + made.shape[1], self.section.slots)
         length = jnp.where(cache_is_readable(self.model, state.window), length, 0)
-        window = closed_window(self.model, state.window, block)
-        return LayerOutput(x, self._after(window, block.memory.inputs, vectors, length))
+        window = closed_window(self.model, state.window, given.block)
+        return LayerOutput(x, self._after(window, given.block.memory.inputs, vectors, length))
 
 
 def _by_block(x: Float[Array, "B T ..."], blocks: int) -> Float[Array, "B N W ..."]:

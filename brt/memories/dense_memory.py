@@ -6,14 +6,14 @@ sliding-window layers that read the memory through a gate.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.config import Kernels, Model
-from brt.config.checks import check, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -21,11 +21,10 @@ from brt.layers.attention import TransformerBlock
 from brt.layers.basic import compute_dtype, token_dropout
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_feedback
-from brt.layers.state import LayerOutput, state_array, with_token
+from brt.layers.state import Given, LayerOutput, state_array, with_token
 from brt.layers.window import keys_before, window_flops
 from brt.memories.past_tokens import (
     MemoryAndSegment,
-    MemoryState,
     PastTokensLayer,
     Readers,
     attend_by_block,
@@ -50,6 +49,7 @@ class DenseMemory(KindSection):
     kind: ClassVar[str] = "dense_memory"
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
+    positive: ClassVar[tuple[str, ...]] = ("size",)
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     size: int = adaptable(32768)  # The memory has this many tokens.
@@ -58,10 +58,6 @@ class DenseMemory(KindSection):
     # sinks, and a gate for each head adds what the head reads from the memory. The gate is closed
     # in a new model, which therefore computes the same as the model without a memory.
     gate: Literal["none", "tanh"] = adaptable("none")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "size")
 
     def layers_by_kind(self) -> dict[str, tuple[int, ...]]:
         gated = self.gate == "tanh"
@@ -157,21 +153,14 @@ class DenseMemoryLayer(nn.Module):
         unplaced = dataclasses.replace(self.model, positions="none")
         self.tokens = TransformerBlock(unplaced, False, self.training, self.kernels)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: DenseState,
-        document_start: Bool[Array, "B N"],
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Attends block by block, because a block has many attention weights."""
         m, size = self.model, self.model.of(DenseMemory).size
         queries, own = self._projected(x)
         own = StateKV(*(constrain(z, *_BY_KEY_HEAD) for z in own))
-        past = _followed_by(state, own)
-        start = constrain(document_start, "lanes", None)
-        lengths = counts_before(state.length, start, added=m.window, size=size)
+        past = _followed_by(given.state, own)
+        start = constrain(given.document_start, "lanes", None)
+        lengths = counts_before(given.state.length, start, added=m.window, size=size)
 
         def attend_in_block(
             n: Int[Array, ""], own: Array, seen: list[Array], dropout: Dropout | None
@@ -223,41 +212,29 @@ class DenseMemoryLayer(nn.Module):
         keys, values = (last_entries(z, size, length) for z in past)
         return DenseState(keys, values, length)
 
-    def begin_block(self, x: None, *, state: DenseState, **_: Any) -> LayerOutput:
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
         m = self.model
-        shape = (len(state.length), m.window, m.key_heads, m.head_dim)
+        shape = (len(given.state.length), m.window, m.key_heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
         return LayerOutput(x, StateKV(zeros, zeros))
 
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: DenseState,
-        block: StateKV,
-        position: Int[Array, ""],
-        **_: Any,
-    ) -> LayerOutput:
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
         """The key and the value of the token enter the open block; the memory does not change."""
         queries, own = self._projected(x)
-        block = with_token(block, own, position)
-        seen = _followed_by(state, block)
-        read = self._read(queries, seen, state.length, position[None])
+        block = with_token(given.block, own, given.position)
+        seen = _followed_by(given.state, block)
+        read = self._read(queries, seen, given.state.length, given.position[None])
         return LayerOutput(self.tokens.finish(x, [read]), block)
 
-    def end_block(self, x: None, *, state: DenseState, block: StateKV, **_: Any) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         size = self.model.of(DenseMemory).size
-        length = jnp.minimum(state.length + self.model.window, size)
-        return LayerOutput(x, self._after(_followed_by(state, block), length))
+        length = jnp.minimum(given.state.length + self.model.window, size)
+        return LayerOutput(x, self._after(_followed_by(given.state, given.block), length))
 
 
 def _followed_by(state: DenseState, tokens: StateKV) -> StateKV:
     keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(state[:2], tokens, strict=True))
     return StateKV(keys, values)
-
-
-def gated_state(model: Model) -> MemoryState:
-    return memory_state(model, model.of(DenseMemory).size)
 
 
 def gated_flops(model: Model) -> int:
@@ -279,8 +256,6 @@ class GatedMemoryLayer(PastTokensLayer):
     the farthest key of the window.
     """
 
-    section_type: ClassVar[type[KindSection]] = DenseMemory
-
     def mix(
         self,
         queries: Float[Array, "B T H K"],
@@ -299,7 +274,7 @@ class GatedMemoryLayer(PastTokensLayer):
         self, queries: Float[Array, "B T H K"], past: MemoryAndSegment, readers: Readers
     ) -> AttentionPart:
         """Attends, block by block, to the keys of the memory that have left a token's window."""
-        m, size = self.model, self.memory_size()
+        m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(size)
         farthest = m.window - 1 if m.sliding.attend_to_self else m.window
         left = (readers.places[:, None] + size - columns[None]) > farthest
@@ -330,7 +305,7 @@ register_kind(
 register_kind(
     "gated_dense_memory",
     LayerKind(
-        GatedMemoryLayer, gated_state,
+        GatedMemoryLayer, lambda model: memory_state(model, model.of(DenseMemory).size),
         {"cache": ("window",), "memory": ("keys", "values", "length")}, gated_flops, DenseMemory,
     ),
 )  # fmt: skip

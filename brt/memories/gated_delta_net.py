@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.config.checks import check_not_negative
 from brt.config.fields import adaptable, inherited
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -40,9 +39,9 @@ from brt.layers.cache import closed_window, with_cache
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_feedback
 from brt.layers.state import (
+    Given,
     LayerOutput,
     LocalState,
-    OpenBlock,
     WindowState,
     open_block,
     state_array,
@@ -60,7 +59,6 @@ from brt.ops import dispatch
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.products import matmul_nn, matmul_nt, matmul_tn
-from brt.ops.recurrent_attention import StateKV
 
 _ALONE, _BESIDE = "gated_delta_net", "window_gated_delta_net"
 
@@ -74,6 +72,7 @@ class GatedDeltaNet(KindSection):
     kind: ClassVar[str] = _ALONE
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
+    not_negative: ClassVar[tuple[str, ...]] = ("heads", "key_dim", "value_dim")
 
     # The layers with these indices have a memory in place of attention.
     layers: tuple[int, ...] = adaptable(())
@@ -83,10 +82,6 @@ class GatedDeltaNet(KindSection):
     heads: int = inherited(0)  # Number of matrices of a layer; 0 takes Model.heads.
     key_dim: int = inherited(0)  # Number of rows of a matrix; 0 takes Model.head_dim.
     value_dim: int = inherited(0)  # Number of columns of a matrix; 0 takes Model.head_dim.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_not_negative(self, "heads", "key_dim", "value_dim")
 
     def sizes(self, model: Model) -> tuple[int, int, int]:
         """Returns the number of heads, and the numbers of channels of a key and of a value."""
@@ -145,11 +140,6 @@ def _product(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Arra
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _inverse_forward(below: Float[Array, "*B C C"]) -> tuple[Array, Array]:
-    inverse = _inverse(below)
-    return inverse, inverse
-
-
 def _inverse_backward(
     inverse: Float[Array, "*B C C"], gradient: Float[Array, "*B C C"]
 ) -> tuple[Float[Array, "*B C C"]]:
@@ -157,7 +147,7 @@ def _inverse_backward(
     return (-_product(transposed, _product(gradient, transposed)),)
 
 
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+unit_lower_inverse.defvjp(lambda below: (_inverse(below),) * 2, _inverse_backward)
 
 
 class DeltaInputs(NamedTuple):
@@ -417,16 +407,13 @@ class GatedDeltaNetLayer(TokenStateLayer):
         self.mlp = MLP(self.model, self.training)
         nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
 
-    def __call__(
-        self, x: Float[Array, "B T D"], *, state: DeltaState, document_start: Bool[Array, "B N"],
-        **_: Any,
-    ) -> LayerOutput:  # fmt: skip
-        since_start = tokens_since_start(document_start, x.shape[1])
-        read, state = self.memory(self._normed(x), state, since_start)
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
+        since_start = tokens_since_start(given.document_start, x.shape[1])
+        read, state = self.memory(self._normed(x), given.state, since_start)
         return LayerOutput(self._finish(x, read), state)
 
-    def decode_step(self, x: Float[Array, "B 1 D"], *, block: DeltaState, **_: Any) -> LayerOutput:
-        read, block = self.memory.read_token(self._normed(x), block)
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
+        read, block = self.memory.read_token(self._normed(x), given.block)
         return LayerOutput(self._finish(x, read), block)
 
 
@@ -442,10 +429,6 @@ class WindowDeltaState(NamedTuple):
         return DeltaState(*self[1:])
 
 
-def window_delta_state(model: Model) -> WindowDeltaState:
-    return WindowDeltaState(window_state(model), *delta_state(model))
-
-
 class WindowGatedDeltaNetLayer(WindowLayer):
     """A sliding-window layer with a `DeltaMemory` in addition to its window. The output of the
     memory is added to the output of attention.
@@ -459,49 +442,28 @@ class WindowGatedDeltaNetLayer(WindowLayer):
         super().setup()
         self.memory = DeltaMemory(self.model, zero_output=True)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: WindowDeltaState,
-        document_start: Bool[Array, "B N"],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Adds what the memory reads to the residual, so attention and MLP follow as usual."""
-        since_start = tokens_since_start(document_start, x.shape[1])
-        read, memory = self.memory(self.tokens.normed(x), state.memory, since_start)
+        since_start = tokens_since_start(given.document_start, x.shape[1])
+        read, memory = self.memory(self.tokens.normed(x), given.state.memory, since_start)
         projections = self.tokens.project(x)
-        past, window = with_cache(self.model, state.window, projections, document_start)
+        past, window = with_cache(self.model, given.state.window, projections, given.document_start)
         x = projections.residual + dropout(self, read, self.model.dropout)
-        y = self.tokens.attend(projections, past, feedback, residual=x)
+        y = self.tokens.attend(projections, past, given.feedback, residual=x)
         return LayerOutput(y, WindowDeltaState(window, *memory))
 
-    def begin_block(self, x: None, *, state: WindowDeltaState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, open_block(state.window, state.memory))
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, open_block(given.state.window, given.state.memory))
 
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: WindowDeltaState,
-        block: OpenBlock,
-        position: Int[Array, ""],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
-        read, memory = self.memory.read_token(self.tokens.normed(x), block.memory)
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
+        read, memory = self.memory.read_token(self.tokens.normed(x), given.block.memory)
         residual, projections = dropout(self, read, self.model.dropout), self.tokens.project(x)
-        y, block = self.tokens.attend_step(
-            x + residual, state.window, block, position, feedback, projections=projections
-        )
+        y, block = self.tokens.attend_step(x + residual, given, projections=projections)
         return LayerOutput(y, block._replace(memory=memory))
 
-    def end_block(
-        self, x: None, *, state: WindowDeltaState, block: OpenBlock, **_: Any
-    ) -> LayerOutput:
-        window = closed_window(self.model, state.window, block)
-        return LayerOutput(x, WindowDeltaState(window, *block.memory))
+    def end_block(self, x: None, given: Given) -> LayerOutput:
+        window = closed_window(self.model, given.state.window, given.block)
+        return LayerOutput(x, WindowDeltaState(window, *given.block.memory))
 
 
 register_kind(
@@ -514,7 +476,8 @@ register_kind(
 register_kind(
     _BESIDE,
     LayerKind(
-        WindowGatedDeltaNetLayer, window_delta_state,
+        WindowGatedDeltaNetLayer,
+        lambda model: WindowDeltaState(window_state(model), *delta_state(model)),
         {"cache": ("window",), "state": ("matrices", "inputs")},
         lambda model: delta_flops(model) + window_flops(model), GatedDeltaNet, loops=True,
     ),

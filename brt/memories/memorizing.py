@@ -20,14 +20,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.config.checks import check, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.window import window_flops
 from brt.memories.past_tokens import (
     MemoryAndSegment,
-    MemoryState,
     PastTokensLayer,
     Readers,
     check_reach,
@@ -48,6 +47,7 @@ class Memorizing(KindSection):
     kind: ClassVar[str] = "memorizing"
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
+    positive: ClassVar[tuple[str, ...]] = ("size", "neighbors")
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     size: int = adaptable(32768)  # The memory has this many tokens.
@@ -64,7 +64,6 @@ class Memorizing(KindSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "size", "neighbors")
         check(
             not self.layers or self.neighbors <= self.size,
             f"Memorizing.neighbors = {self.neighbors} must not be above "
@@ -87,7 +86,17 @@ class Memorizing(KindSection):
         )
 
 
-Search = Literal["exact", "bucketed"]
+class Search(NamedTuple):
+    """How the queries of a block find their neighbours, and what they do without one."""
+
+    size: int  # M, the number of tokens before the block among which they search
+    neighbors: int  # R
+    # "exact" finds the keys with the largest products. "bucketed" divides the tokens among R
+    # buckets and finds the best key of each bucket, for which M must be a multiple of R.
+    how: Literal["exact", "bucketed"] = "exact"
+    # True makes missing neighbours count as zero keys with zero values instead of being ignored, as
+    # the original code does.
+    null_keys: bool = False
 
 
 class Neighbors(NamedTuple):
@@ -103,11 +112,9 @@ def find_neighbors(
     queries: Float[Array, "B H Q K"],
     keys: Float[Array, "B H M K"],
     count: Int[Array, " B"],
-    *,
-    neighbors: int,
     search: Search,
 ) -> Neighbors:
-    """Returns the R = `neighbors` neighbours of every query among the last `count` of the M keys.
+    """Returns the R neighbours of every query among the last `count` of the M keys.
 
     The scores are the products of queries and keys; a positive scale of the queries has no
     influence. All [B, H, Q, M] scores are computed at once, so the caller limits Q.
@@ -116,7 +123,7 @@ def find_neighbors(
     size = keys.shape[2]
     mask = jnp.arange(size)[None] >= size - count[:, None]
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-    best, indices = (top_k if search == "exact" else _top_of_buckets)(scores, neighbors)
+    best, indices = (top_k if search.how == "exact" else _top_of_buckets)(scores, search.neighbors)
     return Neighbors(indices, best > -jnp.inf)
 
 
@@ -148,35 +155,33 @@ def reference_attention(
     keys: Float[Array, "B H Z K"],
     values: Float[Array, "B H Z K"],
     counts: Int[Array, "B N"],
-    *,
-    window: int,
-    size: int,
-    neighbors: int,
     search: Search,
-    null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `memory_attention` for blocks of `window` tokens, all scores of a block at once.
+    """Computes `memory_attention`, all scores of a block at once.
 
     If S heads of queries share a head of keys, their S queries for a token are consecutive entries
     of axis T, and T is S times the number of tokens.
     """
     blocks = counts.shape[1]
-    width = queries.shape[1] // blocks
+    width, window = queries.shape[1] // blocks, _window(keys, counts, search)
     outputs = []
     for n in range(blocks):
         q = queries[:, n * width : (n + 1) * width].swapaxes(1, 2)
-        seen = slice(n * window, n * window + size)
-        results = find_neighbors(
-            jax.lax.stop_gradient(q), keys[:, :, seen], counts[:, n],
-            neighbors=neighbors, search=search,
-        )  # fmt: skip
+        seen = slice(n * window, n * window + search.size)
+        results = find_neighbors(jax.lax.stop_gradient(q), keys[:, :, seen], counts[:, n], search)
         k, v = (take(x[:, :, seen], results.indices) for x in (keys, values))
-        outputs.append(attend_to_neighbors(q, k, v, results.there, null_keys=null_keys))
+        outputs.append(attend_to_neighbors(q, k, v, results.there, null_keys=search.null_keys))
     return jnp.concatenate(outputs, axis=2).swapaxes(1, 2)
 
 
+def _window(keys: Float[Array, "B H Z K"], counts: Int[Array, "B N"], search: Search) -> int:
+    # Returns the number of tokens from one block to the next; 0 if `keys` are the memory alone.
+    return (keys.shape[2] - search.size) // counts.shape[1]
+
+
 # For a row of the batch, an array of scores, of retrieved keys or of retrieved values has at most
-# this number of elements, which take 32 MiB in float32.
+# this number of elements, which take 32 MiB in float32 (or those of one query in all heads, if
+# these are more).
 AT_ONCE = 2**23
 
 
@@ -185,15 +190,10 @@ def xla_attention(
     keys: Float[Array, "B H Z K"],
     values: Float[Array, "B H Z K"],
     counts: Int[Array, "B N"],
-    *,
-    window: int,
-    size: int,
-    neighbors: int,
     search: Search,
-    null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """Computes `memory_attention` for blocks of `window` tokens, a few queries at a time to limit
-    the number of scores; T as in `reference_attention`.
+    """Computes `memory_attention`, a few queries at a time to limit the number of scores; T as in
+    `reference_attention`.
 
     The first of two passes searches and stores only the indices of the neighbours. The second pass
     gathers the keys and values of the neighbours and attends to them. The gathered keys and values
@@ -203,19 +203,16 @@ def xla_attention(
     by_head = queries.swapaxes(1, 2)
     # The neighbours have no gradient. A layer that is recomputed in the backward pass stores them;
     # otherwise it would store all scores, which are results of a product.
-    found = _find_in_blocks(
-        *jax.lax.stop_gradient((by_head, keys)), counts, window=window, size=size,
-        neighbors=neighbors, search=search,
-    )  # fmt: skip
+    found = _find_in_blocks(*jax.lax.stop_gradient((by_head, keys)), counts, search)
     results = jax.tree.map(dispatch.input_residual, found)
 
     @jax.checkpoint
     def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
         k, v = take(keys, results.indices), take(values, results.indices)
-        return attend_to_neighbors(q, k, v, results.there, null_keys=null_keys)
+        return attend_to_neighbors(q, k, v, results.there, null_keys=search.null_keys)
 
     _, heads, tokens, width = by_head.shape
-    rows = _rows(tokens, heads * neighbors * width)
+    rows = _rows(tokens, heads * search.neighbors * width)
     return _by_rows(attend, rows, by_head, results).swapaxes(1, 2)
 
 
@@ -223,31 +220,22 @@ def _find_in_blocks(
     queries: Float[Array, "B H T K"],
     keys: Float[Array, "B H Z K"],
     counts: Int[Array, "B N"],
-    *,
-    window: int,
-    size: int,
-    neighbors: int,
     search: Search,
 ) -> Neighbors:
     # The resulting indices refer to `keys`.
     batch, heads, tokens, width = queries.shape
-    blocks = counts.shape[1]
-    rows = _rows(tokens // blocks, heads * size)
+    blocks, window = counts.shape[1], _window(keys, counts, search)
+    rows = _rows(tokens // blocks, heads * search.size)
 
     def search_block(n: Array, q: Float[Array, "B H Q K"], count: Int[Array, " B"]) -> Neighbors:
-        seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
+        seen = jax.lax.dynamic_slice_in_dim(keys, n * window, search.size, axis=2)
 
-        def search_rows(q: Float[Array, "B H Q K"]) -> Neighbors:
-            return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
-
-        results = _by_rows(search_rows, rows, q)
+        results = _by_rows(lambda q: find_neighbors(q, seen, count, search), rows, q)
         return results._replace(indices=results.indices + n * window)
 
     split = jnp.moveaxis(queries.reshape(batch, heads, blocks, -1, width), 2, 0)
     results = jax.lax.map(lambda block: search_block(*block), (jnp.arange(blocks), split, counts.T))
-    return jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, tokens, neighbors), results
-    )
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, tokens, -1), results)
 
 
 def _rows(queries: int, each: int) -> int:
@@ -284,11 +272,7 @@ def memory_attention(
     keys: Float[Array, "B G Z K"],
     values: Float[Array, "B G Z K"],
     counts: Int[Array, "B N"],
-    *,
-    size: int,
-    neighbors: int,
-    search: Search = "exact",
-    null_keys: bool = False,
+    search: Search,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every token over its neighbours in the memory, in the dtype
@@ -298,35 +282,21 @@ def memory_attention(
     `keys` has the memory before the segment, followed by the segment's tokens, so the tokens that
     block n sees begin at index n * W. With one block, `keys` may be the memory alone.
 
-    For each row of the batch, the temporary arrays have at most `AT_ONCE` float32 scores (or
-    the scores of one query in all heads, if these are more), the same number of elements of
-    retrieved keys and of values, and the indices [H, T, R] of neighbours. The limit also holds for
-    the backward pass.
+    The number of scores, of retrieved keys and of retrieved values that exist at once is limited by
+    `AT_ONCE`, also in the backward pass.
 
     Args:
       queries: the queries, already scaled. A positive scale does not change the neighbours.
       keys, values: the keys and values, oldest token first.
       counts: for each block, the number of tokens that may be neighbours, at most M. These are the
         last tokens before the block.
-      size, neighbors: M and R.
-      search: "exact" finds the keys with the largest products. "bucketed" divides the tokens among
-        R buckets and finds the best key of each bucket, for which M must be a multiple of R.
-      null_keys: True makes missing neighbours count as zero keys with zero values instead of being
-        ignored, as the original code does.
       implementation: None selects the best implementation that supports the inputs.
     """
     keys, values = jax.lax.stop_gradient((keys, values))
     heads = queries.shape[2]
-    found = dispatch.run(
-        OP, implementation, heads_to_tokens(queries, keys.shape[1]), keys, values, counts,
-        window=queries.shape[1] // counts.shape[1], size=size, neighbors=neighbors, search=search,
-        null_keys=null_keys,
-    )  # fmt: skip
+    by_group = heads_to_tokens(queries, keys.shape[1])
+    found = dispatch.run(OP, implementation, by_group, keys, values, counts, search)
     return tokens_to_heads(found, heads)
-
-
-def memorizing_state(model: Model) -> MemoryState:
-    return memory_state(model, model.of(Memorizing).size)
 
 
 def memory_flops(model: Model) -> int:
@@ -348,8 +318,6 @@ class MemorizingLayer(PastTokensLayer):
     original recipe. With "tanh", the window has the model's positions.
     """
 
-    section_type: ClassVar[type[KindSection]] = Memorizing
-
     def window_positions(self) -> str:
         return self.model.positions if self.model.of(Memorizing).gate == "tanh" else "none"
 
@@ -362,11 +330,10 @@ class MemorizingLayer(PastTokensLayer):
     ) -> Float[Array, "B T H K"]:
         section, local, counts = self.model.of(Memorizing), window.output, readers.counts
         null_keys = not self.model.sliding.mask_empty_cache
+        search = Search(section.size, section.neighbors, section.search, null_keys)
         remembered_output = memory_attention(
-            queries, *past, counts, size=section.size, neighbors=section.neighbors,
-            search=section.search, null_keys=null_keys,
-            implementation=self.kernels.memory_attention,
-        )  # fmt: skip
+            queries, *past, counts, search, self.kernels.memory_attention
+        )
         # A block that can read no token of the memory has a closed gate, unless missing keys count
         # as keys of zeros (`null_keys`).
         open_gate = (counts > 0) | null_keys
@@ -380,7 +347,7 @@ class MemorizingLayer(PastTokensLayer):
 register_kind(
     "memorizing",
     LayerKind(
-        MemorizingLayer, memorizing_state,
+        MemorizingLayer, lambda model: memory_state(model, model.of(Memorizing).size),
         {"cache": ("window",), "memory": ("keys", "values", "length")}, memory_flops, Memorizing,
     ),
 )  # fmt: skip

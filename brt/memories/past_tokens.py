@@ -8,7 +8,7 @@ tokens and not on their distance. The letters of shapes are those of `brt.layers
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,15 +17,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Model
 from brt.config.checks import check
-from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import parameter
 from brt.layers.cache import closed_window, document_places, speeds_of, with_cache
 from brt.layers.state import (
+    Given,
     LayerOutput,
     LocalState,
-    OpenBlock,
     WindowState,
     state_array,
     window_state,
@@ -35,7 +34,6 @@ from brt.ops.dropout import Dropout
 from brt.ops.grouped_heads import spread_over_devices
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import rotate, rotations
-from brt.ops.recurrent_attention import StateKV
 
 
 def check_reach(name: str, layers: Sequence[int], model: Model) -> None:
@@ -185,17 +183,10 @@ class Readers(NamedTuple):
 class PastTokensLayer(WindowLayer):
     """Base class of layers whose tokens attend to their window and to a memory of past tokens.
 
-    A subclass defines `section_type`, the class of its settings with a field `size`, and `mix`, and
-    may override `window_positions`. The parameter `memory_gate` has a number for each head,
-    initially zero, from which `mix` computes how much the head takes from the memory.
+    A subclass defines `mix`, and may override `window_positions`. The parameter `memory_gate` has a
+    number for each head, initially zero, from which `mix` computes how much the head takes from the
+    memory.
     """
-
-    section_type: ClassVar[type[KindSection]]
-
-    def memory_size(self) -> int:
-        """Returns M, the number of tokens of the memory."""
-        section: Any = self.model.of(self.section_type)
-        return section.size
 
     def window_positions(self) -> str:
         """Returns the kind of positions of tokens in their window, a value of `Model.positions`."""
@@ -244,9 +235,7 @@ class PastTokensLayer(WindowLayer):
             *(spread_over_devices(part, self.model.heads, names) for part in past)
         )
 
-        def attend_beyond_window(
-            queries: Float[Array, "B T H K"], window: AttentionPart
-        ) -> Float[Array, "B T H K"]:
+        def attend_beyond_window(queries: Array, window: AttentionPart) -> Array:
             queries = self._behind_window(queries)
             return self.mix(queries, window, shared, Readers(counts, places))
 
@@ -262,41 +251,35 @@ class PastTokensLayer(WindowLayer):
         distance = m.window if m.sliding.attend_to_self else m.window + 1
         return rotate(queries, rotations(distance, 1, speeds_of(m)))
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: MemoryState,
-        document_start: Bool[Array, "B N"],
-        feedback: StateKV | None = None,
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Lets each block read the M tokens before it; the last M tokens are the next memory."""
-        m, size = self.model, self.memory_size()
+        m, size = self.model, given.state.keys.shape[2]
         projections = self.tokens.project(x)
-        cached, window = with_cache(m, state.window, projections, document_start)
+        cached, window = with_cache(m, given.state.window, projections, given.document_start)
         past = memory_and_segment(
-            state, self.tokens.normalized_keys(projections.keys), projections.values
+            given.state, self.tokens.normalized_keys(projections.keys), projections.values
         )
-        counts = counts_before(state.length, document_start, added=m.block_length, size=size)
+        counts = counts_before(
+            given.state.length, given.document_start, added=m.block_length, size=size
+        )
         before = None
         if cached.first is not None:
             before = document_places(cached, x.shape[1])[:, :: m.block_length]
         mix = self._mix(past, counts[:, :-1], before, jnp.arange(m.block_length))
-        y = self.tokens.attend(projections, cached, feedback, mix)
+        y = self.tokens.attend(projections, cached, given.feedback, mix)
         return LayerOutput(y, state_after_segment(past, counts[:, -1], window, size=size))
 
-    def mix_step(self, state: MemoryState, block: OpenBlock, position: Int[Array, ""]) -> Mix:
-        window = state.window
+    def mix_step(self, given: Given) -> Mix:
+        state, window = given.state, given.state.window
         before = window.length[:, None] if isinstance(window, LocalState) else None
         past = MemoryAndSegment(state.keys, state.values)
-        return self._mix(past, state.length[:, None], before, position[None])
+        return self._mix(past, state.length[:, None], before, given.position[None])
 
-    def end_block(self, x: None, *, state: MemoryState, block: OpenBlock, **_: Any) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; its tokens also enter the memory."""
-        m, size = self.model, self.memory_size()
-        window = closed_window(m, state.window, block)
+        m, size = self.model, given.state.keys.shape[2]
+        window = closed_window(m, given.state.window, given.block)
         keys, values = (part[:, -m.block_length :] for part in (window.keys, window.values))
-        past = memory_and_segment(state, self.tokens.normalized_keys(keys), values)
-        length = jnp.minimum(state.length + m.block_length, size)
+        past = memory_and_segment(given.state, self.tokens.normalized_keys(keys), values)
+        length = jnp.minimum(given.state.length + m.block_length, size)
         return LayerOutput(x, state_after_segment(past, length, window, size=size))

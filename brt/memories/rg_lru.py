@@ -11,10 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from brt.config import Model
-from brt.config.checks import check, check_not_negative
+from brt.config.checks import check
 from brt.config.fields import adaptable, inherited
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -30,7 +30,7 @@ from brt.layers.basic import (
 )
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_feedback
-from brt.layers.state import LayerOutput, state_array
+from brt.layers.state import Given, LayerOutput, state_array
 from brt.memories.token_state import (
     CONVOLVED,
     TokenStateLayer,
@@ -49,14 +49,11 @@ class RGLRU(KindSection):
     kind: ClassVar[str] = "rg_lru"
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
+    not_negative: ClassVar[tuple[str, ...]] = ("width",)
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     # Number of channels of the recurrence, a multiple of Model.heads; 0 takes Model.model_dim.
     width: int = inherited(0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_not_negative(self, "width")
 
     def width_of(self, model: Model) -> int:
         return self.width or model.model_dim
@@ -206,23 +203,20 @@ class RGLRULayer(TokenStateLayer):
         self.mlp = MLP(m, self.training)
         nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.
 
-    def __call__(
-        self, x: Float[Array, "B T D"], *, state: RGLRUState, document_start: Bool[Array, "B N"],
-        **_: Any,
-    ) -> LayerOutput:  # fmt: skip
-        since_start = tokens_since_start(document_start, x.shape[1])
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
+        since_start = tokens_since_start(given.document_start, x.shape[1])
         branch, inputs = self._project(x)
-        convolved, last = convolution(inputs, state.inputs, self.convolution, since_start)
+        convolved, last = convolution(inputs, given.state.inputs, self.convolution, since_start)
         a, b = self._steps(convolved)
         a = jnp.where((since_start == 0)[:, :, None, None], 0, a)
-        hidden = scan(a, b, state.hidden)
+        hidden = scan(a, b, given.state.hidden)
         return LayerOutput(self._output(x, branch, hidden), RGLRUState(hidden[:, -1], last))
 
-    def decode_step(self, x: Float[Array, "B 1 D"], *, block: RGLRUState, **_: Any) -> LayerOutput:
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
         branch, inputs = self._project(x)
-        convolved, last = convolution_step(inputs, block.inputs, self.convolution)
+        convolved, last = convolution_step(inputs, given.block.inputs, self.convolution)
         a, b = self._steps(convolved)
-        hidden = a[:, 0] * block.hidden + b[:, 0]
+        hidden = a[:, 0] * given.block.hidden + b[:, 0]
         y = self._output(x, branch, hidden[:, None])
         return LayerOutput(y, RGLRUState(hidden, last))
 

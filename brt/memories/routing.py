@@ -8,14 +8,14 @@ token reads. The other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.config import Model
-from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable, free, inherited
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -25,9 +25,9 @@ from brt.layers.cache import closed_window, with_cache
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_feedback, refuse_rotary, require_cache
 from brt.layers.state import (
+    Given,
     LayerAux,
     LayerOutput,
-    OpenBlock,
     WindowState,
     open_block,
     state_array,
@@ -60,6 +60,8 @@ class Routing(KindSection):
     """
 
     kind: ClassVar[str] = "routing"
+    positive: ClassVar[tuple[str, ...]] = ("heads", "clusters", "keep")
+    not_negative: ClassVar[tuple[str, ...]] = ("commitment",)
 
     layers: tuple[int, ...] = inherited(())  # The layers with these indices are of this kind.
     # This many heads of a layer attend to clusters. The other heads attend to a window.
@@ -75,8 +77,6 @@ class Routing(KindSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "heads", "clusters", "keep")
-        check_not_negative(self, "commitment")
         check(0 < self.decay < 1, f"Routing.decay = {self.decay} must be in (0, 1)")
 
     def check_model(self, model: Model) -> None:
@@ -124,10 +124,6 @@ def routed_state(model: Model) -> RoutedState:
 def new_routing(model: Model) -> ClusterStatistics:
     section = model.of(Routing)
     return new_statistics(section.heads, section.clusters, model.head_dim)
-
-
-def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
-    return update_averages(statistics, model.of(Routing).decay)
 
 
 def routing_flops(model: Model) -> int:
@@ -190,19 +186,11 @@ class RoutingLayer(WindowLayer):
         queries = scaled_unit(products, jnp.abs(self.scale))
         return queries, RoutedTokens(keys, values, nearest_clusters(keys, statistics))
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: RoutedState,
-        document_start: Bool[Array, "B N"],
-        model_state: ClusterStatistics,
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Adds the routed heads' outputs to the residual, and the tokens to the model state."""
-        m, statistics = self.model, model_state
+        m, statistics = self.model, given.model_state
         projections = self.tokens.project(x)
-        past, window = with_cache(m, state.window, projections, document_start)
+        past, window = with_cache(m, given.state.window, projections, given.document_start)
         queries, routed = self._routed(x, statistics)
         # The axis of tokens has the name None, so it is not sharded: every device sorts the tokens
         # of the complete segment.
@@ -212,16 +200,16 @@ class RoutingLayer(WindowLayer):
             constrain(routed.keys, *heads), constrain(routed.values, *heads),
             constrain(routed.clusters, *heads[:3]),
         )  # fmt: skip
-        start = constrain(document_start, "lanes", None)
+        start = constrain(given.document_start, "lanes", None)
         read = routed_attention(
-            queries, routed, state.rings, start, self._bias(),
+            queries, routed, given.state.rings, start, self._bias(),
             attend_to_self=m.sliding.attend_to_self, implementation=self.kernels.routed_attention,
         )  # fmt: skip
         # The layer adds the outputs of all heads to x. This line adds the output of the routed
         # heads, and `attend` adds the output of the windowed heads.
         x = projections.residual + dense(read, self.output, inputs=2)
         y = self.tokens.attend(projections, past, None, residual=x)
-        rings = rings_after(routed, state.rings, start)
+        rings = rings_after(routed, given.state.rings, start)
         return LayerOutput(y, RoutedState(window, *rings), self._aux(routed, statistics))
 
     def _aux(self, routed: RoutedTokens, statistics: ClusterStatistics) -> LayerAux:
@@ -235,39 +223,29 @@ class RoutingLayer(WindowLayer):
         loss = weight * commitment(routed.keys, routed.clusters, statistics)
         return LayerAux(after, {"routing": loss}, metrics)
 
-    def begin_block(self, x: None, *, state: RoutedState, **_: Any) -> LayerOutput:
-        shape = (len(state.keys), self.model.window, self.section.heads, self.model.head_dim)
-        keys = jnp.zeros(shape, state.keys.dtype)
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
+        shape = (len(given.state.keys), self.model.window, self.section.heads, self.model.head_dim)
+        keys = jnp.zeros(shape, given.state.keys.dtype)
         routed = RoutedTokens(keys, keys, jnp.zeros(shape[:3], jnp.int32))
-        return LayerOutput(x, open_block(state.window, routed))
+        return LayerOutput(x, open_block(given.state.window, routed))
 
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: RoutedState,
-        block: OpenBlock,
-        position: Int[Array, ""],
-        model_state: ClusterStatistics,
-        **_: Any,
-    ) -> LayerOutput:
-        queries, routed = self._routed(x, model_state)
-        whole = with_token(block.memory, routed, position)
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
+        queries, routed = self._routed(x, given.model_state)
+        whole = with_token(given.block.memory, routed, given.position)
         read = routed_attention_step(
-            queries, routed.clusters[:, 0], whole, state.rings, position, self._bias(),
+            queries, routed.clusters[:, 0], whole, given.state.rings, given.position, self._bias(),
             attend_to_self=self.model.sliding.attend_to_self,
         )  # fmt: skip
         y, block = self.tokens.attend_step(
-            x + dense(read, self.output, inputs=2), state.window, block, position, None,
-            projections=self.tokens.project(x),
-        )  # fmt: skip
+            x + dense(read, self.output, inputs=2), given, projections=self.tokens.project(x)
+        )
         return LayerOutput(y, block._replace(memory=whole))
 
-    def end_block(self, x: None, *, state: RoutedState, block: OpenBlock, **_: Any) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; its tokens become the last tokens of their clusters."""
-        nowhere = jnp.zeros((len(state.keys), 1), bool)
-        window = closed_window(self.model, state.window, block)
-        rings = rings_after(block.memory, state.rings, nowhere)
+        nowhere = jnp.zeros((len(given.state.keys), 1), bool)
+        window = closed_window(self.model, given.state.window, given.block)
+        rings = rings_after(given.block.memory, given.state.rings, nowhere)
         return LayerOutput(x, RoutedState(window, *rings))
 
 
@@ -275,6 +253,7 @@ register_kind(
     "routing",
     LayerKind(
         RoutingLayer, routed_state, {"cache": ("window",), "memory": ("keys", "values", "filled")},
-        routing_flops, Routing, new_model_state=new_routing, settle=settled_routing,
+        routing_flops, Routing, new_model_state=new_routing,
+        settle=lambda model, statistics: update_averages(statistics, model.of(Routing).decay),
     ),
 )  # fmt: skip

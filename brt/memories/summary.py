@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
-from brt.config.checks import check, check_positive
+from brt.config.checks import check
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
@@ -36,7 +36,7 @@ from brt.layers.basic import (
 )
 from brt.layers.kinds import LayerKind, register_kind
 from brt.layers.sections import refuse_feedback, refuse_rotary
-from brt.layers.state import LayerOutput, state_array, with_token
+from brt.layers.state import Given, LayerOutput, state_array, with_token
 from brt.layers.window import window_flops
 from brt.ops.masked_attention import attend
 from brt.ops.normalization import rms_norm
@@ -57,6 +57,9 @@ class Summaries(KindSection):
     """
 
     kind: ClassVar[str] = _SHORT
+    positive: ClassVar[tuple[str, ...]] = (
+        "summaries", "short_memory", "long_memory", "long_increment",
+    )  # fmt: skip
 
     # The layers with these indices are summary layers without a long-term memory.
     layers: tuple[int, ...] = adaptable(())
@@ -69,7 +72,6 @@ class Summaries(KindSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "summaries", "short_memory", "long_memory", "long_increment")
         check(
             not self.long_layers or self.long_memory % self.long_increment == 0,
             f"Summaries.long_memory = {self.long_memory} must be a multiple of "
@@ -121,10 +123,6 @@ def long_summary_state(model: Model) -> LongSummaryState:
     shape = (model.of(Summaries).long_memory, model.model_dim)
     vectors = state_array(shape, (None, None), "float32")
     return LongSummaryState(summary_state(model), vectors, state_array((), (), "int32"))
-
-
-def number_of_summaries(model: Model) -> int:
-    return model.of(Summaries).summaries
 
 
 def summary_flops(model: Model) -> int:
@@ -240,22 +238,15 @@ class SummaryLayer(nn.Module):
                 nn.initializers.truncated_normal(0.25),
             )  # fmt: skip
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        state: Any,
-        document_start: Bool[Array, "B N"],
-        summaries: Float[Array, "B N U D"],
-        **_: Any,
-    ) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Computes the projections of all blocks at once; then the blocks are read one by one,
         because each block reads the memory that the previous block has changed.
         """
-        m, blocks, shape = self.model, document_start.shape[1], x.shape
+        m, blocks, shape = self.model, given.document_start.shape[1], x.shape
         # The blocks are read one after the other, so every device needs all blocks of its rows.
         x = constrain(x, "lanes", None, None).reshape(len(x), blocks, m.window, m.model_dim)
-        z = jnp.concatenate([x, constrain(summaries, "lanes", None, None, None)], axis=2)
+        summaries = constrain(given.summaries, "lanes", None, None, None)
+        z = jnp.concatenate([x, summaries], axis=2)
         projected = self._projected(z.reshape(len(z), -1, m.model_dim))
         heads = (*z.shape[:3], m.heads, m.head_dim)
         tokens = Tokens(z, *(part.reshape(heads) for part in projected))
@@ -270,8 +261,8 @@ class SummaryLayer(nn.Module):
             # parameters needs the check.
             check_constancy_invariants=self.is_initializing(),
         )
-        memories = Memories(state, self._long(state))
-        memories, (x, summaries) = scan(self, memories, tokens, document_start, self._bias())
+        memories = Memories(given.state, self._long(given.state))
+        memories, (x, summaries) = scan(self, memories, tokens, given.document_start, self._bias())
         x = constrain(x.reshape(shape), "lanes", "tokens", None)
         return LayerOutput(x, memories.state, summaries=summaries)
 
@@ -377,23 +368,16 @@ class SummaryLayer(nn.Module):
         last = section.short_memory - (0 if m.sliding.attend_to_self else 1)
         return circulant(jnp.roll(row, -last, axis=1), m.window + section.summaries)
 
-    def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
         """Computes the keys and values of the memories once for all tokens of the block."""
         m, dtype = self.model, compute_dtype(self.model)
-        keys = jnp.zeros((len(state.short.vectors), m.window, m.heads, m.head_dim), dtype)
+        keys = jnp.zeros((len(given.state.short.vectors), m.window, m.heads, m.head_dim), dtype)
         outputs = jnp.zeros((*keys.shape[:2], m.model_dim), dtype)
-        block = SummaryBlock(keys, keys, outputs, self._short(state), self._long(state))
+        block = SummaryBlock(keys, keys, outputs, self._short(given.state), self._long(given.state))
         return LayerOutput(x, block)
 
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        *,
-        state: Any,
-        block: SummaryBlock,
-        position: Int[Array, ""],
-        **_: Any,
-    ) -> LayerOutput:
+    def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
+        block, position = given.block, given.position
         queries, *kv = self._projected(x)
         own = with_token(StateKV(block.keys, block.values), StateKV(*kv), position)
         bias = self._row()
@@ -401,34 +385,27 @@ class SummaryLayer(nn.Module):
             columns = self.section.short_memory + self.model.window
             distance = self._distance(position[None])[0, :columns]
             bias = jnp.take(bias, jnp.maximum(distance, 0), axis=1)[:, None]
-        memories = Memories(state, block.long)
+        memories = Memories(given.state, block.long)
         y = self._attend(queries, own, block.short, memories, bias, position)
         y = self.tokens.finish(x, [y])
         outputs = with_token(block.outputs, y, position)
         block = block._replace(keys=own.keys, values=own.values, outputs=outputs)
         return LayerOutput(y, block)
 
-    def end_block(
-        self,
-        x: None,
-        *,
-        state: Any,
-        block: SummaryBlock,
-        summaries: Float[Array, "B 1 U D"],
-        **_: Any,
-    ) -> LayerOutput:
+    def end_block(self, x: None, given: Given) -> LayerOutput:
         """Processes the summaries, which attend to the complete block, after all its tokens."""
-        window, u = self.model.window, summaries[:, 0]
+        block = given.block
+        window, u = self.model.window, given.summaries[:, 0]
         queries, *kv = self._projected(u)
         pairs = zip((block.keys, block.values), kv, strict=True)
         own = StateKV(*(jnp.concatenate(pair, axis=1) for pair in pairs))
         bias = self._bias()
         y = self._attend(
-            queries, own, block.short, Memories(state, block.long),
+            queries, own, block.short, Memories(given.state, block.long),
             None if bias is None else bias[:, window:], jnp.asarray(window),
         )  # fmt: skip
         u = self.tokens.finish(u, [y])
-        memories, u = self._after(Memories(state, None), block.outputs, u)
+        memories, u = self._after(Memories(given.state, None), block.outputs, u)
         return LayerOutput(x, memories.state, summaries=u[:, None])
 
 
@@ -450,7 +427,7 @@ register_kind(
     _SHORT,
     LayerKind(
         SummaryLayer, summary_state, {"state": ("vectors", "valid")}, summary_flops, Summaries,
-        loops=True, summaries=number_of_summaries,
+        loops=True, summaries=lambda model: model.of(Summaries).summaries,
     ),
 )  # fmt: skip
 register_kind(
@@ -458,6 +435,6 @@ register_kind(
     LayerKind(
         LongSummaryLayer, long_summary_state,
         {"state": ("short",), "memory": ("vectors", "length")}, long_summary_flops, Summaries,
-        loops=True, summaries=number_of_summaries,
+        loops=True, summaries=lambda model: model.of(Summaries).summaries,
     ),
 )  # fmt: skip

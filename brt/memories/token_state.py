@@ -5,8 +5,6 @@ In shapes, R is the number of channels of a head, C of tokens that the convoluti
 C - 1. The other letters of shapes are those of `brt.layers.state`.
 """
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.layers.basic import dropout, normed
-from brt.layers.state import LayerOutput
+from brt.layers.state import Given, LayerOutput
 
 CONVOLVED = 4  # The convolution reads this many tokens, including the token itself.
 
@@ -94,8 +92,8 @@ class TokenStateLayer(nn.Module):
     ) -> Float[Array, "B T D"]:
         return self.mlp(x + dropout(self, read, self.model.dropout), None)
 
-    def begin_block(self, x: None, *, state: Any, **_: Any) -> LayerOutput:
-        return LayerOutput(x, state)
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, given.state)
 
-    def end_block(self, x: None, *, block: Any, **_: Any) -> LayerOutput:
-        return LayerOutput(x, block)
+    def end_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, given.block)

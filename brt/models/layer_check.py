@@ -28,7 +28,7 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 class _Reading(NamedTuple):
-    logits: Float[np.ndarray, "B T V"]
+    logits: Float[Array, "B T V"]
     state: StackState
 
 
@@ -46,9 +46,11 @@ def check_layers(model: Model) -> None:
         it, and the first token whose logits are wrong or the wrong field of the state.
     """
     check_states(model)
-    reader = _Reader(dataclasses.replace(model, vocab_size=_VOCABULARY))
-    reader.trace("bfloat16")
+    model = dataclasses.replace(model, vocab_size=_VOCABULARY)
+    reader = _Reader(model, _random_params(model))
     tokens = _tokens(reader, seed=0)
+    low = _Reader(dataclasses.replace(model, dtype="bfloat16"), reader.params)
+    jax.eval_shape(lambda: (low.read(tokens), low.read_single_tokens(tokens)))
     whole = reader.read(tokens)
     _check_later_tokens_and_lanes(reader, tokens, whole)
     _check_pieces(reader, tokens, whole)
@@ -57,14 +59,13 @@ def check_layers(model: Model) -> None:
 
 
 class _Reader:
-    """A decoder with random parameters, and compiled functions that read with it."""
+    """A decoder with its parameters, and compiled functions that read with it."""
 
-    def __init__(self, model: Model):
-        self.model = model
-        self._decoder = Decoder(model)
+    def __init__(self, model: Model, params: PyTree[Array]):
+        self.model, self.params = model, params
         self._model_state: ModelState = new_model_state(model)
-        self._params = _random_params(self._decoder, self._model_state)
-        self._apply = jax.jit(self._decoder.apply, static_argnames="method")
+        apply = jax.jit(Decoder(model).apply, static_argnames="method")
+        self._apply = partial(apply, {"params": params})
 
     def read(
         self,
@@ -76,59 +77,36 @@ class _Reader:
         if start is None:
             start = np.zeros((_LANES, tokens.shape[1] // self.model.block_length), bool)
         state = new_state(self.model, _LANES) if state is None else state
-        variables = {"params": self._params}
-        output = self._apply(variables, tokens, state, start, self._model_state)
-        weights = output_weights(self.model, self._params)
-        return _Reading(np.asarray(logits(self.model, weights, output.hidden)), output.state)
-
-    def trace(self, dtype: str) -> None:
-        """Traces all methods with activations of a dtype, without computing them."""
-        model = dataclasses.replace(self.model, dtype=dtype)
-        decoder, state = Decoder(model), new_state(model, _LANES)
-        tokens = jnp.zeros((_LANES, _BLOCKS * model.block_length), jnp.int32)
-        start = jnp.zeros((_LANES, _BLOCKS), bool)
-
-        def read(params: PyTree[Array]) -> None:
-            call = partial(decoder.apply, {"params": params})
-            call(tokens, state, start, self._model_state)
-            block = call(state, self._model_state, method="begin_block")
-            position = jnp.zeros((), jnp.int32)
-            _, block = call(
-                tokens[:, 0], state, block, position, self._model_state, method="decode_step"
-            )
-            call(state, block, self._model_state, method="end_block")
-
-        jax.eval_shape(read, self._params)
+        output = self._apply(tokens, state, start, self._model_state)
+        weights = output_weights(self.model, self.params)
+        return _Reading(logits(self.model, weights, output.hidden), output.state)
 
     def read_single_tokens(self, tokens: _Tokens, at_once: int = 1) -> _Reading:
         """Reads whole blocks by `at_once` tokens per call, from a state that has read nothing.
         Returns the logits of each call's last token and the state, which must equal those of
         `read`.
         """
-        variables, found = {"params": self._params}, []
-        state = new_state(self.model, _LANES)
+        state, found = new_state(self.model, _LANES), []
         for place in range(0, tokens.shape[1], at_once):
             position = place % self.model.block_length
             if position == 0:
-                block = self._apply(variables, state, self._model_state, method="begin_block")
+                block = self._apply(state, self._model_state, method="begin_block")
             next_logits, block = self._apply(
-                variables, tokens[:, place : place + at_once], state, block,
-                jnp.asarray(position, jnp.int32),
+                tokens[:, place : place + at_once], state, block, jnp.asarray(position, jnp.int32),
                 self._model_state, method="decode_step",
             )  # fmt: skip
             found.append(next_logits)
             if position == self.model.block_length - at_once:
-                state = self._apply(variables, state, block, self._model_state, method="end_block")
-        return _Reading(np.stack(found, axis=1), state)
+                state = self._apply(state, block, self._model_state, method="end_block")
+        return _Reading(jnp.stack(found, axis=1), state)
 
 
-def _random_params(decoder: Decoder, model_state: ModelState) -> PyTree[Array]:
+def _random_params(model: Model) -> PyTree[Array]:
     # Noise is added, so that parameters that begin as 0 have an effect.
-    model = decoder.model
     tokens = jnp.zeros((_LANES, _BLOCKS * model.block_length), jnp.int32)
     start = jnp.zeros((_LANES, _BLOCKS), bool)
-    initial = jax.jit(decoder.init)(
-        jax.random.key(0), tokens, new_state(model, _LANES), start, model_state
+    initial = jax.jit(Decoder(model).init)(
+        jax.random.key(0), tokens, new_state(model, _LANES), start, new_model_state(model)
     )
     draw = np.random.default_rng(1)
     return jax.tree.map(
@@ -146,7 +124,7 @@ def _check_pieces(reader: _Reader, tokens: _Tokens, whole: _Reading) -> None:
     cut = _BLOCKS // 2 * reader.model.block_length
     first = reader.read(tokens[:, :cut])
     second = reader.read(tokens[:, cut:], first.state)
-    pieces = np.concatenate([first.logits, second.logits], axis=1)
+    pieces = jnp.concatenate([first.logits, second.logits], axis=1)
     rule = "two calls of __call__, one after the other, must return what one call returns"
     _check_logits(reader, pieces, whole.logits, rule)
     _check_state(reader, second.state, whole.state, rule)
@@ -204,14 +182,14 @@ def _tolerance(model: Model) -> float:
 
 def _check_logits(
     reader: _Reader,
-    found: Float[np.ndarray, "B T V"],
-    expected: Float[np.ndarray, "B T V"],
+    found: Float[Array, "B T V"],
+    expected: Float[Array, "B T V"],
     rule: str,
     at_once: int = 1,
 ) -> None:
     # Compares the logits of every token or of every last one of `at_once`.
-    error = np.abs(found - expected).max(axis=-1)
-    wrong = ~(error <= _tolerance(reader.model) * np.abs(expected).max())
+    error = np.abs(np.asarray(found) - expected).max(axis=-1)
+    wrong = ~(error <= _tolerance(reader.model) * np.abs(np.asarray(expected)).max())
     if wrong.any():
         place = (int(wrong.any(axis=0).argmax()) + 1) * at_once - 1
         raise AssertionError(

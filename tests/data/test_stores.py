@@ -1,4 +1,4 @@
-"""Tests stores and arrays in files, their comparison with hashes, and that damage is refused, and so
+"""Tests stores and arrays in files and their comparison with hashes; damage is refused, and so
 is contradictory content.
 """
 

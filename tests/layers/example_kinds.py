@@ -8,21 +8,19 @@ gradients. `Decay` (tests/data/user_files/token_recurrence.py) is a recurrence o
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import user_kinds
 from model_settings import PARITY, with_settings
+from user_kinds import my_layers
 
-from brt.config import Kernels, Model
+from brt.config import Model
 from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.layers import kinds
-from brt.layers.basic import ONES, parameter
-from brt.layers.kinds import LayerKind
-from brt.layers.state import LayerAux, LayerOutput, state_array
+from brt.layers.state import Given, LayerAux, LayerOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,62 +33,27 @@ class ToySection(KindSection):
 ToySection.__name__ = "Toy"  # This is the section's name in .gin files.
 
 
-class ToyState(NamedTuple):
-    """The state of a `Toy` layer."""
-
-    total: jax.Array  # [B, D], the sum of the mean vectors of all earlier blocks
-
-
-class Toy(nn.Module):
-    """Layer that adds to each token the tanh of the summed mean vectors of earlier blocks.
-
-    The added vector grows with the number of tokens that the layer was trained on.
+class Toy(my_layers.EchoLayer):
+    """An `EchoLayer` with an auxiliary loss, whose echo grows with the number of tokens that the
+    layer was trained on.
     """
 
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
+    def _louder(self, output: LayerOutput, x: jax.Array, given: Given) -> jax.Array:
+        return x + (1 + 0.01 * given.model_state).astype(x.dtype) * (output.x - x)
 
-    def setup(self) -> None:
-        self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
+    def __call__(self, x: jax.Array, given: Given) -> LayerOutput:
+        output = super().__call__(x, given)
+        y, seen = self._louder(output, x, given), given.model_state + x.shape[1]
+        aux = LayerAux(seen, {"loud": jnp.mean(y**2)}, {"size": jnp.mean(jnp.abs(x))})
+        return output._replace(x=y, aux=aux)
 
-    def _said(self, total: jax.Array, seen: jax.Array) -> jax.Array:
-        return (1 + 0.01 * seen) * jnp.tanh(total) * self.weight[None]
-
-    def __call__(
-        self, x: Any, *, state: ToyState, document_start: Any, model_state: Any, **_: Any
-    ) -> LayerOutput:
-        seen = model_state
-        blocks = x.reshape(len(x), -1, self.model.block_length, x.shape[-1])
-
-        def body(total: jax.Array, block: tuple) -> tuple:
-            total = jnp.where(block[1][:, None], 0, total)
-            return total + block[0], self._said(total, seen)
-
-        xs = jnp.moveaxis(blocks.mean(axis=2), 1, 0), document_start.T
-        after, said = jax.lax.scan(body, state.total, xs)
-        y = blocks + jnp.moveaxis(said, 0, 1)[:, :, None]
-        aux = LayerAux(seen + x.shape[1], {"loud": jnp.mean(y**2)}, {"size": jnp.mean(jnp.abs(x))})
-        return LayerOutput(y.reshape(x.shape).astype(x.dtype), ToyState(after), aux)
-
-    def begin_block(self, x: None, *, state: ToyState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, ToyState(jnp.zeros_like(state.total)))
-
-    def decode_step(
-        self, x: Any, *, state: ToyState, block: ToyState, model_state: Any, **_: Any
-    ) -> LayerOutput:
-        y = x + self._said(state.total, model_state)[:, None]
-        total = block.total + x[:, 0] / self.model.block_length
-        return LayerOutput(y.astype(x.dtype), ToyState(total))
-
-    def end_block(self, x: None, *, state: ToyState, block: ToyState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, ToyState(state.total + block.total))
+    def decode_step(self, x: jax.Array, given: Given) -> LayerOutput:
+        output = super().decode_step(x, given)
+        return output._replace(x=self._louder(output, x, given))
 
 
-TOY = LayerKind(
-    Toy,
-    lambda model: ToyState(state_array((model.model_dim,), (None,), "float32")),
-    parts={"state": ("total",)},
+TOY = my_layers.ECHO._replace(
+    module=Toy,
     flops=lambda model: 3 * model.model_dim,
     section=ToySection,
     new_model_state=lambda model: jnp.zeros(()),

@@ -1,4 +1,6 @@
-"""Models of one layer, and a function that reads a segment with the layer alone."""
+"""Models of one layer, a function that reads a segment with the layer alone, and inputs of whole
+models.
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from brt.config.kinds import KindSection
 from brt.layers import kinds
 from brt.layers.kinds import LayerKind
 from brt.layers.runs import runs
-from brt.layers.state import LayerOutput
+from brt.layers.state import Given, LayerOutput
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
@@ -52,14 +54,13 @@ def compiled(model: Model) -> Callable:
 
 
 def read(
-    model: Model, params: Any, x: jax.Array, state: Any = None, start: Any = None, **given: Any
+    model: Model, params: Any, x: jax.Array, state: Any = None, start: Any = None, **fields: Any
 ) -> LayerOutput:
     """Reads a segment, by default from a new state and without document starts."""
     state = new_state(model, len(x)) if state is None else state
     start = np.zeros((len(x), x.shape[1] // model.block_length), bool) if start is None else start
-    return compiled(model)(
-        {"params": params}, x, state=state, document_start=jnp.asarray(start), **given
-    )
+    given = Given(state, document_start=jnp.asarray(start), **fields)
+    return compiled(model)({"params": params}, x, given)
 
 
 def dependence(output: Callable[[jax.Array], jax.Array]) -> np.ndarray:
@@ -69,5 +70,18 @@ def dependence(output: Callable[[jax.Array], jax.Array]) -> np.ndarray:
     return np.stack(changed, axis=2)
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+def assert_close(actual: Any, expected: Any, atol: float = TOLERANCE) -> None:
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=atol), actual, expected)
+
+
+def random_ids(seed: int, vocabulary: int, tokens: int) -> np.ndarray:
+    ids = np.random.default_rng(seed).integers(vocabulary, size=(LANES, tokens))
+    return ids.astype(np.int32)
+
+
+def starts(model: Model, tokens: int, *places: tuple[int, int]) -> np.ndarray:
+    """Returns a boolean array [lanes, blocks] that is True at the block of each (lane, token)."""
+    start = np.zeros((LANES, tokens // model.block_length), bool)
+    for lane, token in places:
+        start[lane, token // model.block_length] = True
+    return start

@@ -5,10 +5,9 @@ import pytest
 from model_settings import with_settings
 
 from brt.config import Model
-from brt.errors import ConfigError
 from brt.layers.cache import TokenProjections, with_cache
 from brt.layers.kinds import KINDS
-from brt.layers.state import WindowState
+from brt.layers.state import Given, WindowState
 from brt.layers.window import WindowLayer
 
 MODEL = Model(window=2, heads=1, head_dim=1)
@@ -52,14 +51,8 @@ def test_positions_have_parameters_of_their_own(positions: str, shapes: dict) ->
     model = Model(window=4, model_dim=8, heads=3, head_dim=2, mlp_dim=8, positions=positions)
     x, state = jnp.zeros((1, 4, 8)), KINDS["window"].new_state(model, 1, jnp.dtype("float32"))
     key, start = jax.random.key(0), jnp.ones((1, 1), bool)
-    tree = jax.eval_shape(
-        lambda: WindowLayer(model).init(key, x, state=state, document_start=start)
-    )
+    given = Given(state, document_start=start)
+    tree = jax.eval_shape(lambda: WindowLayer(model).init(key, x, given))
     tokens = {name: leaf.value.shape for name, leaf in tree["params"]["tokens"].items()}
     found = {n: s for n, s in tokens.items() if n.startswith(("relative", "alibi"))}
     assert found == shapes and len(tokens) == 9 + len(found)
-
-
-def test_channels_that_make_no_pairs_cannot_be_rotated() -> None:
-    with pytest.raises(ConfigError, match=r"^Model.head_dim = 3 must be even where .* 'rotary'$"):
-        Model(head_dim=3, positions="rotary")

@@ -11,36 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import with_settings
+from one_layer import LANES, assert_close, random_ids, starts
 
-from brt.config import Kernels, Model
-from brt.errors import ConfigError
+from brt.config import Model
 from brt.models.decoder import Decoder, new_state
 from brt.ops.dropout import Dropout
 from brt.ops.window_attention import local_attention
 
 TOLERANCE = 2e-5  # absolute, float32; hidden vectors and states have magnitude 1
-LANES, TOKENS, VOCABULARY = 2, 48, 16
+TOKENS, VOCABULARY = 48, 16
 PLAIN = Model(
     layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=16, vocab_size=VOCABULARY, window=8,
     relative_buckets=4, relative_max_distance=8, dtype="float32",
 )  # fmt: skip
-
-
-def tokens(seed: int = 0) -> np.ndarray:
-    ids = np.random.default_rng(seed).integers(VOCABULARY, size=(LANES, TOKENS))
-    return ids.astype(np.int32)
-
-
-def starts(model: Model, *places: tuple[int, int]) -> np.ndarray:
-    """Returns a boolean array [lanes, blocks] that is True at the block of each (lane, token)."""
-    start = np.zeros((LANES, TOKENS // model.block_length), bool)
-    for lane, token in places:
-        start[lane, token // model.block_length] = True
-    return start
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
 
 
 @pytest.mark.slow_cases("10-rotary", "10-none", "10-alibi")
@@ -54,11 +37,11 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
     monkeypatch.setattr("brt.ops.window_attention.chunks.CHUNK", chunk)
     whole = dataclasses.replace(PLAIN, layers=1, positions=positions)
     halves = with_settings(whole, {"Window.block": 4})
-    params, ids = random_params(whole), jnp.asarray(tokens())
+    params, ids = random_params(whole), jnp.asarray(random_ids(0, VOCABULARY, TOKENS))
 
     def both(model: Model) -> tuple:
         def total(params: Any) -> tuple:
-            start = jnp.asarray(starts(model, (1, 16)))
+            start = jnp.asarray(starts(model, TOKENS, (1, 16)))
             output = Decoder(model).apply({"params": params}, ids, new_state(model, LANES), start)
             return jnp.sum(jnp.sin(output.hidden)), output.hidden
 
@@ -66,39 +49,7 @@ def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(
 
     (_, expected), gradients = both(whole)
     (_, hidden), found = both(halves)
-    assert_close(hidden, expected)
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), found, gradients)
-
-
-@pytest.mark.slow
-def test_a_kernel_reads_documents_that_begin_inside_of_a_window_and_their_sinks(
-    random_params: Any,
-) -> None:
-    """Reads two segments, so that the second one reads a cache that ends inside of a document."""
-    model = with_settings(
-        PLAIN, {"layers": 1, "positions": "rotary", "Window.block": 4, "Window.sinks": 2}
-    )
-    params, ids = random_params(model), jnp.asarray(tokens())
-
-    def both(name: str) -> tuple:
-        decoder = Decoder(model, kernels=Kernels(use=(f"window_attention={name}",)))
-
-        def total(params: Any) -> tuple:
-            state, parts = new_state(model, LANES), []
-            start = jnp.asarray(starts(model, (0, 0), (1, 0), (1, 20), (0, 36)))
-            for part in np.s_[:24, 24:]:
-                blocks = np.s_[part.start and part.start // 4 : part.stop and part.stop // 4]
-                output = decoder.apply({"params": params}, ids[:, part], state, start[:, blocks])
-                state = output.state
-                parts.append(output.hidden)
-            hidden = jnp.concatenate(parts, axis=1)
-            return jnp.sum(jnp.sin(hidden)), hidden
-
-        return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
-
-    (_, expected), gradients = both("xla")
-    (_, hidden), found = both("pallas_interpret")
-    assert_close(hidden, expected)
+    assert_close(hidden, expected, TOLERANCE)
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=2e-4), found, gradients)
 
 
@@ -119,17 +70,3 @@ def test_dropout_of_attention_is_drawn_for_every_chunk_and_leaves_the_mean(
     assert abs(left.mean() - 1) < 0.1 and left.std() > 0.2
     assert np.abs(left[:, :16] - left[:, 16:32]).max() > 0.1
     np.testing.assert_allclose(part.lse, np.log(8), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"Window.block": 4, "Recurrence.layers": (0,)}, "layer 0 is recurrent"),
-        ({"Window.block": 4, "Window.mask_empty_cache": False}, "needs Window.mask_empty_cache"),
-        ({"Window.by_layer": (4, -1)}, "must not be negative"),
-        ({"Window.block": -1}, "Window.block = -1"),
-    ],
-)
-def test_blocks_that_a_layer_cannot_read_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        with_settings(PLAIN, changes)

@@ -14,7 +14,6 @@ from one_layer import (
     assert_close,
     inputs,
     layer_params,
-    new_state,
     one_layer,
     read,
 )
@@ -22,7 +21,7 @@ from one_layer import (
 from brt import tasks
 from brt.config import Attention, Config
 from brt.errors import ConfigError
-from brt.layers.clustered import ClusteredLayer, ClusteredState
+from brt.layers.clustered import ClusteredLayer
 from brt.layers.sections import Clustered
 
 MODEL = one_layer(Clustered(layers=(0,), clusters=3, top_k=2))
@@ -84,37 +83,12 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     assert_close(read(narrow, params, inputs()).x, read(wide, params, inputs()).x)
 
 
-@pytest.mark.slow  # tests/ops/test_causal_clustered_attention.py has a quick test of gradients.
-def test_the_loss_trains_centroids_and_their_variances_but_not_through_the_state(
-    params: Any,
-) -> None:
-    @jax.jit
-    def gradients(params: Any, state: ClusteredState) -> tuple:
-        def loss(params: Any, state: ClusteredState) -> jax.Array:
-            state = jax.lax.stop_gradient(state)
-            return jnp.sum(read(MODEL, params, inputs(), state).x ** 2)
-
-        return jax.grad(loss, argnums=(0, 1), allow_int=True)(params, state)
-
-    of_params, of_state = gradients(params, read(MODEL, params, inputs(1)).state)
-    assert np.all(np.any(of_params["centroids"], axis=-1)) and np.all(of_params["deviations"])
-    floats = [g for g in jax.tree.leaves(of_state) if g.dtype == jnp.float32]
-    assert len(floats) == 6 and not any(map(np.any, floats))
-
-
 def test_without_jensens_term_there_is_no_variance(params: Any) -> None:
     model = with_settings(MODEL, {"Clustered.jensen": False})
     without = {name: leaf for name, leaf in params.items() if name != "deviations"}
     y = read(model, without, inputs()).x
     assert_close(y, read(MODEL, {**params, "deviations": 0 * params["deviations"]}, inputs()).x)
     assert np.abs(read(MODEL, params, inputs()).x - y).max() > 1e-3
-
-
-def test_a_missing_cache_and_empty_centroids_are_not_read(params: Any) -> None:
-    past, new = read(MODEL, params, inputs(1)).state, new_state(MODEL)
-    unread = past._replace(filled=0 * past.filled, window=new.window)
-    found, fresh = (read(MODEL, params, inputs(), state).x for state in (unread, new))
-    np.testing.assert_array_equal(found, fresh)
 
 
 def test_a_causal_model_is_refused_attention_that_looks_ahead() -> None:

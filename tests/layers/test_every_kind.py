@@ -14,18 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from example_kinds import MODELS, registered
+from one_layer import LANES, random_ids, starts
 
 from brt.config import Config, Model, Sampling, Training
 from brt.generation.session import Session
 from brt.layers import kinds
-from brt.layers.runs import new_model_state, parts, replace_parts
+from brt.layers.runs import new_model_state, parts, replace_parts, runs
 from brt.models.decoder import Decoder, DecoderOutput, forget, logits, new_state, output_weights
 from brt.ops.cross_entropy import cross_entropy
 from brt.types import Variables
 
 # Of float32, relative to the largest magnitude of an array, or to 1 if that is smaller.
 TOLERANCE = 2e-5
-LANES, TOKENS, MIDDLE = 2, 48, 24
+TOKENS, MIDDLE = 48, 24
 # These are one model for each way of reading a segment; tests of other models are slow. The model
 # of "windows by layer" has a recurrent layer.
 QUICK = (
@@ -45,13 +46,7 @@ class Case(NamedTuple):
         return new_state(self.model, LANES)
 
     def starts(self, *places: tuple[int, int]) -> np.ndarray:
-        """Returns a boolean array [lanes, blocks] that is True at the block of each (lane,
-        token).
-        """
-        start = np.zeros((LANES, TOKENS // self.model.block_length), bool)
-        for lane, token in places:
-            start[lane, token // self.model.block_length] = True
-        return start
+        return starts(self.model, TOKENS, *places)
 
     def read(self, ids: np.ndarray, state: Any = None, start: Any = None) -> DecoderOutput:
         start = self.starts() if start is None else start
@@ -108,7 +103,7 @@ def each_model(*names: str, quick: tuple[str, ...] = QUICK) -> pytest.MarkDecora
 
 
 def tokens(seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(32, size=(LANES, TOKENS)).astype(np.int32)
+    return random_ids(seed, 32, TOKENS)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -121,6 +116,13 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 def test_every_kind_has_a_model() -> None:
     assert {kind for model in MODELS.values() for kind in model.layer_types} == {*kinds.KINDS}
+
+
+def test_each_field_of_a_state_belongs_to_one_part() -> None:
+    for run in (run for model in MODELS.values() for run in runs(model)):
+        kind, state = run.layer_kind, run.layer_kind.state(run.model)
+        fields = [field for part in kind.parts for field in kinds.fields_of(kind, part, state)]
+        assert sorted(fields) == sorted(state._fields), run.kind
 
 
 @pytest.mark.slow_cases("gated delta rule beside a window")
@@ -284,7 +286,7 @@ def test_tokens_that_are_read_two_at_a_time_are_the_whole_segment(
 @each_model(
     "rotary", "recurrent, around", "feedback of the last", "alibi", "memorizing", "toy",
     "memorizing, grouped queries, sinks", "gated dense memory, grouped queries, sinks",
-    "windows by layer", "a recurrence over tokens",
+    "windows by layer", "a recurrence over tokens", "clustered",
     "gated linear recurrence", "gated delta rule", "gated delta rule beside a window",
     *(name for name in MODELS if "gate" in name), quick=("recurrent, LSTM gate, dual",)
 )  # fmt: skip

@@ -15,18 +15,19 @@ import optax
 import pytest
 from example_kinds import TOY, Toy, registered
 from model_settings import with_settings
+from one_layer import BLOCKS, LANES, TOKENS, WINDOW, assert_close, random_ids
 
 from brt import command_line
 from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.runs import new_model_state, parts, runs
+from brt.layers.state import Given
 from brt.layers.window import window_flops
 from brt.models.decoder import Decoder, DecoderOutput, forward_flops_per_token, new_state
 from brt.ops.cross_entropy import cross_entropy
 
 TOLERANCE = 1e-4  # absolute, float32; hidden vectors and logits have magnitude 1
-LANES, WINDOW, BLOCKS, VOCABULARY = 2, 4, 4, 16
-TOKENS = WINDOW * BLOCKS
+VOCABULARY = 16
 START = jnp.zeros((LANES, BLOCKS), bool)
 GIN = """
 Model.layers = 3
@@ -63,11 +64,6 @@ def params(model: Model, random_params: Any) -> Any:
     return random_params(model)
 
 
-def tokens(seed: int = 0) -> np.ndarray:
-    ids = np.random.default_rng(seed).integers(VOCABULARY, size=(LANES, TOKENS))
-    return ids.astype(np.int32)
-
-
 @functools.cache
 def reader(model: Model) -> Any:
     return jax.jit(lambda params, *x: Decoder(model).apply({"params": params}, *x))
@@ -82,8 +78,8 @@ def read(
     return reader(model)(params, ids, state, start, learnt)
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+IDS = random_ids(0, VOCABULARY, TOKENS)
+close = functools.partial(assert_close, atol=TOLERANCE)
 
 
 def test_a_gin_file_places_it_and_its_arithmetic_is_counted(model: Model) -> None:
@@ -134,7 +130,7 @@ def test_it_trains_with_its_auxiliary_loss_and_counts_without_gradients(
     assert jax.tree.map(jnp.shape, learnt) == {"toy_0": (2,)}
     values = []
     for _ in range(2):
-        params, out, opt, value = step(params, state, learnt, opt, tokens())
+        params, out, opt, value = step(params, state, learnt, opt, IDS)
         learnt = out.model_state
         values.append(float(value))
     assert values[1] < values[0]
@@ -147,16 +143,16 @@ def test_it_trains_with_its_auxiliary_loss_and_counts_without_gradients(
 def test_what_it_says_besides_is_the_same_however_layers_run(
     model: Model, params: Any, changes: dict
 ) -> None:
-    expected = read(model, params, tokens())
-    assert_close(read(with_settings(model, changes), params, tokens()), expected)
-    x = params["embedding"][tokens()]
+    expected = read(model, params, IDS)
+    close(read(with_settings(model, changes), params, IDS), expected)
+    x = params["embedding"][IDS]
     size, loud, toy = 0.0, 0.0, params["stack"]["toy_0"]["weight"]
     for i in range(2):
         variables = {"params": {"weight": toy[i]}}
         state = TOY.new_state(model, LANES, jnp.dtype("float32"))
         size += float(np.mean(np.abs(x)))
         x, _, aux, _ = Toy(model).apply(
-            variables, x, state=state, document_start=START, model_state=jnp.zeros(())
+            variables, x, Given(state, document_start=START, model_state=jnp.zeros(()))
         )
         loud += float(aux.losses["loud"])
     assert float(expected.losses["loud"]) == pytest.approx(loud, rel=1e-4)
@@ -169,15 +165,15 @@ def test_feedback_reads_block_by_block_and_its_model_state_goes_along(
     model = with_settings(model, {"Recurrence.layers": (2,)})
     model = dataclasses.replace(model, feedback=True)
     params, learnt, state = random_params(model), new_model_state(model), new_state(model, LANES)
-    whole = read(model, params, tokens())
+    whole = read(model, params, IDS)
     losses, hidden = [], []
     for n in range(BLOCKS):
-        ids = tokens()[:, n * WINDOW : (n + 1) * WINDOW]
+        ids = IDS[:, n * WINDOW : (n + 1) * WINDOW]
         out = read(model, params, ids, state, START[:, n : n + 1], learnt)
         state, learnt = out.state, out.model_state
         hidden.append(out.hidden)
         losses.append(float(out.losses["loud"]))
-    assert_close(jnp.concatenate(hidden, axis=1), whole.hidden)
-    assert_close((state, learnt), (whole.state, whole.model_state))
+    close(jnp.concatenate(hidden, axis=1), whole.hidden)
+    close((state, learnt), (whole.state, whole.model_state))
     np.testing.assert_allclose(np.mean(losses), whole.losses["loud"], rtol=1e-4)
     np.testing.assert_array_equal(learnt["toy_0"], [TOKENS, TOKENS])

@@ -19,7 +19,7 @@ from brt.config.kinds import KindSection
 from brt.errors import ConfigError
 from brt.layers import kinds
 from brt.layers.basic import ONES, parameter
-from brt.layers.state import LayerOutput, state_array
+from brt.layers.state import Given, LayerOutput, state_array
 
 Layer, State = token_recurrence.DecayLayer, token_recurrence.DecayState
 MODEL = Model(
@@ -34,11 +34,6 @@ def _registered() -> Iterator[None]:
         yield
 
 
-def replace_kind(**changes: Any) -> None:
-    """Changes fields of the registered kind `decay`."""
-    kinds.KINDS["decay"] = token_recurrence.DECAY._replace(**changes)
-
-
 def test_correct_kinds_are_accepted() -> None:
     brt.check_layers(MODEL)
     brt.check_layers(dataclasses.replace(MODEL, kinds=(my_layers.Echo(layers=(0,)),)))
@@ -47,8 +42,8 @@ def test_correct_kinds_are_accepted() -> None:
 def wrong(method: str, change: Callable[[LayerOutput, Any], Any]) -> type[Layer]:
     """Returns a layer whose `method` returns what `change` makes of its output and its input x."""
 
-    def changed(self: Layer, x: Any, **keywords: Any) -> Any:
-        return change(getattr(Layer, method)(self, x, **keywords), x)
+    def changed(self: Layer, x: Any, given: Given) -> Any:
+        return change(getattr(Layer, method)(self, x, given), x)
 
     return type("Wrong", (Layer,), {method: changed})
 
@@ -66,23 +61,24 @@ def with_later_tokens(output: LayerOutput, x: Any) -> LayerOutput:
 class ReadsEarlierDocuments(Layer):
     """A wrong layer that ignores the starts of documents."""
 
-    def __call__(self, x: Any, *, document_start: Any, **keywords: Any) -> LayerOutput:
-        return super().__call__(x, document_start=document_start & False, **keywords)
+    def __call__(self, x: Any, given: Given) -> LayerOutput:
+        nowhere = given.document_start & False
+        return super().__call__(x, given._replace(document_start=nowhere))
 
 
 class ReadsOtherRows(wrong("__call__", lambda y, x: y._replace(x=y.x + x[::-1]))):
     """A wrong layer in which rows of the batch read each other."""
 
-    def decode_step(self, x: Any, **keywords: Any) -> LayerOutput:
-        y = super().decode_step(x, **keywords)
+    def decode_step(self, x: Any, given: Given) -> LayerOutput:
+        y = super().decode_step(x, given)
         return y._replace(x=y.x + x[::-1])
 
 
 class ReadsNextToken(Layer):
     """A wrong layer in which a token reads the token after it."""
 
-    def __call__(self, x: Any, **keywords: Any) -> LayerOutput:
-        return super().__call__(jnp.roll(x, -1, axis=1), **keywords)
+    def __call__(self, x: Any, given: Given) -> LayerOutput:
+        return super().__call__(jnp.roll(x, -1, axis=1), given)
 
 
 class NamesOneAxis(Layer):
@@ -104,52 +100,47 @@ ONE_CALL = "two calls of __call__, one after the other, must return what one cal
 TOKEN_BY_TOKEN = "begin_block, decode_step and end_block together must return what"
 
 
-@pytest.mark.parametrize(
-    ("module", "rule"),
-    [
-        (wrong("__call__", with_zeros), ONE_CALL),
-        (ReadsNextToken, "__call__ must not let a token read a later one"),
-        (wrong("__call__", with_later_tokens), "__call__ must not let a token read a later one"),
-        (ReadsOtherRows, "__call__ must not let a row of the batch read another one"),
-        (ReadsEarlierDocuments, "__call__ must not read anything from before a block with"),
-        (wrong("decode_step", lambda y, x: y._replace(x=y.x + 0.1 * x**2)), TOKEN_BY_TOKEN),
-        (wrong("end_block", with_zeros), TOKEN_BY_TOKEN),
-    ],
-    ids=str,
-)
-def test_the_rule_that_a_kind_breaks_is_named(module: Any, rule: str) -> None:
-    replace_kind(module=module)
-    with pytest.raises(AssertionError, match=rule):
-        brt.check_layers(MODEL)
-
-
-def test_a_kind_that_reads_only_the_first_token_of_a_chunk_is_refused() -> None:
-    replace_kind(reads_chunks=True)
-    with pytest.raises(AssertionError, match=r"decode_step must read two tokens .*at token 1 of"):
-        brt.check_layers(MODEL)
+def described(*axes: str | None) -> Callable[[Model], State]:
+    """Returns a function that describes a state whose array has axes of these names."""
+    return lambda model: State(state_array((16,), axes))
 
 
 @pytest.mark.parametrize(
-    ("module", "sentence"),
+    ("changes", "sentence"),
     [
-        (NamesOneAxis, r"the parameter 'weight' of NamesOneAxis has the shape \(16, 16\) and the"),
-        (wrong("end_block", lambda y, x: LayerOutput(x, None)),
+        ({"module": wrong("__call__", with_zeros)}, ONE_CALL),
+        ({"module": ReadsNextToken}, "__call__ must not let a token read a later one"),
+        ({"module": wrong("__call__", with_later_tokens)}, "must not let a token read a later one"),
+        ({"module": ReadsOtherRows}, "__call__ must not let a row of the batch read another one"),
+        ({"module": ReadsEarlierDocuments}, "must not read anything from before a block with"),
+        ({"module": wrong("decode_step", lambda y, x: y._replace(x=y.x + 0.1 * x**2))},
+         TOKEN_BY_TOKEN),
+        ({"module": wrong("end_block", with_zeros)}, TOKEN_BY_TOKEN),
+        ({"reads_chunks": True}, r"decode_step must read two tokens .*at token 1 of"),
+        ({"module": NamesOneAxis},
+         r"parameter 'weight' of NamesOneAxis has the shape \(16, 16\) and the"),
+        ({"module": NamesNoAxis}, "'weight' of NamesNoAxis has an axis named 'width'; the names"),
+        ({"module": wrong("end_block", lambda y, x: LayerOutput(x, None))},
          r"end_block returned NoneType in place of state, which was DecayState\(tot"),
-        (wrong("__call__", lambda y, x: tuple(y[:2])),
+        ({"module": wrong("__call__", lambda y, x: tuple(y[:2]))},
          "Wrong.__call__ returned a tuple; it must return a brt.layers"),
-        (wrong("__call__", lambda y, x: y._replace(x=y.x.astype(jnp.float32))),
+        ({"module": wrong("__call__", lambda y, x: y._replace(x=y.x.astype(jnp.float32)))},
          r"got x as bfloat16\[.* and returned float32\[.*astype\(bfloat16\)"),
-        (wrong("end_block", lambda y, x: y._replace(state=State(y.state.total.astype(jnp.int32)))),
+        ({"module": wrong("end_block", lambda y, x: LayerOutput(
+            x, State(y.state.total.astype(jnp.int32))))},
          r"Wrong.end_block got state.total as .* int32\["),
-        (NamesNoAxis, "the parameter 'weight' of NamesNoAxis has an axis named 'width'; the names"),
+        ({"parts": {"state": ("sums",)}}, "counts a field 'sums' to the part 'state', but its"),
+        ({"state": described("batch")}, "of the kind 'decay' has an axis named 'batch'; the na"),
+        ({"state": described("embed", None)},
+         r"the shape \(16,\) with the names of axes \('embed', None\); give e"),
+        ({"state": lambda model: State(jnp.zeros((1, 16)))},
+         "describe every array by brt.layers.state.state_array"),
     ],
     ids=str,
 )  # fmt: skip
-def test_an_output_of_another_form_is_refused_while_the_model_is_traced(
-    module: Any, sentence: str
-) -> None:
-    replace_kind(module=module)
-    with pytest.raises(ConfigError, match=sentence):
+def test_the_check_names_what_is_wrong_with_a_kind(changes: dict, sentence: str) -> None:
+    kinds.KINDS["decay"] = token_recurrence.DECAY._replace(**changes)
+    with pytest.raises((AssertionError, ConfigError), match=sentence):
         brt.check_layers(MODEL)
 
 
@@ -160,7 +151,7 @@ class HasNoBeginning(nn.Module):
     training: bool = False
     kernels: Any = None
 
-    def __call__(self, x: Any, **_: Any) -> LayerOutput:
+    def __call__(self, x: Any, given: Given) -> LayerOutput:
         return LayerOutput(x, ())
 
 
@@ -171,11 +162,11 @@ class HasOtherFields(nn.Module):
     training: bool = False
 
 
-class AcceptsFewKeywords(Layer):
-    """A wrong layer whose call refuses keywords that brt passes to every kind."""
+class AcceptsNothing(Layer):
+    """A wrong layer whose call refuses the arguments that brt passes to every kind."""
 
-    def __call__(self, x: Any, *, state: Any, document_start: Any) -> LayerOutput:
-        return super().__call__(x, state=state, document_start=document_start)
+    def __call__(self, x: Any) -> LayerOutput:
+        return LayerOutput(x, ())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +206,7 @@ class WithoutDecorator(KindSection):
         ({"module": Layer.__call__}, "it must be a subclass of flax.linen.Module"),
         ({"module": HasNoBeginning}, "HasNoBeginning of the kind 'wrong' has no method begin_bl"),
         ({"module": HasOtherFields}, "must begin with the fields model, training, kernels"),
-        ({"module": AcceptsFewKeywords}, "__call__ does not accept the keyword 'feedback'.*add"),
+        ({"module": AcceptsNothing}, r"declare it as __call__\(self, x, given\)"),
     ],
 )
 def test_a_kind_that_lacks_something_is_refused_when_it_is_registered(
@@ -224,19 +215,3 @@ def test_a_kind_that_lacks_something_is_refused_when_it_is_registered(
     with pytest.raises(ConfigError, match=sentence):
         kinds.register_kind("wrong", token_recurrence.DECAY._replace(**changes))
     assert "wrong" not in kinds.KINDS
-
-
-def test_a_state_without_the_fields_of_a_part_is_refused_before_training() -> None:
-    replace_kind(parts={"state": ("sums",)})
-    with pytest.raises(ConfigError, match=r"counts a field 'sums' to the part 'state', but its"):
-        brt.check_layers(MODEL)
-    for axes, sentence in (
-        (("batch",), "of the kind 'decay' has an axis named 'batch'; the na"),
-        (("embed", None), r"the shape \(16,\) with the names of axes \('embed', None\); give e"),
-    ):
-        replace_kind(state=lambda model, axes=axes: State(state_array((16,), axes)))
-        with pytest.raises(ConfigError, match=sentence):
-            brt.check_layers(MODEL)
-    replace_kind(state=lambda model: State(jnp.zeros((1, 16))))
-    with pytest.raises(ConfigError, match="describe every array by brt.layers.state.state_array"):
-        brt.check_layers(MODEL)

@@ -8,20 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import with_settings
+from one_layer import LANES, TOLERANCE, assert_close
 
 from brt.config import Mesh, Model
 from brt.distributed.mesh import build
 from brt.layers.basic import dropout_rngs
-from brt.layers.recurrent import RecurrentLayer
-from brt.layers.runs import StackState, new_stack_state, runs
+from brt.layers.runs import new_stack_state, runs
 from brt.layers.sections import Recurrence
 from brt.layers.stack import Stack
-from brt.layers.window import WindowLayer
 from brt.ops import dispatch
-from brt.ops.recurrent_attention import CellWeights, state_kv
 
-TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
-LANES, BLOCKS = 2, 3
+BLOCKS = 3
 MODEL = Model(
     layers=3,
     model_dim=16,
@@ -54,41 +51,27 @@ def test_a_new_state_has_the_batch_first_and_has_read_nothing() -> None:
     assert not (window.valid.any() or recurrent.valid.any() or recurrent.window.valid.any())
 
 
-def results(model: Model, params: Any, read: Callable | None = None) -> Any:
-    """Returns the gradients, the output and the state of a segment. `read` may replace the
-    stack.
-    """
+def results(model: Model, params: Any) -> Any:
+    """Returns the gradients, the output and the state of a segment."""
     rng, shape = np.random.default_rng(0), (LANES, BLOCKS * MODEL.window, MODEL.model_dim)
     x, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     start = jnp.array([[True, False, False], [False, False, True]])
     state = new_stack_state(model, LANES, jnp.dtype("float32"))
-    read = read or (lambda params, *x: Stack(model).apply({"params": params}, *x, {})[:2])
 
     def loss(params: Any) -> tuple[jax.Array, tuple]:
-        y, after = read(params, x, state, start)
+        y, after, _ = Stack(model).apply({"params": params}, x, state, start, {})
         return jnp.mean(y * cotangent), (y, after)
 
     return jax.jit(jax.grad(loss, has_aux=True))(params)
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"unroll": 2, "remat": True},
-        pytest.param({"remat": True, "remat_keep": "products"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_unrolling_and_recomputing_change_nothing(random_params: Callable, changes: dict) -> None:
-    scanned = with_settings(MODEL, {"layers": 2, "Recurrence.layers": (0, 1)})
-    params = random_params(scanned)["stack"]
-    expected = results(scanned, params)
-    assert_close(results(with_settings(scanned, changes), params), expected)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_unrolling_and_recomputing_change_nothing(random_params: Callable, feedback: bool) -> None:
+    model = dataclasses.replace(MODEL, feedback=feedback)
+    params = random_params(model)["stack"]
+    changed = dataclasses.replace(model, unroll=2, remat=True)
+    assert_close(results(changed, params), results(model, params))
 
 
 @pytest.mark.slow
@@ -181,48 +164,6 @@ def test_what_is_kept_is_not_computed_again(random_params: Callable) -> None:
         own = dataclasses.replace(model, dtype="float32")
         assert products(own, params) == products(kept, params)
         assert "remat" in str(jax.make_jaxpr(lambda p: results(own, p))(params))
-
-
-@pytest.mark.slow
-def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> None:
-    """The last recurrent layer is the source of the feedback. Recurrent layers read their own
-    states.
-    """
-    model = dataclasses.replace(MODEL, feedback=True)
-    params, window = random_params(model)["stack"], model.window
-    places = [("window_0", 0), ("recurrent_1", 0), ("recurrent_1", 1)]
-
-    def loop(params: Any, x: jax.Array, state: StackState, start: jax.Array) -> tuple:
-        names = [run.name for run in runs(model)]
-        layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params[name]) for name, i in places]
-        states = [
-            jax.tree.map(lambda leaf, i=i: leaf[:, i], state[names.index(name)])
-            for name, i in places
-        ]
-        outputs = []
-        for n in range(BLOCKS):
-            y, starts = x[:, n * window : (n + 1) * window], start[:, n]
-            cell, speaker = layers[2]["cell"], states[2]
-            known = (speaker.valid & ~starts)[:, None, None]
-            weights = CellWeights(**{k: v for k, v in cell.items() if k in CellWeights._fields})
-            vectors = jnp.where(known, speaker.vectors, cell["initial"][None])
-            memory = state_kv(weights, vectors, normalize_qk=True)
-            memory = type(memory)(*(part[:, None] for part in memory))
-            for i, (name, _) in enumerate(places):
-                layer = RecurrentLayer(model) if "recurrent" in name else WindowLayer(model)
-                y, states[i], *_ = layer.apply(
-                    {"params": layers[i]}, y, state=states[i], document_start=starts[:, None],
-                    feedback=memory,
-                )  # fmt: skip
-            outputs.append(y)
-        grouped = [
-            [s for (name, _), s in zip(places, states, strict=True) if name == n] for n in names
-        ]
-        after = [jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *run) for run in grouped]
-        return jnp.concatenate(outputs, axis=1), tuple(after)
-
-    changed = dataclasses.replace(model, unroll=2, remat=True)
-    assert_close(results(changed, params), results(model, params, loop))
 
 
 @pytest.mark.slow  # tests/memories/test_summary.py has a quick test of the dropout of blocks.

@@ -1,4 +1,4 @@
-"""Tests what all kinds of layers with a memory have in common.
+"""Tests what all kinds of layers with a memory have in common, and which settings are refused.
 
 `tests/layers/test_every_kind.py` tests that they read a text in every way alike, and that each part
 of their states matters.
@@ -15,7 +15,11 @@ import pytest
 from model_settings import with_settings
 from one_layer import (
     NOWHERE,
+    TOKENS,
+    TOLERANCE,
+    WINDOW,
     assert_close,
+    dependence,
     inputs,
     kind_of,
     layer_params,
@@ -24,10 +28,11 @@ from one_layer import (
     read,
 )
 
-from brt.config import Mesh
+from brt.config import Mesh, Model
 from brt.distributed.mesh import build
 from brt.errors import ConfigError
 from brt.layers.sections import Clustered
+from brt.layers.state import Given
 from brt.memories import (
     RGLRU,
     Compressive,
@@ -39,6 +44,7 @@ from brt.memories import (
 )
 
 MODELS = {
+    "window": Model(),
     "clustered": one_layer(Clustered(layers=(0,), clusters=3, top_k=2)),
     "compressive": one_layer(Compressive(layers=(0,), slots=5)),
     "dense": one_layer(DenseMemory(layers=(0,), size=6)),
@@ -56,6 +62,16 @@ FEEDBACK = {"layers": 2, "Recurrence.layers": (1,), "feedback": True}
 @pytest.mark.parametrize(
     ("kind", "changes", "sentence"),
     [
+        ("window", {"head_dim": 3, "positions": "rotary"}, "Model.head_dim = 3 must be even where"),
+        ("window", {"Window.block": 4, "Recurrence.layers": (0,)}, "layer 0 is recurrent"),
+        ("window", {"Window.block": 4, "Window.mask_empty_cache": False},
+         "needs Window.mask_empty_cache"),
+        ("window", {"Window.by_layer": (4, -1)}, "must not be negative"),
+        ("window", {"Window.block": -1}, "Window.block = -1"),
+        ("window", {"Recurrence.id_init": 0.0}, "Recurrence.id_init = 0.0 must be above 0"),
+        ("window", {"Recurrence.gate_horizon": 0.5}, "gate_horizon = 0.5 must be above 1 block, o"),
+        ("window", {"Recurrence.gate_horizon": 8.0, "Recurrence.gate_bias": 1.0},
+         "replaces Recurrence.gate_bias = 1.0; set one"),
         ("clustered", {"positions": "rotary"}, "'rotary' rotates the queries .* use 't5', 'alibi'"),
         ("clustered", {"Window.cache": False}, "which needs Window.cache = True"),
         ("clustered", {"Clustered.clusters": 0}, "Clustered.clusters = 0 must be above 0"),
@@ -98,22 +114,74 @@ def test_settings_that_make_no_sense_are_refused(kind: str, changes: dict, sente
         with_settings(MODELS[kind], changes)
 
 
-@pytest.mark.parametrize("kind", ["memorizing", "gated", "summary"])
-def test_bfloat16_goes_through(kind: str, random_params: Callable) -> None:
-    """The memories of summary layers stay float32."""
-    model, dtype = MODELS[kind], "float32" if kind == "summary" else "bfloat16"
+@pytest.mark.parametrize("kind", ["memorizing", "gated", "summary", "delta"])
+def test_bfloat16_goes_through_and_states_keep_their_dtypes(
+    kind: str, random_params: Callable
+) -> None:
+    model = MODELS[kind]
     low, params = dataclasses.replace(model, dtype="bfloat16"), layer_params(random_params, model)
-    given = [inputs()]
-    if kind == "summary":
-        given.append(jnp.zeros((*NOWHERE.shape, 2, model.model_dim)))
-    names = ("summaries",) * (len(given) - 1)
-    exact = read(model, params, given[0], **dict(zip(names, given[1:], strict=True))).x
-    x, *others = (part.astype(jnp.bfloat16) for part in given)
+    below = jnp.zeros((*NOWHERE.shape, 2, model.model_dim)) if kind == "summary" else None
+    exact = read(model, params, inputs(), summaries=below).x
+    x, below = jax.tree.map(lambda part: part.astype(jnp.bfloat16), (inputs(), below))
     state = new_state(low, dtype="bfloat16")
-    y, after, *_ = read(low, params, x, state, **dict(zip(names, others, strict=True)))
-    memory = after.vectors if kind == "summary" else after.keys
-    assert y.dtype == jnp.bfloat16 and memory.dtype == dtype
+    y, after, *_ = read(low, params, x, state, summaries=below)
+    dtypes, expected = (jax.tree.map(lambda z: z.dtype, part) for part in (after, state))
+    assert y.dtype == jnp.bfloat16 and dtypes == expected
     assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("compressive", {"Compressive.slots": 2}),
+        ("dense", {}),
+        # The search finds all tokens.
+        ("memorizing", {"Window.cache": False, "Memorizing.neighbors": TOKENS}),
+    ],
+)
+def test_a_token_reads_exactly_what_is_in_its_memory(
+    kind: str, changes: dict, random_params: Callable
+) -> None:
+    """In lane 1, a document starts at block 2. Compressive layers read a block as slots two blocks
+    later; a token of a memorizing layer does not find its own block in the memory.
+    """
+    start = NOWHERE.copy()
+    start[1, 2] = True
+    model = with_settings(MODELS[kind], changes)
+    params = layer_params(random_params, model)
+    depends = dependence(lambda x: read(model, params, x, start=start).x)
+    place, block = np.arange(TOKENS), np.arange(TOKENS) // WINDOW
+    back, size = block[:, None] - block[None], model.of(DenseMemory).size
+    expected = (place[None] <= place[:, None]) & {
+        "compressive": back <= 2, "memorizing": back >= 0,
+        "dense": place[None] >= block[:, None] * WINDOW - size,
+    }[kind]  # fmt: skip
+    np.testing.assert_array_equal(depends[0], expected)
+    document = block >= 2
+    np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
+
+
+@pytest.mark.slow_cases("False-summary")
+@pytest.mark.parametrize("kind", ["memorizing", "summary"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_an_empty_memory_is_masked_or_counts_as_zeros(
+    masked: bool, kind: str, random_params: Callable
+) -> None:
+    """In the original code, an empty memory counts as keys and values of zeros."""
+    model = with_settings(MODELS[kind], {"Window.mask_empty_cache": masked})
+    params, new = layer_params(random_params, MODELS[kind]), new_state(model)
+    below = jnp.zeros((*NOWHERE.shape, 2, model.model_dim)) if kind == "summary" else None
+
+    def first_block(gate: float, state: Any) -> np.ndarray:
+        changed = {**params, "memory_gate": jnp.full_like(params["memory_gate"], gate)}
+        return np.asarray(read(model, changed, inputs(), state, summaries=below).x[:, :WINDOW])
+
+    shut, wide = (first_block(gate, new) for gate in (-100.0, 100.0))
+    assert (np.abs(wide - shut).max() < TOLERANCE) == masked
+    noise = jax.tree.map(lambda z: z + 1 if z.dtype == jnp.float32 else z, new)
+    noise = noise._replace(**({"window": new.window} if kind == "memorizing" else {}))
+    ignores = masked or kind == "memorizing"  # Memorizing layers replace such entries by zeros.
+    assert np.array_equal(first_block(0.0, noise), first_block(0.0, new)) == ignores
 
 
 @pytest.mark.slow  # tests/sharded/test_equality.py compares whole runs on several devices.
@@ -127,11 +195,8 @@ def test_lanes_on_many_devices_stay_where_they_are(kind: str, random_params: Cal
     @jax.jit
     def value_and_grad(params: Any, x: Any, state: Any, start: Any) -> tuple:
         def total(params: Any) -> tuple:
-            y, after, *_ = (
-                kind_of(model)
-                .module(model)
-                .apply({"params": params}, x, state=state, document_start=start)
-            )
+            layer, given = kind_of(model).module(model), Given(state, document_start=start)
+            y, after, *_ = layer.apply({"params": params}, x, given)
             return jnp.sum(y**2), (y, after)
 
         return jax.grad(total, has_aux=True)(params)

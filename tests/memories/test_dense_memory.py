@@ -17,7 +17,6 @@ from one_layer import (
     TOKENS,
     WINDOW,
     assert_close,
-    dependence,
     inputs,
     kind_of,
     layer_params,
@@ -28,7 +27,7 @@ from one_layer import (
 
 from brt.config import Model
 from brt.config.model import SelfAttention
-from brt.layers.kinds import KINDS
+from brt.layers.state import Given
 from brt.memories import DenseMemory, Memorizing
 from brt.memories.past_tokens import counts_before
 
@@ -70,21 +69,6 @@ def test_blocks_find_the_entries_of_their_document_that_fit() -> None:
     np.testing.assert_array_equal(counts, [[3, 5, 6, 6], [0, 0, 2, 4], [6, 0, 0, 2]])
 
 
-def test_a_token_reads_its_block_and_as_many_tokens_before_it_as_there_are_places(
-    params: Any,
-) -> None:
-    start = NOWHERE.copy()
-    start[1, 2] = True
-    depends = dependence(lambda x: read(MODEL, params, x, start=start).x)
-    place = np.arange(TOKENS)
-    first = place // WINDOW * WINDOW - MODEL.of(DenseMemory).size
-    expected = (place[None] <= place[:, None]) & (place[None] >= first[:, None])
-    np.testing.assert_array_equal(depends[0], expected)
-    document = place // WINDOW >= 2
-    np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
-    assert read(MODEL, params, inputs(), start=start).state.length.tolist() == [6, 6]
-
-
 def test_a_memory_of_all_is_a_window_of_all(params: Any) -> None:
     """Without positions, one softmax over the block and the memory equals that of a sliding
     window.
@@ -102,10 +86,6 @@ def test_empty_places_are_masked_or_count_as_zeros(params: Any) -> None:
         y, noisy = (read(model, params, inputs(), state).x for state in (new, noise))
         np.testing.assert_array_equal(noisy, y)
     assert np.any(read(MODEL, params, inputs()).x != y), "zeros are looked at"
-
-
-def test_a_memory_without_a_gate_takes_the_place_of_the_cache() -> None:
-    assert set(KINDS["dense_memory"].parts) == {"memory"}
 
 
 @each_gated
@@ -165,12 +145,20 @@ def test_sinks_are_not_read_a_second_time(model: Model, gated_params: Callable) 
     assert np.abs(wide[:, -WINDOW:] - shut[:, -WINDOW:]).max() > 0.01
 
 
-@each_gated
-def test_a_gate_per_head_begins_closed_and_the_window_has_positions(model: Model) -> None:
+@pytest.mark.parametrize(
+    ("model", "has_positions"),
+    [
+        (GATED["memorizing"], True),
+        (GATED["dense"], True),
+        (one_layer(Memorizing(layers=(0,), size=32, neighbors=3)), False),
+    ],
+    ids=[*GATED, "sigmoid"],
+)
+def test_a_gate_per_head_begins_at_zero_and_the_sigmoid_leaves_no_positions(
+    model: Model, has_positions: bool
+) -> None:
     model = dataclasses.replace(model, positions="t5")
-    tree = jax.eval_shape(
-        kind_of(model).module(model).init, jax.random.key(0), inputs(), state=new_state(model),
-        document_start=jnp.asarray(NOWHERE),
-    )["params"]  # fmt: skip
-    assert tree["memory_gate"].value.shape == (model.heads,)
-    assert "relative_bias" in tree["tokens"]
+    given = Given(new_state(model), document_start=jnp.asarray(NOWHERE))
+    tree = jax.jit(kind_of(model).module(model).init)(jax.random.key(0), inputs(), given)["params"]
+    np.testing.assert_array_equal(tree["memory_gate"].value, np.zeros(model.heads))
+    assert ("relative_bias" in tree["tokens"]) == has_positions

@@ -1,30 +1,21 @@
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_settings import with_settings
 from one_layer import (
     BLOCKS,
     LANES,
-    NOWHERE,
     TOKENS,
     TOLERANCE,
     WINDOW,
-    assert_close,
-    dependence,
     inputs,
     layer_params,
-    new_state,
     one_layer,
     read,
 )
 
 from brt.memories import Memorizing
-from brt.memories.memorizing import MemorizingLayer
 from brt.ops.normalization import l2_normalize
 
 MODEL = one_layer(Memorizing(layers=(0,), size=32, neighbors=3))
@@ -33,14 +24,6 @@ MODEL = one_layer(Memorizing(layers=(0,), size=32, neighbors=3))
 @pytest.fixture(scope="module")
 def params(random_params: Callable) -> Any:
     return layer_params(random_params, MODEL)
-
-
-def test_a_gate_per_head_begins_half_open_and_there_are_no_positions() -> None:
-    init = jax.jit(MemorizingLayer(dataclasses.replace(MODEL, positions="t5")).init)
-    start = jnp.asarray(NOWHERE)
-    tree = init(jax.random.key(0), inputs(), state=new_state(MODEL), document_start=start)["params"]
-    np.testing.assert_array_equal(tree["memory_gate"].value, [0, 0])
-    assert "relative_bias" not in tree["tokens"]
 
 
 def test_the_memory_holds_the_last_tokens_of_the_document_and_nothing_else(params: Any) -> None:
@@ -55,65 +38,3 @@ def test_the_memory_holds_the_last_tokens_of_the_document_and_nothing_else(param
     assert np.all(np.any(after.keys[1, :, TOKENS + 2 * WINDOW :], axis=-1))
     assert not np.any(after.keys[1, :, : TOKENS + 2 * WINDOW])
     assert not np.any(after.values[1, :, : TOKENS + 2 * WINDOW])
-
-
-def test_a_token_finds_earlier_blocks_but_neither_its_own_nor_the_future(params: Any) -> None:
-    """A token finds tokens beyond the window, back to the start of its document. In lane 1, a
-    document starts at block 2. The search finds all tokens.
-    """
-    start = np.zeros((LANES, BLOCKS), bool)
-    start[1, 2] = True
-    model = with_settings(MODEL, {"Window.cache": False, "Memorizing.neighbors": TOKENS})
-    depends = dependence(lambda x: read(model, params, x, start=start).x)
-    place, block = np.arange(TOKENS), np.arange(TOKENS) // WINDOW
-    expected = (block[:, None] > block[None]) | (
-        (block[:, None] == block[None]) & (place[:, None] >= place[None])
-    )
-    np.testing.assert_array_equal(depends[0], expected)
-    same_document = (block[:, None] >= 2) == (block[None] >= 2)
-    np.testing.assert_array_equal(depends[1], expected & same_document)
-
-
-def test_no_gradient_reaches_earlier_blocks_through_the_memory_but_the_gate_gets_one(
-    params: Any,
-) -> None:
-    model = with_settings(MODEL, {"Window.cache": False})
-
-    def last_block(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(read(model, params, x).x[:, -WINDOW:] ** 2)
-
-    of_params, of_x = jax.grad(last_block, argnums=(0, 1))(params, inputs())
-    assert not np.any(of_x[:, :-WINDOW]) and np.all(np.any(of_x[:, -WINDOW:], axis=-1))
-    assert np.all(of_params["memory_gate"])
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
-    """In the original code, an empty memory counts as keys and values of zeros."""
-    model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
-
-    def first_block(gate: float) -> np.ndarray:
-        changed = {**params, "memory_gate": jnp.full((MODEL.heads,), gate)}
-        return np.asarray(read(model, changed, inputs()).x[:, :WINDOW])
-
-    shut, half, wide = (first_block(gate) for gate in (-100.0, 0.0, 100.0))
-    if masked:
-        np.testing.assert_array_equal(half, shut)
-        np.testing.assert_array_equal(wide, shut)
-        return
-    assert np.abs(half - shut).max() > 0.01
-    silent = {**params["tokens"], "values": 0 * params["tokens"]["values"]}
-    assert_close(wide, read(model, {**params, "tokens": silent}, inputs()).x[:, :WINDOW])
-
-
-def test_a_memory_of_any_size_keeps_what_fits(params: Any) -> None:
-    """A larger memory gives the same results while nothing is forgotten. A smaller one does not."""
-    results = []
-    for size in (TOKENS - WINDOW, TOKENS, 100):
-        model = with_settings(MODEL, {"Memorizing.size": size})
-        y, state, *_ = read(model, params, inputs())
-        results.append((y, read(model, params, inputs(2), state).x[:, :WINDOW]))
-    assert_close(results[1], results[2])
-    # The smallest memory is large enough for the first segment.
-    assert_close(results[0][0], results[2][0])
-    assert np.abs(results[0][1] - results[2][1]).max() > 0.01

@@ -1,4 +1,3 @@
-import functools
 import re
 from typing import Any
 
@@ -10,15 +9,15 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from brt.layers.basic import remat_policy
 from brt.memories import memorizing as xla
-from brt.memories.memorizing import find_neighbors, memory_attention
+from brt.memories.memorizing import Search, memory_attention
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 LANES, HEADS, SIZE, WIDTH, WINDOW, BLOCKS, NEIGHBORS = 2, 2, 24, 4, 6, 3, 4
 # Tokens in memory: none, fewer than NEIGHBORS, some, all.
 COUNTS = np.array([[0, 6, 12], [24, 0, 3]])
 OPTIONS = [
-    {"search": search, "null_keys": null_keys}
-    for search in ("exact", "bucketed")
+    {"how": how, "null_keys": null_keys}
+    for how in ("exact", "bucketed")
     for null_keys in (False, True)
 ]
 each_option = pytest.mark.parametrize(
@@ -34,7 +33,7 @@ def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
 
-def oracle(q: jax.Array, k: jax.Array, v: jax.Array, search: str, null_keys: bool) -> np.ndarray:
+def oracle(q: jax.Array, k: jax.Array, v: jax.Array, how: str, null_keys: bool) -> np.ndarray:
     """Returns the output, computed query by query in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y = np.zeros(q.shape)
@@ -46,7 +45,7 @@ def oracle(q: jax.Array, k: jax.Array, v: jax.Array, search: str, null_keys: boo
         scores = keys @ q[lane, place, head]
         best = np.argsort(-scores)
         # The bucket of a token is its position modulo the number of neighbors.
-        if search == "bucketed":
+        if how == "bucketed":
             bucket = (end - count + np.arange(count)) % NEIGHBORS
             best = [i for j, i in enumerate(best) if bucket[i] not in bucket[best[:j]]]
         best = np.array(best[:NEIGHBORS], int)
@@ -57,9 +56,11 @@ def oracle(q: jax.Array, k: jax.Array, v: jax.Array, search: str, null_keys: boo
     return y
 
 
-def attention(q: Any, k: Any, v: Any, **options: Any) -> jax.Array:
-    counts = jnp.asarray(COUNTS, jnp.int32)
-    return memory_attention(q, k, v, counts, size=SIZE, neighbors=NEIGHBORS, **options)
+def attention(
+    q: Any, k: Any, v: Any, implementation: str | None = None, **options: Any
+) -> jax.Array:
+    search = Search(SIZE, NEIGHBORS, **options)
+    return memory_attention(q, k, v, jnp.asarray(COUNTS, jnp.int32), search, implementation)
 
 
 @pytest.mark.slow_cases("144-*", "8388608-*", "1-bucketed-False", "1-exact-True")
@@ -90,46 +91,10 @@ def test_grouped_queries_search_the_keys_of_their_group(implementation: str) -> 
 @pytest.mark.parametrize("search", ["exact", "bucketed"])
 def test_gradients_are_for_queries_only(search: str) -> None:
     def total(*a: jax.Array) -> jax.Array:
-        return jnp.sum(attention(*a, search=search) ** 2)
+        return jnp.sum(attention(*a, how=search) ** 2)
 
     gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays())
     assert np.any(gradients[0]) and not np.any(gradients[1]) and not np.any(gradients[2])
-
-
-def test_exact_search_finds_the_largest_products() -> None:
-    rng = np.random.default_rng(0)
-    q = rng.normal(size=(LANES, HEADS, 5, WIDTH)).astype(np.float32)
-    k = rng.normal(size=(LANES, HEADS, 100, WIDTH)).astype(np.float32)
-    found = find_neighbors(
-        jnp.asarray(q), jnp.asarray(k), jnp.array([100, 40]), neighbors=10, search="exact"
-    )
-    for lane, oldest in enumerate((0, 60)):
-        scores = np.einsum("hqk,hmk->hqm", q[lane], k[lane, :, oldest:])
-        best = np.argsort(-scores, axis=-1)[..., :10] + oldest
-        np.testing.assert_array_equal(np.sort(found.indices[lane]), np.sort(best))
-    assert found.there.all()
-
-
-def test_what_was_written_is_found_by_its_own_key() -> None:
-    """Keys are normalised, and each query is a multiple of one key, which gets all the
-    attention.
-    """
-    rng = np.random.default_rng(0)
-    keys = rng.normal(size=(1, HEADS, SIZE, WIDTH)).astype(np.float32)
-    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
-    values = rng.normal(size=keys.shape).astype(np.float32)
-    for search in ("exact", "bucketed"):
-        read = functools.partial(memory_attention, size=SIZE, neighbors=NEIGHBORS, search=search)
-        y = jax.jit(read)(1000 * keys.swapaxes(1, 2), keys, values, np.array([[SIZE]]))
-        np.testing.assert_allclose(y.swapaxes(1, 2), values, atol=1e-3)
-
-
-def test_keeps_the_dtype_of_the_values() -> None:
-    run = jax.jit(attention)
-    exact = run(*arrays())
-    y = run(*(a.astype(jnp.bfloat16) for a in arrays()))
-    assert y.dtype == jnp.bfloat16
-    assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
 
 
 def test_scores_never_exist_at_once() -> None:
@@ -140,7 +105,7 @@ def test_scores_never_exist_at_once() -> None:
     queries, counts = shape((1, tokens, heads, width), jnp.float32), shape((1, 8), jnp.int32)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, counts: jax.Array) -> jax.Array:
-        return jnp.sum(memory_attention(q, k, v, counts, size=size, neighbors=128) ** 2)
+        return jnp.sum(memory_attention(q, k, v, counts, Search(size, neighbors=128)) ** 2)
 
     compiled = jax.jit(jax.grad(total)).lower(queries, past, past, counts).compile()
     slice_of_keys = 4 * heads * size * width
@@ -155,10 +120,7 @@ def test_a_recomputed_layer_stores_neighbours_and_no_scores(
 ) -> None:
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         counts = jnp.asarray(COUNTS)
-        return xla.xla_attention(
-            q, k, v, counts, window=WINDOW, size=SIZE, neighbors=NEIGHBORS, search=search,
-            null_keys=False,
-        ).sum()  # fmt: skip
+        return xla.xla_attention(q, k, v, counts, Search(SIZE, NEIGHBORS, search)).sum()
 
     print_saved_residuals(jax.checkpoint(total, policy=remat_policy("products")), *arrays())
     stored = [line for line in capsys.readouterr().out.splitlines() if "from the arg" not in line]

@@ -78,13 +78,6 @@ def test_hidden_states_are_those_of_the_equations(given: tuple) -> None:
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-def test_tokens_know_how_long_ago_their_document_started() -> None:
-    starts = jnp.asarray([[True, False, True], [False, True, False]])
-    found = token_state.tokens_since_start(starts, 6)
-    assert found[0].tolist() == [0, 1, 2, 3, 0, 1]
-    assert (found[1, :2] >= 6).all() and found[1, 2:].tolist() == [0, 1, 2, 3]
-
-
 def test_states_decay_slowly_at_first() -> None:
     rate = rg_lru._rate_init(jax.random.key(0), (4, 64), jnp.float32)
     a, scale = rg_lru.decays(rate, jnp.ones_like(rate))

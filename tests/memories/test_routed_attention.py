@@ -174,18 +174,6 @@ def test_segments_and_tokens_one_by_one_read_the_same(itself: bool) -> None:
     jax.tree.map(np.testing.assert_array_equal, rings, after)
 
 
-def test_one_cluster_that_keeps_all_is_full_causal_attention() -> None:
-    q = queries()
-    tokens = RoutedTokens(q, queries(100), jnp.zeros(q.shape[:3], jnp.int32))
-    bias = jnp.zeros((HEADS, TOKENS))
-    y, _ = read(tokens, new_rings(1, TOKENS), bias=bias)
-    logits = 2 * np.einsum("bthk,bshk->bhts", q, q)
-    weights = np.exp(np.where(np.tri(TOKENS, dtype=bool), logits, -np.inf))
-    weights /= weights.sum(-1, keepdims=True)
-    expected = np.einsum("bhts,bshk->bthk", weights, tokens.values)
-    np.testing.assert_allclose(y, expected, atol=TOLERANCE)
-
-
 def test_centres_are_moving_averages_and_one_without_tokens_stays() -> None:
     statistics, decay = STATISTICS, 0.9
     counts, sums = (np.array(x, np.float64) for x in statistics[:2])

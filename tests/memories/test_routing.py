@@ -10,6 +10,7 @@ from model_settings import with_settings
 from one_layer import LANES, NOWHERE, TOKENS, assert_close, inputs, layer_params, one_layer, read
 
 from brt.layers.kinds import KINDS
+from brt.layers.state import Given
 from brt.memories import Routing
 from brt.memories.routed_attention import ClusterStatistics
 from brt.memories.routing import RoutedState, RoutingLayer, new_routing
@@ -60,7 +61,7 @@ def test_every_parameter_learns_from_the_task_and_queries_from_the_commitment(
             start = jnp.asarray(NOWHERE)
             variables = {"params": params}
             y, _, aux, _ = RoutingLayer(MODEL).apply(
-                variables, inputs(), state=state, document_start=start, model_state=learnt
+                variables, inputs(), Given(state, document_start=start, model_state=learnt)
             )
             return aux.losses["routing"] if own else jnp.sum(y**2)
 

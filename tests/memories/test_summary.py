@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,7 @@ from model_settings import with_settings
 from one_layer import (
     BLOCKS,
     LANES,
-    NOWHERE,
-    TOKENS,
-    TOLERANCE,
     WINDOW,
-    assert_close,
     inputs,
     layer_params,
     new_state,
@@ -24,11 +19,9 @@ from one_layer import (
 from one_layer import read as one_layer_read
 
 from brt.config import Model
-from brt.layers.state import LayerOutput
+from brt.layers.state import Given, LayerOutput
 from brt.memories import Summaries
 from brt.memories.summary import LongSummaryLayer
-from brt.models import decoder
-from brt.models.decoder import Decoder
 
 SECTION = Summaries(long_layers=(0,), summaries=2, short_memory=3, long_memory=6, long_increment=2)
 MODEL = one_layer(SECTION)
@@ -91,85 +84,6 @@ def test_a_block_finds_what_earlier_blocks_left_until_newer_ones_push_it_out(par
         np.testing.assert_array_equal(found, np.repeat(there[:, None], WINDOW, axis=1))
 
 
-def test_the_memory_has_the_last_blocks_in_their_order(params: Any) -> None:
-    state = full = read(params, 1).state
-    made = []
-    for n in range(BLOCKS):
-        block = {
-            "x": inputs()[:, n * WINDOW : (n + 1) * WINDOW],
-            "summaries": summaries()[:, n, None],
-        }
-        before, state = state, read(params, state=state, **block).state
-        old = before.vectors[:, SECTION.long_increment :]
-        np.testing.assert_array_equal(state.vectors[:, : old.shape[1]], old)
-        made.append(state.vectors[:, old.shape[1] :])
-    fitting = SECTION.long_memory // SECTION.long_increment
-    assert fitting < BLOCKS, "of the first block nothing is left"
-    after = read(params, state=full).state
-    assert_close(after.vectors, jnp.concatenate(made[-fitting:], axis=1))
-
-
-def test_the_long_memory_of_a_document_begins_empty(params: Any) -> None:
-    start = NOWHERE.copy()
-    start[0, 0] = start[1, 2] = True
-    assert read(params, state=read(params, 1).state, start=start).state.length.tolist() == [6, 4]
-
-
-@pytest.mark.slow_cases("False")
-@pytest.mark.parametrize("masked", [True, False])
-def test_an_empty_memory_is_masked_or_counts_as_zeros(params: Any, masked: bool) -> None:
-    """In the original code, an empty memory counts as keys and values of zeros."""
-    model = with_settings(MODEL, {"Window.mask_empty_cache": masked})
-
-    unread = new_state(MODEL)
-
-    def first_block(gate: float, state: Any) -> np.ndarray:
-        changed = {**params, "memory_gate": jnp.full_like(params["memory_gate"], gate)}
-        return np.asarray(read(changed, state=state, model=model).x[:, :WINDOW])
-
-    shut, wide = (first_block(gate, unread) for gate in (100.0, -100.0))
-    assert (np.abs(wide - shut).max() < TOLERANCE) == masked
-    noise = unread._replace(
-        vectors=unread.vectors + 1, short=unread.short._replace(vectors=unread.short.vectors + 1)
-    )
-    assert np.array_equal(first_block(0.0, noise), first_block(0.0, unread)) == masked
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_parameter_learns_but_the_uppermost_summaries_and_states_do_not(
-    random_params: Callable, remat: bool
-) -> None:
-    model = with_settings(
-        MODEL, {"layers": 2, "Summaries.layers": (1,), "MLP.bias": True, "dtype": "float32"}
-    )
-    params, start = random_params(model), jnp.asarray(NOWHERE)
-    ids = jnp.asarray(np.random.default_rng(0).integers(8, size=(LANES, TOKENS)), jnp.int32)
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def gradients(params: Any, state: Any, remat: bool) -> tuple:
-        own = dataclasses.replace(model, remat=remat)
-
-        def loss(params: Any, state: Any) -> tuple[jax.Array, Any]:
-            hidden, after, *_ = Decoder(own).apply({"params": params}, ids, state, start)
-            return jnp.mean(jnp.sin(hidden)), after
-
-        return jax.grad(loss, argnums=(0, 1), allow_int=True, has_aux=True)(params, state)
-
-    _, state = gradients(params, decoder.new_state(model, LANES), False)
-    (of_params, of_state), _ = gradients(params, state, False)
-    without = {
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, gradient in jax.tree.leaves_with_path(of_params)
-        if not np.any(gradient)
-    }
-    top = {"kernel", "bias", "token_norm", "summary_norm"}
-    assert without == {f"stack/summary_1/summary_mix/{name}" for name in top}
-    assert all(np.any(g) for g in jax.tree.leaves(of_state) if g.dtype == jnp.float32)
-    if remat:
-        assert_close(gradients(params, state, True)[0][0], of_params)
-
-
 def test_dropout_is_anothers_in_every_block(params: Any) -> None:
     model = dataclasses.replace(MODEL, dropout=0.5)
     x, below = jnp.ones_like(inputs()), jnp.ones_like(summaries())
@@ -180,8 +94,8 @@ def test_dropout_is_anothers_in_every_block(params: Any) -> None:
     def drawn(seed: int) -> jax.Array:
         layer, rngs = LongSummaryLayer(model, training=True), {"dropout": jax.random.key(seed)}
         y = layer.apply(
-            {"params": params}, x, summaries=below, state=new_state(MODEL),
-            document_start=start, rngs=rngs,
+            {"params": params}, x,
+            Given(new_state(MODEL), document_start=start, summaries=below), rngs=rngs,
         )  # fmt: skip
         return y.x.reshape(LANES * BLOCKS, -1)
 

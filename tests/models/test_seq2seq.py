@@ -16,7 +16,6 @@ from brt.config import Pairs as Documents
 from brt.errors import ConfigError
 from brt.models import seq2seq
 from brt.models.seq2seq import SpecialTokens, shift_right
-from brt.ops.cross_entropy import token_scores
 
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 SOURCE, TARGET = 11, 6
@@ -111,16 +110,7 @@ def logits(net: seq2seq.Seq2Seq, hidden: jax.Array) -> jax.Array:
     return seq2seq.logits(seq2seq.readout(net.model, params(net)), hidden)
 
 
-@pytest.mark.slow_cases(
-    "t5-srformer",
-    "t5-segmented",
-    "t5-full",
-    "t5-local_global",
-    "t5-transformer_xl",
-    "transient global-segmented",
-    "bart-srformer",
-    "t5-xl_memory",
-)
+@pytest.mark.slow_cases("t5-[!s]*", "t5-segmented", "t5-srformer", "transient*", "bart*")
 @pytest.mark.parametrize(
     ("model", "kind"),
     [*(("t5", kind) for kind in KINDS), ("bart", "srformer"), ("transient global", "segmented")],
@@ -170,8 +160,8 @@ def test_no_target_reads_those_after_it() -> None:
 @pytest.mark.slow  # tests/ops/test_clustered_attention.py has quick tests of exact cases.
 @pytest.mark.parametrize("model", ["t5", "bart"])
 def test_clusters_of_source_tokens_attend_together(model: str) -> None:
-    """With all keys among the best keys, or for short sources, clustered attention is exact.
-    Otherwise the key for random numbers decides.
+    """With all keys among the best keys, clustered attention is exact. Otherwise the key for random
+    numbers decides.
     """
     x, own = pairs(), params(network(MODELS[model]))
 
@@ -184,19 +174,15 @@ def test_clusters_of_source_tokens_attend_together(model: str) -> None:
         y = encode(attention)({"params": own}, x.source, x.mask, jax.random.key(seed))
         return np.where(x.mask[..., None], y, 0)
 
-    few = {"clusters": 3}
     exact = encoded(Attention())
-    best = Attention(kind="improved_clustered", top_k=SOURCE, **few)
+    best = Attention(kind="improved_clustered", top_k=SOURCE, clusters=3)
     np.testing.assert_allclose(encoded(best), exact, atol=TOLERANCE)
-    short = Attention(kind="clustered", min_length=SOURCE + 1, **few)
-    np.testing.assert_array_equal(encoded(short), exact)
-    rough = Attention(kind="clustered", **few)
+    rough = Attention(kind="clustered", clusters=3)
     assert np.abs(encoded(rough) - exact).max() > 0.01
     assert np.abs(encoded(rough) - encoded(rough, 1)).max() > 0.01
-    net = network(MODELS[model], attention=rough)
-    assert jax.tree.map(jnp.shape, params(net)) == jax.tree.map(jnp.shape, own)
-    always = jax.jit(functools.partial(seq2seq.encode, net))(own, x.source, x.mask)
-    np.testing.assert_allclose(np.where(x.mask[..., None], always, 0), encoded(rough), atol=1e-5)
+    assert jax.tree.map(jnp.shape, params(network(MODELS[model], attention=rough))) == jax.tree.map(
+        jnp.shape, own
+    )
 
 
 @pytest.mark.slow
@@ -246,52 +232,21 @@ def test_every_parameter_learns_and_remat_changes_nothing(model: str, kind: str)
     assert {name for name in still if not name.endswith("k/bias")} <= {"logits_bias"}
 
 
-def test_token_nats_are_those_of_the_logits() -> None:
-    net, x = network(BART), pairs()
-    hidden = compiled(net)(params(net), *x)
-    out = seq2seq.readout(net.model, params(net))
-    nats = token_scores(
-        hidden, out.embedding, x.targets_in, out.bias, scale=out.scale, chunk=4
-    ).nats
-    expected = -jax.nn.log_softmax(logits(net, hidden))
-    expected = jnp.take_along_axis(expected, x.targets_in[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(nats, expected, atol=TOLERANCE)
-    assert seq2seq.readout(T5, params(network(T5))).scale == 16**-0.5
-
-
-@pytest.mark.slow  # test_inner_dropout_has_rates_of_its_own is a quick test of dropout.
-@pytest.mark.parametrize("model", ["t5", "bart"])
-def test_dropout_is_random_only_in_training(model: str) -> None:
-    wet = dataclasses.replace(MODELS[model], dropout=0.3)
-    x, net = pairs(), network(wet, "srformer", training=True)
-    own = params(network(MODELS[model], "srformer"))
-
-    @jax.jit
-    def hidden(key: jax.Array) -> jax.Array:
-        return net.apply({"params": own}, *x, rngs={"dropout": key}).hidden
-
-    first, second = hidden(jax.random.key(0)), hidden(jax.random.key(1))
-    np.testing.assert_array_equal(first, hidden(jax.random.key(0)))
-    assert np.abs(first - second).max() > 0.1
-    dry = compiled(network(wet, "srformer"))(own, *x)
-    same = compiled(network(MODELS[model], "srformer"))(own, *x)
-    np.testing.assert_array_equal(dry, same)
-
-
 @pytest.mark.slow_cases("attention_dropout")
 @pytest.mark.parametrize("rate", ["attention_dropout", "activation_dropout"])
-def test_inner_dropout_has_rates_of_its_own(rate: str) -> None:
-    x, own, rngs = pairs(), params(network(T5)), {"dropout": jax.random.key(0)}
+def test_dropout_is_random_in_training_and_inner_dropout_has_rates_of_its_own(rate: str) -> None:
+    x, own = pairs(), params(network(T5))
 
-    def hidden(**rates: float) -> jax.Array:
-        net = network(dataclasses.replace(T5, **rates), training=True)
-        apply = jax.jit(lambda own: net.apply({"params": own}, *x, rngs=rngs).hidden)
-        return apply(own)
+    def hidden(key: int = 0, training: bool = True, **rates: float) -> jax.Array:
+        net = network(dataclasses.replace(T5, **rates), training=training)
+        rngs = {"dropout": jax.random.key(key)}
+        return jax.jit(lambda own: net.apply({"params": own}, *x, rngs=rngs).hidden)(own)
 
     still = hidden()
-    assert np.abs(hidden(**{rate: 0.5}) - still).max() > 0.01
-    none = {"attention_dropout": 0.0, "activation_dropout": 0.0, "dropout": 0.0}
-    np.testing.assert_array_equal(hidden(**none), still)
+    first, second = (hidden(key, **{rate: 0.5}) for key in (0, 1))
+    assert min(np.abs(first - other).max() for other in (still, second)) > 0.01
+    evaluated = hidden(training=False, **{rate: 0.5}, dropout=0.5)
+    np.testing.assert_allclose(evaluated, still, atol=TOLERANCE)
 
 
 def test_neurons_can_be_logged() -> None:
@@ -330,24 +285,6 @@ def test_reordering_moves_what_belongs_to_beams() -> None:
     jax.tree.map(np.testing.assert_array_equal, moved.source, state.source)
 
 
-@pytest.mark.slow_cases("*sliding", "*gated")
-@pytest.mark.parametrize("model", MODELS)
-def test_initial_parameters_are_named_and_of_their_shapes(model: str) -> None:
-    net = network(MODELS[model], "srformer")
-    boxed = jax.eval_shape(lambda: seq2seq.init(net, jax.random.key(0)))
-    flat = flatten_dict(nn.meta.unbox(boxed), sep="/")
-    assert flat["decoder/layers/cross_attn/raf/leak"].shape == (2,)
-    assert ("lm_head/embedding" in flat) != net.model.tied_logits
-    assert ("encoder/global_rel_bias/embedding" in flat) == (model == "transient global")
-    axes = flatten_dict(nn.get_partition_spec(boxed), sep="/")
-    assert tuple(axes["decoder/layers/self_attn/q/kernel"]) == (
-        "layers",
-        "embed",
-        "heads",
-        "head_dim",
-    )
-
-
 def test_sources_and_targets_longer_than_the_positions_are_refused() -> None:
     net, x = network(BART), pairs()
     source, mask = jnp.ones((1, 17), jnp.int32), jnp.ones((1, 17), bool)
@@ -358,6 +295,13 @@ def test_sources_and_targets_longer_than_the_positions_are_refused() -> None:
         seq2seq.prefill(net, params(net), encoded, x.mask, 1, 17)
     with pytest.raises(ConfigError, match="target of 17 tokens"):
         seq2seq.decode(net, params(net), encoded[:1], x.mask[:1], source)
+    for old, length, method, sentence in (
+        (params(net), 8, "copy", "16 positions cannot be extended to 8"),
+        (params(net), 32, "repeat", "'copy' and 'interpolate', not 'repeat'"),
+        (params(network(T5)), 32, "copy", "only BART learns"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            seq2seq.extend_positions(old, length, method)
 
 
 @pytest.mark.parametrize("method", ["copy", "interpolate"])
@@ -377,16 +321,6 @@ def test_extended_positions_begin_as_the_old_ones(method: str) -> None:
     assert np.isfinite(seq2seq.encode(longer, extended, source, mask)).all()
 
 
-def test_positions_that_cannot_be_extended_are_refused() -> None:
-    old = params(network(BART))
-    with pytest.raises(ConfigError, match="16 positions cannot be extended to 8"):
-        seq2seq.extend_positions(old, 8)
-    with pytest.raises(ConfigError, match="'copy' and 'interpolate', not 'repeat'"):
-        seq2seq.extend_positions(old, 32, "repeat")
-    with pytest.raises(ConfigError, match="only BART learns"):
-        seq2seq.extend_positions(params(network(T5)), 32)
-
-
 def test_targets_are_shifted_behind_the_start() -> None:
     labels = np.array([[5, 6, 1, -100], [7, 1, 0, 0]])
     t5 = shift_right(labels, SpecialTokens(pad=0, start=0, eos=1))
@@ -396,11 +330,7 @@ def test_targets_are_shifted_behind_the_start() -> None:
     np.testing.assert_array_equal(bart, [[2, 0, 5, 2, 1]])
 
 
-def test_settings_that_clash_are_refused() -> None:
-    with pytest.raises(ConfigError, match="attention_dropout = 1.5 must be in"):
-        dataclasses.replace(T5, attention_dropout=1.5)
-    with pytest.raises(ConfigError, match="needs Seq2Seq.family = 't5'"):
-        dataclasses.replace(BART, encoder_attention="transient_global")
+def test_sections_that_clash_are_refused() -> None:
     summaries = {
         "training": Training(task="summarization"),
         "pairs": Documents(max_source_length=90),

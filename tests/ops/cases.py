@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
 from brt.layers.seq2seq import cross_config
-from brt.memories.memorizing import memory_attention
+from brt.memories.memorizing import Search, memory_attention
 from brt.memories.routed_attention import Rings, RoutedTokens, rings_after, routed_attention
 from brt.ops import causal_clustered_attention as causal
 from brt.ops import clustered_attention, cross_attention, encoder_attention, masked_attention
@@ -174,13 +174,11 @@ def blocks_of_states() -> Case:
 
 
 def memory(search: str) -> Case:
-    q, k, v = normal(0, QKV[0], *[(LANES, HEADS, 32, SIZE)] * 2)
+    q, k, v = normal(0, QKV[0], *[(LANES, HEADS, 16 + TOKENS, SIZE)] * 2)
     counts = jnp.asarray([[16, 8, 16], [0, 4, 8]])
 
     def run(name: str, q: jax.Array) -> jax.Array:
-        return memory_attention(
-            q, k, v, counts, size=16, neighbors=4, search=search, implementation=name
-        )
+        return memory_attention(q, k, v, counts, Search(16, 4, search), implementation=name)
 
     return Case(run, [q])
 

@@ -21,6 +21,7 @@ from test_melodi import layer_parameters, starts
 from brt.config import Model
 from brt.config.model import MLP
 from brt.layers.kinds import KINDS
+from brt.layers.state import Given
 from brt.layers.window import WindowLayer
 from brt.memories import DenseMemory
 from brt.memories.dense_memory import DenseMemoryLayer, DenseState
@@ -71,7 +72,7 @@ def test_a_dense_memory_layer_equals_the_recordings(dense_layer_file: Path) -> N
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def value_and_grad(params: Any, xs: jax.Array, state: DenseState, start: jax.Array) -> tuple:
         ys, state, *_ = DenseMemoryLayer(model).apply(
-            {"params": params}, xs, state=state, document_start=start
+            {"params": params}, xs, Given(state, document_start=start)
         )
         return jnp.sum(ys * golden["ct"]), (ys, state)
 
@@ -126,7 +127,7 @@ def test_a_stack_with_dense_memory_equals_the_recordings(dense_stack_file: Path)
             layer = DenseMemoryLayer if model is dense else WindowLayer
             start = starts(flags, tokens.shape[1], model)
             y, own, *_ = layer(model).apply(
-                {"params": params[name]}, x, state=state, document_start=start
+                {"params": params[name]}, x, Given(state, document_start=start)
             )
             x = x + y if model is dense else y
             after.append(own)

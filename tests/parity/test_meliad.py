@@ -13,6 +13,7 @@ from recordings import Golden, assert_close, assert_trees_close, nats_of_next_to
 
 from brt.config import Optimizer
 from brt.layers.recurrent import RecurrentLayer, RecurrentState
+from brt.layers.state import Given
 from brt.layers.window import WindowLayer
 from brt.models import decoder
 from brt.ops.normalization import l2_normalize
@@ -91,7 +92,7 @@ def test_layers_equal_the_recordings(layer_file: Path, monkeypatch: pytest.Monke
     def value_and_grad(
         params: dict, xs: jax.Array, state: tuple, start: jax.Array
     ) -> tuple[jax.Array, tuple]:
-        ys, state, *_ = layer.apply({"params": params}, xs, state=state, document_start=start)
+        ys, state, *_ = layer.apply({"params": params}, xs, Given(state, document_start=start))
         value = jnp.sum(ys * golden["ct"])
         if isinstance(state, RecurrentState):
             value += jnp.sum(state.vectors * golden["cst"])

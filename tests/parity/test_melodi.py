@@ -16,7 +16,7 @@ from brt.config import Model
 from brt.config.model import MLP
 from brt.layers.kinds import KINDS
 from brt.layers.runs import runs
-from brt.layers.scan import Stream
+from brt.layers.state import Given
 from brt.memories import Summaries
 from brt.memories.summary import LongSummaryState, SummaryState
 from brt.models import decoder
@@ -123,18 +123,17 @@ def test_summary_layers_equal_the_recordings(melodi_layer_file: Path) -> None:
     module = KINDS[model.layer_types[0]].module(model)
     params = layer_parameters(golden.under("params"), model)
 
-    def stream(segment: str) -> Stream:
+    def stream(segment: str) -> tuple[jax.Array, jax.Array]:
         us = jnp.asarray(golden["us" + segment])
         us = us.reshape(len(us), -1, model.of(Summaries).summaries, model.model_dim)
-        return Stream(jnp.asarray(golden["xs" + segment]), us)
+        return jnp.asarray(golden["xs" + segment]), us
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    def value_and_grad(params: Any, stream: Stream, state: Any, start: jax.Array) -> tuple:
-        after = module.apply(
-            {"params": params}, stream.x, summaries=stream.summaries, state=state,
-            document_start=start,
-        )  # fmt: skip
+    def value_and_grad(params: Any, stream: tuple, state: Any, start: jax.Array) -> tuple:
+        x, summaries = stream
+        given = Given(state, document_start=start, summaries=summaries)
+        after = module.apply({"params": params}, x, given)
         state, memories = after.state, golden.under("cs")
         us = after.summaries.reshape(golden["us"].shape)
         value = jnp.sum(after.x * golden["ct"]) + jnp.sum(us * golden["cu"])
@@ -153,8 +152,8 @@ def test_summary_layers_equal_the_recordings(melodi_layer_file: Path) -> None:
     check_state(state, golden.under("state_out"), "state")
     scale = float(np.abs(golden["ys"] * golden["ct"]).sum())
     assert_close(value, golden["loss"], "loss", scale)
-    assert_close(grad_stream.x, golden["grad_xs"], "gradient of xs")
-    grad_us = grad_stream.summaries.reshape(golden["us"].shape)
+    assert_close(grad_stream[0], golden["grad_xs"], "gradient of xs")
+    grad_us = grad_stream[1].reshape(golden["us"].shape)
     assert_close(grad_us, golden["grad_us"], "gradient of summaries")
     assert_trees_close(grads, layer_parameters(golden.under("grad_params"), model), "gradient")
 

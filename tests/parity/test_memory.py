@@ -9,7 +9,7 @@ from recordings import arrays
 from brt.config import Model
 from brt.layers.kinds import KINDS
 from brt.memories import Memorizing
-from brt.memories.memorizing import attend_to_neighbors, find_neighbors
+from brt.memories.memorizing import Search, attend_to_neighbors, find_neighbors
 from brt.memories.past_tokens import MemoryState, memory_and_segment, state_after_segment
 from brt.ops.top_k import take
 
@@ -45,9 +45,8 @@ def test_bucketed_search_equals_the_recordings(knn_file: Path) -> None:
 
     def check(state: MemoryState, keys: np.ndarray, values: np.ndarray) -> None:
         queries = jnp.asarray(golden["q"]).swapaxes(1, 2)
-        found = find_neighbors(
-            queries, state.keys, state.length, neighbors=neighbors, search="bucketed"
-        )
+        search = Search(3 * written, neighbors, "bucketed")
+        found = find_neighbors(queries, state.keys, state.length, search)
         pairs = zip((state.keys, state.values), (keys, values), strict=True)
         for ours, theirs in pairs:
             vectors = np.where(found.there[..., None], take(ours, found.indices), 0)

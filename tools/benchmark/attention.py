@@ -29,6 +29,7 @@ from typing import Any
 
 from attention_kinds import Contestant, Sizes, deterministic, error, exact, first_lane, inputs
 from conditions import report
+from flags import parser
 from timing import interleaved, ratio, show
 
 from brt import runtime
@@ -119,7 +120,11 @@ def _repeats(functions: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    flags = parser()
+    flags = parser(
+        __doc__, lanes=32, tokens=4096, window=512, heads=8, head_dim=128, dtype="bfloat16",
+        rounds=5, only=("", "parts of names, as brt or no bias"),
+    )  # fmt: skip
+    flags.add_argument("--serve", choices=FRAMEWORKS, help=argparse.SUPPRESS)
     args = flags.parse_args()
     sizes = Sizes(*(getattr(args, name) for name in Sizes._fields))
     if sizes.tokens % sizes.window:
@@ -177,21 +182,6 @@ def _clocks() -> list[str]:
         return []
     query = ["nvidia-smi", "--query-gpu=name,clocks.sm,clocks.mem", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-
-
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    sizes = {"lanes": 32, "tokens": 4096, "window": 512, "heads": 8, "head_dim": 128}
-    for name, value in sizes.items():
-        flags.add_argument(f"--{name}", type=int, default=value)
-    flags.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--only", default="", help="parts of names, as brt or no bias")
-    flags.add_argument("--json", metavar="FILE", help="write the rows there")
-    flags.add_argument("--serve", choices=FRAMEWORKS, help=argparse.SUPPRESS)
-    return flags
 
 
 if __name__ == "__main__":

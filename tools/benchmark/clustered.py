@@ -21,7 +21,6 @@ attention that does the same. The plot shows the times at all lengths, and the e
 time for several sizes of each kind.
 """
 
-import argparse
 import math
 import statistics
 import sys
@@ -32,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from clustered_kinds import ALL_LOGITS, REGIMES, Operation, of, operations, plain, regime
 from conditions import report
+from flags import parser
 from timing import interleaved, ratio, show
 
 from brt import runtime
@@ -40,20 +40,15 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--lengths", default="512,1024,2048,4096,8192,16384,32768", help="tokens")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--clusters", type=int, default=100)
-    parser.add_argument("--top_k", type=int, default=32)
-    parser.add_argument("--full_up_to", type=int, default=8192)
-    parser.add_argument("--json", help="write the rows to this file")
-    parser.add_argument("--plot", help="draw times and errors to this file")
-    args = parser.parse_args()
+    args = parser(
+        __doc__, lengths=([512 << n for n in range(7)], "tokens"), rounds=8, clusters=100, top_k=32,
+        full_up_to=8192, plot=("", "draw times and errors to this file"),
+    ).parse_args()  # fmt: skip
     runtime.keep_memory()
     runtime.disable_async_dispatch()
     kinds = operations(args.clusters, args.top_k)
     rows: list[Row] = []
-    for tokens in map(int, args.lengths.split(",")):
+    for tokens in args.lengths:
         found = measured(kinds, tokens, args.rounds, args.full_up_to)
         show(f"{tokens:,} tokens", found)
         rows += found

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from conditions import report
+from flags import parser
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
@@ -28,16 +29,11 @@ from brt.config import Config, Pairs, Seq2Seq, Training
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", default="2,12", help="of the encoder, and of the decoder")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model_dim", type=int, default=768)
-    parser.add_argument("--source", type=int, default=512, help="source tokens")
-    parser.add_argument("--target", type=int, default=128, help="target tokens")
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args()
-    depths = [int(layers) for layers in args.layers.split(",")]
-    names = {layers: f"{layers} + {layers}" for layers in depths}
+    args = parser(
+        __doc__, layers=([2, 12], "of the encoder, and of the decoder"), rounds=3, model_dim=768,
+        source=(512, "tokens"), target=(128, "tokens"),
+    ).parse_args()  # fmt: skip
+    names = {layers: f"{layers} + {layers}" for layers in args.layers}
     lower, both = ({name: [] for name in names.values()} for _ in range(2))
     programs = {}
     for _ in range(args.rounds):
@@ -49,7 +45,7 @@ def main() -> None:
             compiled = lowered.compile()
             both[name].append(time.perf_counter() - begin)
             programs[name] = compiled.as_text().count(" = ")
-    first = names[depths[0]]
+    first = names[args.layers[0]]
     rows = [
         {
             "kind": name, "lower s": statistics.median(lower[name]),

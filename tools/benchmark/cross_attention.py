@@ -12,7 +12,6 @@ configs/base/summarization_small.gin, with segments of 64, 16 and 8 tokens. Mode
 ratios to full attention are medians over the rounds.
 """
 
-import argparse
 import dataclasses
 import itertools
 import statistics
@@ -26,6 +25,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from conditions import report
+from flags import parser
 from timing import interleaved, ratio, show
 
 from brt import runtime, tasks
@@ -49,21 +49,19 @@ PAPER_SIZES = ((128, 1024, 64), (128, 1024, 16), (128, 1024, 8), (1024, 8192, 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sources", default="1024,4096,16384,65536", help="source tokens")
-    parser.add_argument("--segment_size", type=int, default=64)
-    parser.add_argument("--beams", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument(
+    flags = parser(
+        __doc__, sources=([1024, 4096, 16384, 65536], "source tokens"), segment_size=64, beams=1,
+        rounds=20,
+    )  # fmt: skip
+    flags.add_argument(
         "--train", nargs="?", const="wide", choices=SHAPES, help="measure training steps, too"
     )
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args()
+    args = flags.parse_args()
     runtime.keep_memory()
     runtime.disable_async_dispatch()
     found = {"computed": computed(), "decode": [], "train": []}
     show("Computed for one head of 64 (the paper's Table 1 and Figure 5)", found["computed"])
-    for sources in map(int, args.sources.split(",")):
+    for sources in args.sources:
         rows = decode_steps(sources, args.segment_size, args.beams, args.rounds)
         show(f"A decode step, {sources:,} source tokens, {args.beams} beams", rows)
         found["decode"] += rows

@@ -6,10 +6,10 @@ A row is a case and an implementation. The error is the largest one of the outpu
 gradients: the distance from the result of the reference implementation in float32, divided by the
 largest number of the array. "Same bits" says whether a second run gave the same bits. Rows are
 printed as soon as they are known, and no case is started after `--seconds`; the first cases are the
-most important ones.
+most important ones. Functions that return a case take the number of tokens (of a window, a block or
+a row) and `width`, the numbers of a head.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from conditions import report
+from flags import parser
 
 from brt.config import Attention, CrossAttention
 from brt.layers.attention_kinds import clustered_config
@@ -59,16 +60,7 @@ def window(
     tokens: int, width: int, dtype: str = "bfloat16", *, key_heads: int = HEADS,
     dropout: bool = False, scaled: bool = False,
 ) -> Case:  # fmt: skip
-    """Returns a case of window attention to two blocks; in one lane, a document starts in between.
-
-    Args:
-      tokens: the window, and the number of tokens of a block.
-      width: the numbers of a head.
-      dtype: the dtype of queries, keys and values.
-      key_heads: the number of heads of keys and values.
-      dropout: True drops half of the weights.
-      scaled: True if queries and keys are normalized.
-    """
+    """Returns a case of window attention to two blocks; in one lane, a document starts between."""
     rng = np.random.default_rng(tokens + width)
     cached = LANES, tokens, key_heads, width
     keys = LANES, 2 * tokens, key_heads, width
@@ -96,13 +88,7 @@ def window(
 
 
 def states(queries: int, keys: int, width: int, blocks: int) -> Case:
-    """Returns a case of attention without bias, such as that of tokens to states.
-
-    Args:
-      queries, keys: their numbers in a block.
-      width: the numbers of a head.
-      blocks: the number of blocks.
-    """
+    """Returns a case of attention without bias, such as that of tokens to states."""
     rng = np.random.default_rng(queries + keys + width)
     shape = LANES, blocks, keys, HEADS, width
     inputs = {
@@ -119,13 +105,7 @@ def states(queries: int, keys: int, width: int, blocks: int) -> Case:
 
 
 def states_to_blocks(queries: int, tokens: int, width: int) -> Case:
-    """Returns a case of attention of states to two blocks; one lane may not read the first block.
-
-    Args:
-      queries: the number of states.
-      tokens: the number of tokens of a block.
-      width: the numbers of a head.
-    """
+    """Returns a case of attention of states to two blocks; a lane may not read the first block."""
     rng = np.random.default_rng(queries + tokens + width)
     shape = LANES, HEADS, 2 * tokens, width
     inputs = {
@@ -144,14 +124,7 @@ def states_to_blocks(queries: int, tokens: int, width: int) -> Case:
 
 
 def masked(tokens: int, width: int, dtype: str = "bfloat16", *, biased: bool = True) -> Case:
-    """Returns a case of the attention of encoders, whose second row ends with padding.
-
-    Args:
-      tokens: the number of tokens of a row.
-      width: the numbers of a head.
-      dtype: the dtype of queries, keys and values.
-      biased: True for a bias of each query and key.
-    """
+    """Returns a case of the attention of encoders, whose second row ends with padding."""
     rng = np.random.default_rng(tokens + width)
     shape = LANES, tokens, HEADS, width
     inputs: Inputs = {
@@ -175,11 +148,6 @@ def clustered(tokens: int, width: int, kind: str) -> Case:
 
     In improved clustered attention, the best keys of a cluster may be others in another precision,
     so that single numbers differ by more than the precision: compare with the error of plain XLA.
-
-    Args:
-      tokens: the number of tokens of a row.
-      width: the numbers of a head.
-      kind: "clustered" or "improved_clustered".
     """
     rng = np.random.default_rng(tokens + width)
     shape = LANES, tokens, HEADS, width
@@ -206,10 +174,6 @@ def causal_clustered(window: int, width: int) -> Case:
     keys each. In one row, a document starts in between, and one memory is not full.
 
     The window's own attention, which is an input, is random.
-
-    Args:
-      window: the window, and the number of tokens of a block.
-      width: the numbers of a head.
     """
     rng = np.random.default_rng(window + width)
     tokens, memory = (LANES, 2 * window, HEADS, width), (2, LANES, HEADS, 64)
@@ -250,10 +214,6 @@ def recurrence(tokens: int, width: int) -> Case:
 
     A state near the threshold may fire in one precision only, so that single numbers differ by more
     than the precision: compare with the error of plain XLA.
-
-    Args:
-      tokens: the number of tokens of a source, in segments of 64.
-      width: the numbers of a head.
     """
     rng, shape = np.random.default_rng(tokens + width), (LANES, tokens, HEADS, width)
     inputs = {
@@ -348,11 +308,7 @@ def measured(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    flags.add_argument("--seconds", type=float, default=600.0, help="start no case after this time")
-    flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
+    flags = parser(__doc__, seconds=(600.0, "start no case after this time"))
     args, device = flags.parse_args(), jax.devices()[0]
     if device.platform != "gpu":
         flags.error(f"the kernels run on GPUs, and JAX found {device.device_kind}")

@@ -15,7 +15,6 @@ of programs that fit on a multiprocessor. No times are measured.
 """
 
 import argparse
-import functools
 import os
 import re
 import subprocess
@@ -25,7 +24,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import kernel_cases
 from conditions import report
+from flags import parser
+from jax.sharding import SingleDeviceSharding
+
+from brt.config import Attention, CrossAttention
+from brt.layers.attention_kinds import clustered_config
+from brt.layers.seq2seq import cross_config
+from brt.ops import clustered_attention, cross_attention, dispatch, masked_attention
+from brt.ops.dropout import Dropout, DropoutMask
+from brt.ops.softmax_attention import attend_to_blocks
+from brt.ops.window_attention import local_attention, window_part
+from brt.planning import topologies
+
+Case = tuple[Callable[..., Any], Any]
 
 KERNELS = re.compile(r"\.entry (attention_\w+?)(?:_mosaic_gpu_kernel)?\(")
 THREADS = re.compile(r"\.maxntid (\d+)")
@@ -36,7 +51,14 @@ REGISTERS, SHARED, RESERVED = 65536, 233472, 1024
 
 
 def main() -> None:
-    args = parser().parse_args()
+    flags = parser(
+        __doc__, topology="h100x1", implementation="pallas_gpu", window=512,
+        block=(0, "default: a window"), segment=(64, "tokens of a segment of a source"),
+        head_dims=[64, 128, 256], dtype="bfloat16", dropout=False, strictly_past=False,
+    )  # fmt: skip
+    flags.add_argument("--operation", choices=sorted(OPERATIONS), default="window_attention")
+    flags.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    args = flags.parse_args()
     if args.one:
         compile_one(args)
         return
@@ -99,12 +121,6 @@ def read(place: Path) -> dict[str, dict[str, int]]:
 
 def compile_one(args: argparse.Namespace) -> None:
     """Compiles the forward and backward pass of an operation for a GPU."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
-    from brt.ops import dispatch
-    from brt.planning import topologies
-
     device = topologies.named(args.topology).devices[0]
 
     def array(*shape: int, dtype: str = args.dtype) -> jax.ShapeDtypeStruct:
@@ -115,188 +131,119 @@ def compile_one(args: argparse.Namespace) -> None:
         jax.jit(function).lower(*inputs).compile()
 
 
-def window_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:
-    """Returns a function that computes the gradients of window attention, for eight heads over two
-    windows of tokens, and the shapes of its inputs.
+def gradients_of(attend: Callable[..., Any], learned: Any, others: tuple, weights: Any) -> Case:
+    """Returns a function that computes the gradients of `learned`, and its arguments: of the sum of
+    the output times `weights`, and of all further results of `attend`.
     """
-    import jax
-    import jax.numpy as jnp
 
-    from brt.ops.dropout import DropoutMask
-    from brt.ops.window_attention import local_attention, window_part
+    def gradients(learned: Any, others: tuple, weights: Any) -> Any:
+        def loss(learned: Any) -> jax.Array:
+            output, *more = attend(learned, *others)
+            output = output.astype(jnp.float32) * weights.astype(jnp.float32)
+            return jnp.sum(output) + sum(map(jnp.sum, more))
 
+        return jax.grad(loss)(learned)
+
+    return gradients, (learned, others, weights)
+
+
+def windows(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
+    """Returns the case of window attention, for eight heads over two windows of tokens."""
     window, heads, blocks = args.window, 8, 2
     tokens, cached = (array(1, n * window, heads, args.one) for n in (blocks, 1))
-    dropout = (
-        DropoutMask(array(heads, window, window, dtype="bool"), 1.25) if args.dropout else None
-    )
-
-    options = {
-        "attend_to_self": not args.strictly_past, "implementation": args.implementation,
-    }  # fmt: skip
-    places = array(1, blocks, dtype="bool")
-    attend = functools.partial(window_part, **options)
+    kept = array(heads, window, window, dtype="bool")
+    dropout = DropoutMask(kept, 1.25) if args.dropout else None
+    places, function = array(1, blocks, dtype="bool"), window_part
     if args.block:
         places = array(1, blocks * window // args.block, dtype="int32")
-        attend = functools.partial(local_attention, **options)
+        function = local_attention
 
-    def gradients(learned: Any, places: Any, dropout: Any, weights: Any) -> Any:
-        def loss(learned: Any) -> jax.Array:
-            part = attend(*learned, places, dropout)
-            output = part.output.astype(jnp.float32) * weights.astype(jnp.float32)
-            return jnp.sum(output) + jnp.sum(part.lse)
-
-        return jax.grad(loss)(learned)
+    def attend(learned: Any, places: Any, dropout: Any) -> Any:
+        return function(
+            *learned, places, dropout, attend_to_self=not args.strictly_past,
+            implementation=args.implementation,
+        )  # fmt: skip
 
     learned = tokens, (cached, cached), tokens, tokens, array(heads, window, dtype="float32")
-    return gradients, (learned, places, dropout, tokens)
+    return gradients_of(attend, learned, (places, dropout), tokens)
 
 
-def softmax_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:
-    """Returns a function that computes the gradients of the attention of 512 states and eight heads
-    to the tokens of two blocks, and the shapes of its inputs.
-    """
-    import jax
-    import jax.numpy as jnp
+def states(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
+    """Returns the case of attention of 512 states, with eight heads, to two blocks of tokens."""
 
-    from brt.ops.softmax_attention import attend_to_blocks
-
-    def gradients(states: Any, tokens: Any, values: Any, readable: Any, weights: Any) -> Any:
-        def loss(states: Any, tokens: Any, values: Any) -> jax.Array:
-            output = attend_to_blocks(
-                states, tokens, values, readable,
-                null_keys=False, implementation=args.implementation,
-            )  # fmt: skip
-            return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
-
-        return jax.grad(loss, argnums=(0, 1, 2))(states, tokens, values)
+    def attend(learned: Any, readable: Any) -> Any:
+        options = {"null_keys": False, "implementation": args.implementation}
+        return (attend_to_blocks(*learned, readable, **options),)
 
     states, tokens = array(1, 512, 8, args.one), array(1, 8, 2 * args.window, args.one)
-    return gradients, (states, tokens, tokens, array(1, dtype="bool"), states)
+    return gradients_of(attend, (states, tokens, tokens), (array(1, dtype="bool"),), states)
 
 
-def masked_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:
-    """Returns a function that computes the gradients of the attention of encoders with T5's bias,
-    for two rows of 1,024 tokens and eight heads, and the shapes of its inputs.
+def masked(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
+    """Returns the case of attention of encoders with T5's bias, for two rows of 1,024 tokens and
+    eight heads.
     """
-    import jax
-    import jax.numpy as jnp
 
-    from brt.ops.dropout import Dropout
-    from brt.ops.masked_attention import attend
-
-    def gradients(learned: Any, mask: Any, weights: Any) -> Any:
-        def loss(learned: Any) -> jax.Array:
-            dropout = Dropout(jax.random.key(0), 0.1) if args.dropout else None
-            output = attend(*learned, mask, dropout, implementation=args.implementation)
-            return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
-
-        return jax.grad(loss)(learned)
+    def attend(learned: Any, mask: Any) -> Any:
+        dropout = Dropout(jax.random.key(0), 0.1) if args.dropout else None
+        options = {"implementation": args.implementation}
+        return (masked_attention.attend(*learned, mask, dropout, **options),)
 
     tokens, bias = array(2, 1024, 8, args.one), array(8, 1024, 1024, dtype="float32")
-    return gradients, ((tokens, tokens, tokens, bias), array(2, 1, 1024, dtype="bool"), tokens)
+    mask = array(2, 1, 1024, dtype="bool")
+    return gradients_of(attend, (tokens, tokens, tokens, bias), (mask,), tokens)
 
 
-def clustered_gradients(
-    args: argparse.Namespace, array: Callable[..., Any]
-) -> tuple[Callable, Any]:
-    """Returns a function that computes the gradients of improved clustered attention with 100
-    clusters, for two rows of 4,096 tokens and twelve heads, and the shapes of its inputs. K-means
-    of the queries is compiled, too.
+def clustered(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
+    """Returns the case of improved clustered attention with 100 clusters, for two rows of 4,096
+    tokens and twelve heads. K-means of the queries is compiled, too.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from brt.config import Attention
-    from brt.layers.attention_kinds import clustered_config
-    from brt.ops.clustered_attention import attend
-
     config = clustered_config(Attention(kind="improved_clustered", clusters=100))
 
-    def gradients(learned: Any, valid: Any, weights: Any) -> Any:
-        def loss(learned: Any) -> jax.Array:
-            output = attend(
-                *learned, valid, config, jax.random.key(0), scale=1.0,
-                implementation=args.implementation,             )  # fmt: skip
-            return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
-
-        return jax.grad(loss)(learned)
+    def attend(learned: Any, valid: Any) -> Any:
+        options = {"scale": 1.0, "implementation": args.implementation}
+        key = jax.random.key(0)
+        return (clustered_attention.attend(*learned, valid, config, key, **options),)
 
     tokens, valid = array(2, 4096, 12, args.one), array(2, 4096, dtype="bool")
-    return gradients, ((tokens, tokens, tokens), valid, tokens)
+    return gradients_of(attend, (tokens, tokens, tokens), (valid,), tokens)
 
 
-def segmented_gradients(
-    args: argparse.Namespace, array: Callable[..., Any]
-) -> tuple[Callable, Any]:
-    """Returns a function that computes the gradients of SRformer's cross-attention of 128 target
-    positions, for two sources of 1,024 tokens and eight heads, and the shapes of its inputs.
+def segments(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
+    """Returns the case of SRformer's cross-attention of 128 target positions, for two sources of
+    1,024 tokens and eight heads.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from brt.config import CrossAttention
-    from brt.layers.seq2seq import cross_config
-    from brt.ops import cross_attention
-
     config = cross_config(CrossAttention(kind="srformer", segment_size=args.segment))
 
-    def gradients(learned: Any, valid: Any, weights: Any) -> Any:
-        def loss(learned: Any) -> jax.Array:
-            output, _ = cross_attention.attend(
-                *learned[:3], valid, learned[3], config, implementation=args.implementation
-            )
-            return jnp.sum(output.astype(jnp.float32) * weights.astype(jnp.float32))
-
-        return jax.grad(loss)(learned)
+    def attend(learned: Any, valid: Any) -> Any:
+        options = {"implementation": args.implementation}
+        return cross_attention.attend(*learned[:3], valid, learned[3], config, **options)[:1]
 
     queries, keys = array(2, 128, 8, args.one), array(2, 1024, 8, args.one)
     shapes = jax.eval_shape(
         lambda: cross_attention.initial_parameters(jax.random.key(0), config, 8, args.one)
     )
     parameters = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype.name), shapes)
-    return gradients, ((queries, keys, keys, parameters), array(2, 1024, dtype="bool"), queries)
+    others = (array(2, 1024, dtype="bool"),)
+    return gradients_of(attend, (queries, keys, keys, parameters), others, queries)
 
 
-def causal_gradients(args: argparse.Namespace, array: Callable[..., Any]) -> tuple[Callable, Any]:
-    """Returns a function that computes the gradients of causal clustered attention with 64
-    centroids that keep 16 keys each, for two windows of tokens and eight heads, and the shapes of
-    its inputs.
+def causal(args: argparse.Namespace, array: Callable[..., Any]) -> Case:
+    """Returns the case of causal clustered attention with 64 centroids that keep 16 keys each, for
+    two windows of tokens and eight heads.
     """
-    from kernel_cases import causal
-
     args.lanes, args.head_dim = 1, args.one
-    return causal(array, args)
+    return kernel_cases.causal(array, args)
 
 
 OPERATIONS = {
-    "causal_clustered_attention": causal_gradients,
-    "segmented_attention": segmented_gradients,
-    "clustered_attention": clustered_gradients,
-    "window_attention": window_gradients,
-    "softmax_attention": softmax_gradients,
-    "masked_attention": masked_gradients,
+    "causal_clustered_attention": causal,
+    "segmented_attention": segments,
+    "clustered_attention": clustered,
+    "window_attention": windows,
+    "softmax_attention": states,
+    "masked_attention": masked,
 }
-
-
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    flags.add_argument("--topology", default="h100x1")
-    flags.add_argument("--operation", choices=sorted(OPERATIONS), default="window_attention")
-    flags.add_argument("--implementation", default="pallas_gpu")
-    flags.add_argument("--window", type=int, default=512)
-    flags.add_argument("--block", type=int, default=0, help="default: a window")
-    flags.add_argument("--segment", type=int, default=64, help="tokens of a segment of a source")
-    sizes = {"type": lambda text: [int(x) for x in text.split(",")], "default": [64, 128, 256]}
-    flags.add_argument("--head_dims", metavar="SIZES", help="default: 64,128,256", **sizes)
-    flags.add_argument("--dtype", default="bfloat16")
-    flags.add_argument("--dropout", action="store_true")
-    flags.add_argument("--strictly_past", action="store_true")
-    flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
-    flags.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    return flags
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from conditions import report
+from flags import parser
 from timing import interleaved, ratio, show
 
 from brt import command_line
@@ -140,13 +141,5 @@ def _programs(
     return (lambda: forward(inputs)), (lambda: both(inputs))
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = command_line.parser(__doc__)
-    flags.add_argument("--lanes", type=int, default=16)
-    flags.add_argument("--rounds", type=int, default=10)
-    command_line.add_json_flag(flags)
-    return flags
-
-
 if __name__ == "__main__":
-    command_line.main(main, parser())
+    command_line.main(main, parser(__doc__, lanes=16, rounds=10))

@@ -2,7 +2,7 @@
 
 python tools/benchmark/kernels.py                  # 512 tokens, heads of 128, four chips: 4 minutes
 python tools/benchmark/kernels.py --chips v5e --window 1024 --head_dim 64
-python tools/benchmark/kernels.py --case clustered    # improved, recurrent, cell, loss, ...
+python tools/benchmark/kernels.py --case clustered    # improved, recurrent, loss, ...
 python tools/benchmark/kernels.py --case segmented --compare --lanes 16    # with plain XLA
 python tools/benchmark/kernels.py --case masked --window 2048    # 4,096 tokens
 python tools/benchmark/kernels.py --case local --window 2048 --block 2048 --head_dim 64    # Llama
@@ -25,11 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from conditions import report
+from flags import parser
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}
 NAME = re.compile(r"\b([a-z_]+_(?:\d+x)+\d+)_[a-z]+\d+_\d+_steps")
-# The chips for which a case is not compiled: the kernels need more memory, or are not used there.
-WITHOUT = {"cell": ("v4",), "products": ("v5e", "v6e")}
+CASES = (
+    "window", "local", "recurrent", "loss", "masked", "masked_dropout", "segmented", "clustered",
+    "improved", "causal", "optimizer",
+)  # fmt: skip
 # A line of a schedule may begin with the number of a bundle, contain a branch that skips a region
 # of instructions, and mark the end of such a region.
 BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s")
@@ -38,7 +41,15 @@ END = re.compile(r"empty region (\d+)")
 
 
 def main() -> None:
-    args = parser().parse_args()
+    flags = parser(
+        __doc__, chips=list(CHIPS), compare=(False, "with plain XLA, by costs"), lanes=1,
+        window=512, block=(0, "of the case local"), head_dim=128,
+        vocabulary=(32000, "of the case loss"), dtype="bfloat16",
+        implementation=("pallas_tpu", argparse.SUPPRESS),
+    )  # fmt: skip
+    flags.add_argument("--case", choices=CASES, default="window")
+    flags.add_argument("--one", choices=CHIPS, help=argparse.SUPPRESS)
+    args = flags.parse_args()
     if args.one:
         print(json.dumps(vmem_of(compile_one(args.one, args)[0])))
         return
@@ -51,7 +62,7 @@ def counted(args: argparse.Namespace) -> dict[str, dict[str, tuple[int, int]]]:
     """Prints and returns the bundles of the kernels of a case, by kernel and chip."""
     known: dict[str, dict[str, tuple[int, int]]] = {}
     print("| kernel | chip | bundles | in a pass | MB of VMEM |\n|---|---|---|---|---|")
-    for chip in (chip for chip in args.chips if chip not in WITHOUT.get(args.case, ())):
+    for chip in args.chips:
         with tempfile.TemporaryDirectory() as place:
             vmem = compiled(chip, Path(place), args)
             for name, bundles in sorted(schedules(Path(place)).items()):
@@ -120,8 +131,8 @@ def count(schedule: str, has_passes: bool) -> tuple[int, int]:
 def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
     """Compiles a case; returns the text of the compiled module and the bytes of temporaries."""
     import jax
+    import kernel_cases
     from jax.sharding import SingleDeviceSharding
-    from kernel_cases import CASES
 
     from brt.ops import dispatch
     from brt.planning import topologies
@@ -131,7 +142,7 @@ def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
     def array(*shape: int, dtype: str = args.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
-    function, arguments = CASES[args.case](array, args)
+    function, arguments = kernel_cases.CASES[args.case](array, args)
     with dispatch.use_backend("tpu", device):
         jitted = function if hasattr(function, "lower") else jax.jit(function)
         compiled = jitted.lower(*arguments).compile()
@@ -168,30 +179,6 @@ def vmem_of(text: str) -> dict[str, int]:
         if kernel and used:
             found[kernel[1]] = int(used[1])
     return found
-
-
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    chips = {"type": lambda text: text.split(","), "default": list(CHIPS)}
-    flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
-    cases = (
-        "window", "local", "recurrent", "cell", "loss", "masked", "masked_dropout", "segmented",
-        "clustered", "improved", "causal", "weights", "products", "optimizer", "norm",
-    )  # fmt: skip
-    flags.add_argument("--case", choices=cases, default="window")
-    flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")
-    flags.add_argument("--lanes", type=int, default=1)
-    flags.add_argument("--window", type=int, default=512)
-    flags.add_argument("--block", type=int, default=0, help="of the case local")
-    flags.add_argument("--head_dim", type=int, default=128)
-    flags.add_argument("--vocabulary", type=int, default=32000, help="of the case loss")
-    flags.add_argument("--dtype", default="bfloat16")
-    flags.add_argument("--json", metavar="FILE", help="also write the table and its conditions")
-    flags.add_argument("--implementation", default="pallas_tpu", help=argparse.SUPPRESS)
-    flags.add_argument("--one", choices=CHIPS, help=argparse.SUPPRESS)
-    return flags
 
 
 if __name__ == "__main__":

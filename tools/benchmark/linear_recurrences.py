@@ -9,20 +9,18 @@ The models take turns, so that other work on the machine slows all of them down 
 the time of each model's fastest round and the median over rounds of its ratio to Slide.
 """
 
-import argparse
 import dataclasses
-import statistics
 
 from conditions import report
-from lm_step import SIZES, Contestant, models
+from flags import parser
+from lm_step import SIZES, Step, models
+from timing import interleaved, ratio, show
 
 from brt import runtime
-from brt.config import Model
 from brt.layers.sections import Recurrence
 from brt.memories.gated_delta_net import GatedDeltaNet
 from brt.memories.rg_lru import RGLRU
 from brt.models.decoder import forward_flops_per_token
-from brt.training.state import parameter_counts
 
 LAYER = (2,)
 KINDS = {
@@ -35,41 +33,24 @@ KINDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args()
+    args = parser(__doc__, rounds=10).parse_args()
     runtime.keep_memory()
     runtime.disable_async_dispatch()
     slide, lanes, segment = models(SIZES["mid"], 1)["Slide"]
     sizes = {name: dataclasses.replace(slide, kinds=kinds) for name, kinds in KINDS.items()}
-    contestants = {name: Contestant(model, lanes, segment) for name, model in sizes.items()}
-    for _ in range(args.rounds):
-        for contestant in contestants.values():
-            contestant.run()
-    rows = [row(name, model, contestants) for name, model in sizes.items()]
-    print(f"{'model':26}{'parameters':>12}{'ms/step':>9}{'/ Slide':>9}{'FLOPs':>7}{'temp MiB':>10}")
-    for r in rows:
-        print(
-            f"{r['model']:26}{r['parameters']:>12,}{r['milliseconds']:>9.1f}{r['ratio']:>9.3f}"
-            f"{r['relative_flops']:>7.3f}{r['temporary_mib']:>10.0f}"
-        )
+    steps = {name: Step(model, lanes, segment) for name, model in sizes.items()}
+    times = interleaved({name: one.run for name, one in steps.items()}, args.rounds)
+    flops = forward_flops_per_token(slide)
+    rows = [
+        one.row(name, times)
+        | {
+            "ratio": ratio(times, name, "Slide"),
+            "relative_flops": forward_flops_per_token(one.model) / flops,
+        }
+        for name, one in steps.items()
+    ]
+    show("A step; ratios are to Slide", rows)
     report(args, rows, sizes)
-
-
-def row(name: str, model: Model, contestants: dict[str, Contestant]) -> dict[str, object]:
-    """Returns the row of a model for the table of results."""
-    contestant, slide = contestants[name], contestants["Slide"]
-    ratios = (own / other for own, other in zip(contestant.times, slide.times, strict=True))
-    flops = forward_flops_per_token(model)
-    return {
-        "model": name,
-        "parameters": parameter_counts(contestant.params)[0],
-        "milliseconds": min(contestant.times),
-        "ratio": statistics.median(ratios),
-        "relative_flops": flops / forward_flops_per_token(dataclasses.replace(model, kinds=())),
-        "temporary_mib": contestant.temporary_mib,
-    }
 
 
 if __name__ == "__main__":

@@ -11,16 +11,19 @@ round, programs with nothing but matrix products are measured, too: the products
 compiled step, and the dense products of Slide as jax.numpy computes them.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from conditions import report
+from flags import parser
 from products_alone import products, program
+from timing import interleaved, ratio, show
 
 from brt import runtime, tasks
 from brt.config import Config, Model, Training
@@ -80,31 +83,13 @@ def models(size: Size, unroll: int) -> dict[str, tuple[Model, int, int]]:
     }
 
 
-class Timed:
-    """A compiled program, its arguments, and the milliseconds of each run."""
-
-    def __init__(self, step: Callable[..., Any], args: tuple) -> None:
-        self.step, self.args, self.times = step, args, []
-        self.run()
-        self.times.clear()
-
-    def run(self) -> None:
-        begin = time.perf_counter()
-        jax.block_until_ready(self.step(*self.args))
-        self.times.append((time.perf_counter() - begin) * 1e3)
-
-
-def compiled(function: Callable[..., Any], *args: Any) -> Timed:
-    return Timed(jax.jit(function).lower(*args).compile(compiler_options.options(width=0)), args)
-
-
-class Contestant(Timed):
-    """The compiled forward and backward pass of a model, and the milliseconds of each run."""
+class Step:
+    """The compiled forward and backward pass of a model with random parameters."""
 
     def __init__(self, model: Model, lanes: int, segment: int) -> None:
         self.model = model
         config = Config(model=model, training=Training(batch_size=lanes, segment_length=segment))
-        self.params = jax.tree.map(jnp.asarray, _unboxed(initial_params(config)))
+        self.params = jax.tree.map(jnp.asarray, nn.meta.unbox(initial_params(config)))
         batch = random_batch(model, lanes, segment)
         args = (self.params, new_state(model, lanes), batch, jax.random.key(2))
 
@@ -115,13 +100,28 @@ class Contestant(Timed):
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)
-        step = lowered.compile(compiler_options.options(model.model_dim))
+        self.step = lowered.compile(compiler_options.options(model.model_dim))
         self.compile_seconds = time.perf_counter() - begin
-        self.temporary_mib = step.memory_analysis().temp_size_in_bytes / 2**20
-        super().__init__(step, args)
+        self.temporary_mib = self.step.memory_analysis().temp_size_in_bytes / 2**20
+        self.run = partial(self.step, *args)
+
+    def row(self, name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+        """Returns what tables of steps say of the model `name`."""
+        return {
+            "model": name,
+            "parameters": parameter_counts(self.params)[0],
+            "milliseconds": min(times[name]),
+            "median": statistics.median(times[name]),
+            "temporary_mib": self.temporary_mib,
+        }
 
 
-def dense_products(model: Model, tokens: int) -> Timed:
+def compiled(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    lowered = jax.jit(function).lower(*args)
+    return partial(lowered.compile(compiler_options.options(width=0)), *args)
+
+
+def dense_products(model: Model, tokens: int) -> Callable[[], Any]:
     """Compiles all products of vectors and weights in a step, with the gradients of both operands.
 
     The products are those of the layers and of the loss.
@@ -156,90 +156,43 @@ def random_batch(model: Model, lanes: int, segment: int) -> Batch:
     )
 
 
-def _unboxed(params):
-    import flax.linen as nn
-
-    return nn.meta.unbox(params)
-
-
-def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
+def measure(name: str, rounds: int, unroll: int) -> list[dict[str, Any]]:
     """Measures the models of one size and returns a row for each of them."""
     size = SIZES[name]
     sizes = models(size, unroll)
-    contestants = {k: Contestant(*v) for k, v in sizes.items()}
-    alone = {k: compiled(*program(products(c.step.as_text()))) for k, c in contestants.items()}
-    dense = dense_products(sizes["Slide"][0], size.tokens)
-    for _ in range(rounds or size.rounds):
-        for timed in (*contestants.values(), *alone.values(), dense):
-            timed.run()
+    steps = {key: Step(*given) for key, given in sizes.items()}
+    functions = {key: one.run for key, one in steps.items()}
+    functions |= {
+        f"{key}, products": compiled(*program(products(one.step.as_text())))
+        for key, one in steps.items()
+    }
+    functions["dense"] = dense_products(sizes["Slide"][0], size.tokens)
+    times = interleaved(functions, rounds or size.rounds)
     rows = []
-    for key, c in contestants.items():
-        best, median = min(c.times), sorted(c.times)[len(c.times) // 2]
-        total, non_embedding = parameter_counts(c.params)
-        rows.append(
-            {
-                "size": name,
-                "model": key,
-                "parameters": total,
-                "parameters_non_embedding": non_embedding,
-                "milliseconds_per_step": best,
-                "median_milliseconds_per_step": median,
-                "tokens_per_second": size.tokens / best * 1e3,
-                "times": c.times,
-                "compile_seconds": c.compile_seconds,
-                "temporary_mib": c.temporary_mib,
-                "products_times": alone[key].times,
-                "dense_products_times": dense.times if key == "Slide" else None,
-            }
-        )
-    return rows
-
-
-def show(rows: list[dict[str, object]]) -> None:
-    """Prints a table, and the ratios of times that the paper compares."""
-    print(
-        f"{'size':6} {'model':15} {'parameters':>10} {'ms/step':>8} {'median':>8} "
-        f"{'tokens/s':>9} {'compile s':>9} {'temp MiB':>8} "
-        f"{'products ms':>11} {'step / these':>12}"
-    )
-    for r in rows:
-        print(
-            f"{r['size']:6} {r['model']:15} {r['parameters']:>10,} "
-            f"{r['milliseconds_per_step']:>8.1f} {r['median_milliseconds_per_step']:>8.1f} "
-            f"{r['tokens_per_second']:>9,.0f} {r['compile_seconds']:>9.1f} "
-            f"{r['temporary_mib']:>8.0f} "
-            f"{min(r['products_times']):>11.1f} {_ratio(r['times'], r['products_times']):>12.2f}"
-        )
-    for size in dict.fromkeys(r["size"] for r in rows):
-        times = {r["model"]: r["times"] for r in rows if r["size"] == size}
-        pairs = (("Rec:fixed:skip", "Slide:+1"), ("Slide", "XL"))
-        ratios = (f"{a} / {b} = {_ratio(times[a], times[b]):.2f}" for a, b in pairs)
-        print(f"{size}, median over rounds: {', '.join(ratios)}")
-        slide = next(r for r in rows if r["size"] == size and r["model"] == "Slide")
-        products = slide["dense_products_times"]
-        print(
-            f"{size}, Slide's dense products alone: {min(products):.1f} ms, "
-            f"Slide / these = {_ratio(slide['times'], products):.2f}"
-        )
-
-
-def _ratio(a: list[float], b: list[float]) -> float:
-    """Returns the median of the ratios of two programs in the same round."""
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+    for key, one in steps.items():
+        row = one.row(key, times)
+        row["tokens/s"] = round(size.tokens / row["milliseconds"] * 1e3)
+        row["compile s"] = one.compile_seconds
+        row["products ms"] = min(times[f"{key}, products"])
+        row["of products"] = ratio(times, key, f"{key}, products")
+        rows.append(row)
+    show(f"A step, {name}", rows)
+    pairs = ("Rec:fixed:skip", "Slide:+1"), ("Slide", "XL"), ("Slide", "dense")
+    ratios = {f"{a} / {b}": ratio(times, a, b) for a, b in pairs}
+    print(", ".join(f"{pair} = {value:.2f}" for pair, value in ratios.items()), "\n")
+    return [{"size": name, **row, **ratios} for row in rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
-    parser.add_argument("--rounds", type=int, default=0, help="0: 40 of small, 16 of mid")
-    parser.add_argument("--unroll", type=int, default=0, help="layers and blocks per iteration")
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args()
+    flags = parser(
+        __doc__, size=("all", f"of {', '.join(SIZES)}"), rounds=(0, "0: 40 of small, 16 of mid"),
+        unroll=(0, "layers and blocks per iteration"),
+    )  # fmt: skip
+    args = flags.parse_args()
     runtime.keep_memory()
     runtime.disable_async_dispatch()
     names = list(SIZES) if args.size == "all" else [args.size]
     rows = [row for name in names for row in measure(name, args.rounds, args.unroll)]
-    show(rows)
     measured = {
         f"{name}, {key}": model
         for name in names

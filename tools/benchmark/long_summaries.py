@@ -19,6 +19,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from conditions import report
+from flags import parser
 from timing import interleaved, ratio, show
 
 from brt import runtime, tasks
@@ -31,21 +32,15 @@ VOCABULARY = 8000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--lengths", default="4096,16384", help="source tokens")
-    parser.add_argument("--family", default="bart", choices=("bart", "t5"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model_dim", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4, help="of the encoder, and of the decoder")
-    parser.add_argument("--target", type=int, default=128, help="target tokens")
-    parser.add_argument("--clusters", type=int, default=100)
-    parser.add_argument("--top_k", type=int, default=32)
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args()
+    args = parser(
+        __doc__, lengths=([4096, 16384], "source tokens"), family=("bart", "or t5"), rounds=5,
+        model_dim=256, layers=(4, "of the encoder, and of the decoder"),
+        target=(128, "target tokens"), clusters=100, top_k=32,
+    ).parse_args()  # fmt: skip
     runtime.keep_memory()
     runtime.disable_async_dispatch()
     rows = []
-    for length in map(int, args.lengths.split(",")):
+    for length in args.lengths:
         found = measured(args, length)
         show(f"{length:,} source tokens", found)
         rows += found

@@ -29,6 +29,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flags import parser
+
 FORMATS = ("txt", "jsonl", "jsonl.gz", "parquet")
 
 
@@ -181,27 +183,23 @@ def largest(args: argparse.Namespace, directory: Path) -> str:
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments() -> argparse.Namespace:
+    flags = parser(
+        __doc__, megabytes=(20.0, "size of the input"), size=(4000, "characters of a document"),
+        rounds=3, datasets=(False, "also measure datasets.map"),
+    )  # fmt: skip
     flags.add_argument("--text", type=Path, nargs="+", default=[], help="text files to cut")
     flags.add_argument("--tokenizer", nargs="+", default=["bytes"],
                        help="bytes, a sentencepiece .model or a tokenizer.json")  # fmt: skip
-    flags.add_argument("--megabytes", type=float, default=20.0, help="size of the input")
-    flags.add_argument("--size", type=int, default=4000, help="characters of a document")
-    flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    flags.add_argument("--datasets", action="store_true", help="also measure datasets.map")
     flags.add_argument("--largest", type=float, help="MB of another input, for its peak memory")
-    flags.add_argument("--json", help="write the rows to this file")
     flags.add_argument("--directory", type=Path, help="where to write; default: $TMPDIR")
     flags.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
-    return flags
+    return flags.parse_args()
 
 
 def main() -> None:
-    args = parser().parse_args()
+    args = arguments()
     if args.run:
         run(*args.run)
         return

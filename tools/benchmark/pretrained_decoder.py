@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from conditions import report
+from flags import parser
 
 
 class Result(NamedTuple):
@@ -156,7 +157,15 @@ def show(title: str, result: Result) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = parser().parse_args()
+    flags = parser(
+        __doc__, window=512, prompt=(64, "tokens of the prompt"), tokens=(128, "to generate"),
+        scored=(16384, "tokens of the text to score"), rounds=3,
+        threads=(os.cpu_count(), "threads of torch"),
+    )  # fmt: skip
+    flags.add_argument("--model", required=True, help="a directory in Hugging Face's format")
+    flags.add_argument("--text", type=Path, required=True, help="the text to continue and to score")
+    flags.add_argument("--texts", type=int, nargs="*", default=[1, 16], help="texts at once")
+    args = flags.parse_args()
     programs = Programs(args)
     found = {}
     for texts in args.texts:
@@ -165,23 +174,6 @@ def main() -> None:
     title = f"scoring {min(args.scored, len(programs.ids)):,} tokens, window {args.window}"
     found[title] = show(title, programs.scoring())
     report(args, found, {args.model: programs.ours.config.model})
-
-
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    flags.add_argument("--model", required=True, help="a directory in Hugging Face's format")
-    flags.add_argument("--text", type=Path, required=True, help="the text to continue and to score")
-    flags.add_argument("--window", type=int, default=512)
-    flags.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
-    flags.add_argument("--tokens", type=int, default=128, help="tokens to generate")
-    flags.add_argument("--texts", type=int, nargs="*", default=[1, 16], help="texts at once")
-    flags.add_argument("--scored", type=int, default=16384, help="tokens of the text to score")
-    flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of torch")
-    flags.add_argument("--json", type=Path, help="also write the figures to this file")
-    return flags
 
 
 if __name__ == "__main__":

@@ -9,47 +9,40 @@ models take turns; ratios to the time of the first one are medians over the roun
 
 import argparse
 import dataclasses
-from functools import partial
 from pathlib import Path
 
 from conditions import report
-from lm_step import Contestant
+from flags import parser
+from lm_step import Step
 from timing import interleaved, ratio, show
 
 from brt import command_line, runtime
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", help=".gin files")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gin_bindings", action="append", default=[], help="of all of them")
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args()
+    flags = parser(__doc__, rounds=3)
+    flags.add_argument("runs", nargs="+", help=".gin files")
+    flags.add_argument("--gin_bindings", action="append", default=[], help="of all of them")
+    args = flags.parse_args()
     runtime.keep_memory()
     runtime.disable_async_dispatch()
-    runs = {Path(file).stem: contestant(file, args.gin_bindings) for file in args.runs}
-    times = interleaved(
-        {name: partial(run.step, *run.args) for name, run in runs.items()}, args.rounds
-    )
+    runs = {Path(file).stem: step(file, args.gin_bindings) for file in args.runs}
+    times = interleaved({name: one.run for name, one in runs.items()}, args.rounds)
     first = next(iter(runs))
     rows = [
-        {
-            "run": name, "milliseconds_per_step": min(times[name]),
-            f"of {first}": ratio(times, name, first), "temporary_mib": run.temporary_mib,
-        }
-        for name, run in runs.items()
-    ]  # fmt: skip
+        one.row(name, times) | {f"of {first}": ratio(times, name, first)}
+        for name, one in runs.items()
+    ]
     show("A training step", rows)
     report(args, rows, {name: run.model for name, run in runs.items()})
 
 
-def contestant(file: str, bindings: list[str]) -> Contestant:
+def step(file: str, bindings: list[str]) -> Step:
     """Compiles the step of a .gin file, with a vocabulary of bytes if the file sets no size."""
     own = argparse.Namespace(gin_file=[file], gin_bindings=bindings, print_config=False)
     config = command_line.resolve(own).config
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 256)
-    return Contestant(model, config.training.batch_size, config.training.segment_length)
+    return Step(model, config.training.batch_size, config.training.segment_length)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from conditions import report
+from flags import parser
 from timing import show
 from train_step import Contestant, of_row
 
@@ -113,19 +114,12 @@ def figures(
     }
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = command_line.parser(__doc__)
-    flags.add_argument("--size", default="paper", choices=["paper", "small"])
-    flags.add_argument("--model", default="Rec:fixed:skip", help="a row of the paper's Table 1")
-    flags.add_argument("--tokens", type=int, default=512, help="a step")
-    flags.add_argument("--dtype", default="float32")
-    flags.add_argument("--steps", type=int, default=8, help="a turn; they should outlast a save")
-    flags.add_argument("--every", type=int, default=Checkpoint().every, help="steps between saves")
-    flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--directory", help="where checkpoints go; default: the temporary one")
-    command_line.add_json_flag(flags)
-    return flags
-
-
 if __name__ == "__main__":
-    command_line.main(main, parser())
+    flags = parser(
+        __doc__, size=("paper", "or small"), tokens=(512, "a step"), dtype="float32", rounds=3,
+        model=("Rec:fixed:skip", "a row of the paper's Table 1"),
+        steps=(8, "a turn; they should outlast a save"),
+        every=(Checkpoint().every, "steps between saves"),
+    )  # fmt: skip
+    flags.add_argument("--directory", help="where checkpoints go; default: the temporary one")
+    command_line.main(main, flags)

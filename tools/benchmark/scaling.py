@@ -6,7 +6,6 @@ python tools/benchmark/scaling.py --steps               # ratios of Rec and Feed
 All figures are estimates of the compiler. Nothing runs on any chip.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conditions import report
+from flags import parser
 
 PAPER = ("--gin_file=configs/base/paper.gin", "--gin_bindings=Model.vocab_size = 32000")
 MODELS = {
@@ -88,7 +88,15 @@ def row(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    args = parser().parse_args()
+    flags = parser(
+        __doc__, full=(False, "cycles, too, in five times the time"),
+        steps=(False, "the ratios of step times instead"),
+    )  # fmt: skip
+    flags.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    flags.add_argument("--chips", nargs="+", choices=list(SLICES), default=list(SLICES))
+    flags.add_argument("--counts", nargs="+", type=int, help="of chips; default: all")
+    flags.add_argument("--topologies", nargs="+", default=["v4:2x4x4"], help="of --steps")
+    args = flags.parse_args()
     found = []
     if args.steps:
         print("| model | " + " | ".join(f"{t}, Mcycles" for t in args.topologies) + " | paper |")
@@ -112,20 +120,6 @@ def main() -> None:
                 found.append(of_size(model, chip, count, "full" if args.full else "low"))
                 print(row(found[-1]), flush=True)
     report(args, found, devices=", ".join(args.chips))
-
-
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    flags.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    flags.add_argument("--chips", nargs="+", choices=list(SLICES), default=list(SLICES))
-    flags.add_argument("--counts", nargs="+", type=int, help="of chips; default: all")
-    flags.add_argument("--full", action="store_true", help="cycles, too, in five times the time")
-    flags.add_argument("--steps", action="store_true", help="the ratios of step times instead")
-    flags.add_argument("--topologies", nargs="+", default=["v4:2x4x4"], help="of --steps")
-    flags.add_argument("--json", metavar="FILE", help="write all figures there")
-    return flags
 
 
 if __name__ == "__main__":

@@ -8,18 +8,17 @@ with the paper's layer sizes and as many lanes as give `--tokens` tokens per ste
 turns; ratios are those of the fastest rounds.
 """
 
-import argparse
 import dataclasses
-import sys
 
 from conditions import report
-from lm_step import Contestant
+from flags import parser
+from lm_step import Step
+from timing import interleaved, show
 
 from brt import runtime
 from brt.config import Model
 from brt.layers.sections import Recurrence
 from brt.models.decoder import forward_flops_per_token
-from brt.training.state import parameter_counts
 
 SIZES = {
     "paper": Model(vocab_size=32000),
@@ -69,74 +68,38 @@ def row(name: str, size: Model, tokens: int) -> tuple[Model, int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="paper")
-    parser.add_argument("--tokens", type=int, default=4096, help="per step")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", default=USUAL, help=f"of {', '.join(PAPER)}")
-    parser.add_argument("--vocabulary", type=int, help="32,000 of paper, 256 of small")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args()
+    flags = parser(
+        __doc__, size=("paper", "or small"), tokens=(4096, "per step"), rounds=3,
+        models=(USUAL, f"of {', '.join(PAPER)}"), vocabulary=(0, "32,000 of paper, 256 of small"),
+        dtype="auto",
+    )  # fmt: skip
+    args = flags.parse_args()
     names = args.models.split(",")
     for name in names:
         if name not in PAPER:
-            parser.error(f"--models={name} is no row of Table 1; choose of {', '.join(PAPER)}")
+            flags.error(f"--models={name} is no row of Table 1; choose of {', '.join(PAPER)}")
     if BASELINE not in names:
-        parser.error(f"--models needs {BASELINE}, which the others are divided by")
+        flags.error(f"--models needs {BASELINE}, which the others are divided by")
     runtime.keep_memory()
     runtime.disable_async_dispatch()
     size = dataclasses.replace(SIZES[args.size], dtype=args.dtype)
     if args.vocabulary:
         size = dataclasses.replace(size, vocab_size=args.vocabulary)
-    contestants = {name: Contestant(*row(name, size, args.tokens)) for name in names}
-    for i in range(args.rounds):
-        for name, contestant in contestants.items():
-            contestant.run()
-            seconds = contestant.times[-1] / 1e3
-            print(f"round {i + 1}: {name:22} {seconds:7.1f} s", file=sys.stderr)
-    rows = [figures(name, contestants, size, args.tokens) for name in names]
-    show(rows)
-    report(args, rows, {name: contestant.model for name, contestant in contestants.items()})
-
-
-def figures(
-    name: str, contestants: dict[str, Contestant], size: Model, tokens: int
-) -> dict[str, object]:
-    """Returns the row of a model for the table of results."""
-
-    def flops(of: str) -> float:
-        return forward_flops_per_token(row(of, size, tokens)[0])
-
-    times = sorted(contestants[name].times)
-    total, non_embedding = parameter_counts(contestants[name].params)
-    return {
-        "model": name,
-        "parameters": total,
-        "parameters_non_embedding": non_embedding,
-        "milliseconds_per_step": times[0],
-        "median_milliseconds_per_step": times[len(times) // 2],
-        "tokens_per_second": tokens / times[0] * 1e3,
-        "relative_time": times[0] / min(contestants[BASELINE].times),
-        "relative_flops": flops(name) / flops(BASELINE),
-        "paper_relative_time": PAPER[name],
-        "temporary_mib": contestants[name].temporary_mib,
-    }
-
-
-def show(rows: list[dict[str, object]]) -> None:
-    print(
-        f"{'model':22} {'parameters':>11} {'ms/step':>9} {'median':>9} {'tokens/s':>8} "
-        f"{'time':>5} {'FLOPs':>5} {'paper':>5} {'temp MiB':>8}"
-    )
-    for r in rows:
-        print(
-            f"{r['model']:22} {r['parameters']:>11,} {r['milliseconds_per_step']:>9.1f} "
-            f"{r['median_milliseconds_per_step']:>9.1f} {r['tokens_per_second']:>8,.0f} "
-            f"{r['relative_time']:>5.2f} {r['relative_flops']:>5.2f} "
-            f"{r['paper_relative_time']:>5.2f} {r['temporary_mib']:>8.0f}"
-        )
-    print(f"time, FLOPs and paper are relative to {BASELINE}")
+    steps = {name: Step(*row(name, size, args.tokens)) for name in names}
+    times = interleaved({name: one.run for name, one in steps.items()}, args.rounds)
+    flops = {name: forward_flops_per_token(one.model) for name, one in steps.items()}
+    rows = [
+        one.row(name, times)
+        | {
+            "tokens/s": round(args.tokens / min(times[name]) * 1e3),
+            "time": min(times[name]) / min(times[BASELINE]),
+            "FLOPs": flops[name] / flops[BASELINE],
+            "paper": PAPER[name],
+        }
+        for name, one in steps.items()
+    ]
+    show(f"A step; time, FLOPs and paper are relative to {BASELINE}", rows)
+    report(args, rows, {name: one.model for name, one in steps.items()})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from compiled import variants
 from conditions import report
+from flags import parser
 from lm_step import random_batch
 from table1_step import BASELINE, PAPER, SIZES, USUAL, row
 from timing import interleaved, ratio, show
@@ -146,18 +147,11 @@ def figures(
     }
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = command_line.parser(__doc__)
-    flags.add_argument("--size", choices=SIZES, default="paper")
-    flags.add_argument("--tokens", type=int, default=131072, help="per step")
-    flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--models", default=USUAL, help=f"of {', '.join(PAPER)}")
-    flags.add_argument("--implementations", metavar="OPERATION,...:NAME,...")
-    flags.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    flags.add_argument("--gin_bindings", action="append", default=[], help="of all models")
-    command_line.add_json_flag(flags)
-    return flags
-
-
 if __name__ == "__main__":
-    command_line.main(main, parser())
+    flags = parser(
+        __doc__, size=("paper", "or small"), tokens=(131072, "per step"), rounds=5,
+        models=(USUAL, f"of {', '.join(PAPER)}"), dtype="bfloat16",
+        implementations=("", "OPERATION,...:NAME,..."),
+    )  # fmt: skip
+    flags.add_argument("--gin_bindings", action="append", default=[], help="of all models")
+    command_line.main(main, flags)

@@ -10,7 +10,6 @@ The three measurements take turns. Speeds are medians over the intervals in metr
 machine must have two idle cores.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -20,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from conditions import report
+from flags import parser
 
 ROOT = Path(__file__).resolve().parents[2]
 LANES = 4  # of each process
@@ -73,7 +73,7 @@ def measured(place: Path) -> float:
 
 
 def main() -> None:
-    args = parser().parse_args()
+    args = parser(__doc__, rounds=3, steps=40).parse_args()
     found: dict[str, list[float]] = {"one": [], "two apart": [], "two together": []}
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as place:
@@ -88,16 +88,6 @@ def main() -> None:
         of_one, of_apart = value / (2 * speeds["one"]), value / speeds["two apart"]
         print(f"| {name} | {value:,.0f} | {of_one:.2f} | {of_apart:.2f} |")
     report(args, {"speeds": speeds, "settings": SETTINGS})
-
-
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--steps", type=int, default=40)
-    flags.add_argument("--json", help="write the speeds to this file")
-    return flags
 
 
 if __name__ == "__main__":

@@ -58,21 +58,23 @@ _PROVENANCE = {
 }  # fmt: skip
 
 
-class Reader(NamedTuple):
-    """Reads one file of a directory as the commands do.
+class Target(NamedTuple):
+    """A file and the function that reads it.
 
     Attributes:
-      of: glob of the files that the file is an example of, as in `fuzz.Target`.
-      path: the file.
-      read: reads the file, or the directory that contains it.
+      path: the file that is damaged.
+      read: reads the file, or the directory or the store that the file belongs to.
+      of: a glob of the files that the file is an example of, in the directory of a run
+        ("run/metrics.jsonl"), a sweep ("sweep/*/point.json") or a converted model
+        ("hf/config.json"); "" for files outside of such directories.
     """
 
-    of: str
     path: Path
     read: Callable[[Path], object]
+    of: str = ""
 
 
-def readers(place: Path) -> dict[str, Reader]:
+def readers(place: Path) -> dict[str, Target]:
     """Writes the examples below `place`.
 
     Returns:
@@ -86,7 +88,7 @@ def readers(place: Path) -> dict[str, Reader]:
         if content is not None:
             text = content if isinstance(content, str) else json.dumps(content)
             path.write_text(text)
-        found[str(path.relative_to(place))] = Reader(of, path, read)
+        found[str(path.relative_to(place))] = Target(path, read, of)
 
     run = workdirs.Workdir(place / "run")
     run.path.mkdir(parents=True)
@@ -115,13 +117,13 @@ def readers(place: Path) -> dict[str, Reader]:
     largest = max(state.rglob("d/*"), key=lambda path: path.stat().st_size)
     others = ("_METADATA", "manifest.ocdbt", "array_metadatas/process_0")
     for path in (largest, *(state / name for name in others)):
-        found[str(path.relative_to(place))] = Reader(
-            "run/checkpoints/*/state/**", path, lambda path: _arrays(run)
+        found[str(path.relative_to(place))] = Target(
+            path, lambda path: _arrays(run), "run/checkpoints/*/state/**"
         )
     frozen = run.checkpoints / str(STEP) / "frozen"
     largest = max(frozen.rglob("d/*"), key=lambda path: path.stat().st_size)
-    found[str(largest.relative_to(place))] = Reader(
-        "run/checkpoints/*/frozen/**", largest, lambda path: _arrays(run)
+    found[str(largest.relative_to(place))] = Target(
+        largest, lambda path: _arrays(run), "run/checkpoints/*/frozen/**"
     )
     _zarr(run, add)
     saved_point = {"name": "a", "bindings": {}, "config": config_json(CONFIG)}

@@ -1,7 +1,7 @@
 """An example of a layer kind in a user's file: `echo` adds a decaying sum of earlier blocks."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,7 @@ from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.layers.basic import ONES, parameter
 from brt.layers.kinds import LayerKind
-from brt.layers.state import LayerOutput, state_array
+from brt.layers.state import Given, LayerOutput, state_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,8 @@ class EchoLayer(nn.Module):
     def setup(self) -> None:
         self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
 
-    def __call__(
-        self, x: jax.Array, *, state: EchoState, document_start: jax.Array, **_: Any
-    ) -> LayerOutput:
-        decay, blocks = self.model.of(Echo).decay, document_start.shape[1]
+    def __call__(self, x: jax.Array, given: Given) -> LayerOutput:
+        decay, blocks = self.model.of(Echo).decay, given.document_start.shape[1]
         means = x.reshape(len(x), blocks, -1, x.shape[-1]).mean(axis=2)
 
         def step(total: jax.Array, block: tuple) -> tuple:
@@ -51,23 +49,25 @@ class EchoLayer(nn.Module):
             total = jnp.where(start[:, None], 0, total)
             return decay * total + mean, total
 
-        total, before = jax.lax.scan(step, state.total, (means.swapaxes(0, 1), document_start.T))
+        total, before = jax.lax.scan(
+            step, given.state.total, (means.swapaxes(0, 1), given.document_start.T)
+        )
         echo = jnp.repeat(before.swapaxes(0, 1), x.shape[1] // blocks, axis=1)
         y = x + echo * self.weight[None, None]
         return LayerOutput(y.astype(x.dtype), EchoState(total))
 
-    def begin_block(self, x: None, *, state: EchoState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, jnp.zeros_like(state.total))
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, jnp.zeros_like(given.state.total))
 
-    def decode_step(
-        self, x: jax.Array, *, state: EchoState, block: jax.Array, **_: Any
-    ) -> LayerOutput:
-        echo = state.total * self.weight[None]
+    def decode_step(self, x: jax.Array, given: Given) -> LayerOutput:
+        echo = given.state.total * self.weight[None]
         y = (x + echo[:, None]).astype(x.dtype)
-        return LayerOutput(y, block + x[:, 0] / self.model.block_length)
+        return LayerOutput(y, given.block + x[:, 0] / self.model.block_length)
 
-    def end_block(self, x: None, *, state: EchoState, block: jax.Array, **_: Any) -> LayerOutput:
-        return LayerOutput(x, EchoState(self.model.of(Echo).decay * state.total + block))
+    def end_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(
+            x, EchoState(self.model.of(Echo).decay * given.state.total + given.block)
+        )
 
 
 ECHO = LayerKind(

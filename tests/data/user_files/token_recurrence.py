@@ -1,7 +1,7 @@
 """An example of a layer kind whose state changes with every token: a recurrence over tokens."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,7 @@ from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.layers.basic import ONES, parameter
 from brt.layers.kinds import LayerKind
-from brt.layers.state import LayerOutput, state_array
+from brt.layers.state import Given, LayerOutput, state_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,31 +40,29 @@ class DecayLayer(nn.Module):
     def setup(self) -> None:
         self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
 
-    def __call__(
-        self, x: jax.Array, *, state: DecayState, document_start: jax.Array, **_: Any
-    ) -> LayerOutput:
-        length = x.shape[1] // document_start.shape[1]
-        starts = jnp.zeros(x.shape[:2], bool).at[:, ::length].set(document_start)
+    def __call__(self, x: jax.Array, given: Given) -> LayerOutput:
+        length = x.shape[1] // given.document_start.shape[1]
+        starts = jnp.zeros(x.shape[:2], bool).at[:, ::length].set(given.document_start)
 
         def step(total: jax.Array, token: tuple) -> tuple:
             total = jnp.where(token[1][:, None], 0, total) / 2 + token[0]
             return total, total
 
-        total, sums = jax.lax.scan(step, state.total, (x.swapaxes(0, 1), starts.T))
+        total, sums = jax.lax.scan(step, given.state.total, (x.swapaxes(0, 1), starts.T))
         y = x + sums.swapaxes(0, 1) * self.weight[None, None]
         return LayerOutput(y.astype(x.dtype), DecayState(total))
 
-    def begin_block(self, x: None, *, state: DecayState, **_: Any) -> LayerOutput:
+    def begin_block(self, x: None, given: Given) -> LayerOutput:
         """Starts a block with the state so far, which `decode_step` changes with every token."""
-        return LayerOutput(x, state)
+        return LayerOutput(x, given.state)
 
-    def decode_step(self, x: jax.Array, *, block: DecayState, **_: Any) -> LayerOutput:
-        total = block.total / 2 + x[:, 0]
+    def decode_step(self, x: jax.Array, given: Given) -> LayerOutput:
+        total = given.block.total / 2 + x[:, 0]
         y = x + (total * self.weight[None])[:, None]
         return LayerOutput(y.astype(x.dtype), DecayState(total))
 
-    def end_block(self, x: None, *, block: DecayState, **_: Any) -> LayerOutput:
-        return LayerOutput(x, block)
+    def end_block(self, x: None, given: Given) -> LayerOutput:
+        return LayerOutput(x, given.block)
 
 
 DECAY = LayerKind(
