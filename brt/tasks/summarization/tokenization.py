@@ -15,7 +15,7 @@ import numpy as np
 
 from brt.data import originals, tokenizer_files
 from brt.data.tokenizers import Ids
-from brt.errors import DataError
+from brt.errors import ConfigError, DataError
 
 START, END, PAD = "<s>", "</s>", "<pad>"  # The tokenizers of T5 and BART use these names.
 
