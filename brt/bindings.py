@@ -227,7 +227,8 @@ def _winners(
 ) -> dict[str, Binding]:
     """Returns, for each name, the wanted binding that no other one overrides.
 
-    Contradictions, of bindings that are `evaluated`, are refused.
+    `evaluated` computes the values of bindings. ConfigError is raised if a source binds a name
+    twice, or if two sources bind it to different values and no source overrides both.
     """
     candidates: dict[str, dict[str, Binding]] = {}
     for key, source in sources.items():
@@ -298,7 +299,8 @@ def _idle(config: Config, winners: Mapping[str, Binding]) -> Iterator[str]:
     for section, cls in kind_sections().items():
         bound = [b for name, b in winners.items() if name.partition(".")[0] == section]
         bound = [b for b in bound if b.value != getattr(cls, b.name.partition(".")[2])]
-        # The files that come with brt give sizes for several kinds.
+        # The .gin files that come with brt are left out, because they set fields of several
+        # kinds on purpose.
         files = [Path(b.origin.rpartition(":")[0]).resolve() for b in bound]
         own = configs_directory().resolve()
         bound = [b for b, file in zip(bound, files, strict=True) if not file.is_relative_to(own)]

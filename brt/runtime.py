@@ -140,7 +140,7 @@ def use_cpus(count: int | None = None) -> None:
     """
     import jax  # Commands that only parse flags do not need this import.
 
-    # jax reads its environment variables only when it is imported.
+    # Environment variables would have no effect, because jax reads them only when it is imported.
     jax.config.update("jax_platforms", "cpu")
     if count is not None:
         jax.config.update("jax_num_cpu_devices", count)

@@ -131,7 +131,7 @@ _JAX_OPTION = "jax_compilation_cache_dir"
 
 def share_compiled_programs() -> None:
     """Makes JAX store compiled programs in the user's cache, unless its cache is configured."""
-    # Only commands that compile load jax.
+    # jax is imported here, because commands that compile nothing need not load it.
     import jax
 
     variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")

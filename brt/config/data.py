@@ -26,8 +26,8 @@ class Data:
     # The training documents are read from these sources.
     train: tuple[str, ...] = sources(("corpus:novels/train",))
     # The validation documents are read from these sources. () holds out a part of the training
-    # documents. The default is 'auto', which stands for 'corpus:novels/validation' if `train` has
-    # its default, and otherwise for ().
+    # documents. The default is 'auto'. It stands for 'corpus:novels/validation', the argument of
+    # `held_out`, if `train` has its default, and otherwise for ().
     validation: tuple[str, ...] = held_out(("corpus:novels/validation",))
     # The test documents are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("corpus:novels/test",))
@@ -50,9 +50,9 @@ class Data:
     validation_fraction: float = free(0.05, cached=True)
     # This share of the training documents is held out if test names no source.
     test_fraction: float = free(0.05, cached=True)
-    # 'yes' also predicts an end token, the first of Model.end_ids, after the last token of each
-    # document of a language model. 'auto' is 'yes' for models with such ids, which are pretrained
-    # decoders. Evaluation may change the setting; training that resumes reads as before.
+    # With 'yes', a language model also predicts an end token, the first of Model.end_ids, after the
+    # last token of each document. 'auto' means 'yes' if the model has such ids, as pretrained
+    # decoders do. Evaluation may change the setting, but a run that resumes must not change it.
     score_ends: Literal["auto", "yes", "no"] = free("auto")
     # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
@@ -235,9 +235,9 @@ class Questions:
     # The training questions are read from these sources.
     train: tuple[str, ...] = sources(("generated:train/2000",))
     # The validation questions are read from these sources. 'part:SHARE' holds out this share of the
-    # training rows, and () means no validation. Users get the default 'auto'. If `train` has only
-    # sources 'generated:NAME/COUNT', 'auto' stands for the sources that are named here; otherwise,
-    # it stands for 'part:0.05'.
+    # training rows, and () means no validation. The default is 'auto'. It stands for
+    # 'generated:validation/200', the argument of `held_out`, if `train` has its default or names
+    # only sources 'generated:NAME/COUNT', and otherwise for 'part:0.05'.
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     # The test questions are read from these sources, with the same rules as for validation.
     test: tuple[str, ...] = held_out(("generated:test/200",))

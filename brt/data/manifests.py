@@ -193,7 +193,7 @@ def _prefix(directory: Path) -> str:
 
 
 def _is_partial(place: Path) -> bool:
-    """Returns True if a temporary directory has a part that was committed, and no links."""
+    """Returns True if a temporary directory has a finished part (`PARTIAL`), and no links."""
     return any(place.glob(f"*/{PARTIAL}")) and not any(durable.links(place))
 
 

@@ -194,7 +194,7 @@ class RowReader(Reader):
         size, bucket = self.batch_size, self._bucket[order]
         used = np.unique(bucket)
         # `left` has the indices in `order` of rows of shorter buckets that did not fill a batch.
-        # They go into batches of the next longer bucket.
+        # These rows go into batches of the next longer bucket.
         left = np.zeros(0, np.int64)
         batches, lengths = [], []
         for i in used:

@@ -186,7 +186,10 @@ def _cut(document: Document, start: int, stop: int | None) -> Document:
 
 
 def are_beginnings(names: Sequence[str]) -> bool:
-    """Returns True if each document of a split ends where the held-out part of its text begins."""
+    """Returns True if each document of a split ends where the held-out part of its text begins.
+
+    The names of such documents end with [:STOP] or [START:STOP].
+    """
     return all(re.search(r"\[\d*:\d+\]$", name) for name in names)
 
 

@@ -161,7 +161,8 @@ def start(launch: Launch) -> None:
     # By default, JAX aborts a process if another process ends. This option prevents the abort.
     if "jax_enable_recoverability" in jax.config.values:
         jax.config.update("jax_enable_recoverability", True)
-    # If a process is missing, the timer ends this one with a message before JAX aborts without one.
+    # If a process is missing, JAX aborts all others without a message. The timer ends this process
+    # earlier, with a message.
     began = time.monotonic()
 
     def end_without_peers() -> None:

@@ -178,8 +178,8 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 def gathered(x: Array, dtype: jnp.dtype, names: Names) -> Array:
     """Returns a parameter for a matrix product, gathered along axes called "embed"."""
-    # Without this constraint, XLA may multiply with the shards of a parameter one after the other.
-    # It then moves, adds up and copies partial products, which takes longer than one product. The
+    # Without this constraint, XLA may multiply with the shards of a parameter one after the other,
+    # and move, add up and copy the partial products, which takes longer than one product. The
     # parameter is gathered in the dtype of the product, which rounds its numbers as the product
     # would do, and is returned in its own dtype. Its gradient is not rounded. It is summed over
     # devices as a whole, because XLA would also compute a sharded gradient shard by shard.

@@ -34,7 +34,7 @@ from brt.ops.compiler_options import of_inference
 from brt.ops.dense import SeparateKernels
 from brt.types import Variables
 
-# The search gets this id, which no token has, as the id of the end token of models without one.
+# If a model has no end token, the search gets this id, which no token has, as the end token's id.
 _NEVER = -1
 
 

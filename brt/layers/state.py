@@ -179,7 +179,10 @@ def cache_of(state: LayerState) -> WindowState | LocalState:
 
 
 def open_block(state: WindowState | LocalState, memory: Any = None) -> OpenBlock:
-    """Returns an open block without tokens, whose ring buffer has the window of `state`."""
+    """Returns an open block without tokens, whose ring buffer has the window of `state`.
+
+    `memory` is what else the layer keeps while the block is open.
+    """
     sinks = state.sinks if isinstance(state, LocalState) else None
     return OpenBlock(state.keys, state.values, memory, sinks)
 

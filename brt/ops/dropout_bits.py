@@ -28,7 +28,10 @@ def bit_layout(rows: int) -> tuple[int, int, int]:
 
 
 def pack(mask: Bool[Array, "H R C"]) -> UInt32[Array, "H G C"]:
-    """Returns the masks as 32-bit words; G is groups times rows of a register (`bit_layout`)."""
+    """Returns the masks as 32-bit words.
+
+    G is the number of groups of registers times the rows of a register, as `bit_layout` returns.
+    """
     heads, rows, columns = mask.shape
     cut = mask.reshape(heads, *bit_layout(rows), columns)
     bit = jax.lax.broadcasted_iota(jnp.uint32, cut.shape, 2)

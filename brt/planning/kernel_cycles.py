@@ -65,7 +65,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         # The sizes are segments, queries and numbers of all heads of a step.
         "segment_states_16x128x128": (1288, 903, 983, 819),
         "segment_states_backward_16x128x128": (1931, 1364, 1471, 1126),
-        # With 128 queries, the schedules of v5e, v5p and v6e have a mask for each query.
+        # Kernels `_of_keys` have one mask for all queries, and kernels `_of_masks` have a mask for
+        # each query. On v4, the bundles of `_of_masks` were counted with one mask for all queries.
         "slab_attention_of_keys_2x1024x1024x128": (0, 9269, 8922, 6365),
         "slab_attention_of_keys_backward_2x1024x1024x128": (0, 19573, 18258, 10140),
         "slab_attention_of_keys_dropout_2x1024x1024x128": (0, 19918, 19599, 17008),

@@ -463,7 +463,8 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
     state = plan.parameters + plan.optimizer
     lanes = config.training.batch_size // config.training.gradient_accumulation
     shared = plan.mesh["data"] * plan.mesh["fsdp"]
-    # A segment consists of whole blocks, and a microbatch of equal shares of the devices.
+    # Half of the segment is rounded down to whole blocks. Each device must have the same number of
+    # rows of a microbatch.
     block = getattr(section, "block_length", 0)
     segment = block and config.training.segment_length // block // 2 * block
     microbatches = next(

@@ -535,7 +535,11 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
 def _metric_columns(
     entries: Sequence[Row] | Sequence[Group], rows: Sequence[Row]
 ) -> dict[str, list[str]]:
-    """Returns the columns of the metrics by which the tasks of `rows` compare runs."""
+    """Returns a column of a table, by title, for each metric in `table_metrics(rows)`.
+
+    A column has a cell for each of `entries`, which are `rows` or groups of them. If groups have a
+    spread of bits per byte, it has a column, too.
+    """
     cells = {}
     for metric in table_metrics(rows):
         values = [entry.metrics.get(metric.name) for entry in entries]

@@ -329,7 +329,7 @@ class HeadEvaluator(abc.ABC):
     def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
         """Returns metrics and predictions.
 
-        `outputs` has each row's results of `forward`, and `seconds` is the time spent in it.
+        `outputs` has the results of `forward` by row index, and `seconds` is the time spent there.
         """
 
     def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:

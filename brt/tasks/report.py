@@ -29,7 +29,7 @@ class EvaluationResult(NamedTuple):
     # JSON rows by kind ("documents", "predictions"); each kind becomes a file of JSON lines.
     rows: dict[str, list[dict[str, Any]]]
     # The report for people. Commands print "<workdir>, step <step>, <split>: " before it, without a
-    # line break, so the first line has to fit to this beginning.
+    # line break, so the first line of the report has to continue that beginning.
     text: str
     # Suffix of the names of the files to which the result is written; not empty if the evaluation
     # used other settings than training.

@@ -279,7 +279,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
                     f"{path} cannot be locked on this file system; do not start a second trainer "
                     "here"
                 )
-            # The text is empty unless the last trainer was killed.
+            # A trainer that ends in an orderly way leaves an empty lock file.
             if holder := _holder(file):
                 elsewhere = f" on {socket.gethostname()}, " not in holder
                 warn(
@@ -306,7 +306,7 @@ def _remove_partial_files(workdir: Workdir) -> None:
     directories = w.path, w.tokenizer, w.samples, w.plots, w.heartbeat
     for path in itertools.chain.from_iterable(map(durable.partial_files, directories)):
         path.unlink(missing_ok=True)
-    # Other commands may be writing to `evaluations` now.
+    # Other commands may be writing to `evaluations` now, so only abandoned files are removed there.
     for directory in (workdir.evaluations, *workdir.evaluations.glob("*")):
         durable.remove_abandoned(directory)
 

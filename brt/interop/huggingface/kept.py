@@ -21,7 +21,8 @@ from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.encoder_decoder import WRITTEN
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
-# The export of the same model, perhaps trained further, has the same values of these.
+# An export of the same model, perhaps trained further, has the same values of these keys of
+# config.json.
 _SAME = (
     "model_type", "d_model", "num_layers", "encoder_layers", "hidden_size", "num_hidden_layers",
 )  # fmt: skip

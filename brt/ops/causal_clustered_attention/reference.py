@@ -116,7 +116,13 @@ def _attend(
     centroids: Centroids,
     bias: Float[Array, " H"],
 ) -> Float[Array, "B H W K"]:
-    """Computes one softmax over the window, keys that have left it, and the centroid's memory."""
+    """Computes one softmax over the window, keys that have left it, and the centroid's memory.
+
+    `window` is the attention to the window. `keys` and `values` are those of the previous block,
+    and `mask` is True for keys that have left the window of a query. `past` is the memory of all
+    centroids, and a query reads the memory of the nearest centroid. `bias` is added to the logits
+    of all keys that have left the window.
+    """
     away = queries[:, :, :, None] - centroids.vectors[None, :, None]
     label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)
 

@@ -79,9 +79,10 @@ def _attend(
     backend: str,
     **options: Any,
 ) -> AttentionPart:
-    """Returns the attention of the centroids; see `xla.CentroidAttention`.
+    """Returns the attention of the centroids to the keys that they have `seen`.
 
-    `options` may have `interpret`, an argument of the kernels.
+    The arguments are those of `xla.CentroidAttention`. `logits` are not used, because the kernels
+    compute them. `options` may have `interpret`, an argument of the kernels.
     """
     batch, heads, clusters, width = centroids.shape
     # Centroids have a mask for each head, and the kernels one for each row of the batch, so heads

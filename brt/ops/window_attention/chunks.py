@@ -21,7 +21,7 @@ CHUNK = 256
 
 
 def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> AttentionPart:
-    """Implements `api.local_attention`, but has no dropout by a mask."""
+    """Implements `api.local_attention`; its dropout is None or of class `Dropout`."""
     queries, keys, values = inputs.joined()
     bias, dropout, length = inputs.bias, inputs.dropout, queries.shape[1]
     window, chunk = inputs.window, min(length, CHUNK)

@@ -20,7 +20,7 @@ def refusal(inputs: WindowInputs) -> str | None:
 def window_attention(
     inputs: WindowInputs, *, attend_to_self: bool, interpret: Any = None
 ) -> AttentionPart:
-    """Implements `api.local_attention`, but has no dropout of class `Dropout`."""
+    """Implements `api.local_attention`; its dropout is None or a `DropoutMask`."""
     queries, keys, values = inputs.joined()
     (tokens, heads), window = queries.shape[1:3], inputs.window
     nearest = 0 if attend_to_self else 1

@@ -76,7 +76,7 @@ def _whole_window_refusal(queries: Array, window: int, drops: bool) -> str | Non
 def window_attention(
     inputs: WindowInputs, *, attend_to_self: bool, interpret: Interpret = False
 ) -> AttentionPart:
-    """Implements `api.local_attention`, but has no dropout of class `Dropout`.
+    """Implements `api.local_attention`; its dropout is None or a `DropoutMask`.
 
     T is a multiple of W, or of the sub-window into which the window is split. True as `interpret`
     runs the kernels on any device, slowly, and with windows of any size.
@@ -144,9 +144,10 @@ def attend_to_subwindows(
 
 def _delayed(first: Int[Array, "B D"], part: int, size: int, delay: int) -> Int[Array, "B D2"]:
     """Returns the places of the first tokens of the documents in delayed keys."""
-    # If the segment has at most one document in each block of `size` tokens, a kernel masks the
-    # previous block as a whole. Delayed documents may start inside of a block, or after it, so the
-    # segment is then split into smaller parts.
+    # If parts consist of whole blocks of `size` tokens, the kernel hides only the previous block,
+    # as a whole, because a document starts no later than the block of its query. With delayed keys,
+    # the document may start later. The segment is therefore split into parts of half a block, for
+    # which the kernel compares the place of every key with the start of the document.
     if part % size == 0:
         first = jnp.repeat(first, 2 * part // size, axis=1)
     return first + delay

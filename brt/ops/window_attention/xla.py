@@ -53,7 +53,10 @@ def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
 
 @by_head_of_group
 def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> AttentionPart:
-    """Implements `api.local_attention` of blocks of W tokens; has no dropout of class `Dropout`."""
+    """Implements `api.local_attention` of blocks of W tokens.
+
+    The dropout is None or a `DropoutMask`.
+    """
     queries, keys, values = inputs.joined()
     window, heads = inputs.window, queries.shape[2]
     rows, blocks = tile_rows(window), queries.shape[1] // window

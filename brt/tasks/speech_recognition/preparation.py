@@ -338,7 +338,10 @@ class SpeechPreparation(RowPreparation):
         return utterances.speaker_moments(check_speakers(self._read(split)))
 
     def _model_features(self, utterance: Utterance, moments: Mapping[str, Moments]) -> Features:
-        """Returns the normalised and stacked frames that a model reads."""
+        """Returns the normalised and stacked frames that a model reads.
+
+        `moments` has the moments of each speaker; if empty, those of the utterance are used.
+        """
         features, how = utterance.features, self.section.normalization
         if how != "none":
             by = moments[utterance.speaker] if moments else utterances.moments(features)

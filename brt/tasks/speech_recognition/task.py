@@ -102,6 +102,7 @@ class TranscriptEvaluator(HeadEvaluator):
     def summarize(self, outputs: dict[int, tuple], seconds: float) -> HeadResult:
         """Computes the metrics of all utterances together.
 
+        `outputs` has the results of `forward` by row index, and `seconds` is the time spent there.
         Error rates are the fewest edits of tokens or words, in percent of the reference. Bits are
         -log2 p of the transcripts, with p summed over all alignments (CTC), per token and per UTF-8
         byte. Tokens that do not occur in training are scored as the unknown token.

@@ -253,7 +253,7 @@ class TextClassification(EncoderTask):
         Metric("matthews", "Matthews", ".4f"),
     )
     table_metrics = (SCORE,)
-    # It also defines the loss of a row.
+    # The method `nats` of this class also defines the loss of a row in training.
     evaluator_class: ClassVar[type[SentenceEvaluator]] = Classifier
 
     def sizes_are_configured(self, config: Config) -> bool:

@@ -149,8 +149,8 @@ def _beginning_notes(tokenizer: Tokenizer) -> list[str]:
 def _adapter_notes(
     adapter: Path | None, directory: Path, file: Path, kept: Collection[str]
 ) -> list[str]:
-    # `directory` is that of the base, and `kept` has the names of the tokenizer's file and of the
-    # files beside it.
+    # `directory` is the directory of the adapter's base model. `kept` has the names of the
+    # tokenizer's file and of the files beside it.
     if adapter is None:
         return []
     notes = [f"the adapter in {adapter} is added to {directory}"]

@@ -156,7 +156,8 @@ if PreTrainedModel is not None:
         def prepare_inputs_for_generation(
             self, input_ids, state=None, attention_mask=None, continues=False, **options
         ):
-            """Returns the arguments of `forward` for the ids that were not read yet."""
+            """Returns the arguments of `forward`: `state` has read all ids but the last if
+            `continues`, otherwise none of them."""
             if continues:
                 input_ids, attention_mask = input_ids[:, -1:], None
             elif (

@@ -53,8 +53,8 @@ class InterventionResult:
     tokens: np.ndarray  # number of scored tokens in the block
     bytes: np.ndarray  # number of bytes of these tokens
     # True if the block counts for the "shuffled" intervention: the memory was taken from another
-    # row, or the segment begins a document and thus needs no memory. False if there was no other
-    # row.
+    # row, or the segment begins a document and thus needs no memory. Otherwise False, because there
+    # was no other row to take the memory from.
     foreign: np.ndarray
     nats: dict[Intervention | None, np.ndarray]  # None: the unchanged model
     # Metrics of each layer's recurrent state, averaged over rows and segments.
@@ -167,8 +167,9 @@ class _Streams:
         """Reads a segment with the unchanged model and with each intervention.
 
         `document` [B, N] has the index of each block's document, -1 for padding. `active` [B] is
-        False for rows whose segment ends in padding. The results are `InterventionResult.foreign`,
-        bool [B, N], and the nats [B, N] for each of `interventions`.
+        False for rows whose segment ends in padding. The first result, bool [B, N], is True for
+        blocks that count for the "shuffled" intervention (`InterventionResult.foreign`). The second
+        has the nats [B, N] for the unchanged model and for each intervention.
         """
         normal, source = self._carried[None], _other_lanes(self._active)
         replacements = {
