@@ -110,8 +110,8 @@ def recurrent(x: jax.Array, states: int = 128, **option: Any) -> Any:
 
 
 def kmeans(x: jax.Array, clusters: int = 4, **option: Any) -> Any:
-    codes, valid = x.swapaxes(1, 2), jnp.ones(x.shape[:2], bool)
-    centroids = jnp.zeros((*codes.shape[:2], clusters, x.shape[-1]), x.dtype)
+    codes, valid = x.swapaxes(1, 2).astype(jnp.float32), jnp.ones(x.shape[:2], bool)
+    centroids = jnp.zeros((*codes.shape[:2], clusters, x.shape[-1]))
     active = jnp.ones((len(x), clusters), bool)
     return clustered_attention.kmeans(codes, valid, centroids, active, iterations=2, **option)
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.ops.segmented_recurrent_attention.states_tpu import interpreted
+
+from brt.ops.cross_attention.states_tpu import interpreted
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 BATCH, TARGETS = 2, 24

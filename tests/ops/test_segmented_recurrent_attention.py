@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
-from brt.ops.segmented_recurrent_attention import segments, xla
-from brt.ops.segmented_recurrent_attention.segments import SegmentSchedule
 
 from brt.config import CrossAttention
 from brt.layers.seq2seq import cross_config
 from brt.ops import dispatch
+from brt.ops.cross_attention import accumulate_fire as neurons
+from brt.ops.cross_attention import segments, xla
+from brt.ops.cross_attention.segments import SegmentSchedule
 
 SPREAD, STRIDE = (
     SegmentSchedule(12, shared_by_segments=True),
