@@ -33,7 +33,6 @@ from brt.data import stores
 from brt.data.preparation import Corpus, Hashes, RowPreparation
 from brt.data.quarantine import BadRow, Tally
 from brt.data.readers import RowReader, padded
-from brt.data.sources import FileHash
 from brt.data.stores import Ragged, RowStore
 from brt.errors import DataError
 from brt.tasks.speech_recognition import sources, utterances
@@ -200,6 +199,7 @@ class SpeechPreparation(RowPreparation):
     """
 
     dataset, store, kind, encoding = SpeechDataset, SpeechStore, "speech", "vocabulary"
+    hashes, left_out = staticmethod(sources.hashes), staticmethod(sources.left_out)
 
     def __init__(self, section: config.Speech, progress: bool = True):
         super().__init__(section, progress)
@@ -208,12 +208,6 @@ class SpeechPreparation(RowPreparation):
         # The keys are hashes of the utterances read so far, and the values are the names of their
         # splits.
         self._seen: dict[bytes, str] = {}
-
-    def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        return sources.hashes(names)
-
-    def left_out(self, name: str) -> str:
-        return sources.left_out(name)
 
     @staticmethod
     def load(name: str) -> Vocabulary:
