@@ -168,9 +168,12 @@ class EncoderTask(Task):
         """Returns the encoder in the format of Hugging Face's RoBERTa, which has exact attention,
         even if the encoder was trained with another kind.
         """
-        config, tokenizer = source.config, source.tokenizer()
+        config = source.config
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
-        encoder_with_task = Pretrained(source.params, EncoderWithHead(model, self.head, {}))
+        described = EncoderWithHead(model, self.head, {})
+        content = convert.to_format(Pretrained(source.params, described), {})
+        tokenizer = source.tokenizer()
+        content = kept.with_settings(content, tokenizer.beside, described.stated)
         kind, notes = config.attention.kind, []
         if kind != "full":
             notes.append(
@@ -180,7 +183,6 @@ class EncoderTask(Task):
         if self.head == "masked_language_modeling":
             notes.append(f"the mask is token {model.vocab_size - 1}")
         notes.append("transformers takes token 1 for padding")
-        content = convert.to_format(encoder_with_task, tokenizer.beside)
         content = content._replace(notes=(*content.notes, *notes))
         if tokenizer.file[0] not in originals.TOKENIZER:
             return content

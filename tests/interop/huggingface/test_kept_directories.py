@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tiny_decoder import TEXT, write_decoder
+from tokenizers import processors
 
 import brt
 from brt import convert, train
@@ -193,16 +194,11 @@ def test_prepared_data_of_another_model_do_not_replace_the_files(hub: Path, tmp_
 
 def begins(piece: str, i: int) -> Callable[[dict], None]:
     """Returns a function that adds a post-processor, which puts a piece before each text."""
-    template = {
-        "type": "TemplateProcessing",
-        "pair": [{"Sequence": {"id": x, "type_id": 0}} for x in "AB"],
-        "single": [
-            {"SpecialToken": {"id": piece, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "special_tokens": {piece: {"id": piece, "ids": [i], "tokens": [piece]}},
-    }
-    return lambda content: content.update(post_processor=template)
+    template = processors.TemplateProcessing(
+        single=f"{piece} $A", pair="$A $B", special_tokens=[(piece, i)]
+    )
+    state = json.loads(template.__getstate__())
+    return lambda content: content.update(post_processor=state)
 
 
 def rename(old: str, new: str) -> Callable[[dict], None]:

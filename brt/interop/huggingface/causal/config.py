@@ -343,6 +343,7 @@ def _can_state(family: Family, model: Model) -> bool:
         )
         and (not own or (len(own) == 1 and "layer_types" in keys))
         and (not own or not model.rotary.local_base or "rope_local_base_freq" in keys)
+        # Without layer_types, all layers of a family with a window have it.
         and (_is_cut(model) or "sliding_window" not in keys or "layer_types" in keys)
     )
 
