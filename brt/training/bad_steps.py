@@ -101,20 +101,17 @@ class BadSteps:
         """Returns the last step whose batch is left out after a rollback to `step`; 0 for none."""
         return max((r["step"] for r in self._records if r.get("from") == step), default=0)
 
-    def record_skip(self, step: int, reason: str) -> str:
-        """Records a step that left the train state unchanged; returns a message for the user.
+    def record(self, step: int, reason: str, checkpoint: int | None = None) -> str:
+        """Records a bad step; returns a message for the user.
 
+        The step left the train state unchanged, or the run returns to a checkpoint or to step 0.
         NonFiniteError is raised if the run has more bad steps than Training.max_bad_steps.
         """
-        return self._record(step, {}, reason, "the step changed nothing")
-
-    def record_rollback(self, step: int, reason: str, checkpoint: int) -> str:
-        """Records the return to a checkpoint, or to step 0; otherwise like `record_skip`."""
-        self._drop_skips_after(checkpoint)
-        consequence = f"continuing after it from the state of step {checkpoint}"
-        return self._record(step, {"from": checkpoint}, reason, consequence)
-
-    def _record(self, step: int, start: dict[str, int], reason: str, consequence: str) -> str:
+        start, consequence = {}, "the step changed nothing"
+        if checkpoint is not None:
+            self._drop_skips_after(checkpoint)
+            start = {"from": checkpoint}
+            consequence = f"continuing after it from the state of step {checkpoint}"
         most = self._training.max_bad_steps
         if len(self._records) >= most:
             raise NonFiniteError(

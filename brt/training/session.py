@@ -197,7 +197,7 @@ class Session:
                 restored = reader.restore(directory, self.run.state_shapes, checkpoint=checkpoint)
                 self.state, meter = restored.state, restored.meta["meter"]
             target = int(self.state.step)
-            self.progress.message(self.bad_steps.record_rollback(step, reason, target))
+            self.progress.message(self.bad_steps.record(step, reason, target))
             self.accumulator.restore(meter)
             self.metrics.rewind(target)
             self._seek(target)
@@ -340,7 +340,7 @@ def open_files(
         batches=batches, bad_steps=bad_steps, provenance=provenance,
         accumulator=MetricAccumulator(
             restored.meta["meter"] if restored else None, spike_factor=config.training.spike_factor,
-            on_skip=lambda step, why: progress.message(bad_steps.record_skip(step, why)),
+            on_skip=lambda step, why: progress.message(bad_steps.record(step, why)),
         ),
         requests=Requests(stop, workdir, phases, evaluates, progress.message, stack),
         evaluator=run.task.evaluator(request), probe=run.task.probe(config),

@@ -139,6 +139,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
         if idle > limit:
             _end(now, idle, stacks)
 
+    watch()  # This call sets the timer before code can hold the lock.
     try:
         with runtime.repeating(watch, pause, "watchdog"):
             yield
