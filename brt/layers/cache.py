@@ -16,10 +16,11 @@ from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.state import (
     LONGEST,
+    Given,
     LocalState,
-    OpenBlock,
     Sinks,
     WindowState,
+    cache_of,
     has_null_keys,
     zero_where_invalid,
 )
@@ -77,13 +78,10 @@ class KVCache(NamedTuple):
 
 
 def with_cache(
-    model: Model,
-    state: WindowState | LocalState,
-    projections: TokenProjections,
-    document_start: Bool[Array, "B N"],
+    model: Model, given: Given, projections: TokenProjections
 ) -> tuple[KVCache, WindowState | LocalState]:
-    """Returns the cache that a segment attends to, and the state after the segment."""
-    document_start = constrain(document_start, "lanes", None)
+    """Returns the cache that a segment attends to, and the cache after the segment."""
+    state, document_start = cache_of(given.state), constrain(given.document_start, "lanes", None)
     if isinstance(state, LocalState):
         return _with_local_cache(model, state, projections, document_start)
     rows = state.valid & ~document_start[:, 0]
@@ -141,12 +139,11 @@ def _block_sinks(sinks: Sinks, tokens: TokenProjections, first: Int[Array, "B N"
     return Sinks(gathered(sinks.keys, tokens.keys), gathered(sinks.values, tokens.values))
 
 
-def closed_window(
-    model: Model, state: WindowState | LocalState, block: OpenBlock
-) -> WindowState | LocalState:
+def closed_window(model: Model, given: Given) -> WindowState | LocalState:
     """Returns the keys and values of the last W tokens after all tokens of a block have been read
-    one by one into the ring buffer of `block`.
+    one by one into the ring buffer of the open block.
     """
+    state, block = cache_of(given.state), given.block
     if isinstance(state, WindowState):
         return WindowState(block.keys, block.values, jnp.ones_like(state.valid))
     # If the block and the ring buffer differ in length, the oldest token of the buffer is not at

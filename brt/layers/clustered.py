@@ -126,7 +126,7 @@ class ClusteredLayer(WindowLayer):
         """Computes the memories of all blocks first; then all tokens attend at once."""
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
-        cached, window = with_cache(m, given.state.window, projections, given.document_start)
+        cached, window = with_cache(m, given, projections)
         keys, values = cached.joined(projections)
         keys = self.tokens.normalized_keys(keys)
         cache_mask = cached.cache_mask
@@ -164,5 +164,5 @@ class ClusteredLayer(WindowLayer):
         keys, values = (z.swapaxes(1, 2) for z in (keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)
         past = memory_after(state.past, keys, values, cache_mask, self._centroids())
-        window = closed_window(self.model, state.window, given.block)
+        window = closed_window(self.model, given)
         return LayerOutput(x, ClusteredState(window, *past))

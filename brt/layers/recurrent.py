@@ -212,7 +212,7 @@ class RecurrentLayer(WindowLayer):
         """Computes the states of all blocks first; then the tokens of all blocks attend at once."""
         section, m = self.model.of(Recurrence), self.model
         projections = self.tokens.project(x)
-        past, window = with_cache(m, given.state.window, projections, given.document_start)
+        past, window = with_cache(m, given, projections)
         # Every device scans over all blocks, so it needs the keys and values of all blocks.
         replicated = ("lanes", None, "heads", None)
         own = self.tokens.by_query_head(projections.keys, projections.values)
@@ -236,7 +236,7 @@ class RecurrentLayer(WindowLayer):
             self.cell.weights, vectors, normalize_qk=self.model.attention.normalize_qk,
             dtype=given.state.window.keys.dtype,
         )  # fmt: skip
-        return LayerOutput(x, open_block(given.state.window, memory))
+        return LayerOutput(x, open_block(given, memory))
 
     def decode_step(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         return super().decode_step(x, given._replace(feedback=given.block.memory))
@@ -259,5 +259,5 @@ class RecurrentLayer(WindowLayer):
             cache_mask,
             **self._options(),
         )[0]
-        after = closed_window(self.model, window, given.block)
+        after = closed_window(self.model, given)
         return LayerOutput(x, RecurrentState(after, vectors, jnp.ones_like(given.state.valid)))

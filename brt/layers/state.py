@@ -178,11 +178,12 @@ def cache_of(state: LayerState) -> WindowState | LocalState:
     return state if isinstance(state, (WindowState, LocalState)) else state.window
 
 
-def open_block(state: WindowState | LocalState, memory: Any = None) -> OpenBlock:
-    """Returns an open block without tokens, whose ring buffer has the window of `state`.
+def open_block(given: Given, memory: Any = None) -> OpenBlock:
+    """Returns an open block without tokens, whose ring buffer has the window of the state.
 
     `memory` is what else the layer keeps while the block is open.
     """
+    state = cache_of(given.state)
     sinks = state.sinks if isinstance(state, LocalState) else None
     return OpenBlock(state.keys, state.values, memory, sinks)
 

@@ -10,7 +10,7 @@ from brt.layers.attention import Mix, TransformerBlock
 from brt.layers.basic import mlp_flops
 from brt.layers.cache import closed_window, with_cache
 from brt.layers.sections import Recurrence
-from brt.layers.state import Given, LayerOutput, cache_of, open_block
+from brt.layers.state import Given, LayerOutput, open_block
 
 
 class WindowLayer(nn.Module):
@@ -31,7 +31,7 @@ class WindowLayer(nn.Module):
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         projections = self.tokens.project(x)
-        past, after = with_cache(self.model, given.state, projections, given.document_start)
+        past, after = with_cache(self.model, given, projections)
         return LayerOutput(self.tokens.attend(projections, past, given.feedback), after)
 
     def mix_step(self, given: Given) -> Mix | None:
@@ -41,7 +41,7 @@ class WindowLayer(nn.Module):
         return None
 
     def begin_block(self, x: None, given: Given) -> LayerOutput:
-        return LayerOutput(x, open_block(cache_of(given.state)))
+        return LayerOutput(x, open_block(given))
 
     def prepare_block(self, x: None, given: Given) -> LayerOutput:
         return LayerOutput(x, self.tokens.prepared(given.block, given.position))
@@ -50,7 +50,7 @@ class WindowLayer(nn.Module):
         return LayerOutput(*self.tokens.attend_step(x, given, self.mix_step(given)))
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        return LayerOutput(x, closed_window(self.model, given.state, given.block))
+        return LayerOutput(x, closed_window(self.model, given))
 
 
 def window_flops(model: Model) -> int:

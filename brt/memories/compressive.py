@@ -214,7 +214,7 @@ class CompressiveLayer(WindowLayer):
         state = given.state
         m, blocks, size = self.model, given.document_start.shape[1], self.section.slots
         projections = self.tokens.project(x)
-        past, window = with_cache(m, state.window, projections, given.document_start)
+        past, window = with_cache(m, given, projections)
         inputs = jnp.concatenate([state.inputs, constrain(x, "lanes", None, None)], axis=1)
         before = jax.lax.stop_gradient(
             sliding_windows(inputs, blocks, step=m.window, size=m.window)
@@ -317,7 +317,7 @@ class CompressiveLayer(WindowLayer):
         memory = CompressedBlock(
             jnp.zeros_like(given.state.inputs), self._slots(given.state.vectors)
         )
-        return LayerOutput(x, open_block(given.state.window, memory))
+        return LayerOutput(x, open_block(given, memory))
 
     def mix_step(self, given: Given) -> Mix:
         window = given.state.window
@@ -340,7 +340,7 @@ class CompressiveLayer(WindowLayer):
         vectors = jnp.concatenate([state.vectors, made], axis=1)
         length = jnp.minimum(state.length + made.shape[1], self.section.slots)
         length = jnp.where(cache_is_readable(self.model, state.window), length, 0)
-        window = closed_window(self.model, state.window, given.block)
+        window = closed_window(self.model, given)
         return LayerOutput(x, self._after(window, given.block.memory.inputs, vectors, length))
 
 

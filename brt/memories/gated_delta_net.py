@@ -447,13 +447,13 @@ class WindowGatedDeltaNetLayer(WindowLayer):
         since_start = tokens_since_start(given.document_start, x.shape[1])
         read, memory = self.memory(self.tokens.normed(x), given.state.memory, since_start)
         projections = self.tokens.project(x)
-        past, window = with_cache(self.model, given.state.window, projections, given.document_start)
+        past, window = with_cache(self.model, given, projections)
         x = projections.residual + dropout(self, read, self.model.dropout)
         y = self.tokens.attend(projections, past, given.feedback, residual=x)
         return LayerOutput(y, WindowDeltaState(window, *memory))
 
     def begin_block(self, x: None, given: Given) -> LayerOutput:
-        return LayerOutput(x, open_block(given.state.window, given.state.memory))
+        return LayerOutput(x, open_block(given, given.state.memory))
 
     def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
         read, memory = self.memory.read_token(self.tokens.normed(x), given.block.memory)
@@ -462,7 +462,7 @@ class WindowGatedDeltaNetLayer(WindowLayer):
         return LayerOutput(y, block._replace(memory=memory))
 
     def end_block(self, x: None, given: Given) -> LayerOutput:
-        window = closed_window(self.model, given.state.window, given.block)
+        window = closed_window(self.model, given)
         return LayerOutput(x, WindowDeltaState(window, *given.block.memory))
 
 

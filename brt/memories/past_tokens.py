@@ -255,7 +255,7 @@ class PastTokensLayer(WindowLayer):
         """Lets each block read the M tokens before it; the last M tokens are the next memory."""
         m, size = self.model, given.state.keys.shape[2]
         projections = self.tokens.project(x)
-        cached, window = with_cache(m, given.state.window, projections, given.document_start)
+        cached, window = with_cache(m, given, projections)
         past = memory_and_segment(
             given.state, self.tokens.normalized_keys(projections.keys), projections.values
         )
@@ -278,7 +278,7 @@ class PastTokensLayer(WindowLayer):
     def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; its tokens also enter the memory."""
         m, size = self.model, given.state.keys.shape[2]
-        window = closed_window(m, given.state.window, given.block)
+        window = closed_window(m, given)
         keys, values = (part[:, -m.block_length :] for part in (window.keys, window.values))
         past = memory_and_segment(given.state, self.tokens.normalized_keys(keys), values)
         length = jnp.minimum(given.state.length + m.block_length, size)

@@ -190,7 +190,7 @@ class RoutingLayer(WindowLayer):
         """Adds the routed heads' outputs to the residual, and the tokens to the model state."""
         m, statistics = self.model, given.model_state
         projections = self.tokens.project(x)
-        past, window = with_cache(m, given.state.window, projections, given.document_start)
+        past, window = with_cache(m, given, projections)
         queries, routed = self._routed(x, statistics)
         # The axis of tokens has the name None, so it is not sharded: every device sorts the tokens
         # of the complete segment.
@@ -227,7 +227,7 @@ class RoutingLayer(WindowLayer):
         shape = (len(given.state.keys), self.model.window, self.section.heads, self.model.head_dim)
         keys = jnp.zeros(shape, given.state.keys.dtype)
         routed = RoutedTokens(keys, keys, jnp.zeros(shape[:3], jnp.int32))
-        return LayerOutput(x, open_block(given.state.window, routed))
+        return LayerOutput(x, open_block(given, routed))
 
     def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
         queries, routed = self._routed(x, given.model_state)
@@ -244,7 +244,7 @@ class RoutingLayer(WindowLayer):
     def end_block(self, x: None, given: Given) -> LayerOutput:
         """Makes the block the cache; its tokens become the last tokens of their clusters."""
         nowhere = jnp.zeros((len(given.state.keys), 1), bool)
-        window = closed_window(self.model, given.state.window, given.block)
+        window = closed_window(self.model, given)
         rings = rings_after(given.block.memory, given.state.rings, nowhere)
         return LayerOutput(x, RoutedState(window, *rings))
 

@@ -17,9 +17,10 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     tokens = jnp.arange(2 * 6, dtype=jnp.float32).reshape(2, 6, 1, 1)
     state = WindowState(tokens[:, :2] - 100, tokens[:, :2] - 200, jnp.array([True, False]))
     start = jnp.array([[False, False, True], [False, True, False]])
+    given = Given(state, document_start=start)
     projections = TokenProjections(tokens, tokens, -tokens, None, tokens[..., 0])
 
-    past, after = with_cache(MODEL, state, projections, start)
+    past, after = with_cache(MODEL, given, projections)
     keys, values = past.joined(projections)
     np.testing.assert_array_equal(keys[0, :, 0, 0], [-100, -99, 0, 1, 2, 3, 4, 5])
     np.testing.assert_array_equal(values[0, :, 0, 0], [-200, -199, 0, -1, -2, -3, -4, -5])
@@ -29,12 +30,12 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     assert after.valid.all()
 
     vanilla = with_settings(MODEL, {"Window.cache": False, "Window.mask_empty_cache": False})
-    past, same = with_cache(vanilla, state, projections, start)
+    past, same = with_cache(vanilla, given, projections)
     assert not past.cache_mask.any()
     jax.tree.map(np.testing.assert_array_equal, same, after)
 
     parity = with_settings(MODEL, {"Window.mask_empty_cache": False})
-    keys, values, *_ = with_cache(parity, state, projections, start)[0]
+    keys, values, *_ = with_cache(parity, given, projections)[0]
     assert keys[0].all() and not keys[1].any() and not values[1].any()
 
 

@@ -22,6 +22,7 @@ def token_scores(x: Targets, *, scale: float, chunk: int) -> TokenScores:
 def cross_entropy(
     x: Targets, *, scale: float, chunk: int, smoothing: float
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    assert x.mask is not None
     log_p, of_target = _log_p(x, scale)
     loss = -(1 - smoothing) * of_target - smoothing * jnp.mean(log_p, axis=-1)
     return jnp.sum(loss * x.mask), jax.lax.stop_gradient(jnp.sum(-of_target * x.mask))

@@ -43,8 +43,8 @@ def _by_head_and_block(
 def _by_definition(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
     mask = jnp.ones((len(k), k.shape[-2]), bool) if mask is None else mask
     mask = mask.reshape(len(mask), *(1,) * (k.ndim - 3), -1)
-    by_token = (x.swapaxes(-3, -2) for x in (q, k, v))
-    return reference.attend(*by_token, None, mask).output.swapaxes(-3, -2)
+    q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))
+    return reference.attend(q, k, v, None, mask).output.swapaxes(-3, -2)
 
 
 OP = Op(
@@ -94,7 +94,8 @@ def attend_to_blocks(
     all.
     """
     if null_keys:
-        seen = pallas.key_mask(cache_mask, keys)[:, None, :, None]
+        mask: Any = pallas.key_mask(cache_mask, keys)
+        seen = mask[:, None, :, None]
         keys, values = (jnp.where(seen, x, 0) for x in (keys, values))
         return _attend(queries, keys, values, None, None, implementation)
     return _attend(queries, keys, values, cache_mask, None, implementation)

@@ -199,8 +199,8 @@ def _on_each_device(
             cached = take(cached[0]), take(cached[1])
             own = own._replace(keys=take(own.keys), values=take(own.values))
         if sharded:
-            pairs = zip(cached, (own.keys, own.values), strict=True)
-            cached = tuple(_window_from_left(*pair) for pair in pairs)
+            keys, values = cached
+            cached = _window_from_left(keys, own.keys), _window_from_left(values, own.values)
         return attend(own._replace(cached=cached))
 
     if not rules.partitioned():
