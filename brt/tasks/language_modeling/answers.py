@@ -1,4 +1,4 @@
-"""Accuracy and bits of the answers in memory tasks (`brt.data.memory`), by distance.
+"""Accuracy and bits of the answers in memory tasks (`brt.data.memory_tasks`), by distance.
 
 A document of a memory task states facts and later asks for the facts. The model predicts each token
 of the document from the true tokens before it, as in other text. An answer is exact if the most
