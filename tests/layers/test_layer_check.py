@@ -136,7 +136,6 @@ def described(*axes: str | None) -> Callable[[Model], State]:
         ({"state": lambda model: State(jnp.zeros((1, 16)))},
          "describe every array by brt.layers.state.state_array"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_the_check_names_what_is_wrong_with_a_kind(changes: dict, sentence: str) -> None:
     kinds.KINDS["decay"] = token_recurrence.DECAY._replace(**changes)
