@@ -33,7 +33,7 @@ from brt.errors import ConfigError
 from brt.models.decoder import forward_flops_per_token
 from brt.ops import compiler_options
 from brt.training import run as runs
-from brt.training.layer_forms import LayerForms
+from brt.training.layer_forms import conversions
 from brt.training.progress import peak_flops
 
 PRODUCT = "product"
@@ -53,7 +53,8 @@ class Contestant:
         init = partial(runs.initial_state, config, shapes.optimizer)
         with use(shapes.mesh):
             state = jax.jit(init, out_shardings=shardings)()
-        self.state = LayerForms(config, shapes.state_shapes, shapes.mesh).for_step(state)
+        for_step, _ = conversions(config, shapes.state_shapes, shapes.mesh)
+        self.state = for_step(state)
         self.batch = jax.device_put(batch, by_lane(shapes.mesh))
         self.key = jax.random.key(training.seed)
         memory = self.step.memory_analysis()
