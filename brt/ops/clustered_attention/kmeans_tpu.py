@@ -14,6 +14,7 @@ P and C after padding; P' includes the row of ones.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +64,9 @@ def kmeans(
     inputs: Codes, *, iterations: int, interpret: bool | pltpu.InterpretParams = False
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Implements `clustering.kmeans`."""
-    local = functools.partial(_local, iterations=iterations, interpret=interpret)
+    local: Callable[..., Any] = functools.partial(
+        _local, iterations=iterations, interpret=interpret
+    )
     if rules.partitioned():
         by_head = rules.partition_spec("lanes", "heads", None, None, shape=inputs.codes.shape)
         by_row = rules.partition_spec("lanes", None, shape=inputs.valid.shape)

@@ -185,8 +185,9 @@ def step(
     index = segment_index(positions, cache.counts, segment_schedule(config, None))
     attended = recurrent = None
     if config.use_segment:
-        parts = (_take_segments(x, index) for x in (cache.keys, cache.values, cache.mask))
-        attended = attend_to_window(rows, *with_shared(*parts, cache.shared, axis=1))
+        arrays = cache.keys, cache.values, cache.mask
+        keys, values, mask = (_take_segments(x, index) for x in arrays)
+        attended = attend_to_window(rows, *with_shared(keys, values, mask, cache.shared, axis=1))
     if cache.table is not None or cache.carry is not None:
         states = _states_at(cache, index, positions, config)
         recurrent = jnp.einsum("bphnc,bphce->bphne", rows, states)

@@ -14,6 +14,7 @@ heads, and K of numbers of a head.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +106,7 @@ def recurrence(
     learned = parameters.kernel, parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
     width = keys.shape[-1]
     settings = NeuronKernelSettings(width, width, config.kv_source != "segment", interpret)
-    local = functools.partial(_local, settings=settings)
+    local: Callable[..., Any] = functools.partial(_local, settings=settings)
     if rules.partitioned():
         head_partition = rules.partition_spec(None, "lanes", "heads", None, None, shape=keys.shape)
         lane_partition = P(head_partition[1])

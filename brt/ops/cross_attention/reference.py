@@ -24,8 +24,8 @@ def attend(
     target_length: int | None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    queries, *others = inputs
-    windows, p = build_windows(*others, config), inputs.parameters.raf
+    queries = inputs.queries
+    windows, p = build_windows(*inputs[1:], config), inputs.parameters.raf
     states, aux = _states(windows, p, config)
     t = t0 + jnp.arange(queries.shape[1])
     index = segment_index(t, windows.counts, segment_schedule(config, target_length))

@@ -13,6 +13,7 @@ TPUs. The matrices K x K of these heads lie side by side as one matrix K x P.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def read_states(
     interpret: Interpret = False,
 ) -> Float[Array, "B T H K"]:
     """Returns the product of each query and the state of its segment."""
-    local = functools.partial(_local, interpret=interpret)
+    local: Callable[..., Any] = functools.partial(_local, interpret=interpret)
     if rules.partitioned():
         by_head = rules.partition_spec("lanes", None, "heads", None, shape=queries.shape)
         of_states = P(None, by_head[0], by_head[2], None, None)

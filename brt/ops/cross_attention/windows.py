@@ -4,6 +4,7 @@ In shapes, M is the number of segments, S of keys of a window, Q of queries that
 shared keys, or of all keys of a window in the result of `with_shared`.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ def build_windows(
         return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
     if config.kind not in ("xl_memory", "transformer_xl"):
         return windows
-    recurs, memories = config.kind == "xl_memory", (None, None)
+    recurs = config.kind == "xl_memory"
+    memories: Iterable[Array | None] = (None, None)
     if recurs:
         weights = (parameters.memory_keys, parameters.memory_values)
         memories = (

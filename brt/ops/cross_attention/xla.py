@@ -44,8 +44,8 @@ def attend(
     kernels: SegmentKernels | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Implements `api.attend`; if there are `kernels`, the setting "auto" is the form "dense"."""
-    queries, *others = inputs
-    windows, learned = build_windows(*others, config), inputs.parameters.raf
+    queries = inputs.queries
+    windows, learned = build_windows(*inputs[1:], config), inputs.parameters.raf
     source, aux = Source(windows, config.use_segment, sigma=learned.sigma), NeuronMetrics()
     if config.kind == "srformer":
         recur = recurrence if kernels is None else kernels.recur

@@ -20,6 +20,7 @@ Its tiles are transposed, columns x rows, so that an array with a number per tok
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -114,7 +115,7 @@ def _shard_by_lane(scale: float, interpret: Interpret, inputs: Targets) -> _Toke
     pads = [(0, _padding(hidden.shape[-1]))]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), *pads])
     embedding = jnp.pad(embedding, [(0, 0), *pads])
-    local = functools.partial(_token_results, scale, interpret)
+    local: Callable[..., Any] = functools.partial(_token_results, scale, interpret)
     if rules.partitioned():
         lanes = rules.partition_spec("lanes", shape=hidden.shape[:1])
         local = dispatch.on_devices(local, (lanes, jax.P(), lanes), lanes)

@@ -5,6 +5,7 @@ number of queries, and S of keys.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -57,7 +58,9 @@ def attend_part(
     rate, random_keys = 0.0, None
     if dropout is not None:
         rate, random_keys = dropout.rate, dropout_hash.query_keys(dropout, queries.shape[-3])
-    local = functools.partial(_local, backend=backend, rate=rate, interpret=interpret)
+    local: Callable[..., Any] = functools.partial(
+        _local, backend=backend, rate=rate, interpret=interpret
+    )
     if rules.partitioned() and queries.ndim > 3:
         lead = "lanes", *[None] * (queries.ndim - 4)
         by_head = rules.partition_spec(*lead, None, "heads", None, shape=queries.shape)

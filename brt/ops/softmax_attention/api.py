@@ -34,7 +34,8 @@ def _by_head_and_block(
             queries = scaled_unit(queries, scale)
         blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
         q = swapaxes(queries.reshape(blocked), -3, -2)
-        y = function(q, k, v, pallas.key_mask(cache_mask, k))
+        mask = None if cache_mask is None else pallas.key_mask(cache_mask, k)
+        y = function(q, k, v, mask)
         return swapaxes(y, -3, -2).reshape(queries.shape)
 
     return attend_by_token
@@ -43,8 +44,8 @@ def _by_head_and_block(
 def _by_definition(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
     mask = jnp.ones((len(k), k.shape[-2]), bool) if mask is None else mask
     mask = mask.reshape(len(mask), *(1,) * (k.ndim - 3), -1)
-    by_token = (x.swapaxes(-3, -2) for x in (q, k, v))
-    return reference.attend(*by_token, None, mask).output.swapaxes(-3, -2)
+    q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))
+    return reference.attend(q, k, v, None, mask).output.swapaxes(-3, -2)
 
 
 OP = Op(

@@ -199,8 +199,9 @@ def _on_each_device(
             cached = take(cached[0]), take(cached[1])
             own = own._replace(keys=take(own.keys), values=take(own.values))
         if sharded:
-            pairs = zip(cached, (own.keys, own.values), strict=True)
-            cached = tuple(_window_from_left(*pair) for pair in pairs)
+            cached = (
+                _window_from_left(cached[0], own.keys), _window_from_left(cached[1], own.values)
+            )  # fmt: skip
         return attend(own._replace(cached=cached))
 
     if not rules.partitioned():

@@ -4,12 +4,11 @@ In shapes, G is the number of heads of keys, each of which serves H / G consecut
 queries, D of parts of the segment, and Z = W + T.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.ops.dropout import Dropout, DropoutMask
 from brt.ops.normalization import l2_normalize, scaled_unit
 
 
@@ -22,7 +21,7 @@ class WindowInputs(NamedTuple):
     values: Float[Array, "B T G K"]
     bias: Float[Array, "H W"] | None
     first: Int[Array, "B D"]
-    dropout: Dropout | DropoutMask | None = None
+    dropout: Any = None  # a `Dropout`, or a `DropoutMask` if blocks have W tokens
     scale: Float[Array, " H"] | None = None
 
     @property
