@@ -33,7 +33,7 @@ from brt.ops.tpu import LANES
 
 
 def _tpu_refusal(inputs: CrossInputs, config: CrossConfig, **_: Any) -> str | None:
-    _, length, heads, width = inputs.keys.shape
+    length, heads, width = inputs.keys.shape[1:]
     segments = -(-length // config.segment_size)
     return pallas_tpu.refusal(config, heads, width, segments, inputs.keys.dtype)
 
