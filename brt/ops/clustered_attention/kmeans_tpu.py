@@ -14,6 +14,7 @@ P and C after padding; P' includes the row of ones.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,7 @@
 """Inputs of losses, and chunks of C tokens of a row, whose logits are computed one by one."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ class Targets(NamedTuple):
     embedding: Float[Array, "V D"]
     targets: Int[Array, "B T"]
     bias: Float[Array, " V"] | None = None  # of the logits
-    mask: Bool[Array, "B T"] | None = None  # the targets that count; None for token scores
+    mask: Any = None  # bool [B, T], the targets that count; None for token scores
 
 
 class TokenScores(NamedTuple):

@@ -34,7 +34,8 @@ def _by_head_and_block(
             queries = scaled_unit(queries, scale)
         blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
         q = swapaxes(queries.reshape(blocked), -3, -2)
-        y = function(q, k, v, pallas.key_mask(cache_mask, k))
+        mask = None if cache_mask is None else pallas.key_mask(cache_mask, k)
+        y = function(q, k, v, mask)
         return swapaxes(y, -3, -2).reshape(queries.shape)
 
     return attend_by_token

@@ -13,10 +13,8 @@ from brt.ops.attention import gpu, tpu
 from brt.ops.normalization import scaled_unit
 
 
-def key_mask(cache_mask: Bool[Array, " B"] | None, k: Array) -> Bool[Array, "B S"] | None:
-    """Returns which keys of two blocks may be read, if there is a mask of the previous block."""
-    if cache_mask is None:
-        return None
+def key_mask(cache_mask: Bool[Array, " B"], k: Array) -> Bool[Array, "B S"]:
+    """Returns which keys of two blocks may be read; `cache_mask` is for the previous block."""
     size = k.shape[-2]
     return cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
 
@@ -37,8 +35,7 @@ def by_slab(
     interpret: tpu.Interpret = False,
 ) -> Float[Array, "B T H K"]:
     keys, values = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (k, v))
-    mask = key_mask(cache_mask, k)
-    mask = None if mask is None else mask[:, None]
+    mask = None if cache_mask is None else key_mask(cache_mask, k)[:, None]
     part = tpu.attend_to_slab(queries, keys, values, None, mask, scale=scale, interpret=interpret)
     return part.output
 
