@@ -1,6 +1,4 @@
-"""Tests stores and arrays in files, their comparison with hashes, and that damage is refused, and so
-is contradictory content.
-"""
+"""Tests stores, arrays in files, their comparison with hashes, and that damage is refused."""
 
 import gc
 import hashlib
