@@ -147,13 +147,13 @@ class EncoderTask(Task):
         return self.evaluator_class(self, request)
 
     def steps_with_own_data(
-        self, workdir: str, what: str, gin_file: str, data: str, more: str = ""
+        self, workdir: str, what: str, gin_file: str, file: str, more: str = ""
     ) -> list[str]:
         """Returns commands that evaluate a run as it was trained and with exact attention, and that
         train on the user's own data.
 
-        `what` describes a file of such data, `data` is the setting with its name, and `more` are
-        further flags.
+        `what` describes such data, `file` is the name of a file of them, and `more` are further
+        flags.
         """
         evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
         return [
@@ -161,7 +161,7 @@ class EncoderTask(Task):
             f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\"",
             f"with your own {what}:",
             f"python -m brt.train --gin_file=configs/runs/{gin_file} {more}--workdir=runs/mine "
-            f'--gin_bindings="{data}"',
+            f"--gin_bindings=\"Data.train = '{file}'\"",
         ]
 
     def export(self, source: ExportSource) -> ExportFormat:

@@ -61,13 +61,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tsv(place / f"{split}.tsv", f"generated:{split}/{count}")
         write_squad(place / f"{split}.json", f"generated:{split}/{count}")
         write_numbers(place / f"{split}.jsonl", f"generated:{split}/{count}")
-    for objective, section, ending, more in (
-        ("text_classification", "Sentences", "tsv", "Data.max_length = 64"),
-        ("text_regression", "Sentences", "jsonl", "Data.max_length = 64"),
-        ("extractive_qa", "Questions", "json", CLUSTERED),
+    for objective, ending, more in (
+        ("text_classification", "tsv", "Data.max_length = 64"),
+        ("text_regression", "jsonl", "Data.max_length = 64"),
+        ("extractive_qa", "json", CLUSTERED),
     ):
         own = [f"Training.task = '{objective}'", more]
-        own += [f"{section}.{s} = '{place}/{s}.{ending}'" for s in ("train", "validation", "test")]
+        own += [f"Data.{s} = '{place}/{s}.{ending}'" for s in ("train", "validation", "test")]
         (place / f"{objective}.gin").write_text(CONFIG + "\n".join(own))
     return place
 

@@ -171,5 +171,4 @@ class ExtractiveQa(EncoderTask):
 
     def next_steps(self, workdir: str) -> list[str]:
         what = "questions, in files of SQuAD's form"
-        data = "Questions.train = 'mine.json'"
-        return self.steps_with_own_data(workdir, what, "spans_quickstart.gin", data)
+        return self.steps_with_own_data(workdir, what, "spans_quickstart.gin", "mine.json")

@@ -278,7 +278,7 @@ class SpeechRecognition(EncoderTask):
     def next_steps(self, workdir: str) -> list[str]:
         what = "speech, a table of wav files with the columns file and transcript each"
         evaluate, exact, *own = self.steps_with_own_data(
-            workdir, what, "speech_quickstart.gin", "Speech.train = 'mine.tsv'"
+            workdir, what, "speech_quickstart.gin", "mine.tsv"
         )
         return [evaluate, exact, f"{evaluate} --gin_bindings='Decoding.beams = 8'", *own]
 

@@ -295,7 +295,7 @@ class TextClassification(EncoderTask):
         column = "score" if numbers else "label"
         return self.steps_with_own_data(
             workdir, f'sentences, a line of {{"sentence": ..., "{column}": ...}} each',
-            "classification_quickstart.gin", "Sentences.train = 'mine.jsonl'",
+            "classification_quickstart.gin", "mine.jsonl",
             f"--gin_bindings=\"Training.task = '{self.name}'\" " if numbers else "",
         )  # fmt: skip
 
