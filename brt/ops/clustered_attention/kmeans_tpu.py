@@ -14,7 +14,6 @@ P and C after padding; P' includes the row of ones.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax

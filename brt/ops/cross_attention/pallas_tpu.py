@@ -14,7 +14,6 @@ heads, and K of numbers of a head.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax

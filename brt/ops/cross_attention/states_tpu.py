@@ -13,7 +13,6 @@ TPUs. The matrices K x K of these heads lie side by side as one matrix K x P.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax

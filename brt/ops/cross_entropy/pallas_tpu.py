@@ -20,7 +20,6 @@ Its tiles are transposed, columns x rows, so that an array with a number per tok
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax

@@ -5,7 +5,6 @@ number of queries, and S of keys.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
