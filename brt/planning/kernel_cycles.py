@@ -75,7 +75,6 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "slab_attention_of_masks_backward_2x128x1024x128": (3331, 3094, 2785, 1810),
         "slab_attention_of_masks_dropout_2x128x1024x128": (20519, 0, 0, 0),
         "slab_attention_of_masks_backward_dropout_2x128x1024x128": (21245, 0, 0, 0),
-        "kmeans_4096x128": (2949, 2342, 2381, 1540),
         "state_attention_512x1536x128": (7416, 4971, 5030, 2968),
         "state_attention_backward_512x1536x128": (12483, 8817, 8717, 5370),
         "cross_entropy_512x640x1024": (11299, 9538, 9585, 3960),
@@ -105,12 +104,9 @@ PASS_BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "cross_entropy_backward_512x640x1024": (641, 646, 646, 326),
     }
 )
-# The kernels in `_TYPES` do not compute in bfloat16. Their names in the compiled program contain
-# another type, which `_TYPES` states. For all other kernels, the table has only bfloat16. A plan
-# does not use its cycles for float32, because float32 products take several times as long.
-_TYPES = {
-    "kmeans": "bits", "adafactor": "float32",
-}  # fmt: skip
+# The optimizer's kernel computes in float32. For all other kernels, the table has only bfloat16. A
+# plan does not use its cycles for float32, because float32 products take several times as long.
+_TYPES = {"adafactor": "float32"}
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps(?:_in_(\d+)_passes)?\b")
 _FLOPS, _BYTES = (
     re.compile(rf'"cost_estimate":\s*\{{[^{{}}]*"{name}":\s*"?(\d+)')

@@ -24,8 +24,8 @@ CASES = {
     "segmented": 6,
     "masked": 2,
     "masked_dropout": 2,
-    "clustered": 3,
-    "improved": 3,
+    "clustered": 2,
+    "improved": 2,
     "causal": 4,
     "optimizer": 2,
 }
@@ -171,9 +171,7 @@ def test_schedules_are_not_longer_than_those_that_plans_count_with(tmp_path: Pat
         file = tmp_path / f"{case}.json"
         run("tools/benchmark/kernels.py", f"--json={file}", f"--case={case}")
         found |= json.loads(file.read_text())["found"]
-    # Another kernel's case contains this kernel with a size that the table does not have.
-    others = {"kmeans_2048x128"}
-    assert found.keys() - BUNDLES.keys() == others
+    assert found.keys() <= BUNDLES.keys()
     # The cases have windows of 512.
     other = re.compile(r"(window|document)_attention_(backward_)?1x(1024|2048)x")
     known = {kernel: x for kernel, x in BUNDLES.items() if not other.match(kernel)}

@@ -289,10 +289,10 @@ def clustered(
     return Case(run, normal(0, *shapes), (0, 1, 2) if kind == "clustered" else ())
 
 
-def kmeans(tokens: int = TOKENS, bits: int = 32, clusters: int = 4, lanes: int = LANES) -> Case:
+def kmeans(tokens: int = TOKENS, bits: int = 32, clusters: int = 4) -> Case:
     """Codes of few bits often tie. The last row has padding and an inactive cluster."""
-    codes = jnp.sign(normal(0, (lanes, HEADS, tokens, bits))[0])
-    valid, active = np.ones((lanes, tokens), bool), np.ones((lanes, clusters), bool)
+    codes = jnp.sign(normal(0, (LANES, HEADS, tokens, bits))[0])
+    valid, active = np.ones((LANES, tokens), bool), np.ones((LANES, clusters), bool)
     valid[-1, tokens // 2 :] = active[-1, -1] = False
 
     def run(name: str, codes: jax.Array) -> Any:

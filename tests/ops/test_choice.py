@@ -109,13 +109,6 @@ def recurrent(x: jax.Array, states: int = 128, **option: Any) -> Any:
     )  # fmt: skip
 
 
-def kmeans(x: jax.Array, clusters: int = 4, **option: Any) -> Any:
-    codes, valid = x.swapaxes(1, 2).astype(jnp.float32), jnp.ones(x.shape[:2], bool)
-    centroids = jnp.zeros((*codes.shape[:2], clusters, x.shape[-1]))
-    active = jnp.ones((len(x), clusters), bool)
-    return clustered_attention.kmeans(codes, valid, centroids, active, iterations=2, **option)
-
-
 def loss(x: jax.Array, vocabulary: int = 256, biased: bool = False, **option: Any) -> Any:
     hidden, bias = x[:, :, 0], jnp.zeros(vocabulary) if biased else None
     targets = jnp.zeros(x.shape[:2], jnp.int32)
@@ -129,7 +122,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "window": window, "local": local, "states": states,
     "softmax": lambda x, **option: attend(x, x, x, **option), "masked": masked, "cross": cross,
     "clustered": clustered, "causal clustered": causal_clustered, "recurrent": recurrent,
-    "kmeans": kmeans, "loss": loss,
+    "loss": loss,
 }  # fmt: skip
 
 
@@ -137,16 +130,15 @@ def traced(
     kind: str, backend: str, device: Any = None, *, tokens: int = 128, width: int = 64,
     heads: int = 2, dtype: str = BF16, **options: Any,
 ) -> str:  # fmt: skip
-    """Returns the jaxpr of a kind of op on a backend, and of its gradients if it has any."""
+    """Returns the jaxpr of a kind of op on a backend, with its gradients."""
 
     def total(x: jax.Array) -> jax.Array:
         y = jax.tree.leaves(KINDS[kind](x, **options))[0]
         return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
-    function = total if kind == "kmeans" else jax.grad(total)
     x = jax.ShapeDtypeStruct((2, tokens, heads, width), dtype)
     with dispatch.use_backend(backend, device):
-        return str(jax.make_jaxpr(function)(x))
+        return str(jax.make_jaxpr(jax.grad(total))(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,10 +191,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         ({"dropout": DROPOUT}, "has no dropout; set its rate to 0"),
         ({"bias": jnp.zeros((2, 255))}, "has no bias of distances"),
     )),
-    ("tpu", "kmeans", {"width": 128}, "has codes of 120 bits at most, not of 128"),
-    ("tpu", "kmeans", {"clusters": 2048, "tokens": 4096}, "has 1024 clusters at most, not 2048"),
-    ("tpu", "kmeans", {"tokens": 1 << 17}, "codes on the chip, 14 MiB of it at most, not 65"),
-    ("tpu", "kmeans", {"tokens": 28672}, "14 MiB of it at most, not 15"),
     ("tpu", "recurrent", {"states": 100}, "of 128 states and of 128 tokens, not 100 and 128"),
     ("tpu", "recurrent", {"tokens": 100}, "of 128 states and of 128 tokens, not 128 and 100"),
     ("tpu", "recurrent", {"states": 1024, "tokens": 1024, "width": 128}, "at most, not 24"),

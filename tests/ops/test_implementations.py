@@ -188,8 +188,6 @@ DEVICES: list[tuple[Mesh, Callable[[], Case]]] = [
     (Mesh(fsdp=2), partial(cases.causal_clustered, True, scans=False)),
     (Mesh(data=2, tensor=2), partial(cases.clustered, "improved_clustered")),
     (Mesh(fsdp=4), partial(cases.clustered, "improved_clustered", lanes=4)),
-    (Mesh(data=2, tensor=2), cases.kmeans),
-    (Mesh(fsdp=4), partial(cases.kmeans, lanes=4)),
     (Mesh(data=4), partial(cases.loss, 0.1, 4)),
     (Mesh(data=2, fsdp=2), partial(cases.loss, 0.1, 4)),
     (Mesh(data=2, tensor=2), partial(cases.cross, kind="srformer", segment_size=8)),

@@ -331,7 +331,7 @@ def named(kernel: str, dtype: str = "bfloat16") -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_only_of_bfloat16_is_known_how_long_a_kernel_takes(dtype: str) -> None:
-    others = {"kmeans": "bits64", "adafactor": "float32"}
+    others = {"adafactor": "float32"}
     for kernel, bundles in kernel_cycles.BUNDLES.items():
         own = others.get(kernel.rpartition("_")[0], "bfloat16")
         one_step = bundles["v5e"] + kernel_cycles.PASS_BUNDLES.get(kernel, {}).get("v5e", 0)

@@ -183,7 +183,7 @@ def masked(array: Callable[..., Any], args: argparse.Namespace, rate: float = 0.
 
 
 def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "clustered") -> Case:
-    """Builds the case of clustered attention with its k-means."""
+    """Builds the case of clustered attention with its k-means, which has no kernel."""
     config = clustered_config(Attention(kind=kind, clusters=CLUSTERS))
     name = args.implementation
     size = jnp.dtype(args.dtype).itemsize // 2
@@ -194,7 +194,7 @@ def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "
         def loss(q, k, v):
             y = clustered_attention.attend(
                 q, k, v, valid, config, jax.random.key(0), scale=WIDTH**-0.5,
-                implementation=name, kmeans_implementation=name,
+                implementation=name,
             )  # fmt: skip
             return _inner(y, weights)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.ops import dispatch
-from brt.ops.clustered_attention import kmeans_tpu, reference
+from brt.ops.clustered_attention import reference
 from brt.ops.clustered_attention.config import ClusteredConfig, Codes
 from brt.ops.clustered_attention.hashing import hash_codes, random_planes, unit_scale
 from brt.ops.clustered_attention.members import cluster_sums, member_counts
@@ -97,15 +97,7 @@ def _kmeans(
     return nearest_centroids(words, valid, pack_codes(centroids), active), centroids
 
 
-OP = Op(
-    "kmeans",
-    (
-        Implementation("pallas_tpu", kmeans_tpu.kmeans, kmeans_tpu.refusal),
-        Implementation("xla", _kmeans),
-        Implementation("pallas_interpret", kmeans_tpu.interpreted),
-        Implementation("reference", reference.kmeans),
-    ),
-)
+OP = Op("kmeans", (Implementation("xla", _kmeans), Implementation("reference", reference.kmeans)))
 
 
 def nearest_centroids(
