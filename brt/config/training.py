@@ -50,8 +50,8 @@ class Training:
     steps: int = free(100_000)  # Training has this number of steps.
     # Training reads the data this number of times, instead of for `steps` steps; 0 uses steps.
     epochs: float = free(0.0)
-    # Training starts from the weights in this directory, which brt.convert wrote or which is a run.
-    # '' starts from random weights.
+    # Training starts from the weights in this directory, which brt.convert wrote or which is a run,
+    # or of this model of the Hugging Face Hub (OWNER/NAME). '' starts from random weights.
     init_from: str = free("", path="read")
     # Patterns of the paths of parameters that training changes, such as ('*/cell/*', '*norm*'). All
     # other parameters are frozen: they have no gradients and no optimizer state. An empty tuple
