@@ -18,6 +18,7 @@ from brt.data.tokenizers import encode_prompt
 from brt.errors import ConfigError, DataError
 from brt.generation import memory as memories
 from brt.generation.session import Session
+from brt.interop.huggingface import hub
 from brt.tasks.arguments import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import Writer, write_options
@@ -75,7 +76,8 @@ def load(
     """Returns the trained model of a run, or a pretrained decoder.
 
     Args:
-      workdir: the directory of the run, or of a decoder in Hugging Face's format.
+      workdir: the directory of the run, or of a decoder in Hugging Face's format, or the name of
+        such a decoder on the Hugging Face Hub: OWNER/NAME, or OWNER/NAME@REVISION.
       step: the step of the checkpoint; None takes the newest one.
       bindings: settings to change, as for `config_from_gin`; for a decoder in Hugging Face's
         format, for example {"Model.window": 512, "Window.sinks": 4}.
@@ -85,7 +87,8 @@ def load(
       CheckpointError: there is no complete checkpoint (of this step), or no readable decoder.
     """
     change = lambda base: config_from_gin((), bindings, base=base)  # noqa: E731
-    return Model(conversion.open_model(Path(user_files.local(workdir, "workdir")), step, change))
+    directory = hub.directory(user_files.local(workdir, "workdir"))
+    return Model(conversion.open_model(directory, step, change))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,15 +5,16 @@ A decoder becomes a run at step 0, which brt.evaluate, brt.generate and Training
 (docs/pretrained.md). Language models that Hugging Face has no class for are exported together with
 a PyTorch file that runs them (docs/export.md).
 
-python -m brt.convert --from=hf SmolLM2-135M --to=brt models/smol --window=1024 --sinks=4 --verify
+python -m brt.convert --from=hf HuggingFaceTB/SmolLM2-135M --to=brt models/smol --window=1024
 python -m brt.convert --from=hf t5-small --to=brt models/t5-small --verify
 python -m brt.convert --from=brt runs/summaries --to=hf exported --dtype=bfloat16
 python -m brt.convert --from=brt runs/novels --to=hf exported --verify
 python -m brt.convert --from=hf bart-base --to=brt models/bart-4k --extend_positions=4096
 
 A directory in Hugging Face's format contains config.json and model.safetensors (or its parts and
-their index). A directory of brt was written by --to=brt, or is the directory of a run. Models other
-than decoders have the format of Hugging Face there, too, with float32 weights.
+their index). If there is no directory OWNER/NAME, it is a model of the Hugging Face Hub, as is
+OWNER/NAME@REVISION. A directory of brt was written by --to=brt, or is the directory of a run. Models
+other than decoders have the format of Hugging Face there, too, with float32 weights.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from brt import command_line, output
 from brt.errors import ConfigError
+from brt.interop.huggingface import hub
 
 
 def main(args: argparse.Namespace) -> None:
@@ -35,9 +37,12 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--adapter is for --to=hf; an adapter is read with --from=hf as it is")
     if args.extend_positions and args.source_form != "hf":
         raise ConfigError("--extend_positions is for --to=brt")
-    if not Path(args.source).is_dir():
-        of_hf, of_brt = "download the checkpoint first", "name the directory of a run"
-        remedy = of_hf if args.source_form == "hf" else of_brt
+    source, target = Path(args.source), Path(args.target)
+    if args.source_form == "hf":
+        source = hub.directory(args.source)
+    if not source.is_dir():
+        of_hf = "name a directory with config.json and model.safetensors, or a model as OWNER/NAME"
+        remedy = of_hf if args.source_form == "hf" else "name the directory of a run"
         raise ConfigError(f"{args.source} is not a directory; {remedy}")
     import jax
 
@@ -47,7 +52,6 @@ def main(args: argparse.Namespace) -> None:
     from brt.interop.huggingface.causal.config import WindowChoice
     from brt.training import conversion
 
-    source, target = Path(args.source), Path(args.target)
     window = WindowChoice(args.window, args.sinks)
     if args.source_form == "hf":
         files.check_is_model(source)
@@ -76,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--from", choices=forms, required=True, dest="source_form", help="format of DIR"
     )
-    flags.add_argument("source", type=command_line.path, metavar="DIR")
+    flags.add_argument("source", type=command_line.path, metavar="DIR|OWNER/NAME")
     flags.add_argument(
         "--to", choices=forms, required=True, dest="target_form", help="format of OUT"
     )

@@ -42,8 +42,8 @@ class Training:
     steps: int = free(100_000)  # Training has this number of steps.
     # Training reads the data this number of times, instead of for `steps` steps; 0 uses steps.
     epochs: float = free(0.0)
-    # Training starts from the weights in this directory, which brt.convert wrote or which is a run.
-    # '' starts from random weights.
+    # Training starts from the weights in this directory, which brt.convert wrote or which is a run,
+    # or of this model of the Hugging Face Hub (OWNER/NAME). '' starts from random weights.
     init_from: str = free("", path="read")
     # Patterns of the paths of parameters that training changes, such as ('*/cell/*', '*norm*'). All
     # other parameters are frozen: they have no gradients and no optimizer state. An empty tuple
@@ -254,10 +254,16 @@ class Mesh:
     fsdp: int = free(1)
     tensor: int = free(1)  # The devices along this axis shard heads, MLPs and the vocabulary.
     sequence: int = free(1)  # The devices along this axis shard the tokens of a segment.
+    # The mesh has this number of slices: groups of devices with fast links, between which there is
+    # only the network of the data centre. `data` is a multiple of it, so that nothing but the sum
+    # of the gradients crosses slices. 0 takes the slices that the devices belong to.
+    slices: int = free(0)
 
     def __post_init__(self) -> None:
         check_finite(self)
-        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        known = 0 <= self.slices <= LARGEST
+        check(known, f"Mesh.slices = {self.slices} must be between 0 and {LARGEST}")
+        sizes = {name: getattr(self, name) for name in ("data", "fsdp", "tensor", "sequence")}
         for name, size in sizes.items():
             check(size > 0 or size == -1, f"Mesh.{name} = {size} must be above 0, or -1")
             check(size <= LARGEST, f"Mesh.{name} = {size} must be at most {LARGEST}")

@@ -8,6 +8,7 @@ over which the array's axis is sharded. The code calls a row of the batch a lane
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -69,10 +70,48 @@ def build(
         raise ConfigError(problem)
     used = math.prod(shape.values())
     check_all_take_part(used, devices)
-    device_array = mesh_utils.create_device_mesh(
-        tuple(shape.values()), devices[:used], allow_split_physical_axes=True
+    slices = _slices(mesh.slices, shape, devices[:used])
+    inner = (shape["data"] // len(slices), *list(shape.values())[1:])
+    device_array = np.concatenate(
+        [
+            mesh_utils.create_device_mesh(inner, members, allow_split_physical_axes=True)
+            for members in slices
+        ]
     )
     return jax.sharding.Mesh(device_array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _slices(
+    count: int, shape: Mapping[str, int], devices: Sequence[jax.Device]
+) -> list[list[jax.Device]]:
+    """Returns the devices of each slice, of `count` slices or, if it is 0, of those that there are.
+
+    Devices that do not say to which slice they belong, such as CPUs, are divided in their order.
+    """
+    by_slice: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_slice.setdefault(slice_of(device), []).append(device)
+    slices = list(by_slice.values())
+    if len(slices) == 1 and count > 1:
+        size = len(devices) // count
+        slices = [list(devices[i * size : (i + 1) * size]) for i in range(count)]
+    if count and count != len(slices):
+        raise ConfigError(
+            f"Mesh.slices = {count}, but the {len(devices)} devices of the mesh belong to "
+            f"{len(slices)} slices; Mesh.slices = 0 takes these"
+        )
+    if shape["data"] % len(slices) or len({len(members) for members in slices}) > 1:
+        raise ConfigError(
+            f"Mesh.data = {shape['data']} cannot be shared equally by {len(slices)} slices with "
+            f"{', '.join(str(len(members)) for members in slices)} devices, which only data "
+            f"parallelism may connect; Mesh.data = {len(slices)} and Mesh.fsdp = -1 would do"
+        )
+    return slices
+
+
+def slice_of(device: Any) -> int:
+    """Returns the number of the slice of a `jax.Device`; 0 if it does not say."""
+    return getattr(device, "slice_index", None) or 0
 
 
 def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:

@@ -380,6 +380,11 @@ def _updated(inside: Mapping[str, Instruction], update: Instruction) -> int:
 COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
+BETWEEN_SLICES = " between slices"
+# Between the slices of TPUs, the hosts transfer what devices send them and what they receive.
+_HOST_TRANSFER = re.compile(
+    r'_xla_host_transfer_rendezvous="([^"]+)".*_xla_megascale_transfer_type="(\w+)"'
+)
 _FUSED_START, _FUSED_DONE = "async-collective-start", "async-collective-done"
 
 
@@ -498,7 +503,9 @@ class Cost(NamedTuple):
 
 
 class CollectiveCost(NamedTuple):
-    """Costs of one kind of collective operation, such as all-reduce, in a step on one device."""
+    """Costs of one kind of collective operation in a step on one device, such as "all-reduce", or
+    "all-reduce between slices" for the part of it that crosses the network of the data centre.
+    """
 
     times: int = 0  # number of executions
     bytes: int = 0  # of the results of all executions
@@ -546,7 +553,14 @@ def costs(text: str, chip: str = "") -> Costs:
     collectives: dict[str, CollectiveCost] = collections.defaultdict(CollectiveCost)
     groups: dict[tuple[str, ...], InstructionGroup] = {}
     unknown, overlaps, at_peak = set(), Overlaps(module), 0.0
+    transfers: dict[tuple[str, str], CollectiveCost] = {}
     for computation, instruction, times in module.executed_instructions():
+        if transfer := _HOST_TRANSFER.search(instruction.attributes):
+            if instruction.operation in ("send", "recv"):
+                key, size = transfer.groups(), instruction.shapes[0].bytes
+                most = max(size * times, transfers[key].bytes if key in transfers else 0)
+                transfers[key] = CollectiveCost(times, most)
+            continue
         started = overlaps.started(instruction, times)
         if overlaps.ended(instruction):
             continue
@@ -571,6 +585,10 @@ def costs(text: str, chip: str = "") -> Costs:
                 unknown |= kernel_cycles.kernels(instruction.attributes)
             elif 0 < kernel_cycles.cycles(instruction.attributes, chip) < cost.cycles:
                 at_peak += times * cost.cycles
+    for (_, kind), cost in transfers.items():
+        name = kind.lower().replace("_", "-") + BETWEEN_SLICES
+        before = collectives[name]
+        collectives[name] = CollectiveCost(before.times + cost.times, before.bytes + cost.bytes)
     ordered = sorted(groups.values(), key=lambda x: (-x.cost.cycles, -x.cost.bytes_anywhere))
     return Costs(
         dict(parts), dict(collectives), tuple(sorted(unknown)), tuple(ordered),

@@ -16,10 +16,10 @@ from jaxtyping import PyTree
 from brt import jax_versions, tasks
 from brt.config import Config
 from brt.config import Mesh as MeshConfig
-from brt.distributed.mesh import AXES, describe_indivisible_size
+from brt.distributed.mesh import AXES, describe_indivisible_size, slice_of
 from brt.errors import ConfigError
 from brt.ops import compiler_options, dispatch
-from brt.planning.compiled import Costs, InstructionGroup, costs
+from brt.planning.compiled import BETWEEN_SLICES, Costs, InstructionGroup, costs
 from brt.planning.topologies import ROOM, Topology
 from brt.training import layer_forms
 from brt.training import run as runs
@@ -71,9 +71,10 @@ class Plan(NamedTuple):
     def step_seconds(self) -> dict[str, float]:
         """Lower bounds on the step time in seconds, by name; empty if the chip is unknown.
 
-        `products`, `memory` and `network` are the times of matrix products, memory traffic and
-        collectives at the chip's peak rates, and `roofline` is their maximum. `compiler` is the
-        time of the cycles that the compiler estimates plus `network`, less `covered_seconds`; it is
+        `products`, `memory`, `network` and `slices` are the times of matrix products, memory
+        traffic, and collectives within and between slices at the chip's peak rates, and `roofline`
+        is their maximum. `compiler` is the time of the cycles that the compiler estimates plus
+        `network` and `slices`, less `covered_seconds`; it is
         missing if there is no such estimate. Pallas kernels of GPUs do not state their FLOPs, so
         `products` is at least the time of the FLOPs of the model.
         """
@@ -81,17 +82,21 @@ class Plan(NamedTuple):
         if chip is None:
             return {}
         total = self.costs.total
-        network = sum(
-            _transfers(kind) * cost.bytes for kind, cost in self.costs.collectives.items()
-        )
+        network = slices = 0.0
+        for kind, cost in self.costs.collectives.items():
+            if kind.endswith(BETWEEN_SLICES):
+                slices += _transfers(kind) * cost.bytes
+            else:
+                network += _transfers(kind) * cost.bytes
         times = {
             "products": max(total.flops, (self.model_flops or 0) / self.used) / chip.flops,
             "memory": total.bytes / chip.bandwidth,
             "network": network / chip.network,
+            **({"slices": slices / chip.between_slices} if slices else {}),
         }
         times["roofline"] = max(times.values())
         if chip.clock and total.cycles and not self.low_effort:
-            waiting = times["network"] - self.covered_seconds
+            waiting = times["network"] + times.get("slices", 0.0) - self.covered_seconds
             times["compiler"] = total.cycles / chip.clock + waiting
         return times
 
@@ -117,7 +122,7 @@ def _transfers(kind: str) -> float:
 
     An all-reduce consists of a reduce-scatter and an all-gather.
     """
-    return 2.0 if kind == "all-reduce" else 1.0
+    return 2.0 if kind.startswith("all-reduce") else 1.0
 
 
 def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Plan:
@@ -209,15 +214,18 @@ def _bytes(tree: PyTree) -> int:
     )
 
 
-def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
-    """Returns all meshes of a number of devices whose axes divide the sizes that they shard."""
+def meshes_of(config: Config, devices: int, slices: int = 1) -> list[MeshConfig]:
+    """Returns all meshes of a number of devices whose axes divide the sizes that they shard, and
+    of which only `data` crosses slices.
+    """
     needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     meshes = []
     for first_axes in itertools.product(sizes, repeat=len(AXES) - 1):
         last, rest = divmod(devices, math.prod(first_axes))
         shape = dict(zip(AXES, (*first_axes, last), strict=True))
-        if last and not rest and not describe_indivisible_size(shape, needs):
+        crosses = shape["data"] % slices
+        if last and not rest and not crosses and not describe_indivisible_size(shape, needs):
             meshes.append(MeshConfig(**shape))
     return meshes
 
@@ -232,7 +240,8 @@ def sweep(
     first. `say` is called with a line about each.
     """
     devices = len(topology.devices)
-    candidates = meshes_of(config, devices)
+    slices = len({slice_of(device) for device in topology.devices})
+    candidates = meshes_of(config, devices, slices)
     if not candidates:
         raise _undivided(config, devices)
     candidates.sort(key=lambda mesh: sum(getattr(mesh, axis) > 1 for axis in AXES))
@@ -243,7 +252,7 @@ def sweep(
         try:
             tried = plan(dataclasses.replace(config, mesh=mesh), topology, low_effort=True)
         except DoesNotFitError as error:
-            say(f"{format_mesh(dataclasses.asdict(mesh))}: {error}")
+            say(f"{format_mesh({axis: getattr(mesh, axis) for axis in AXES})}: {error}")
             last = error
             continue
         plans.append(tried)
@@ -411,7 +420,7 @@ def _collectives(plan: Plan) -> list[str]:
     if not plan.costs.collectives:
         return ["  no collectives"]
     lines = [
-        f"  {kind:<20} {cost.times:5d} times, {cost.bytes / 1e6:10.1f} MB of results"
+        f"  {kind:<29} {cost.times:5d} times, {cost.bytes / 1e6:10.1f} MB of results"
         for kind, cost in sorted(plan.costs.collectives.items())
     ]
     if beside := sum(one.times for one in plan.costs.overlaps):
@@ -428,6 +437,7 @@ def _pace(plan: Plan) -> list[str]:
         "products": "matrix products at the chip's peak",
         "memory": "bytes at the bandwidth of its memory",
         "network": "collectives at the bandwidth of its links, without overlap",
+        "slices": "collectives between slices at the bandwidth of the data centre's network",
         "roofline": "the slowest of these",
         "compiler": "the compiler's cycles, and the collectives outside them: a lower bound",
     }

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,19 +25,22 @@ class Chip(NamedTuple):
     # bidirectional bandwidth. Slices without the links that close a torus have fewer links.
     network: float
     clock: float = 0.0  # cycles per second of the compiler's estimates; 0 if it gives none
+    between_slices: float = 0.0  # bytes per second that a device of a TPU sends to other slices
 
 
 # The rates are from cloud.google.com/tpu/docs (pages v4, v5e, v5p and v6e) and from NVIDIA's data
 # sheets (dense, SXM). The bidirectional bandwidths of the links are 400 (v5e), 1,200 (v5p), 800
 # (v6e), 600 (A100) and 900 GB/s (H100, H200) there; a v4 has six links that send 50 GB/s each
-# (Jouppi et al., 2023, arxiv.org/abs/2304.01433). The clock of a TPU is the clock of its
+# (Jouppi et al., 2023, arxiv.org/abs/2304.01433). Between slices, the pages give 50 Gbit/s for each
+# chip of a v5p, and for pods of 256 chips 6.4 (v5e) and 25.6 Tbit/s (v6e); there is no figure for
+# v4, which is taken to be like v5p. The clock of a TPU is the clock of its
 # TensorCores: if the cycles that the compiler estimates for a large matrix product are divided by
 # the clock, the result is the time that the product takes at the peak rate `flops`.
 CHIPS = {
-    "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 300e9, 1.05e9),
-    "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 200e9, 1.5e9),
-    "v5p": Chip("v5p", 95 * _GIB, 459e12, 2.765e12, 600e9, 1.75e9),
-    "v6e": Chip("v6e", 32 * _GIB, 918e12, 1.64e12, 400e9, 1.75e9),
+    "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 300e9, 1.05e9, 6.25e9),
+    "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 200e9, 1.5e9, 3.125e9),
+    "v5p": Chip("v5p", 95 * _GIB, 459e12, 2.765e12, 600e9, 1.75e9, 6.25e9),
+    "v6e": Chip("v6e", 32 * _GIB, 918e12, 1.64e12, 400e9, 1.75e9, 12.5e9),
     "a100": Chip("a100", 80 * _GIB, 312e12, 2.0e12, 300e9),
     "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9),
     "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9),
@@ -95,13 +99,12 @@ def present() -> Topology:
 
 
 def named(name: str) -> Topology:
-    """Returns the devices of a machine, such as v5e:4x4 (a TPU slice) or h100x8 (GPUs).
+    """Returns the devices of a machine: v5e:4x4 (a TPU slice), 2xv5e:4x4 (two of them), h100x8.
 
     ConfigError is raised if the name is unknown, or the compiler for it is not installed.
     """
-    kind, colon, shape = name.partition(":")
-    if colon and kind in _TPUS:
-        return _tpu(name, kind, shape)
+    if tpu := re.fullmatch(rf"(?:(\d{{1,3}})x)?({'|'.join(_TPUS)}):(.+)", name):
+        return _tpu(name, int(tpu[1] or 1), tpu[2], tpu[3])
     kind, times, count = name.partition("x")
     if times and kind in _GPU_TARGETS and count.isdecimal() and int(count):
         return _gpu(name, kind, int(count))
@@ -111,12 +114,13 @@ def named(name: str) -> Topology:
 def _unknown(name: str) -> ConfigError:
     return ConfigError(
         f"--topology={name} is not known; there are TPU slices, {', '.join(_TPUS)} with their "
-        "shape (v4:2x2x1 to v4:8x8x16, v5e:1x1 to v5e:16x16, v5p:2x2x1, v6e:4x4, ...), and GPUs, "
+        "shape (v4:2x2x1 to v4:8x8x16, v5e:1x1 to v5e:16x16, v5p:2x2x1, v6e:4x4, ...) and, before "
+        "it, their number if there are several (2xv5e:16x16); and GPUs, "
         f"{', '.join(_GPU_TARGETS)} with their number (h100x8)"
     )
 
 
-def _tpu(name: str, kind: str, shape: str) -> Topology:
+def _tpu(name: str, slices: int, kind: str, shape: str) -> Topology:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"--topology={name} needs the TPU compiler, which runs on any Linux machine: "
@@ -130,10 +134,12 @@ def _tpu(name: str, kind: str, shape: str) -> Topology:
     ):  # fmt: skip
         os.environ.setdefault(variable, value)
     options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    if slices != 1:
+        options["num_slices"] = slices
     if shape in ("1x1", "1x1x1"):
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        devices = topologies.get_topology_desc(name, "tpu", **options).devices
+        devices = topologies.get_topology_desc(f"{kind}:{shape}", "tpu", **options).devices
     except Exception as error:
         reason = str(error).split("\n")[0][:160]
         raise ConfigError(f"{_unknown(name)}; the compiler says: {reason}") from error

@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -32,6 +31,7 @@ from brt.distributed import mesh as meshes
 from brt.distributed import processes
 from brt.distributed.mesh import by_lane, replicated
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
+from brt.interop.huggingface import hub
 from brt.ops import compiler_options
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights, with_steps
@@ -328,8 +328,9 @@ _BYTES = Data().tokenizer
 def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -> Weights | None:
     """Returns the weights that Training.init_from names; None if the setting is empty.
 
-    Training.init_from names a run directory, or a directory of weights that brt.convert wrote. If
-    the run resumes from a checkpoint, the checkpoint describes the weights, and nothing is read.
+    Training.init_from names a run directory, a directory of weights that brt.convert wrote or in
+    Hugging Face's format, or a model of the Hugging Face Hub. If the run resumes from a checkpoint,
+    the checkpoint describes the weights, and nothing is read.
     """
     where, task = config.training.init_from, tasks.from_config(config)
     if not where:
@@ -337,9 +338,10 @@ def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -
     if checkpoint:
         saved = config_from_json(checkpoint.meta["config"])
         return weights_of_run(where, config, saved, checkpoint.meta["tokenizer"])
-    if not reader.present(Workdir(Path(where)).checkpoints):
-        return task.load_converted(config, Path(where))
-    workdir, checkpoint, source_config = saved_model.load_config(Path(where))
+    directory = hub.directory(where)
+    if not reader.present(Workdir(directory).checkpoints):
+        return task.load_converted(config, directory)
+    workdir, checkpoint, source_config = saved_model.load_config(directory)
     model = functools.cache(lambda: saved_model.load(workdir, checkpoint, source_config))
     weights = weights_of_run(where, config, source_config, checkpoint.meta["tokenizer"])
     file = data_manifest.tokenizer_file(workdir)

@@ -2,6 +2,7 @@ import jax
 import pytest
 
 from brt.config import Mesh
+from brt.distributed import mesh as meshes
 from brt.distributed.mesh import build, local_lanes, mesh_for_evaluation, shape_of
 from brt.errors import ConfigError
 
@@ -12,6 +13,27 @@ def test_a_mesh_takes_the_first_devices() -> None:
     mesh = build(Mesh(data=4), {})
     assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}
     assert list(mesh.devices.flat) == jax.devices()[:4]
+
+
+def test_only_data_crosses_slices() -> None:
+    """Devices that do not say to which slice they belong are divided in their order."""
+    mesh = build(Mesh(data=4, fsdp=2, slices=2), {})
+    for part, devices in (
+        (mesh.devices[:2], jax.devices()[:4]),
+        (mesh.devices[2:], jax.devices()[4:]),
+    ):
+        assert {*part.flat} == {*devices}
+
+
+def test_devices_say_to_which_slice_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = jax.devices()[:4]
+    monkeypatch.setattr(meshes, "slice_of", lambda device: device.id % 2)
+    mesh = build(Mesh(data=2, fsdp=2), {}, devices)
+    assert [[d.id % 2 for d in row.flat] for row in mesh.devices] == [[0, 0], [1, 1]]
+    with pytest.raises(ConfigError, match=r"^Mesh.slices = 4, but .* 2 slices; Mesh.slices = 0"):
+        build(Mesh(data=4, slices=4), {}, devices)
+    with pytest.raises(ConfigError, match=r"^Mesh.data = 1 .* by 2 slices .* Mesh.data = 2 and"):
+        build(Mesh(fsdp=4), {}, devices)
 
 
 def test_one_axis_takes_what_the_others_leave() -> None:

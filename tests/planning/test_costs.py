@@ -7,7 +7,7 @@ import pytest
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.planning import compiled, kernel_cycles
-from brt.planning.compiled import costs, part_of
+from brt.planning.compiled import CollectiveCost, costs, part_of
 
 ROWS, WIDTH, LAYERS = 8, 32, 5
 
@@ -390,3 +390,26 @@ ENTRY %main (a: ({integer}[], f32[4])) -> ({integer}[], f32[4]) {{
 }}
 """)
     assert module.trip_count(module.computations["main"]["loop"]) == 8
+
+
+def test_collectives_between_slices_are_counted_apart() -> None:
+    """A transfer is a send and a receive of the hosts; the larger of the two counts."""
+
+    def transfer(operation: str, shape: str) -> str:
+        return (
+            f"%{operation} = (f32[{shape}]{{0}}, u32[], token[]) {operation}(%x, %after), "
+            'frontend_attributes={_xla_host_transfer_rendezvous="all-gather.1_0",'
+            '_xla_megascale_transfer_type="ALL_GATHER"}'
+        )
+
+    text = "\n".join(
+        [
+            "ENTRY %main (x: f32[256]) -> f32[512] {", "%x = f32[256]{0} parameter(0)",
+            "%after = token[] after-all()", transfer("send", "256"), transfer("recv", "512"),
+            "ROOT %all = f32[512]{0} all-gather(%x), dimensions={0}", "}",
+        ]
+    )  # fmt: skip
+    found = costs(text).collectives
+    assert found == {
+        "all-gather": CollectiveCost(1, 2048), "all-gather between slices": CollectiveCost(1, 2048),
+    }  # fmt: skip

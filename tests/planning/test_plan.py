@@ -12,6 +12,7 @@ from model_settings import with_settings
 
 from brt import jax_versions
 from brt.config import Config, Mesh, Model, Training
+from brt.distributed.mesh import shape_of
 from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.plan import main, parser
@@ -146,7 +147,7 @@ def test_a_sweep_goes_on_after_a_mesh_that_does_not_fit(monkeypatch: pytest.Monk
     def tried(config: Config, topology: Topology, **options: object) -> Plan:
         if config.mesh.fsdp < smallest:
             raise plan.DoesNotFitError("the step does not fit at all")
-        return made(mesh=dataclasses.asdict(config.mesh))
+        return made(mesh=shape_of(config.mesh, 4))
 
     monkeypatch.setattr(plan, "plan", tried)
     smallest = 2
