@@ -13,8 +13,8 @@ python -m brt.convert --from=hf bart-base --to=brt models/bart-4k --extend_posit
 
 A directory in Hugging Face's format contains config.json and model.safetensors (or its parts and
 their index). If there is no directory OWNER/NAME, it is a model of the Hugging Face Hub, as is
-OWNER/NAME@REVISION. A directory of brt was written by --to=brt, or is the directory of a run. Models
-other than decoders have the format of Hugging Face there, too, with float32 weights.
+OWNER/NAME@REVISION. A directory of brt was written by --to=brt, or is the directory of a run.
+Models other than decoders have the format of Hugging Face there, too, with float32 weights.
 """
 
 import argparse

@@ -553,13 +553,14 @@ def costs(text: str, chip: str = "") -> Costs:
     collectives: dict[str, CollectiveCost] = collections.defaultdict(CollectiveCost)
     groups: dict[tuple[str, ...], InstructionGroup] = {}
     unknown, overlaps, at_peak = set(), Overlaps(module), 0.0
-    transfers: dict[tuple[str, str], CollectiveCost] = {}
+    transfers: dict[str, tuple[str, CollectiveCost]] = {}  # kind and cost of each, by its name
     for computation, instruction, times in module.executed_instructions():
         if transfer := _HOST_TRANSFER.search(instruction.attributes):
             if instruction.operation in ("send", "recv"):
-                key, size = transfer.groups(), instruction.shapes[0].bytes
-                most = max(size * times, transfers[key].bytes if key in transfers else 0)
-                transfers[key] = CollectiveCost(times, most)
+                name, most = transfer[1], times * instruction.shapes[0].bytes
+                if name in transfers:
+                    most = max(most, transfers[name][1].bytes)
+                transfers[name] = transfer[2], CollectiveCost(times, most)
             continue
         started = overlaps.started(instruction, times)
         if overlaps.ended(instruction):
@@ -585,10 +586,10 @@ def costs(text: str, chip: str = "") -> Costs:
                 unknown |= kernel_cycles.kernels(instruction.attributes)
             elif 0 < kernel_cycles.cycles(instruction.attributes, chip) < cost.cycles:
                 at_peak += times * cost.cycles
-    for (_, kind), cost in transfers.items():
+    for kind, crossing in transfers.values():
         name = kind.lower().replace("_", "-") + BETWEEN_SLICES
-        before = collectives[name]
-        collectives[name] = CollectiveCost(before.times + cost.times, before.bytes + cost.bytes)
+        times, size = collectives[name]
+        collectives[name] = CollectiveCost(times + crossing.times, size + crossing.bytes)
     ordered = sorted(groups.values(), key=lambda x: (-x.cost.cycles, -x.cost.bytes_anywhere))
     return Costs(
         dict(parts), dict(collectives), tuple(sorted(unknown)), tuple(ordered),

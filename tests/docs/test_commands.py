@@ -119,7 +119,8 @@ def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / f"latex/{split}/chapter.tex").write_bytes(text[20_000:80_000])
     shutil.copytree(FIXTURES / "huggingface/roberta", path / "roberta-base")
     shutil.copytree(FIXTURES / "huggingface/t5", path / "DIRECTORY")
-    write_decoder(path / "SmolLM2-135M")
+    (path / "HuggingFaceTB").mkdir()
+    write_decoder(path / "HuggingFaceTB/SmolLM2-135M")
     trained = "python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/novels"
     subprocess.run(adapted(trained), cwd=path, check=True)
     shutil.copytree(path / "runs/novels", path / "runs/quickstart")  # `make quickstart` trains it.
