@@ -93,7 +93,7 @@ def random_params() -> Callable[..., Any]:
     import jax.numpy as jnp
 
     from brt.config import Config, Training
-    from brt.training.layerwise import matrix_shape
+    from brt.training.matrices import matrix_shape
     from brt.training.state import initial_params
 
     def draw(model: Any, seed: int = 0) -> Any:

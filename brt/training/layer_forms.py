@@ -23,7 +23,8 @@ from brt import tasks
 from brt.config import Config
 from brt.ops import dispatch
 from brt.training import replicas
-from brt.training.layerwise import Axes, LayerwiseState
+from brt.training.layerwise import LayerwiseState
+from brt.training.matrices import Axes
 from brt.training.state import TrainState, parameter_axes
 
 

@@ -32,14 +32,16 @@ from brt.ops.adafactor import MOMENTUM, Moments, adafactor, has_kernel
 from brt.training import layerwise, trainable
 from brt.training.layerwise import (
     Arrays,
-    Axes,
     Group,
     LayerwiseState,
     Parameters,
     Stepped,
     Stepper,
-    as_matrix,
     divided,
+)
+from brt.training.matrices import (
+    Axes,
+    as_matrix,
     ends_with_heads,
     from_matrix,
     is_kernel,

@@ -19,7 +19,7 @@ from brt.distributed import rules
 from brt.distributed.mesh import replicated
 from brt.distributed.rules import Names
 from brt.training import replicas, trainable
-from brt.training.layerwise import Axes, matrix_names, matrix_shape
+from brt.training.matrices import Axes, matrix_names, matrix_shape
 
 # The token embedding of a model has one of these paths in the tree of parameters.
 EMBEDDINGS = (

@@ -26,7 +26,7 @@ from brt.config import Adapter, Config
 from brt.config.checks import nearest
 from brt.distributed import rules
 from brt.errors import ConfigError
-from brt.training.layerwise import Axes, from_matrix, is_kernel, matrix_names, matrix_shape
+from brt.training.matrices import Axes, from_matrix, is_kernel, matrix_names, matrix_shape
 
 _SHOWN = 6  # An error lists at most this number of parameters.
 

@@ -22,7 +22,7 @@ from brt.errors import ConfigError
 from brt.formatting import short
 from brt.training import inspection, loop, run_summary, saved_model, trainable
 from brt.training import run as runs
-from brt.training.layerwise import as_matrix
+from brt.training.matrices import as_matrix
 from brt.training.state import initial_params, merged_params, parameter_axes
 from brt.training.workdir import Workdir
 

@@ -22,7 +22,7 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.layers.sections import Recurrence
 from brt.training import run as runs
-from brt.training.layerwise import as_matrix, from_matrix, matrix_names, matrix_shape
+from brt.training.matrices import as_matrix, from_matrix, matrix_names, matrix_shape
 from brt.training.run import Run
 from brt.training.saved_model import check_resumable
 from brt.training.state import initial_params

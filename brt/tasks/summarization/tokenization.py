@@ -8,6 +8,7 @@ length in chunks, and reproduce every byte.
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from brt.data import originals, tokenizer_files
 from brt.data.tokenizers import Ids
-from brt.errors import ConfigError, DataError
+from brt.errors import DataError
 
 START, END, PAD = "<s>", "</s>", "<pad>"  # The tokenizers of T5 and BART use these names.
 
@@ -71,17 +72,15 @@ def load(path: str) -> PairTokenizer:
 
     Raises DataError if the file is missing or damaged, or has no end or padding token.
     """
-    if not path.endswith((".model", ".json")):
-        raise ConfigError(
-            f"Data.tokenizer = '{path}' is none of 'path/to/spiece.model', "
-            "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
-        )
-    file = Path(path)
+    readers = {".model": partial(_opened, _sentencepiece), ".json": partial(_opened, _json)}
+    return tokenizer_files.load(path, readers)
+
+
+def _opened(describe: Callable[[Path, bytes], dict[str, Any]], file: Path) -> PairTokenizer:
     content = tokenizer_files.read(file)
     return PairTokenizer(
         name=file.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
-        beside=originals.read(file),
-        **(_sentencepiece if path.endswith(".model") else _json)(file, content),
+        beside=originals.read(file), **describe(file, content),
     )  # fmt: skip
 
 
