@@ -1,7 +1,7 @@
 """Clustered attention in plain XLA, with weights [C, X] and [T, R] for each head.
 
-R is the number of best keys of a cluster; see `api` for the other axes. Equations are numbered as
-in Vyas et al. 2020.
+R is the number of best keys of a cluster; see `api` for the other axes. Equations and
+sections are those of Vyas et al. 2020.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def _improved_clustered(
     dropout: Dropout | None,
     attend: CentroidAttention,
 ) -> Float[Array, "B H T E"]:
-    """Computes section 3.3.
+    """Returns improved clustered attention (section 3.3).
 
     `dropout.part(0)` is for each query's weights of the best keys, `dropout.part(1)` for the
     weights of the centroids, whose attention to the other keys `attend` computes.

@@ -1,4 +1,4 @@
-"""Kinds of cross-attention that the paper compares `srformer` with (see `api`).
+"""Kinds of cross-attention that the paper of SRformer compares `srformer` with (see `api`).
 
 `xl_memory` follows the original code, and `local_global` the LongT5 of this code. In
 `transformer_xl` the previous segment has no gradient. In shapes, B is the number of sources, X of
