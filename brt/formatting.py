@@ -35,7 +35,7 @@ def counted(count: int, thing: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Returns the first names, at most this number, separated by commas, and how many are left."""
+    """Returns the first `most` names, separated by commas, and the number of names that follow."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -79,7 +79,7 @@ def html(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Returns a text of one line in Markdown, also for a cell of a table, without any markup."""
+    """Escapes a text for one line of Markdown, which may be in a cell of a table."""
     plain = markup.escape(one_line(text), quote=False)
     return re.sub(r"([|*\[\]`]|\\(?=[^a-z]|$))", r"\\\1", plain)
 

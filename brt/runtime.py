@@ -187,7 +187,7 @@ def repeating(
 
 
 def join(thread: threading.Thread, seconds: float = JOIN_SECONDS) -> None:
-    """Waits for a daemon thread, or remembers it for `leave` after this number of seconds."""
+    """Waits for a daemon thread, or remembers it for `leave` if it lasts longer than `seconds`."""
     thread.join(seconds)
     if thread.is_alive():
         _hanging.append(thread)

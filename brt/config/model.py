@@ -215,9 +215,10 @@ class Model:
     # A loop over layers computes neighbouring layers of one kind, and a loop over blocks updates
     # the states of a recurrent layer. This is the largest number of layers or blocks in one
     # iteration; 1 compiles quickest. With 0, brt chooses a number for each of the two loops. An
-    # iteration over layers then has all layers on TPUs and GPUs, unless remat stores nothing, up to
-    # six on CPUs without remat, and otherwise one. An iteration over blocks has eight blocks on
-    # TPUs and GPUs, eight on CPUs if the states are large, and otherwise one.
+    # iteration over layers then has all layers. It has one layer instead on TPUs and GPUs if remat
+    # stores nothing, and on CPUs with remat or with more than eight layers. An iteration over
+    # blocks has eight blocks on TPUs and GPUs, eight on CPUs if the states are large, and otherwise
+    # one.
     unroll: int = free(0)
     embedding: Embedding = nested(Embedding())
     attention: SelfAttention = nested(SelfAttention())

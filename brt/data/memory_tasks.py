@@ -277,7 +277,7 @@ def _solve_facts(memory: Memory, text: bytes) -> Iterator[Answer]:
 
 
 def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Returns events that state who went where or took what, and events that ask for things."""
+    """Returns events that say who goes where or takes what, and events that ask for places."""
     sentences = _owned(
         memory, lambda: [_sentence(i, memory.symbols, random) for i in range(memory.facts)]
     )

@@ -207,7 +207,8 @@ def _factor(rule: dict[str, Any]) -> float:
 
 def _longest_replacement(charsmap: bytes) -> int:
     """Returns the length of the longest text in the table of characters of sentencepiece."""
-    # The table is the size of a trie (4 bytes), the trie, and the texts, which end with NUL.
+    # The table consists of 4 bytes with the size of a trie, the trie, and the texts, which end with
+    # NUL.
     start = 4 + int.from_bytes(charsmap[:4], "little")
     return max(1, *map(len, charsmap[start:].split(b"\0")))
 
@@ -228,7 +229,10 @@ def _try_sentencepiece(content: bytes) -> None:
 
 @contextlib.contextmanager
 def _explained_elsewhere() -> Iterator[None]:
-    """Ignores the errors of a text, because brt refuses such texts itself, with an explanation."""
+    """Ignores the errors that a tokenizer raises for a text of the trial.
+
+    brt itself refuses such a text, with an explanation, when it encodes documents.
+    """
     try:
         yield
     except MemoryError:

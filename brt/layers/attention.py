@@ -240,6 +240,7 @@ class TransformerBlock(nn.Module):
 
         Args:
           memory: keys and values [B, N, S, H, K] of the recurrent states that each block reads.
+          mix: adds attention to keys beyond the window (see `Mix`); None if there are none.
           residual: vectors to which the layer adds its output; None is `projections.residual`.
         """
         m = self.model
@@ -310,9 +311,10 @@ class TransformerBlock(nn.Module):
         Args:
           x: the input of the layer for the tokens. If there are several, T divides W and
             `position`, so that their entries are consecutive.
-          given: the state before the block, whose cache says which entries of the open block are
-            of the document; the position of the first token in its block; and in `feedback`, keys
+          given: the state before the block, whose cache says which entries of the open block belong
+            to the document; the position of the first token in its block; and in `feedback`, keys
             and values [B, S, H, K] of the recurrent states.
+          mix: adds attention to keys beyond the window (see `Mix`); None if there are none.
           projections: the projections of the tokens; None stands for the result of `project` for x.
         """
         m, block, position = self.model, given.block, given.position

@@ -213,7 +213,7 @@ def document_places(past: KVCache, tokens: int) -> Int[Array, "B T"]:
 
 
 def updated_sinks(sinks: Sinks, tokens: TokenProjections, places: Int[Array, "B T"]) -> Sinks:
-    """Returns the sinks after T tokens were read; `places` counts from each document's start."""
+    """Returns the sinks after T tokens, which have the indices `places` in their documents."""
     # `own` is 1 where a token is a sink, with the axes [B, S, T].
     own = jnp.arange(sinks.keys.shape[1])[None, :, None] == places[:, None]
     found = jnp.any(own, axis=2)[:, :, None, None]

@@ -29,7 +29,7 @@ from brt.layers.window import WindowLayer, window_flops
 STATE_PARTS = ("state", "cache", "memory")
 # The first fields of every layer's module, in the order in which brt passes them.
 _FIELDS = ("model", "training", "kernels")
-# The class variables of a section.
+# The class variables of `KindSection`, the settings of a kind of layer.
 _CONSTANTS = ("kind", "any_window", "grouped_keys", "positive", "not_negative")
 _METHODS = ("__call__", "begin_block", "decode_step", "end_block", "prepare_block")
 _OPTIONAL = ("prepare_block",)

@@ -35,8 +35,8 @@ class WindowLayer(nn.Module):
         return LayerOutput(self.tokens.attend(projections, past, given.feedback), after)
 
     def mix_step(self, given: Given) -> Mix | None:
-        """Returns the function that adds attention to keys beyond the window to that of one token,
-        or None if the layer has no such keys.
+        """Returns the function that adds attention to keys beyond the window while tokens are read
+        one by one; None if the layer has no such keys.
         """
         return None
 

@@ -99,8 +99,8 @@ class GatedDeltaNet(KindSection):
         refuse_feedback(model, "GatedDeltaNet.layers", self.layers)
 
 
-# Matrices with at most this many rows are inverted row by row. A larger matrix is inverted from the
-# inverses of its two halves, by products of matrices.
+# Matrices with at most this many rows are inverted row by row. The inverse of a larger matrix
+# consists of the inverses of its two diagonal blocks and of products of matrices.
 _BY_ROWS = 8
 
 

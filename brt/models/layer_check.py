@@ -187,7 +187,8 @@ def _check_logits(
     rule: str,
     at_once: int = 1,
 ) -> None:
-    # Compares the logits of every token or of every last one of `at_once`.
+    # Compares logits: those of every token, or those of the last token of each call that reads
+    # `at_once` tokens.
     error = np.abs(np.asarray(found) - expected).max(axis=-1)
     wrong = ~(error <= _tolerance(reader.model) * np.abs(np.asarray(expected)).max())
     if wrong.any():

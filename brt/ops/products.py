@@ -25,7 +25,8 @@ _MOST_SEPARATE = 4
 _MOST_COLUMNS = 63
 
 
-# The product by an einsum specification, whose factors have an order that all backends multiply in.
+# `jnp.einsum` with float32 sums, for orders of the axes that the products of all backends support;
+# `einsum_float32` supports any order.
 einsum: Callable[..., Array] = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 

@@ -87,10 +87,11 @@ def l2_normalize_rows_backward(
     gradient: Float[Array, "*B R K"],
     inverse: Float[Array, "*B R 1"] | None = None,
 ) -> tuple[Float[Array, "*B R K"], Float[Array, "*B R 1"]]:
-    """Returns the gradient of x from that of u = x / |x|, and the dot products of the latter and u.
+    """Returns the gradient of x from `gradient`, that of u = x / |x|; and, for each row, the dot
+    product of `gradient` and u.
 
-    Both are float32. The dot products give the gradient of a scale. If `inverse` (1 / |x|) is None,
-    it is computed again, which takes longer than the rest of the function.
+    Both results are float32. The dot products give the gradient of a scale. If `inverse` (1 / |x|)
+    is None, it is computed again, which takes longer than the rest of the function.
     """
     if inverse is None:
         direction, inverse = l2_normalize_rows(x)

@@ -28,9 +28,9 @@ def _by_chip(table: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, int]]:
 _CORES = {"v4": 2, "v5p": 2}
 # BUNDLES has the number of bundles of a grid step in bfloat16, by kernel and chip, without those of
 # PASS_BUNDLES, which are executed once in a pass. It is 0 if the chip cannot or need not run the
-# kernel. The numbers in a name are sizes of the arrays of a grid
-# step, such as queries, keys and head size. The compiler may produce different schedules for the
-# same kernel when other code changes; the table has the longest schedule that was observed.
+# kernel. The numbers in a name are sizes of the arrays of a grid step, such as queries, keys and
+# head size. The compiler may produce different schedules for the same kernel when other code
+# changes; the table has the longest schedule that was observed.
 BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
     {
         # The sizes of attention are heads, queries, keys and numbers of all heads of a step. Of
@@ -79,7 +79,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = _by_chip(
         "state_attention_backward_512x1536x128": (12483, 8817, 8717, 5370),
         "cross_entropy_512x640x1024": (11299, 9538, 9585, 3960),
         "cross_entropy_backward_512x640x1024": (9555, 8748, 8913, 2953),
-        # A step is a tile of rows in all three phases.
+        # The bundles are those of three steps of the grid: the three phases of a tile of rows.
         "adafactor_64x4096": (3966, 2741, 2892, 2146),
         "adafactor_128x1024": (2096, 1583, 1718, 1434),
         "adafactor_32x1024": (1360, 0, 0, 0),

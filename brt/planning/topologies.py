@@ -33,9 +33,9 @@ class Chip(NamedTuple):
 # (v6e), 600 (A100) and 900 GB/s (H100, H200) there; a v4 has six links that send 50 GB/s each
 # (Jouppi et al., 2023, arxiv.org/abs/2304.01433). Between slices, the pages give 50 Gbit/s for each
 # chip of a v5p, and for pods of 256 chips 6.4 (v5e) and 25.6 Tbit/s (v6e); there is no figure for
-# v4, which is taken to be like v5p. The clock of a TPU is the clock of its
-# TensorCores: if the cycles that the compiler estimates for a large matrix product are divided by
-# the clock, the result is the time that the product takes at the peak rate `flops`.
+# v4, which is taken to be like v5p. The clock of a TPU is the clock of its TensorCores: if the
+# cycles that the compiler estimates for a large matrix product are divided by the clock, the result
+# is the time that the product takes at the peak rate `flops`.
 CHIPS = {
     "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 300e9, 1.05e9, 6.25e9),
     "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 200e9, 1.5e9, 3.125e9),

@@ -166,7 +166,7 @@ def report(path: Path, task: Task) -> dict[str, Any]:
 
 
 def table_metrics(rows: Sequence[Row]) -> list[Metric]:
-    """Returns the metrics by which tasks compare runs and of which some row has a value."""
+    """Returns the metrics by which tasks compare runs, without those that no row has."""
     known = {
         metric.name: metric
         for row in rows

@@ -44,7 +44,7 @@ def separates(config: Config) -> bool:
 
 
 def separated(state: TrainState, axes: Axes) -> TrainState:
-    """Returns a train state with stacks, or its shapes, in the separate form."""
+    """Converts a train state with stacks, or its shapes, to the separate form."""
     params = _separated_params(state.params, axes)
     return state._replace(params=params, optimizer=_separated_optimizer(state.optimizer))
 
@@ -83,7 +83,7 @@ def _layer(x: Any, i: int) -> Any:
 
 
 def stacked(tree: PyTree[Array]) -> PyTree[Array]:
-    """Returns parameters, or an optimizer's state, of either form with stacks of layers."""
+    """Converts parameters, or an optimizer's state, of either form to the form with stacks."""
 
     def stack(part: Any) -> Any:
         if not isinstance(part, list):

@@ -328,7 +328,8 @@ class _Stack(NamedTuple):
     moments: Moments
 
 
-# The shapes of parameters in the model, without the axis of layers in the separate form, by path.
+# The shape of each parameter, by its path. In the separate form (see `layer_forms`), the axis of
+# layers is left out.
 _Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
@@ -358,7 +359,7 @@ def _adafactor_step(
 
 
 def _stacks(group: Arrays, shapes: _Shapes, rules: _Rules) -> dict[str, _Stack]:
-    """Returns the matrices of a group, not in the separate form, that have a kernel, by path."""
+    """Returns, by path, the matrices that have a kernel. The group is not in the separate form."""
     depth, gradients, state, params = group
     factored, ema = (_part(state, kind) for kind in (optax.FactoredState, optax.EmaState))
     found = {}

@@ -127,7 +127,7 @@ def load_converted(source: Path) -> ExportFormat:
 def _compare(
     model: Pretrained, directory: Path, before: Mapping[str, np.ndarray]
 ) -> Generator[str, None, Pretrained]:
-    """Compares a model with what was written to a directory, and returns the latter.
+    """Compares a model with the model that was written to a directory, and returns the latter.
 
     Only arrays that both have are compared; `before` has those of the model, or of the checkpoint
     that it was read from, by Hugging Face's names.

@@ -40,8 +40,8 @@ class Place(NamedTuple):
 
 
 def kernels(leaf: jax.ShapeDtypeStruct, names: list[str], inputs: int, stacked: bool) -> Place:
-    """Returns the place of a kernel, or of a stack of kernels, with this number of axes of
-    inputs.
+    """Returns the place of a kernel whose first `inputs` axes are those of its inputs; if
+    `stacked`, of a stack of such kernels.
     """
     shape = leaf.shape[1:] if stacked else leaf.shape
     sizes = math.prod(shape[inputs:]), math.prod(shape[:inputs])

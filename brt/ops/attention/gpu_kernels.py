@@ -136,7 +136,10 @@ class TilePair(NamedTuple):
         return tile_product(*(reversed(pair) if self.program.transposed else pair))
 
     def by_query(self, name: str, number: int) -> Array:
-        """Returns one of the two numbers of each query in the shape of the logits."""
+        """Returns, in the shape of the logits, one number of each query.
+
+        The input `name`, such as "spans", has two numbers of each query, with `number` = 0 and 1.
+        """
         read = read_by_column if self.program.transposed else read_by_row
         return read(self.tile(name).at[number])
 

@@ -200,7 +200,9 @@ def _inputs(arguments: SlabArguments) -> SlabInputs:
 def _whole(
     x: Array, arguments: SlabArguments, s: SlabSettings, *, last_tile: bool = False
 ) -> pl.BlockSpec:
-    """Returns the spec of a slab; if `last_tile`, of its gradient, which the last tile writes."""
+    """Returns the spec of a complete slab x of keys or values; if `last_tile`, of its gradient,
+    which the step of the last tile of queries writes.
+    """
     heads, tiles, *_ = arguments.grid(s)
     members = 1 if x.ndim == 3 or last_tile else heads // x.shape[1]
 

@@ -156,7 +156,8 @@ class SlabGradients(NamedTuple):
     # windows those of the queries' own block [W, P].
     keys: Any
     values: Any
-    # Those of a window's cached block; of the normalized keys if the kernel normalizes keys.
+    # The gradients of a window's cached block. Those of keys are of the normalized keys if the
+    # kernel normalizes keys.
     cached_keys: Any
     cached_values: Any
     # The gradients of bias and scale are float32 sums over all steps that read the same block.

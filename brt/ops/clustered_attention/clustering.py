@@ -1,4 +1,4 @@
-"""Clustering of queries by k-means of their hash codes (section 3.2 of the paper).
+"""Clustering of queries by k-means of their hash codes (Vyas et al. 2020, section 3.2).
 
 A code is a vector of +1 and -1, and the distance of two codes is the number of different bits.
 Codes are packed to words of 32 bits, because on CPUs this takes a quarter of the time of products.

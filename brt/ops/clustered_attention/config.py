@@ -39,7 +39,7 @@ class Codes(NamedTuple):
 
 
 class ClusterInputs(NamedTuple):
-    """The arrays of `api.attend_by_label`, with heads before tokens and scaled queries."""
+    """The arrays that `api.attend_by_label` takes, with heads before tokens and scaled queries."""
 
     queries: Float[Array, "B H T K"]
     keys: Float[Array, "B H X K"]

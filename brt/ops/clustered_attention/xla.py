@@ -1,6 +1,7 @@
 """Clustered attention in plain XLA, with weights [C, X] and [T, R] for each head.
 
-R is the number of best keys of a cluster; see `api` for the other axes.
+R is the number of best keys of a cluster; see `api` for the other axes. Equations and
+sections are those of Vyas et al. 2020.
 """
 
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def attend(
     dropout: Dropout | None,
     attend: CentroidAttention = attend_from_centroids,
 ) -> Float[Array, "B H T E"]:
-    """Implements `api.attend_by_label`."""
+    """Implements `api.attend_by_label`; `attend` computes the attention of the centroids."""
     kind = _clustered if config.kind == "clustered" else _improved_clustered
     return kind(inputs, config, dropout, attend)
 
@@ -78,7 +79,7 @@ def _clustered(
     dropout: Dropout | None,
     attend: CentroidAttention,
 ) -> Float[Array, "B H T E"]:
-    """Computes equations 4-6."""
+    """Returns clustered attention (equations 4-6)."""
     queries, keys, values, valid, labels, bias = inputs
     clusters = config.cluster_count(labels)
     centroids = _centroids(queries, labels, clusters)
@@ -95,7 +96,7 @@ def _improved_clustered(
     dropout: Dropout | None,
     attend: CentroidAttention,
 ) -> Float[Array, "B H T E"]:
-    """Computes section 3.3.
+    """Returns improved clustered attention (section 3.3).
 
     `dropout.part(0)` is for each query's weights of the best keys, `dropout.part(1)` for the
     weights of the centroids, whose attention to the other keys `attend` computes.
@@ -152,7 +153,7 @@ def _best_keys_lse(
 def _centroids(
     queries: Float[Array, "B H T K"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C K"]:
-    """Returns the means of the clusters' members (equation 3), zeros for empty clusters."""
+    """Returns the means of the clusters' members (equation 3); empty clusters have zeros."""
     sums = cluster_sums(queries.astype(jnp.float32), labels, clusters)
     return (sums / _member_divisors(labels, clusters)[..., None]).astype(queries.dtype)
 

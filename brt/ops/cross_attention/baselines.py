@@ -1,8 +1,8 @@
-"""Kinds of cross-attention that the paper compares `srformer` with (see `api`).
+"""Kinds of cross-attention that the paper of SRformer compares `srformer` with (see `api`).
 
-`xl_memory` and `local_global` follow the original code (the latter its LongT5). In `transformer_xl`
-the previous segment has no gradient. In shapes, B is the number of sources, X of source positions,
-M of segments, S of positions of a segment, and A = H * K.
+`xl_memory` follows the original code, and `local_global` the LongT5 of this code. In
+`transformer_xl` the previous segment has no gradient. In shapes, B is the number of sources, X of
+source positions, M of segments, S of positions of a segment, and A = H * K.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,5 @@
-"""The states R of every segment, which summarize the other segments of the source (section 3.2).
+"""The states R of every segment, which summarize the other segments of the source (SRformer,
+Long et al. 2023, section 3.2).
 
 Each segment j has the product A_j = K_j^T V_j of its keys and values. The state of a segment is the
 sum of this product over all other segments, passed through accumulate-and-fire neurons. States

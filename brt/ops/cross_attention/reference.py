@@ -67,7 +67,7 @@ def _run_neurons(
     p: RecurrenceParameters,
     config: CrossConfig,
 ) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
-    """Computes section 3.3 of the paper segment by segment."""
+    """Runs the neurons (SRformer, section 3.3) over the segments."""
     leak, threshold = leak_and_threshold(p, config)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
     for j, x in enumerate(inputs):

@@ -17,7 +17,7 @@ class Targets(NamedTuple):
     embedding: Float[Array, "V D"]
     targets: Int[Array, "B T"]
     bias: Float[Array, " V"] | None = None  # of the logits
-    mask: Any = None  # bool [B, T], the targets that count; None for token scores
+    mask: Any = None  # bool [B, T], the targets that the loss counts; None for `token_scores`
 
 
 class TokenScores(NamedTuple):

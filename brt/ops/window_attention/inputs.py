@@ -41,7 +41,7 @@ class WindowInputs(NamedTuple):
     def joined(
         self,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B Z G K"], Float[Array, "B Z G K"]]:
-        """Returns queries, keys and values; the latter begin with the cached ones.
+        """Returns queries, keys and values; keys and values begin with the cached ones.
 
         Queries and keys are normalized if there is a scale.
         """

@@ -59,8 +59,8 @@ def ring_attention(
     batch, tokens, heads, size = queries.shape
     groups, window = ring.values.shape[1:3]
     nearest, ahead = 0 if attend_to_self else 1, jnp.arange(tokens)
-    # `distances` has the axes [T, W + T], the number of tokens from each key to each token. Those
-    # to later tokens are negative.
+    # `distances` [T, W + T] has the position of each token minus the position of each key, which is
+    # negative for keys after the token.
     places = jnp.concatenate([ring_places(window, position), position + ahead])
     distances = position + ahead[:, None] - places[None]
     # The axes of `rows` are [B, G, R T, K]. With the queries as the left factor, the products are

@@ -2,8 +2,8 @@
 
 A tile has R consecutive queries (rows), and reads S = W + R keys, a range of complete tiles. For
 the R keys that a row does not see, the bias of the tile is MASKED. In return, every array is
-written by one matrix product and read by the next. Logits have the layout [keys,
-rows], and the sums divide the output, for the reasons that `softmax_attention.xla_cpu` gives.
+written by one matrix product and read by the next. Logits have the layout [keys, rows], and the
+sums divide the output, for the reasons that `softmax_attention.xla_cpu` gives.
 
 XLA recomputes an array in each loop that reads it, if the computation seems cheap. It is in fact
 expensive for the bias tile and for transposed keys and values, which `layout` therefore stores.

@@ -217,7 +217,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The complete model; the docstring of this file shows its use."""
+    """The complete model; the docstring of modeling_brt.py shows its use."""
 
     def __init__(self, config):
         super().__init__()
@@ -231,18 +231,20 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids, state=None, last=0):
         """Returns the Output for ids [B, T]. The ids continue the texts after which the State was
-        `state`; without a state, they begin texts. `last` = n computes the last n logits alone."""
+        `state`; without a state, they begin texts. `last` = n computes the last n logits alone, and
+        0 computes all."""
         vectors, state = self.read(input_ids, state)
         return Output(self.logits(vectors[-1][:, -last:]), state)
 
     def logits(self, vectors):
-        """Returns the logits [B, T, V] for the last of the vectors that `read` returns."""
+        """Returns the logits [B, T, V] for the last entry of the list that `read` returns."""
         return self.lm_head(vectors).float() * self.config.logit_scale
 
     def read(self, input_ids, state=None, padding=None, all_layers=False):
-        """Returns vectors [B, T, D] for ids [B, T], and the State after them. The vectors are those
-        after the last norm, or with `all_layers` the embeddings, the outputs of all layers but the
-        last, and those. `padding` [B] counts the ids before each text that begins here."""
+        """Returns a list of vectors [B, T, D] for ids [B, T], and the State after them. The last
+        entry of the list has the vectors after the last norm. With `all_layers`, the embeddings and
+        the outputs of all layers but the last come before it; otherwise it is the only entry.
+        `padding` [B] counts the ids before each text that begins here."""
         if input_ids.shape[1] == 0:
             raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
         if state is None:

@@ -148,7 +148,7 @@ if PreTrainedModel is not None:
         def generate(self, inputs=None, generation_config=None, **options):
             """Returns what transformers' `generate` returns for the same arguments."""
             kept = getattr(generation_config or self.generation_config, "guidance_scale", None)
-            # transformers would also read an unconditional prompt, and pass its cache, not `state`.
+            # For guidance, transformers reads another prompt, too, with its own cache, not `state`.
             if options.get("guidance_scale", kept) not in (None, 1):
                 raise ValueError("guidance_scale is not supported; remove it")
             return super().generate(inputs, generation_config, **options)
