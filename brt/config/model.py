@@ -79,7 +79,10 @@ class Rotary:
     context: int = inherited(0)
 
     def __post_init__(self) -> None:
-        check_section(self, positive=["base", "factor", "original_length"])
+        check_section(
+            self, positive=["base", "factor", "original_length"],
+            any_sign=["low_frequency", "high_frequency"],
+        )  # fmt: skip
         check(
             self.scaling != "llama3" or 0 < self.low_frequency < self.high_frequency,
             f"Rotary.low_frequency = {self.low_frequency} must be above 0 and below "

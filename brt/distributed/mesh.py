@@ -6,6 +6,7 @@ over which the array's axis is sharded. The code calls a row of the batch a lane
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -110,8 +111,12 @@ def _slices(
 
 
 def slice_of(device: Any) -> int:
-    """Returns the number of the slice of a `jax.Device`; 0 if it does not say."""
-    return getattr(device, "slice_index", None) or 0
+    """Returns the number of the TPU slice of a `jax.Device`, and 0 for other devices.
+
+    XLA also counts each host with GPUs as a slice, although fast networks may connect hosts.
+    """
+    is_tpu = getattr(device, "platform", "") == "tpu"
+    return (getattr(device, "slice_index", None) or 0) if is_tpu else 0
 
 
 def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:
@@ -200,20 +205,23 @@ def mesh_for_evaluation(mesh: MeshSettings, needs: DivisibleSizes) -> MeshSettin
     """Returns the settings of a mesh with which this machine can evaluate a trained run.
 
     If there are enough devices, this is the mesh of the run, otherwise a mesh that shards the
-    parameters in the same way, or over all devices, or a mesh of one device. Of the sizes in
-    `needs`, only the number of heads has to be divisible.
+    parameters in the same way, or over all devices of each slice, or a mesh of one device. Of the
+    sizes in `needs`, only the number of heads has to be divisible.
     """
-    devices = len(jax.devices())
+    devices, slices = len(jax.devices()), len({slice_of(device) for device in jax.devices()})
     inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}
     count = math.prod(inner.values())
-    candidates = [mesh] if -1 not in vars(mesh).values() else []
+    candidates = [dataclasses.replace(mesh, slices=0)] if -1 not in vars(mesh).values() else []
     candidates += [MeshSettings(data=devices // count, **inner)] if devices % count == 0 else []
-    candidates += [MeshSettings(fsdp=devices)] if count > 1 or processes.several() else []
+    if count > 1 or processes.several():
+        candidates.append(MeshSettings(data=slices, fsdp=devices // slices))
     for candidate in candidates:
         shape = {axis: getattr(candidate, axis) for axis in AXES}
         used = math.prod(shape.values())
         needed = {name: need for name, need in needs.items() if name == "heads"}
         alone = not processes.several() and used <= devices
+        if shape["data"] % slices:
+            continue
         if (alone or used == devices) and not describe_indivisible_size(shape, needed):
             return candidate
     return MeshSettings()

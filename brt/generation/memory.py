@@ -36,6 +36,7 @@ CHUNK = 16
 # This number takes the place of tokens after the end of a text whose lane goes on because the text
 # of another lane has not ended. The model reads end tokens there.
 NO_TOKEN = -1
+_FORMAT = 2  # of the files that `save` writes
 _IDENTITY = 1 << 20  # The description of the model in a file has at most this many bytes.
 
 
@@ -110,7 +111,8 @@ def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
         for i, leaf in enumerate(jax.tree.leaves(memory))
     }
     with durable.named_by_user(path) as file:
-        np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
+        described = json.dumps({**identity, "format": _FORMAT})
+        np.savez_compressed(file, identity=np.array(described), **arrays)
 
 
 def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, object]) -> Memory:
@@ -124,6 +126,11 @@ def load(path: Path, old: Memory, block_length: int, identity: Mapping[str, obje
             stored = _described(arrays, len(leaves))
             saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
             untrusted.check(saved_identity, {str: object})
+            if (saved_format := saved_identity.pop("format", 1)) != _FORMAT:
+                raise DataError(
+                    f"{path} has format {saved_format}; this version of brt reads {_FORMAT}, so "
+                    "read the text again"
+                )
             _check_identity(path, saved_identity, identity)
             if [array.shape for array in stored] != [leaf.shape for leaf in leaves]:
                 raise DataError(f"{path} holds arrays of other shapes; load it with as many lanes")

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 from brt.bindings import Binding, Resolved
 from brt.config import Config
-from brt.config.checks import check_not_negative, converted
+from brt.config.checks import converted
 from brt.config.kinds import kind_sections
 from brt.config.model import PARTS
 from brt.config.names import field_types, has_section
@@ -75,7 +75,6 @@ class Sweep:
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "samples", "seed")
         if not (self.points or self.grid or self.random):
             raise ConfigError(
                 "the sweep has no points; bind Sweep.grid, Sweep.points or Sweep.random"
@@ -155,13 +154,19 @@ def _sequence(where: str, value: Any) -> tuple[Any, ...]:
 def _grid(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
     return {
         name: tuple(_value(where, name, item) for item in _sequence(f"{where}: {name}", choices))
-        for name, choices in _mapping(where, value).items()
+        for name, choices in _settings(where, _mapping(where, value)).items()
     }
 
 
-def _value(where: str, name: Any, value: Any) -> Any:
-    if not isinstance(name, str) or name not in field_types():
-        raise ConfigError(f"{where} has {unknown_name(str(name))}")
+def _settings(where: str, values: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Returns values by setting; ConfigError is raised if there is no setting of a name."""
+    for name in values:
+        if not isinstance(name, str) or name not in field_types():
+            raise ConfigError(f"{where} has {unknown_name(str(name))}")
+    return values
+
+
+def _value(where: str, name: str, value: Any) -> Any:
     try:
         return checked_value(name, value)
     except ConfigError as error:
@@ -175,11 +180,8 @@ def _points(where: str, value: Any) -> tuple[NamedPoint, ...]:
             raise ConfigError(f"{where}: {item!r} must be a dictionary with a 'name' in quotes")
         inside = f"{where}: {item['name']}"
         include = converted(f"{inside}: include", tuple[str, ...], item.get("include", ()))
-        bindings = {
-            name: _value(inside, name, setting)
-            for name, setting in item.items()
-            if name not in ("name", "include", "seeds")
-        }
+        others = {k: v for k, v in item.items() if k not in ("name", "include", "seeds")}
+        bindings = {k: _value(inside, k, v) for k, v in _settings(inside, others).items()}
         seeds = _grid(inside, {SEED: item["seeds"]})[SEED] if "seeds" in item else ()
         points.append(NamedPoint(item["name"], include, bindings, seeds))
     return tuple(points)
@@ -187,7 +189,7 @@ def _points(where: str, value: Any) -> tuple[NamedPoint, ...]:
 
 def _random(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
     rules = {}
-    for name, rule in _mapping(where, value).items():
+    for name, rule in _settings(where, _mapping(where, value)).items():
         inside = f"{where}: {name}"
         kind, *values = _sequence(inside, rule)
         if kind not in _DISTRIBUTIONS:
@@ -214,7 +216,16 @@ def _check_range(where: str, name: str, kind: str, arguments: tuple[Any, ...]) -
         raise ConfigError(f"{where}: log_uniform needs bounds above 0, not {arguments}")
 
 
-_READERS: Mapping[str, Callable[..., Any]] = {"points": _points, "grid": _grid, "random": _random}
+def _count(where: str, value: Any) -> int:
+    number: int = converted(where, int, value)
+    if number < 0:
+        raise ConfigError(f"{where} = {number} must not be negative")
+    return number
+
+
+_READERS: Mapping[str, Callable[..., Any]] = {
+    "points": _points, "grid": _grid, "random": _random, "samples": _count, "seed": _count,
+}  # fmt: skip
 
 # A point may not have one of these names, because the sweep writes other files to directories with
 # these names.

@@ -344,10 +344,11 @@ def find_weights(config: Config, checkpoint: VerifiedCheckpoint | None = None) -
     workdir, checkpoint, source_config = saved_model.load_config(directory)
     model = functools.cache(lambda: saved_model.load(workdir, checkpoint, source_config))
     weights = weights_of_run(where, config, source_config, checkpoint.meta["tokenizer"])
-    file = data_manifest.tokenizer_file(workdir)
+    names = ("tokenizer.json", "tokenizer.model")
+    files = (workdir.tokenizer / name for name in names)
     return weights._replace(
         load=lambda: model().params, load_model_state=lambda: model().model_state,
-        tokenizer_file=str(file) if file and file.suffix in (".json", ".model") else "",
+        tokenizer_file=next((str(file) for file in files if file.is_file()), ""),
     )  # fmt: skip
 
 

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -34,6 +36,11 @@ def test_devices_say_to_which_slice_they_belong(monkeypatch: pytest.MonkeyPatch)
         build(Mesh(data=4, slices=4), {}, devices)
     with pytest.raises(ConfigError, match=r"^Mesh.data = 1 .* by 2 slices .* Mesh.data = 2 and"):
         build(Mesh(fsdp=4), {}, devices)
+
+
+def test_hosts_with_gpus_are_no_slices() -> None:
+    numbers = [meshes.slice_of(SimpleNamespace(platform=p, slice_index=1)) for p in ("tpu", "gpu")]
+    assert numbers == [1, 0]
 
 
 def test_one_axis_takes_what_the_others_leave() -> None:

@@ -227,7 +227,7 @@ def test_a_state_that_does_not_fit_is_refused(recurrent: Case, tmp_path: Path) -
     with pytest.raises(DataError, match=r"state.npz is no state that --save_state wrote"):
         session.load(path, IDENTITY)
     leaves = {f"leaf{i}": np.zeros(3) for i, _ in enumerate(jax.tree.leaves(session.memory))}
-    np.savez(path, identity=np.array(json.dumps(IDENTITY)), **leaves)
+    np.savez(path, identity=np.array(json.dumps({**IDENTITY, "format": 2})), **leaves)
     with pytest.raises(DataError, match=r"state.npz holds arrays of other shapes"):
         session.load(path, IDENTITY)
 

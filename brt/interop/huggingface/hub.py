@@ -23,11 +23,9 @@ def directory(name: str) -> Path:
     Raises:
       ConfigError: there is no such model or revision, it cannot be fetched or has no safetensors.
     """
-    path, match = Path(name), _NAME.fullmatch(name)
-    if match is None or path.exists() or path.parent.is_dir():
-        return path
-    repository, revision = match.groups()
-    fetched = _fetch(name, repository, revision)
+    if not (repository := repository_of(name)):
+        return Path(name)
+    fetched = _fetch(name, repository, name[len(repository) + 1 :] or None)
     if not any(fetched.glob("*.safetensors")):
         raise ConfigError(
             f"{name} on the hub has no weights as model.safetensors; where torch is installed, "
@@ -35,6 +33,12 @@ def directory(name: str) -> Path:
             "and brt reads DIR"
         )
     return fetched
+
+
+def repository_of(name: str) -> str:
+    """Returns the OWNER/NAME of a model of the hub; "" if the name is that of a path."""
+    path, match = Path(name), _NAME.fullmatch(name)
+    return "" if match is None or path.exists() or path.parent.is_dir() else match[1]
 
 
 def _fetch(name: str, repository: str, revision: str | None) -> Path:
@@ -70,7 +74,7 @@ def _fetch(name: str, repository: str, revision: str | None) -> Path:
             f"cache, and {hub} cannot be reached: check the connection, HF_ENDPOINT and "
             "HF_HUB_OFFLINE"
         ) from error
-    except (errors.HfHubHTTPError, errors.HTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.HTTPError, OSError, ValueError) as error:
         raise ConfigError(f"{name} cannot be fetched from {hub}: {_sentence(error)}") from error
 
 

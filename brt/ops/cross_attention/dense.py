@@ -1,4 +1,4 @@
-"""The form "dense" of segmented recurrent attention: every query is multiplied with all windows.
+"""The form "dense" of cross-attention to segments: every query is multiplied with all windows.
 
 The windows of all segments other than the query's own are masked. This is as much work as full
 attention. Kernels can compute it without copies of windows. In shapes, M is the number of segments,

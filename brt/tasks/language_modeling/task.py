@@ -27,7 +27,7 @@ from brt.errors import CheckpointError, ConfigError
 from brt.generation.memory import Memory
 from brt.generation.session import Session
 from brt.interop.exporting import ExportFormat, ExportSource
-from brt.interop.huggingface import files, kept
+from brt.interop.huggingface import files, hub, kept
 from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
 from brt.interop.huggingface.causal.config import FAMILIES
@@ -109,7 +109,7 @@ def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> Export
             "kinds of adapters; export the whole model, without --adapter"
         )
     start = source.config.training.init_from
-    base = start if reading.is_decoder(Path(start)) else ""
+    base = start if reading.is_decoder(Path(start)) else hub.repository_of(start)
     decoder = TrainedDecoder(source.params, source.config.model, tokenizer.bos_id)
     content = causal.to_adapter(source.config.adapter, source.adapters, base, decoder)
     notes = content.notes if base else (*content.notes, _base_note(start))
