@@ -82,8 +82,8 @@ def test_bits_of_a_document_are_those_of_evaluation(model: brt.Model) -> None:
 def test_what_cannot_be_done_is_said_in_a_sentence(
     model: brt.Model, trained: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="there is no directory no/run; name the directory"):
-        brt.load("no/run")
+    with pytest.raises(ConfigError, match="there is no directory no-run; name the directory"):
+        brt.load("no-run")
     with pytest.raises(CheckpointError, match="has no checkpoint of step 7"):
         brt.load(trained, step=7)
     with pytest.raises(ConfigError, match="no field 'Model.layer'; did you mean 'Model.layers'"):

@@ -119,7 +119,8 @@ def test_what_cannot_end_a_text_is_refused(model: Model) -> None:
         model.generate("x", stop=["a", ""])
 
 
-@pytest.mark.parametrize("lanes", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, 5])
 def test_every_row_ends_by_itself(model: Model, lanes: int) -> None:
     """A row has the tokens that it has without end tokens, up to the first of these tokens, also if
     it is written in parts. Almost random tokens are sampled.

@@ -72,7 +72,7 @@ class Request(BaseHTTPRequestHandler):
         file = path.rpartition("/")[2]
         body = (self.server.directory / file).read_bytes()
         if file == self.server.broken:
-            return self._send(500, b"", {})
+            return self._send(403, b"", {})
         if has_body:
             self.server.fetched.append(file)
         headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}

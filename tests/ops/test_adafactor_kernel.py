@@ -87,9 +87,9 @@ def traced(function: Callable[..., Any], shape: tuple[int, ...], dtype: str = "f
 
 @pytest.mark.slow_cases(
     "two heads-*",
-    "heads-streamed",
+    "heads-*",
     "square-*",
-    "odd number of tiles-resident",
+    "odd number of tiles-*",
     "wide-resident",
     "small tiles-resident",
     "tall-resident",

@@ -179,7 +179,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "slab, spans": lambda: slab(24, 40, 2, 8, mask="spans"),
     "slab, dropout": lambda: slab(24, 40, 4, 64, drops=True, biased=True),
 }  # fmt: skip
-SLOW = ["sub-windows of*", "*three tiles, bf*", "window, bf*", "*block, normalized", "*past*"]
+SLOW = [
+    "sub-windows of*",
+    "window, two tiles",
+    "*three tiles, bf*",
+    "window, bf*",
+    "*block, normalized",
+    "*past*",
+]
 
 
 @pytest.mark.slow_cases(*SLOW)

@@ -214,7 +214,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "improved clustered": lambda: clustered("improved_clustered"),
     "causal clustered": causal_clustered,
 }
-QUICK = "blocks", "windows", "masked with dropout", "states"
+QUICK = "windows", "states"
 
 
 def computed(function: Callable[..., Any], arrays: Arrays, **options: Any) -> list[np.ndarray]:

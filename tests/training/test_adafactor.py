@@ -123,7 +123,7 @@ def steps(case: str, implementation: str | None = None, lists: bool = False) -> 
     return trained(settings, GRADIENTS[gradients], implementation, tree(0), lists)
 
 
-@pytest.mark.slow_cases("clipped", "zeros", "clip_norm", "steps")
+@pytest.mark.slow  # A whole step with separate layers, in test_layer_forms, is quick.
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_with_a_list_of_layers_equals_one_with_a_stack(case: str) -> None:
     assert_equal(steps(case, lists=True), steps(case))

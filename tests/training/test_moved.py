@@ -51,8 +51,9 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "replaced"),
     [
-        ("evaluating", False), ("evaluating", True), pytest.param("sampling", False, marks=SLOW),
-        pytest.param("saving", False, marks=SLOW), ("committing", False),
+        ("evaluating", False), pytest.param("evaluating", True, marks=SLOW),
+        pytest.param("sampling", False, marks=SLOW), pytest.param("saving", False, marks=SLOW),
+        ("committing", False),
     ],
 )  # fmt: skip
 def test_a_run_that_is_moved_ends_and_writes_nothing_at_the_old_path(

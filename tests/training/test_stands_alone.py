@@ -271,6 +271,7 @@ def started_from(place: Path, **sections: object) -> Config:
     )  # fmt: skip
 
 
+@pytest.mark.slow_cases("distilled_run")
 @pytest.mark.parametrize("make", [decoder_with_adapters, distilled_run])
 def test_a_run_goes_on_without_what_it_started_from(
     make: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
