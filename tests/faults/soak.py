@@ -252,6 +252,8 @@ def failing_calls(passes: int, every: int) -> bool:
 def main() -> int:
     args = parser().parse_args()
     tasks = args.tasks.split(",")
+    if unknown := set(tasks) - TASKS.keys():
+        parser().error(f"--tasks has {', '.join(unknown)}; there are {', '.join(TASKS)}")
     shares = iter(_shared(args.kills, 2 * len(tasks)))
     kills_ = [{processes: next(shares) for processes in (1, 2)} for _ in tasks]
     flips_ = _shared(args.flips, len(tasks))
