@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree
 
-from brt import command_line, tasks, user_files
+from brt import command_line, storage, tasks
 from brt.config import Config
 from brt.config_io import model_settings
 from brt.data import losses, plain_text
@@ -62,8 +62,10 @@ def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str
     """
     from brt.training import loop, run_summary  # Only training needs what they import.
 
-    run, place = loop.train(config, Path(user_files.local(workdir, "workdir")), allow_config_change)
+    path = Path(storage.local(workdir, "workdir"))
+    run, place = loop.train(config, path, allow_config_change)
     run_summary.draw(run, place)
+    storage.of(path).publish()
     return load(workdir)
 
 
@@ -87,7 +89,7 @@ def load(
       CheckpointError: there is no complete checkpoint (of this step), or no readable decoder.
     """
     change = lambda base: config_from_gin((), bindings, base=base)  # noqa: E731
-    directory = hub.directory(user_files.local(workdir, "workdir"))
+    directory = hub.directory(os.fspath(workdir))
     return Model(conversion.open_model(directory, step, change))
 
 
@@ -110,7 +112,9 @@ class Memory:
 
     def save(self, path: StrPath) -> None:
         """Writes the state to an .npz file that `Model.load_memory` and --load_state can read."""
-        memories.save(self.state, Path(user_files.local(path, "path")), self._model._identity)
+        file = Path(storage.writable(path, "path"))
+        memories.save(self.state, file, self._model._identity)
+        storage.of(file).publish()
 
 
 class Text(Iterator[str]):
@@ -249,7 +253,7 @@ class Model:
         DataError is raised if the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
-        session.load(Path(user_files.local(path, "path")), self._identity)
+        session.load(Path(storage.readable(path, "path")), self._identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:

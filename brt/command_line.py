@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from brt import bindings, durable, output, runtime, user_files
+from brt import bindings, durable, output, runtime, storage, user_files
 from brt.bindings import Binding, Resolved, Source
 from brt.config import Config
 from brt.config.names import field_types, section_types
@@ -93,17 +93,37 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
+# Every flag of a file or directory has one of these types, which return local paths.
 def path(name: str) -> str:
-    """Returns the local path that a flag names; every flag of a file or directory has this type."""
+    """A file or directory that is read."""
+    return _local(storage.readable, name)
+
+
+def directory(name: str) -> str:
+    """A run, or the directory of a model."""
+    return _local(storage.local, name)
+
+
+def new_path(name: str) -> str:
+    """A file or directory that is written."""
+    return _local(storage.writable, name)
+
+
+def source(name: str) -> str:
+    """The value of a setting that names files."""
+    return _local(storage.settled, name)
+
+
+def _local(find: Callable[[str], str], name: str) -> str:
     try:
-        return user_files.local(name)
+        return find(name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --workdir, --import, and the flags that `resolve` reads."""
-    parser.add_argument("--workdir", type=path, metavar="DIR", help="directory of the run")
+    parser.add_argument("--workdir", type=directory, metavar="DIR", help="directory of the run")
     parser.add_argument(
         "--gin_file", action="append", type=path, default=[], metavar="FILE",
         help="a .gin file, from here or from those that come with brt; repeatable",
@@ -134,7 +154,7 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --json, which names the file that `print_figures` writes."""
     parser.add_argument(
-        "--json", type=path, metavar="FILE", help="also write the results to this file"
+        "--json", type=new_path, metavar="FILE", help="also write the results to this file"
     )
 
 
@@ -266,6 +286,7 @@ def main(
         runtime.keep_memory()
         runtime.disable_async_dispatch()
         code = function(arguments) or 0
+        storage.publish_all()
         sys.stdout.flush()
     except Preempted as stop:
         code = _say(str(stop), stop.exit_code)
@@ -284,6 +305,7 @@ def main(
             code = _say(f"error: {_OUT_OF_MEMORY}", ConfigError.exit_code)
         else:
             raise
+    storage.discard_all()
     runtime.leave(code)
 
 

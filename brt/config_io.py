@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from brt import user_files
+from brt import storage
 from brt.config import SECTIONS, Config
 from brt.config.checks import converted, nearest, suggestion
 from brt.config.fields import settings
@@ -245,7 +245,7 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
     `beside` is the directory of the file that includes this one. An error message begins with
     `asked`, how the user named the file.
     """
-    path = user_files.local(path, asked)
+    path = storage.readable(path, asked)
     packaged = Path(path)
     if packaged.parts[:1] == ("configs",):
         packaged = packaged.relative_to("configs")

@@ -37,9 +37,7 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--adapter is for --to=hf; an adapter is read with --from=hf as it is")
     if args.extend_positions and args.source_form != "hf":
         raise ConfigError("--extend_positions is for --to=brt")
-    source, target = Path(args.source), Path(args.target)
-    if args.source_form == "hf":
-        source = hub.directory(args.source)
+    source, target = hub.directory(args.source, args.source_form == "hf"), Path(args.target)
     if not source.is_dir():
         of_hf = "name a directory with config.json and model.safetensors, or a model as OWNER/NAME"
         remedy = of_hf if args.source_form == "hf" else "name the directory of a run"
@@ -80,11 +78,11 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--from", choices=forms, required=True, dest="source_form", help="format of DIR"
     )
-    flags.add_argument("source", type=command_line.path, metavar="DIR|OWNER/NAME")
+    flags.add_argument("source", type=command_line.source, metavar="DIR|OWNER/NAME")
     flags.add_argument(
         "--to", choices=forms, required=True, dest="target_form", help="format of OUT"
     )
-    flags.add_argument("target", type=command_line.path, metavar="OUT", help="a new directory")
+    flags.add_argument("target", type=command_line.new_path, metavar="OUT", help="a new directory")
     flags.add_argument(
         "--verify", action="store_true",
         help="read the result, and compare all arrays and logits, also with torch or transformers",

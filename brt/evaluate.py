@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "worth",
     )  # fmt: skip
     arguments.add_argument(
-        "--compare", type=command_line.path, default="", metavar="DIR",
+        "--compare", type=command_line.directory, default="", metavar="DIR",
         help="compare a language model token by token with the newest checkpoint of another run, "
         "which reads the same documents, and with --ablate reads them without a part of its memory",
     )  # fmt: skip

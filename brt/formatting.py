@@ -11,6 +11,8 @@ from typing import Any
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _KEPT = "\n\t\u200c\u200d"  # The last two join and separate letters, also of emoji.
 _LONGEST_WORD, _LONGEST_MESSAGE = 500, 2000  # In characters. A path may be a long word.
+# What the local copies of places in buckets are called in texts: URLs by paths.
+SHOWN: dict[str, str] = {}
 _FORMULA = re.compile(r"\s*[=+@＝＋－＠-]|[\t\r\n]")
 
 
@@ -45,8 +47,10 @@ def printable(text: str) -> str:
     reorder or hide other text, or cannot be encoded.
 
     Line ends and tabs are kept. The text is escaped where it leaves the process: in brt/output.py,
-    in errors, in log.txt, and by the writers of reports.
+    in errors, in log.txt, and by the writers of reports. The paths in `SHOWN` are replaced.
     """
+    for path, url in SHOWN.items():
+        text = text.replace(path, url)
     if text.isascii() and text.isprintable():
         return text
     return "".join(

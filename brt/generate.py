@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--seed", type=int, default=0, help="seed of random sampling; default 0")
     flags.add_argument(
         "--save_state",
-        type=command_line.path,
+        type=command_line.new_path,
         metavar="FILE",
         help="write the memory after the text (.npz)",
     )

@@ -1,45 +1,17 @@
-"""Names of files, as users write them in flags, settings and Python, and Python files of the user.
+"""Python files of the user (--import FILE), which add kinds of layers and tasks.
 
-Every name passes through `local` before anything is read or written, so this is the one place that
-decides what a name may be.
-
-A Python file (--import FILE) adds kinds of layers and tasks. Because it is executed, only the
-command line can name it, and a run directory or a .gin file cannot. Other commands that brt starts
-execute the same files and no others.
+Because they are executed, only the command line can name them, and a run directory or a .gin file
+cannot. Other commands that brt starts execute the same files and no others.
 """
 
 import importlib.util
-import os
-import re
 import sys
 import traceback
 from pathlib import Path
 
 from brt.errors import BrtError, ConfigError
-from brt.redaction import redacted
 
-# Path("gs://bucket") is "gs:/bucket", so one slash is enough. Sources such as tfds:NAME/SPLIT have
-# none behind the colon.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _executed: list[str] = []
-
-
-def local(name: str | os.PathLike[str], asked: str = "") -> str:
-    """Returns the name of a local file or directory, with ~ expanded as the shell does.
-
-    Names of other kinds, such as tfds:NAME/SPLIT, are returned unchanged. URLs are refused; the
-    error names the setting or argument `asked`.
-    """
-    text, where = os.fspath(name), f"{asked}: " if asked else ""
-    if _URL.match(text):
-        raise ConfigError(
-            f"{where}{redacted(text)!r} is a URL, and brt reads and writes only local files; copy "
-            "or mount them, and name their path (write ./ before a local name of this form)"
-        )
-    path = text if "\0" in text else os.path.expanduser(text)
-    if path.partition("/")[0] == "~":
-        raise ConfigError(f"{where}{text!r} needs a home directory; name the whole path")
-    return path
 
 
 def execute(path: str) -> None:

@@ -28,7 +28,7 @@ COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "s
 # else of brt.
 FOUNDATION = {
     "bounded", "drawing", "durable", "errors", "formatting", "jax_versions", "output", "redaction",
-    "runtime", "tree_utils", "types", "untrusted", "user_cache", "user_files",
+    "runtime", "storage", "tree_utils", "types", "untrusted", "user_cache", "user_files",
 }  # fmt: skip
 _MODEL = {"config", "distributed", "ops", "layers", "memories", "models"}
 _TASKS = _MODEL | {"config_io", "data", "interop", "generation", "tasks"}

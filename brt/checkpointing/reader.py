@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging as absl_logging
 
-from brt import output, runtime, tree_utils, untrusted
+from brt import output, runtime, storage, tree_utils, untrusted
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
@@ -126,6 +126,7 @@ def verify(directory: Path, step: int) -> list[str]:
         # Nothing says how large the other files may be, so they are not read.
         return manifest.verify(path, {META}) or [str(error)]
     size = tree_utils.required_bytes(tree_utils.abstract(meta["arrays"]))
+    storage.of(path).fetch(path)
     problems = manifest.verify(path, arrays=size)
     if not problems and meta["step"] != step:
         problems = [f"{META} is of step {meta['step']}"]

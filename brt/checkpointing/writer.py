@@ -24,7 +24,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from brt import bounded, durable, tree_utils
+from brt import bounded, durable, storage, tree_utils
 from brt.checkpointing import manifest, reader
 from brt.checkpointing.reader import (
     FORMAT,
@@ -233,6 +233,7 @@ class CheckpointWriter:
 
     def check(self) -> None:
         """Raises CheckpointError if a save has failed, without waiting for a save in progress."""
+        storage.of(self._directory).check()
         if self._pending is None or self._pending.done():
             self.wait()
 
@@ -306,6 +307,7 @@ class CheckpointWriter:
                 for one in old[: -self._keep]:
                     if not self._keep_every or one % self._keep_every:
                         _remove(self._directory / str(one))
+                storage.of(self._directory).publish()
         except Exception as error:
             raise self._failure(step, error) from error
 

@@ -10,10 +10,10 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from brt import user_files
 from brt.config.fields import fill_held_out, settings
 from brt.config.shared import public_name
 from brt.errors import ConfigError
+from brt.storage import places
 
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:
@@ -150,12 +150,13 @@ def check_finite(section: Any) -> None:
 
 
 def settle_paths(section: Any) -> None:
-    """Replaces names of files and directories in a section by local paths (`brt.user_files`)."""
+    """Expands names of files and directories in a section (`brt.storage.places`)."""
     for field, setting in settings(type(section)).items():
         if setting.path:
             value, asked = getattr(section, field), name_of(section, field)
             many = isinstance(value, tuple)
-            paths = tuple(user_files.local(name, asked) for name in (value if many else (value,)))
+            settle = places.local_only if setting.path == "written" else places.settled
+            paths = tuple(settle(name, asked) for name in (value if many else (value,)))
             object.__setattr__(section, field, paths if many else paths[0])
 
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import socket
 import sys
 import threading
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from brt import durable, output, runtime
+from brt import durable, output, runtime, storage
 from brt.errors import ConfigError, PeerError
 
 HEARTBEAT_SECONDS = 30  # A process is considered dead after this many seconds without a heartbeat.
@@ -360,10 +361,13 @@ def check_shared(directory: Any) -> None:
 
     For the check, process 0 writes a file to the directory and removes the file again.
     """
-    name = from_first(durable.partial_name(), "shared")
+    name = from_first(f".shared_{secrets.token_hex(8)}", "shared")
+    place = storage.of(directory)
     if is_first():
         durable.open_file(directory / name, "x").close()
+        place.publish()
     wait_for_all("shared mark")
+    place.refresh()
     # Network file systems may show the file late.
     end = time.monotonic() + _APPEARING_SECONDS
     while not (seen := (directory / name).exists()) and time.monotonic() < end:

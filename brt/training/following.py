@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from brt import tasks
+from brt import storage, tasks
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import without_written_paths
@@ -99,6 +99,7 @@ class Follower:
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
         with self._tensorboard(max(done, default=0)) as write:
             while True:
+                storage.of(self._workdir.path).refresh()
                 # The end of training is checked before a checkpoint is looked for. In the opposite
                 # order, the last checkpoint could appear between the two checks and be missed.
                 over = self._is_over()

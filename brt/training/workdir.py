@@ -24,7 +24,7 @@ from typing import IO, Any
 import jax
 
 import brt
-from brt import durable, untrusted
+from brt import durable, storage, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.errors import BrtError, CheckpointError, ConfigError, closing
@@ -264,6 +264,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
     """
     path = workdir.path / ".lock"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(storage.of(workdir.path).held(warn))
         with explain_write_errors(workdir.path):
             file = stack.enter_context(durable.open_file(path, "ab+", buffering=0))
             try:

@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+from brt import storage
 from brt.errors import ConfigError
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
@@ -15,16 +16,20 @@ _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
 _FILES = "model*.safetensors", "adapter_model.safetensors", "*.json", "*.model"
 
 
-def directory(name: str) -> Path:
-    """Returns the directory that `name` is, or the one into which that model of the hub is fetched.
+def directory(name: str, on_hub: bool = True) -> Path:
+    """Returns the local directory of a model: of a path, a place in a bucket or a model of the hub.
 
-    A name whose owner is a local directory is a path, so that a misspelled path is not looked up.
+    A name whose owner is a local directory is a path, so that a misspelled path is not looked up;
+    so are all names unless the model may be `on_hub`.
 
     Raises:
       ConfigError: there is no such model or revision, it cannot be fetched or has no safetensors.
     """
-    if not (repository := repository_of(name)):
-        return Path(name)
+    if not on_hub or not (repository := repository_of(name)):
+        path = Path(storage.local(name))
+        if not (path / "checkpoints").is_dir():
+            storage.of(path).fetch(path)
+        return path
     fetched = _fetch(name, repository, name[len(repository) + 1 :] or None)
     if not any(fetched.glob("*.safetensors")):
         raise ConfigError(

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import untrusted, user_files
+from brt import untrusted
 from brt.data import contents, tables
 from brt.data.quarantine import BadRow, Tally
 from brt.data.sources import File
@@ -348,7 +348,7 @@ def default_directory() -> Path:
     """Returns the directory in which TFDS keeps all datasets."""
     from tensorflow_datasets.core import constants
 
-    return Path(user_files.local(constants.DATA_DIR, "TFDS_DATA_DIR"))
+    return Path(places.local_only(constants.DATA_DIR, "TFDS_DATA_DIR"))
 
 
 def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) -> dict[str, Tally]:

@@ -1,0 +1,15 @@
+"""Where files are: in a directory, or in a bucket of which brt keeps a local copy.
+
+All code reads and writes local files. For a place in a bucket, these are the files of a `Mirror`,
+which copies objects when they are needed, and copies back what has changed. `of` returns the
+`Storage` of a path, whose methods do nothing for other local files.
+"""
+
+from brt.storage.mirror import Storage as Storage
+from brt.storage.mirror import discard_all as discard_all
+from brt.storage.mirror import local as local
+from brt.storage.mirror import of as of
+from brt.storage.mirror import publish_all as publish_all
+from brt.storage.mirror import readable as readable
+from brt.storage.mirror import writable as writable
+from brt.storage.places import settled as settled

@@ -1,0 +1,140 @@
+"""The lock of a run directory in a bucket: an object that its holder renews.
+
+A bucket has no locks that end with a process. Whoever finds the object watches it: if it was not
+renewed for LEASE_SECONDS, its holder is dead or cut off, and is replaced. A holder that could not
+renew it for so long stops by itself. No clocks are compared.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from brt.errors import ConfigError
+from brt.storage.objects import ABSENT, Bucket
+
+LEASE_SECONDS = 60.0
+_KEY = ".lock"
+
+
+class Lease:
+    """Context in which this process holds the lock; a thread renews it.
+
+    `lost` is a sentence that says why the process does not hold it any more, or "". `warn` is
+    called if the lock is taken over from a trainer that did not end in an orderly way. ConfigError
+    is raised if another trainer holds it.
+    """
+
+    def __init__(self, bucket: Bucket, place: str, warn: Callable[[str], None]):
+        self._bucket, self._place, self._warn = bucket, place, warn
+        self._holder = {
+            "holder": f"process {os.getpid()} on {socket.gethostname()}",
+            "machine": _machine(), "pid": os.getpid(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "id": secrets.token_hex(8),
+        }  # fmt: skip
+        self._generation = ABSENT
+        self._turn, self._ended = threading.Lock(), threading.Event()
+        self.lost = ""
+
+    def __enter__(self) -> "Lease":
+        found = self._bucket.read(_KEY)
+        if found and found.content:
+            self._wait_until_abandoned(found.generation, _parsed(found.content))
+        if not self._write(found.generation if found else ABSENT):
+            raise self._in_use("starting")
+        self._renewed = time.monotonic()
+        self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if not self.lost:
+            with contextlib.suppress(OSError):  # The next trainer takes over from this one.
+                self._bucket.write(_KEY, b"", replaces=self._generation)
+
+    def renew(self) -> None:
+        """Renews the lock now; see `lost`."""
+        with self._turn:
+            if not self.lost and not self._write(self._generation):
+                self.lost = (
+                    f"another trainer has taken over {self._place}, because this one could not "
+                    "be seen there; it goes on from the newest checkpoint"
+                )
+
+    def _write(self, replaces: bytes) -> bool:
+        self._holder["renewed"] = secrets.token_hex(4)
+        written = self._bucket.write(_KEY, json.dumps(self._holder).encode(), replaces=replaces)
+        if written is None:
+            return False
+        self._generation, self._renewed = written, time.monotonic()
+        return True
+
+    def _renew_regularly(self) -> None:
+        while not self.lost and not self._ended.wait(LEASE_SECONDS / 5):
+            with contextlib.suppress(OSError):
+                self.renew()
+            if time.monotonic() - self._renewed > LEASE_SECONDS:
+                self.lost = (
+                    f"the lock in {self._place} could not be renewed for {LEASE_SECONDS:.0f} s; "
+                    "see to the network, then run again to go on from the newest checkpoint"
+                )
+
+    def _wait_until_abandoned(self, generation: bytes, holder: dict[str, Any]) -> None:
+        """Waits until the holder is known to have ended; ConfigError if it has not."""
+        name = str(holder.get("holder", "unknown"))[:200]
+        end = time.monotonic() + LEASE_SECONDS
+        if not (dead := _has_ended(holder)):
+            self._warn(
+                f"{self._place} was in use by {name}; looking for {LEASE_SECONDS:.0f} s whether it "
+                "still is"
+            )
+        while not dead and time.monotonic() < end:
+            time.sleep(min(1.0, LEASE_SECONDS / 10))
+            found = self._bucket.read(_KEY)
+            if not found or found.generation != generation:
+                raise self._in_use(f"{name}, started {holder.get('started', '?')}")
+        self._warn(f"taking over from a trainer that was killed ({name})")
+
+    def _in_use(self, holder: str) -> ConfigError:
+        return ConfigError(
+            f"{self._place} is in use by another trainer ({holder}); wait for it, stop it, or "
+            "choose another --workdir"
+        )
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _machine() -> str:
+    """Returns a text that only processes have in common which see each other's numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(16)
+
+
+def _has_ended(holder: dict[str, Any]) -> bool:
+    """Returns True if the holder was a process of this machine that is gone."""
+    if holder.get("machine") != _machine() or not isinstance(holder.get("pid"), int):
+        return False
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,402 @@
+"""Local copies of places in buckets.
+
+A mirror copies small objects when it is opened or refreshed. What is large is copied when it is
+asked for (`fetch`): the arrays of checkpoints. `publish` copies back what has changed since.
+Objects cannot be renamed, so a checkpoint counts when its manifest is there, which is written last
+and deleted first. The copy is deleted when the process ends, or, if the process was killed, by the
+next one that makes a copy.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from brt import durable, formatting, user_cache
+from brt.errors import CheckpointError, ConfigError
+from brt.storage.lease import Lease
+from brt.storage.objects import Bucket
+from brt.storage.places import Place, key_problem, parse
+
+MANIFEST = "MANIFEST.sha256"
+CONTROL = "checkpoint_now", "stop_after_evaluation"
+# What a run only adds to, and arrays: they are not copied before somebody asks for them.
+_ON_DEMAND = re.compile(
+    r"(.*/)?(checkpoints/\d+/(state|frozen)|tensorboard|wandb)/.*|.*\.(safetensors|bin|npz)",
+    re.DOTALL,
+)
+# What is written once, and does not change afterwards.
+_CONSTANT = re.compile(r"(.*/)?(checkpoints/\d+|samples|plots|tokenizer)/.*", re.DOTALL)
+# Files of this machine alone: locks, heartbeats, and what is not complete.
+_LOCAL = re.compile(
+    r"(.*/)?(\.brt\.[0-9a-f]+\.partial|\.[^/]*lock|heartbeat|checkpoints/\d+\.(partial|deleted))(/.*)?",
+    re.DOTALL,
+)
+_CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
+_ALWAYS = "config.json", "last_checkpoint.txt"  # what a run has, after its first save
+_THREADS = 4  # This number of files is copied at a time.
+# A trainer copies back every _PUBLISH_SECONDS, and less often if a copy takes long: it is to take
+# at most a twentieth of the time.
+_PUBLISH_SECONDS, _PUBLISH_SHARE = 10, 0.05
+
+
+class _Stamp(NamedTuple):
+    """What tells that a local file is still the one that was copied."""
+
+    size: int
+    mtime: int
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        status = path.stat()
+    except OSError:  # A trainer may have removed the file.
+        return None
+    return _Stamp(status.st_size, status.st_mtime_ns)
+
+
+class Storage:
+    """What a local path stands for. For a path that is no copy, the methods do nothing."""
+
+    def refresh(self) -> None:
+        """Copies small objects that are new or have changed since the last copy."""
+
+    def fetch(self, directory: Path) -> None:
+        """Copies what is missing below a directory: of a checkpoint, what its manifest lists."""
+
+    def publish(self) -> None:
+        """Copies back what has changed."""
+
+    @contextlib.contextmanager
+    def held(self, warn: Callable[[str], None]) -> Iterator[None]:
+        """Context in which this process alone may write to a run directory, and does so.
+
+        ConfigError is raised if another trainer is there.
+        """
+        yield
+
+    def check(self) -> None:
+        """Raises CheckpointError if another trainer may have taken over the run directory."""
+
+
+class Mirror(Storage):
+    """The local copy `path` of a place in a bucket."""
+
+    def __init__(self, place: Place, path: Path):
+        self.place, self.path = place, path
+        self.bucket = Bucket(place)
+        self._known: dict[str, _Stamp | None] = {}  # what was copied, in either direction
+        self._generations: dict[str, bytes] = {}
+        self._turn = threading.RLock()
+        self._lease: Lease | None = None
+
+    def refresh(self) -> None:
+        with self._turn:
+            keys = [key for key in self._keys() if not _LOCAL.fullmatch(key)]
+            small = [key for key in keys if not _ON_DEMAND.fullmatch(key)]
+            gone = self._known.keys() - keys
+            for key in {*gone, *_ALWAYS} if gone or not keys else ():
+                if key not in keys and self.bucket.exists(key):
+                    url = self.bucket.url()
+                    raise PermissionError(errno.EACCES, "its objects cannot be listed", url)
+            for key in gone:
+                self._forget(key)
+            new = [key for key in small if key not in self._known]
+            for key, found in self.bucket.read_all(new):
+                if found:
+                    self._store(key, found.generation, [found.content])
+            for key in sorted(self._generations):
+                if key not in new and not _CONSTANT.fullmatch(key):
+                    if found := self.bucket.changed(key, self._generations[key]):
+                        self._store(key, found.generation, [found.content])
+
+    def fetch(self, directory: Path) -> None:
+        prefix = f"{self._key(directory)}/"
+        with self._turn:
+            keys = _listed(directory / MANIFEST, prefix)
+            if keys is None:
+                keys = [key for key in self._keys(prefix) if not _LOCAL.fullmatch(key)]
+            missing = [key for key in keys if not (self.path / key).exists()]
+            with ThreadPoolExecutor(_THREADS, "fetching") as pool:
+                for _ in pool.map(self._fetch_one, missing):
+                    pass
+
+    def _fetch_one(self, key: str) -> None:
+        # What is missing in the bucket is missing in the copy, where a reader notices it.
+        with contextlib.suppress(FileNotFoundError):
+            self._store(key, b"", self.bucket.chunks(key))
+
+    def file(self, key: str) -> Path | None:
+        """Copies one object, and returns its path; None if there is none."""
+        with self._turn, _explained():
+            if found := self.bucket.read(key):
+                self._store(key, found.generation, [found.content])
+        return self.path / key if found else None
+
+    def publish(self) -> None:
+        with self._turn:
+            files = dict(self._files())
+            stamps = {key: _stamp(path) for key, path in files.items()}
+            changed = [k for k, stamp in stamps.items() if stamp and self._known.get(k) != stamp]
+            for batch in _in_order(changed):
+                with ThreadPoolExecutor(_THREADS, "publishing") as pool:
+                    for key, generation in zip(batch, pool.map(self._upload, batch), strict=True):
+                        if generation is not None:
+                            self._known[key], self._generations[key] = stamps[key], generation
+            gone = self._known.keys() - files.keys()
+            for key in sorted(key for key in gone if _CHECKPOINT.fullmatch(key)):
+                self._confirm()
+                self.bucket.delete([key])
+                self.bucket.delete(self.bucket.keys(_CHECKPOINT.fullmatch(key)[1]))
+            self.bucket.delete(sorted(key for key in gone if not _CHECKPOINT.fullmatch(key)))
+            for key in gone:
+                self._known.pop(key), self._generations.pop(key, None)
+
+    def _upload(self, key: str) -> bytes | None:
+        if _CHECKPOINT.fullmatch(key):
+            self._confirm()
+        try:
+            content = (self.path / key).read_bytes()
+        except FileNotFoundError:  # It was removed since, as old samples and checkpoints are.
+            return None
+        return self.bucket.write(key, content)
+
+    @contextlib.contextmanager
+    def held(self, warn: Callable[[str], None]) -> Iterator[None]:
+        with Lease(self.bucket, str(self.place), warn) as self._lease:
+            self.refresh()
+            self._remove_half_checkpoints()
+            with self._published_regularly(warn):
+                yield
+            self.publish()
+        self._lease = None
+
+    def check(self) -> None:
+        if self._lease and (lost := self._lease.lost):
+            raise CheckpointError(lost)
+
+    def _confirm(self) -> None:
+        """Makes sure, before a checkpoint begins to count, that no other trainer is there."""
+        if self._lease:
+            self._lease.renew()
+            self.check()
+
+    def _remove_half_checkpoints(self) -> None:
+        """Deletes what killed trainers have left: checkpoints without a manifest."""
+        keys = self._keys("checkpoints/")
+        whole = {found[1] for key in keys if (found := _CHECKPOINT.fullmatch(key))}
+        parts = [re.match(r"checkpoints/\d+/", key) for key in keys]
+        half = [key for key, part in zip(keys, parts, strict=True) if part and part[0] not in whole]
+        self.bucket.delete(half)
+        for key in half:
+            self._forget(key)
+
+    @contextlib.contextmanager
+    def _published_regularly(self, warn: Callable[[str], None]) -> Iterator[None]:
+        """Context in which a thread copies back logs, and looks for files that ask for something."""
+        ended = threading.Event()
+
+        def work() -> None:
+            pause, said = float(_PUBLISH_SECONDS), False
+            while not ended.wait(pause):
+                begin = time.monotonic()
+                try:
+                    self._find_requests()
+                    self.publish()
+                    said = False
+                except CheckpointError:
+                    return  # `check` raises it where the run trains.
+                except OSError as error:
+                    if not said:
+                        warn(f"{error.filename}: {error.strerror}; the next save tries again")
+                    said = True
+                pause = max(_PUBLISH_SECONDS, (time.monotonic() - begin) / _PUBLISH_SHARE)
+
+        thread = threading.Thread(target=work, name="publishing", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _find_requests(self) -> None:
+        for key, found in self.bucket.read_all(CONTROL):
+            if found and key not in self._known:
+                self._store(key, found.generation, [found.content])
+
+    def _keys(self, prefix: str = "") -> list[str]:
+        keys = self.bucket.keys(prefix)
+        for key in keys:
+            if problem := key_problem(key.rstrip("/")):
+                raise ConfigError(f"{self.bucket.url(key)!r}: the name of this object {problem}")
+        # Consoles create empty objects whose names end with a slash, as directories.
+        return [key for key in keys if not key.endswith("/")]
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix()
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        for place, directories, names in os.walk(self.path):
+            inside = Path(place)
+            directories[:] = [d for d in directories if not _LOCAL.fullmatch(self._key(inside / d))]
+            for path in map(inside.joinpath, names):
+                if not _LOCAL.fullmatch(key := self._key(path)):
+                    yield key, path
+
+    def _store(self, key: str, generation: bytes, content: Iterable[bytes]) -> None:
+        path = self.path / key
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with durable.replacing(path, synced=False) as file:
+                file.writelines(content)
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"{self.bucket.url(key)} cannot be copied: another object is called like a "
+                "directory above it"
+            ) from error
+        self._known[key], self._generations[key] = _stamp(path), generation
+
+    def _forget(self, key: str) -> None:
+        self._known.pop(key, None), self._generations.pop(key, None)
+        (self.path / key).unlink(missing_ok=True)
+
+
+def _in_order(keys: Iterable[str]) -> list[list[str]]:
+    """Returns keys in three groups to be written one after the other.
+
+    Logs and arrays come first, the manifests that make checkpoints count second, and what says that
+    a checkpoint was saved last.
+    """
+
+    def rank(key: str) -> int:
+        if _CHECKPOINT.fullmatch(key):
+            return 1
+        return 2 if key.rpartition("/")[2] == "last_checkpoint.txt" else 0
+
+    keys = sorted(keys)
+    return [group for i in range(3) if (group := [key for key in keys if rank(key) == i])]
+
+
+def _listed(manifest: Path, prefix: str) -> list[str] | None:
+    """Returns the keys of the files that a manifest lists; None without a manifest."""
+    try:
+        lines = manifest.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    names = [line.partition("  ")[2] for line in lines]
+    return [f"{prefix}{name}" for name in names if name and not key_problem(name)]
+
+
+_mirrors: dict[Path, Mirror] = {}
+
+
+def local(name: str | os.PathLike[str], asked: str = "") -> str:
+    """Returns the local path of a file or directory that a user names.
+
+    Of a place in a bucket, it is the path of a copy, which has the small files below the place.
+    `asked` is as in `places.parse`. An OSError says that the bucket cannot be read.
+    """
+    place = parse(name, asked)
+    if isinstance(place, str):
+        return place
+    return str(_opened(place, refresh=True).path)
+
+
+def _opened(place: Place, *, refresh: bool) -> Mirror:
+    for mirror in _mirrors.values():
+        if mirror.place == place:
+            return mirror
+    path = _new_root() / (place.key.rpartition("/")[2] or place.bucket)
+    mirror = Mirror(place, path)
+    if refresh:
+        with _explained():
+            mirror.refresh()
+    _mirrors[path] = mirror
+    formatting.SHOWN[str(path)] = str(place)
+    return mirror
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Context that turns OSErrors of a bucket into errors with a remedy."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename}: {error.strerror}; run the same command again"
+        ) from error
+
+
+def readable(name: str | os.PathLike[str], asked: str = "") -> str:
+    """Returns the local path of a file or directory; from a bucket, all of it is copied."""
+    place = parse(name, asked)
+    if isinstance(place, str):
+        return place
+    parent, _, last = place.key.rpartition("/")
+    path = _opened(place._replace(key=parent), refresh=False).file(last) if last else None
+    if path is None:
+        path = Path(local(name, asked))
+        of(path).fetch(path)
+    return str(path)
+
+
+def writable(name: str | os.PathLike[str], asked: str = "") -> str:
+    """Returns the local path of a file or directory that is copied to a bucket after it is written.
+
+    What is there already is not copied.
+    """
+    place = parse(name, asked)
+    if isinstance(place, str):
+        return place
+    parent, _, last = place.key.rpartition("/")
+    if not last:
+        raise ConfigError(f"{place} is a bucket; name something in it")
+    mirror = _opened(place._replace(key=parent), refresh=False)
+    mirror.path.mkdir(parents=True, exist_ok=True)
+    return str(mirror.path / last)
+
+
+def of(path: Path) -> Storage:
+    """Returns the mirror that a path belongs to, or a `Storage` that does nothing."""
+    parents = (path, *path.parents)
+    return next((_mirrors[parent] for parent in parents if parent in _mirrors), Storage())
+
+
+def publish_all() -> None:
+    """Copies back what has changed in all mirrors."""
+    for mirror in _mirrors.values():
+        with _explained():
+            mirror.publish()
+
+
+def discard_all() -> None:
+    """Deletes all copies."""
+    for path in list(_mirrors):
+        shutil.rmtree(path.parent, ignore_errors=True)
+        del _mirrors[path]
+
+
+def _new_root() -> Path:
+    """Creates a directory for one copy, and deletes those that killed processes have left."""
+    place = user_cache.writable() / "buckets"
+    user_cache.make(place)
+    for old in place.iterdir():
+        with contextlib.suppress(OSError), (old / ".lock").open("rb") as file:
+            if durable.acquire_lock(file):
+                shutil.rmtree(old, ignore_errors=True)
+    root = place / secrets.token_hex(8)
+    root.mkdir(mode=0o700)
+    # The open file is held until the process ends.
+    durable.acquire_lock(os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC))
+    return root

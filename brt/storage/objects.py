@@ -1,0 +1,187 @@
+"""Objects of a bucket, read and written by TensorStore's key-value stores.
+
+Credentials are those that the machine has for the service: for gs:// those of `gcloud auth
+application-default login`, GOOGLE_APPLICATION_CREDENTIALS or the machine's service account, for
+s3:// those of the environment (AWS_ACCESS_KEY_ID ..., AWS_PROFILE) or the machine's role.
+AWS_ENDPOINT_URL names another service that speaks S3's protocol.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from brt.storage.places import BUCKETS, Place
+
+ABSENT = b"\x02"  # the generation of an object that does not exist, for TensorStore
+# A request is repeated for about a minute, and counts as failed if nothing comes for 20 s.
+_RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "16s"}
+_SILENCE = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20"
+_RANGE = 64 << 20  # Large objects are read in ranges of this number of bytes.
+_AT_ONCE = 32  # This number of small requests is under way at a time.
+
+
+class Object(NamedTuple):
+    content: bytes
+    generation: bytes  # identifies this content of the object
+
+
+class Bucket:
+    """The objects whose keys begin with that of a place.
+
+    Keys are relative to the place. Requests that fail for a moment are repeated. An OSError says
+    that a request failed for good; its `filename` is the URL.
+    """
+
+    def __init__(self, place: Place):
+        os.environ.setdefault(*_SILENCE)
+        import tensorstore  # The import takes longer than most commands that use no bucket.
+
+        self.place = place
+        driver = BUCKETS[place.scheme]
+        spec: dict[str, Any] = {"driver": driver, "bucket": place.bucket}
+        if place.key:
+            spec["path"] = f"{place.key}/"
+        if driver == "s3":
+            spec |= _service()
+        context = tensorstore.Context({f"{driver}_request_retries": _RETRIES})
+        with self._explained(""):
+            self._key_range = tensorstore.KvStore.KeyRange
+            self._store = tensorstore.KvStore.open(spec, context=context).result()
+
+    def read(self, key: str) -> Object | None:
+        with self._explained(key):
+            return _object(self._store.read(key.encode()).result())
+
+    def read_all(self, keys: Iterable[str]) -> Iterator[tuple[str, Object | None]]:
+        """Yields small objects by key, several of which are read at a time."""
+        yield from self._several(lambda key: self._store.read(key.encode()), keys, _object)
+
+    def changed(self, key: str, generation: bytes) -> Object | None:
+        """Returns the object, unless it is still of the generation, or is absent."""
+        with self._explained(key):
+            result = self._store.read(key.encode(), if_not_equal=generation).result()
+        return None if result.state == "unspecified" else _object(result)
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """Yields the content of a large object piece by piece; nothing if there is none."""
+        start, generation = 0, None
+        while piece := self._range(key, start, start + _RANGE) or self._range(key, start, None):
+            if generation not in (None, piece.generation):
+                raise OSError(errno.ESTALE, "it was replaced while it was read", self.url(key))
+            generation = piece.generation
+            yield piece.content
+            start += len(piece.content)
+            if len(piece.content) != _RANGE:
+                return
+
+    def _range(self, key: str, start: int, end: int | None) -> Object | None:
+        """Returns bytes of an object; None if there is no object, or if it ends before `end`."""
+        with self._explained(key):
+            try:
+                read = self._store.read(key.encode(), byte_range=slice(start, end)).result()
+            except ValueError as error:
+                if "OUT_OF_RANGE" in str(error):
+                    return None
+                raise
+        return _object(read)
+
+    def write(self, key: str, content: bytes, *, replaces: bytes | None = None) -> bytes | None:
+        """Writes an object and returns its generation.
+
+        With `replaces`, the object is written only if it is still of this generation (ABSENT:
+        only if there is none); otherwise None is returned. The content must then be one that
+        nobody else writes.
+        """
+        with self._explained(key):
+            stamp = self._store.write(key.encode(), content, if_equal=replaces).result()
+        if stamp.generation:
+            return stamp.generation
+        # A request whose answer was lost is repeated, and then refused, because it was carried out.
+        found = self.read(key)
+        if not found and replaces == ABSENT:
+            raise FileNotFoundError(errno.ENOENT, "there is no such bucket", str(self.place))
+        return found.generation if found and found.content == content else None
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for _ in self._several(lambda key: self._store.write(key.encode(), None), keys):
+            pass
+
+    def exists(self, key: str) -> bool:
+        with self._explained(key):
+            result = self._store.read(key.encode(), byte_range=slice(0, 0)).result()
+        return result.state == "value"
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Returns the keys that begin with a text.
+
+        For gs://, TensorStore returns what it has found so far if a list is refused. So a key that
+        is missing need not mean that the object is.
+        """
+        begin = prefix.encode()
+        span = self._key_range(begin, begin[:-1] + bytes([begin[-1] + 1]) if begin else b"")
+        with self._explained(prefix):
+            found = [
+                key.decode("utf-8", "surrogateescape") for key in self._store.list(span).result()
+            ]
+        return sorted(found)
+
+    def url(self, key: str = "") -> str:
+        return f"{self.place}/{key}" if key else str(self.place)
+
+    def _several(
+        self,
+        begin: Callable[[str], Any],
+        keys: Iterable[str],
+        finish: Callable[[Any], Any] = lambda result: result,
+    ) -> Iterator[tuple[str, Any]]:
+        waiting: list[tuple[str, Any]] = []
+
+        def first() -> tuple[str, Any]:
+            key, future = waiting.pop(0)
+            with self._explained(key):
+                return key, finish(future.result())
+
+        for key in keys:
+            waiting.append((key, begin(key)))
+            if len(waiting) == _AT_ONCE:
+                yield first()
+        while waiting:
+            yield first()
+
+    @contextlib.contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        """Context that turns errors of TensorStore into OSErrors that name the URL."""
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            raise _os_error(str(error), self.place, self.url(key)) from error
+
+
+def _service() -> dict[str, Any]:
+    """Returns what the environment says of a service that speaks S3's protocol."""
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    found = {"endpoint": os.environ.get("AWS_ENDPOINT_URL"), "aws_region": region}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        # The default also looks into files, and complains if there are none.
+        found["aws_credentials"] = {"type": "environment"}
+    return {name: value for name, value in found.items() if value}
+
+
+def _object(result: Any) -> Object | None:
+    return Object(result.value, result.stamp.generation) if result.state == "value" else None
+
+
+def _os_error(text: str, place: Place, url: str) -> OSError:
+    """Returns the OSError for an error of TensorStore, whose first word is a status of gRPC."""
+    status = text.partition(":")[0]
+    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+        return PermissionError(errno.EACCES, f"permission is denied ({_short(text)})", url)
+    if status == "NOT_FOUND":
+        return FileNotFoundError(errno.ENOENT, f"there is no such bucket ({_short(text)})", url)
+    return OSError(errno.EIO, _short(text), url)
+
+
+def _short(text: str) -> str:
+    return " ".join(text.partition(" [")[0].split())[:300]

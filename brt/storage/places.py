@@ -1,0 +1,94 @@
+"""Names of places as users write them: local paths, and URLs of buckets.
+
+gs://BUCKET/KEY and s3://BUCKET/KEY name what lies in a bucket, file:///PATH a local path. In local
+paths, ~ and $VARIABLES are expanded as the shell does.
+"""
+
+import os
+import re
+import unicodedata
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from brt.errors import ConfigError
+from brt.redaction import redacted
+
+BUCKETS = {"gs": "gcs", "s3": "s3"}  # The drivers of TensorStore by the scheme of the URL.
+# Path("gs://bucket") is "gs:/bucket", so one slash is enough. Sources such as tfds:NAME/SPLIT have
+# none behind the colon.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_LONGEST_KEY = 1024  # bytes, the limit of both services
+
+
+class Place(NamedTuple):
+    """What a URL of a bucket names: an object, or all objects whose keys begin with `key`/."""
+
+    scheme: str
+    bucket: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+
+def parse(name: str | os.PathLike[str], asked: str = "") -> Place | str:
+    """Returns the place in a bucket that a name says, or the local path.
+
+    Names of other kinds, such as tfds:NAME/SPLIT, count as paths. ConfigError, which names the
+    setting or argument `asked`, is raised for other URLs and for names that no bucket has.
+    """
+    text, where = os.fspath(name), f"{asked}: " if asked else ""
+    match = _URL.match(text)
+    if not match:
+        return _expanded(text, where)
+    scheme, rest = match[1].lower(), match[2]
+    if scheme == "file":
+        return unquote(urlsplit(text).path)
+    if scheme not in BUCKETS:
+        raise ConfigError(
+            f"{where}{redacted(text)!r} is a URL of a kind that brt does not read here; name a "
+            "path, gs://BUCKET/NAME or s3://BUCKET/NAME (write ./ before a local name of this form)"
+        )
+    bucket, _, key = rest.partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(
+            f"{where}{text!r}: {bucket!r} is no name of a bucket (3 to 222 small letters, digits, "
+            "dots, hyphens)"
+        )
+    key = key.rstrip("/")
+    if problem := key and key_problem(key):
+        raise ConfigError(f"{where}{text!r}: the name {problem}")
+    return Place(scheme, bucket, key)
+
+
+def settled(name: str, asked: str = "") -> str:
+    """Returns a name as it is kept in a config: a local path, or the URL of a place in a bucket."""
+    return str(parse(name, asked))
+
+
+def local_only(name: str, asked: str = "") -> str:
+    """Returns a local path; ConfigError for a place in a bucket."""
+    place = parse(name, asked)
+    if isinstance(place, Place):
+        where = f"{asked}: " if asked else ""
+        raise ConfigError(f"{where}{place} is in a bucket, and this must be a local path")
+    return place
+
+
+def key_problem(key: str) -> str:
+    """Returns why the key of an object cannot be the path of a file; "" if it can."""
+    if len(key.encode("utf-8", "replace")) > _LONGEST_KEY:
+        return f"is longer than {_LONGEST_KEY} bytes"
+    if any(part in ("", ".", "..") for part in key.split("/")):
+        return "has an empty part, or . or .. as one"
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in key):
+        return "has control characters"
+    return ""
+
+
+def _expanded(text: str, where: str) -> str:
+    path = text if "\0" in text else os.path.expandvars(os.path.expanduser(text))
+    if path.partition("/")[0] == "~":
+        raise ConfigError(f"{where}{text!r} needs a home directory; name the whole path")
+    return path
