@@ -155,7 +155,7 @@ class Mirror(Storage):
             for key in sorted(key for key in gone if _CHECKPOINT.fullmatch(key)):
                 self._confirm()
                 self.bucket.delete([key])
-                self.bucket.delete(self.bucket.keys(_CHECKPOINT.fullmatch(key)[1]))
+                self.bucket.delete(self.bucket.keys(key.removesuffix(MANIFEST)))
             self.bucket.delete(sorted(key for key in gone if not _CHECKPOINT.fullmatch(key)))
             for key in gone:
                 self._known.pop(key), self._generations.pop(key, None)
@@ -201,7 +201,7 @@ class Mirror(Storage):
 
     @contextlib.contextmanager
     def _published_regularly(self, warn: Callable[[str], None]) -> Iterator[None]:
-        """Context in which a thread copies back logs, and looks for files that ask for something."""
+        """Context in which a thread copies back logs, and looks for requests to the run."""
         ended = threading.Event()
 
         def work() -> None:

@@ -162,7 +162,7 @@ class Bucket:
 def _service() -> dict[str, Any]:
     """Returns what the environment says of a service that speaks S3's protocol."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    found = {"endpoint": os.environ.get("AWS_ENDPOINT_URL"), "aws_region": region}
+    found: dict[str, Any] = {"endpoint": os.environ.get("AWS_ENDPOINT_URL"), "aws_region": region}
     if "AWS_ACCESS_KEY_ID" in os.environ:
         # The default also looks into files, and complains if there are none.
         found["aws_credentials"] = {"type": "environment"}

@@ -22,6 +22,7 @@ from brt.data.quarantine import BadRow, Tally
 from brt.data.sources import File
 from brt.data.tables import Row
 from brt.errors import DataError
+from brt.storage import places
 from brt.tasks.summarization import columns
 from brt.tasks.summarization.columns import Columns, Pair
 
