@@ -109,6 +109,11 @@ def new_path(name: str) -> str:
     return _local(storage.writable, name)
 
 
+def new_directory(name: str) -> str:
+    """A directory that is written; in a bucket, nothing may be there."""
+    return _local(storage.new_directory, name)
+
+
 def source(name: str) -> str:
     """The value of a setting that names files."""
     return _local(storage.settled, name)

@@ -52,24 +52,24 @@ PAIR_FLAGS = {
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser; flags that the user does not give are missing in the parsed namespace."""
-    defaults, path = config.Data(), command_line.path
+    defaults, source = config.Data(), command_line.source
     flags = command_line.parser(__doc__)
     flags.argument_default = argparse.SUPPRESS
     what = flags.add_mutually_exclusive_group(required=True)
-    what.add_argument("--documents", nargs="+", type=path, metavar="SOURCE",
+    what.add_argument("--documents", nargs="+", type=source, metavar="SOURCE",
                       help="file, directory, pattern, corpus:NAME or tfds:NAME/SPLIT")  # fmt: skip
     what.add_argument("--pairs", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     both = flags.add_argument_group("both")
-    both.add_argument("--validation", nargs="+", type=path, metavar="SOURCE",
+    both.add_argument("--validation", nargs="+", type=source, metavar="SOURCE",
                       help="default: a part of --documents; with --pairs: none")  # fmt: skip
-    both.add_argument("--test", nargs="+", type=path, metavar="SOURCE", help="like --validation")
-    both.add_argument("--output", type=path, metavar="DIRECTORY",
+    both.add_argument("--test", nargs="+", type=source, metavar="SOURCE", help="like --validation")
+    both.add_argument("--output", type=command_line.new_directory, metavar="DIRECTORY",
                       help="default with --pairs: $TFDS_DATA_DIR or TFDS's default")  # fmt: skip
     both.add_argument("--errors", choices=["strict", "replace", "refuse", "skip"],
                       help="documents that are not UTF-8: strict (default) or replace; bad pairs: "
                       "refuse (default) or skip")  # fmt: skip
     documents = flags.add_argument_group("with --documents")
-    documents.add_argument("--tokenizer", type=path, help="bytes (default), path/to/file.model, "
+    documents.add_argument("--tokenizer", type=source, help="bytes (default), path/to/file.model, "
                            "path/to/tokenizer.json or train:VOCAB_SIZE")  # fmt: skip
     documents.add_argument("--text_field", help="default: text")
     documents.add_argument("--max_bad_records", type=int, metavar="N",
@@ -78,9 +78,9 @@ def parser() -> argparse.ArgumentParser:
         default = getattr(defaults, f"{split}_fraction")
         documents.add_argument(f"--{split}_fraction", type=float, help=f"default: {default}")
     pairs = flags.add_argument_group("with --pairs")
-    pairs.add_argument("--raw", type=path, metavar="DIRECTORY", help="the unpacked download")
+    pairs.add_argument("--raw", type=command_line.path, metavar="DIRECTORY", help="the unpacked download")
     pairs.add_argument("--name", help="name of the dataset that --pairs files creates")
-    pairs.add_argument("--train", nargs="+", type=path, metavar="SOURCE", help="for --pairs files")
+    pairs.add_argument("--train", nargs="+", type=source, metavar="SOURCE", help="for --pairs files")
     for field, what_for in (("source", "documents"), ("target", "summaries"), ("id", "ids")):
         pairs.add_argument(f"--{field}_field", metavar="COLUMN",
                            help=f"column of {what_for}; default: a usual name")  # fmt: skip

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from brt import config, durable, output, untrusted, user_cache
+from brt import config, durable, output, storage, untrusted, user_cache
 from brt.config.checks import share_of
 from brt.config.fields import cached_settings
 from brt.data import (
@@ -521,12 +521,12 @@ class DocumentPreparation(TokenizedPreparation):
 
     def open(self, output: Path | str | None = None) -> Dataset:
         if self.section.store:
-            return self.open_prepared(Path(self.section.store))
+            return self.open_prepared(Path(storage.local(self.section.store)))
         return self._say_quarantined(super().open(output))
 
     def open_split(self, split: str, encoder: Tokenizer, known: Path | None = None) -> Dataset:
         if self.section.store:
-            return self.open_prepared(Path(self.section.store))
+            return self.open_prepared(Path(storage.local(self.section.store)))
         self._wanted = (split,)
         return self._say_quarantined(super().open_split(split, encoder, known))
 

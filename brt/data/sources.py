@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import untrusted
+from brt import storage, untrusted
 from brt.config.fields import MEMORY
 from brt.data import contents, formats, memory_tasks
 from brt.data.contents import File
@@ -94,6 +94,8 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
         return [
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
         ]
+    if (copy := storage.matching(source)) != source:
+        return [File(storage.shown(file.name), file.path) for file in files(copy, endings)]
     path = Path(source)
     # Path.exists would raise an error if the name is too long, but os.path.exists returns False.
     if os.path.exists(path):
@@ -162,7 +164,7 @@ def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Pat
 
     The files that are read are those with the suffixes `endings`, and `read`.
     """
-    path = Path(source)
+    path = Path(storage.matching(source))
     if not path.is_dir():
         return ""
     listed = walk(path)

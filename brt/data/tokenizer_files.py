@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import sentencepiece
 
-from brt import bounded, untrusted
+from brt import bounded, storage, untrusted
 from brt.data.special_tokens import Added
 from brt.errors import ConfigError, DataError
 
@@ -50,7 +50,7 @@ def load(name: str, readers: Mapping[str, Callable[[Path], T]]) -> T:
         raise ConfigError(
             f"Data.tokenizer = '{name}' is none of {', '.join(known)}, 'train:VOCAB_SIZE'"
         )
-    return readers[kind](Path(name))
+    return readers[kind](Path(name if name == "bytes" else storage.tokenizer(name)))
 
 
 def read(path: Path) -> bytes:

@@ -5,11 +5,16 @@ which copies objects when they are needed, and copies back what has changed. `of
 `Storage` of a path, whose methods do nothing for other local files.
 """
 
+from brt.storage.inputs import RemoteFile as RemoteFile
+from brt.storage.inputs import matching as matching
+from brt.storage.inputs import tokenizer as tokenizer
 from brt.storage.mirror import Storage as Storage
 from brt.storage.mirror import discard_all as discard_all
 from brt.storage.mirror import local as local
+from brt.storage.mirror import new_directory as new_directory
 from brt.storage.mirror import of as of
 from brt.storage.mirror import publish_all as publish_all
 from brt.storage.mirror import readable as readable
+from brt.storage.mirror import shown as shown
 from brt.storage.mirror import writable as writable
 from brt.storage.places import settled as settled

@@ -18,13 +18,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from brt import durable, formatting, user_cache
 from brt.errors import CheckpointError, ConfigError
 from brt.storage.lease import Lease
 from brt.storage.objects import Bucket
-from brt.storage.places import Place, key_problem, parse
+from brt.storage.places import BUCKETS, Place, key_problem, parse
+
+if TYPE_CHECKING:
+    from brt.storage.inputs import RemoteFile
 
 MANIFEST = "MANIFEST.sha256"
 CONTROL = "checkpoint_now", "stop_after_evaluation"
@@ -71,6 +74,13 @@ class Storage:
 
     def fetch(self, directory: Path) -> None:
         """Copies what is missing below a directory: of a checkpoint, what its manifest lists."""
+
+    def need(self, file: Path) -> None:
+        """Copies a file, unless it is there."""
+
+    def remote(self, file: Path, size: int) -> "RemoteFile | None":
+        """Returns a file of `size` bytes that is read in parts; None if it is there."""
+        return None
 
     def publish(self) -> None:
         """Copies back what has changed."""
@@ -128,6 +138,22 @@ class Mirror(Storage):
             with ThreadPoolExecutor(_THREADS, "fetching") as pool:
                 for _ in pool.map(self._fetch_one, missing):
                     pass
+
+    def fetch_matching(self, pattern: re.Pattern[str]) -> None:
+        """Copies all objects whose keys a pattern matches."""
+        with self._turn, _explained(), ThreadPoolExecutor(_THREADS, "fetching") as pool:
+            for _ in pool.map(self._fetch_one, filter(pattern.fullmatch, self._keys())):
+                pass
+
+    def need(self, file: Path) -> None:
+        if not file.exists():
+            with self._turn, _explained():
+                self._fetch_one(self._key(file))
+
+    def remote(self, file: Path, size: int) -> "RemoteFile | None":
+        from brt.storage.inputs import RemoteFile
+
+        return None if file.exists() else RemoteFile(self.bucket, self._key(file), size)
 
     def _fetch_one(self, key: str) -> None:
         # What is missing in the bucket is missing in the copy, where a reader notices it.
@@ -299,19 +325,22 @@ def _listed(manifest: Path, prefix: str) -> list[str] | None:
 _mirrors: dict[Path, Mirror] = {}
 
 
-def local(name: str | os.PathLike[str], asked: str = "") -> str:
+def local(name: str | os.PathLike[str] | Place, asked: str = "") -> str:
     """Returns the local path of a file or directory that a user names.
 
     Of a place in a bucket, it is the path of a copy, which has the small files below the place.
     `asked` is as in `places.parse`. An OSError says that the bucket cannot be read.
     """
-    place = parse(name, asked)
+    place = name if isinstance(name, Place) else parse(name, asked)
     if isinstance(place, str):
         return place
-    return str(_opened(place, refresh=True).path)
+    return str(opened(place, refresh=True).path)
 
 
-def _opened(place: Place, *, refresh: bool) -> Mirror:
+def opened(place: Place, *, refresh: bool = False) -> Mirror:
+    """Returns the mirror of a place in a bucket; ConfigError if it is on the hub."""
+    if place.scheme not in BUCKETS:
+        raise ConfigError(f"{place} is on the hub, from which brt only reads data here")
     for mirror in _mirrors.values():
         if mirror.place == place:
             return mirror
@@ -344,7 +373,7 @@ def readable(name: str | os.PathLike[str], asked: str = "") -> str:
     if isinstance(place, str):
         return place
     parent, _, last = place.key.rpartition("/")
-    path = _opened(place._replace(key=parent), refresh=False).file(last) if last else None
+    path = opened(place._replace(key=parent), refresh=False).file(last) if last else None
     if path is None:
         path = Path(local(name, asked))
         of(path).fetch(path)
@@ -362,9 +391,27 @@ def writable(name: str | os.PathLike[str], asked: str = "") -> str:
     parent, _, last = place.key.rpartition("/")
     if not last:
         raise ConfigError(f"{place} is a bucket; name something in it")
-    mirror = _opened(place._replace(key=parent), refresh=False)
+    mirror = opened(place._replace(key=parent), refresh=False)
     mirror.path.mkdir(parents=True, exist_ok=True)
     return str(mirror.path / last)
+
+
+def new_directory(name: str | os.PathLike[str], asked: str = "") -> str:
+    """Returns what `writable` does; ConfigError if there are objects below the place already."""
+    place = parse(name, asked)
+    if isinstance(place, Place) and (found := Bucket(place).keys()):
+        raise ConfigError(
+            f"{place} has {len(found):,} objects already; name a new place, or delete them"
+        )
+    return writable(name, asked)
+
+
+def shown(path: str | Path) -> str:
+    """Returns the URL of a path in a local copy, or another path as it is."""
+    text = str(path)
+    for copy, url in formatting.SHOWN.items():
+        text = text.replace(copy, url)
+    return text
 
 
 def of(path: Path) -> Storage:

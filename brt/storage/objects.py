@@ -76,6 +76,12 @@ class Bucket:
             if len(piece.content) != _RANGE:
                 return
 
+    def part(self, key: str, start: int, end: int) -> bytes:
+        """Returns bytes of an object; an OSError says that it does not have them."""
+        if not (found := self._range(key, start, end)):
+            raise OSError(errno.EIO, f"it has no bytes {start:,} to {end:,}", self.url(key))
+        return found.content
+
     def _range(self, key: str, start: int, end: int | None) -> Object | None:
         """Returns bytes of an object; None if there is no object, or if it ends before `end`."""
         with self._explained(key):

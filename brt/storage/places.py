@@ -1,7 +1,8 @@
 """Names of places as users write them: local paths, and URLs of buckets.
 
-gs://BUCKET/KEY and s3://BUCKET/KEY name what lies in a bucket, file:///PATH a local path. In local
-paths, ~ and $VARIABLES are expanded as the shell does.
+gs://BUCKET/KEY and s3://BUCKET/KEY name what lies in a bucket, hf://datasets/OWNER/NAME/FILES data
+of the Hugging Face Hub, file:///PATH a local path. In local paths, ~ and $VARIABLES are expanded as
+the shell does.
 """
 
 import os
@@ -29,7 +30,7 @@ class Place(NamedTuple):
     key: str
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+        return f"{self.scheme}://{'/'.join(filter(None, (self.bucket, self.key)))}"
 
 
 def parse(name: str | os.PathLike[str], asked: str = "") -> Place | str:
@@ -45,6 +46,8 @@ def parse(name: str | os.PathLike[str], asked: str = "") -> Place | str:
     scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
         return unquote(urlsplit(text).path)
+    if scheme == "hf":
+        return Place(scheme, "", rest.strip("/"))
     if scheme not in BUCKETS:
         raise ConfigError(
             f"{where}{redacted(text)!r} is a URL of a kind that brt does not read here; name a "

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import tasks, untrusted
+from brt import storage, tasks, untrusted
 from brt.checkpointing.reader import VerifiedCheckpoint, warn_on_stderr
 from brt.config import Config
 from brt.config_io import config_from_json
@@ -65,7 +65,7 @@ def write(
         path = workdir.tokenizer / name
         workdirs.check_writable(path.parent, below=workdir.path)
         workdirs.write_bytes(path, content, below=workdir.path)
-    manifest = DataManifest(str(dataset.directory.absolute()), dataset.described())
+    manifest = DataManifest(storage.shown(dataset.directory.absolute()), dataset.described())
     workdirs.write_json(workdir.data, manifest._asdict())
 
 

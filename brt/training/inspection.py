@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from brt import tree_utils
+from brt import storage, tree_utils
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, difference
@@ -115,7 +115,7 @@ def add_state_hash(
 def verify_data(workdir: Workdir) -> dict[str, str]:
     """Verifies the checksums of a run's prepared data; returns a phrase about each split."""
     manifest = data_manifest.read(workdir)
-    directory = Path(manifest.directory)
+    directory = Path(storage.local(manifest.directory))
     splits = [split for split in manifest.splits if (directory / split).is_dir()]
     if not splits:
         raise DataError(f"{workdir.path} names no prepared data that exist")
