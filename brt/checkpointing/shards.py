@@ -1,0 +1,81 @@
+"""The arrays of a run whose processes see no common directory: every process writes what it has.
+
+The format is that of Orbax, which writes it where all processes see one directory: a key-value store
+(OCDBT) in a directory of each process, and one above them that refers to their content.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore
+
+_FILE_BYTES = 64 << 20  # of the files that a store consists of; each is uploaded at once
+
+
+class Part(NamedTuple):
+    """What this process writes of an array."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]  # the shape of a shard
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]
+
+
+def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
+    """Copies the shards of this process to the host, so that a step may reuse their memory."""
+    for array in arrays.values():
+        array.copy_to_host_async()
+    return [
+        Part(
+            name, array.shape, np.dtype(array.dtype), array.sharding.shard_shape(array.shape),
+            [(s.index, np.array(s.data)) for s in array.addressable_shards if not s.replica_id],
+        )
+        for name, array in arrays.items()
+    ]  # fmt: skip
+
+
+def directory_of(index: int) -> str:
+    return f"ocdbt.process_{index}"
+
+
+def write(directory: Path, parts: Sequence[Part]) -> None:
+    """Writes the shards of this process to a new store in a directory."""
+    directory.mkdir(parents=True)
+    kvstore = {
+        "driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"},
+        "target_data_file_size": _FILE_BYTES,
+    }  # fmt: skip
+    transaction = tensorstore.Transaction()
+    for part in parts:
+        array = tensorstore.open(
+            {"driver": "zarr", "kvstore": {**kvstore, "path": f"{part.name}/"}},
+            create=True, open=True, shape=part.shape, dtype=tensorstore.dtype(part.dtype.name),
+            chunk_layout=tensorstore.ChunkLayout(chunk_shape=part.chunk),
+            codec=tensorstore.CodecSpec({"driver": "zarr", "compressor": {"id": "zstd", "level": 1}}),
+            transaction=transaction,
+        ).result()  # fmt: skip
+        for index, values in part.shards:
+            array[index].write(values).result()
+    transaction.commit_async().result()
+
+
+def merge(base: Mapping[str, Any], count: int) -> None:
+    """Writes the store that refers to those of all processes, below a TensorStore spec `base`."""
+
+    # Stores of one context can refer to each other's content.
+    context = tensorstore.Context()
+
+    def opened(path: str) -> tensorstore.KvStore:
+        spec = {"driver": "ocdbt", "base": {**base, "path": f"{base['path']}{path}"}}
+        return tensorstore.KvStore.open(spec, context=context).result()
+
+    transaction = tensorstore.Transaction(atomic=True)
+    target = opened("").with_transaction(transaction)
+    children = [opened(f"{directory_of(index)}/") for index in range(count)]
+    for copy in [child.experimental_copy_range_to(target) for child in children]:
+        copy.result()
+    transaction.commit_async().result()
