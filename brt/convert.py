@@ -82,7 +82,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--to", choices=forms, required=True, dest="target_form", help="format of OUT"
     )
-    flags.add_argument("target", type=command_line.new_directory, metavar="OUT", help="a new directory")
+    flags.add_argument(
+        "target", type=command_line.new_directory, metavar="OUT", help="a new directory"
+    )
     flags.add_argument(
         "--verify", action="store_true",
         help="read the result, and compare all arrays and logits, also with torch or transformers",

@@ -78,9 +78,13 @@ def parser() -> argparse.ArgumentParser:
         default = getattr(defaults, f"{split}_fraction")
         documents.add_argument(f"--{split}_fraction", type=float, help=f"default: {default}")
     pairs = flags.add_argument_group("with --pairs")
-    pairs.add_argument("--raw", type=command_line.path, metavar="DIRECTORY", help="the unpacked download")
+    pairs.add_argument(
+        "--raw", type=command_line.path, metavar="DIRECTORY", help="the unpacked download"
+    )
     pairs.add_argument("--name", help="name of the dataset that --pairs files creates")
-    pairs.add_argument("--train", nargs="+", type=source, metavar="SOURCE", help="for --pairs files")
+    pairs.add_argument(
+        "--train", nargs="+", type=source, metavar="SOURCE", help="for --pairs files"
+    )
     for field, what_for in (("source", "documents"), ("target", "summaries"), ("id", "ids")):
         pairs.add_argument(f"--{field}_field", metavar="COLUMN",
                            help=f"column of {what_for}; default: a usual name")  # fmt: skip

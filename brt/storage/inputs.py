@@ -4,6 +4,7 @@ Documents are copied whole. Of the tokens of a store, only the blocks that are r
 a bounded number of them is kept in memory.
 """
 
+import errno
 import re
 import threading
 from collections import OrderedDict
@@ -83,6 +84,7 @@ class RemoteFile:
 
     def __init__(self, bucket: Bucket, key: str, size: int):
         self._bucket, self._key, self._size = bucket, key, size
+        self._generation: bytes | None = None
         self._turn = threading.Lock()
         self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
         self._pool = ThreadPoolExecutor(_THREADS, "blocks")
@@ -107,4 +109,9 @@ class RemoteFile:
 
     def _fetch(self, number: int) -> bytes:
         start = number * _BLOCK
-        return self._bucket.part(self._key, start, min(start + _BLOCK, self._size))
+        part = self._bucket.part(self._key, start, min(start + _BLOCK, self._size))
+        self._generation = self._generation or part.generation
+        if part.generation != self._generation:
+            url = self._bucket.url(self._key)
+            raise OSError(errno.ESTALE, "it was replaced while it was read", url)
+        return part.content

@@ -299,14 +299,14 @@ class Mirror(Storage):
 def _in_order(keys: Iterable[str]) -> list[list[str]]:
     """Returns keys in three groups to be written one after the other.
 
-    Logs and arrays come first, the manifests that make checkpoints count second, and what says that
-    a checkpoint was saved last.
+    Logs and arrays come first, the manifests that make checkpoints count second, and last what says
+    that a checkpoint was saved, or that prepared data are complete.
     """
 
     def rank(key: str) -> int:
         if _CHECKPOINT.fullmatch(key):
             return 1
-        return 2 if key.rpartition("/")[2] == "last_checkpoint.txt" else 0
+        return 2 if key.rpartition("/")[2] in ("last_checkpoint.txt", "corpus.json") else 0
 
     keys = sorted(keys)
     return [group for i in range(3) if (group := [key for key in keys if rank(key) == i])]

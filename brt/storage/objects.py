@@ -76,11 +76,11 @@ class Bucket:
             if len(piece.content) != _RANGE:
                 return
 
-    def part(self, key: str, start: int, end: int) -> bytes:
+    def part(self, key: str, start: int, end: int) -> Object:
         """Returns bytes of an object; an OSError says that it does not have them."""
         if not (found := self._range(key, start, end)):
             raise OSError(errno.EIO, f"it has no bytes {start:,} to {end:,}", self.url(key))
-        return found.content
+        return found
 
     def _range(self, key: str, start: int, end: int | None) -> Object | None:
         """Returns bytes of an object; None if there is no object, or if it ends before `end`."""
