@@ -11,5 +11,6 @@ from brt.storage.mirror import local as local
 from brt.storage.mirror import of as of
 from brt.storage.mirror import publish_all as publish_all
 from brt.storage.mirror import readable as readable
+from brt.storage.mirror import shown as shown
 from brt.storage.mirror import writable as writable
 from brt.storage.places import settled as settled

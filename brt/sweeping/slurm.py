@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from brt import user_files
+from brt import storage, user_files
 from brt.errors import ConfigError
 from brt.training.workdir import check_writable
 
@@ -44,8 +44,10 @@ def script(
     """
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
-    flags += [*user_files.import_flags(), f"--workdir={workdir}"]
-    logs = workdir.absolute() / "slurm"
+    flags += [*user_files.import_flags(), f"--workdir={storage.shown(workdir)}"]
+    # SLURM writes no objects of buckets.
+    here = Path.cwd() / workdir.name if storage.shown(workdir) != str(workdir) else workdir
+    logs = here.absolute() / "slurm"
     try:
         more = shlex.split(options)
     except ValueError as error:
