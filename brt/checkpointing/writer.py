@@ -100,9 +100,10 @@ class CheckpointWriter:
     """Saves checkpoints in a background thread.
 
     If a save fails in the background, the next call of `check`, `wait`, `save` or `close` raises
-    CheckpointError, or what the bucket of the run answers. Creating a writer removes the files that killed runs left behind, so only a
-    trainer that holds the lock of the run directory may create a writer. With several processes,
-    each process writes its shards of the arrays, and the first process writes everything else.
+    CheckpointError, or the error of the bucket that the run is copied to. Creating a writer removes
+    the files that killed runs left behind, so only a trainer that holds the lock of the run
+    directory may create a writer. With several processes, each process writes its shards of the
+    arrays, and the first process writes everything else.
 
     Args:
       directory: the `checkpoints` directory of a run, which is created if it does not exist.

@@ -407,7 +407,7 @@ def discard_all() -> None:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Returns the URL of a path in a local copy, by which other processes find it; else the path."""
+    """Returns the URL of a path in a local copy, as other processes name it, or the path itself."""
     for copy, mirror in _mirrors.items():
         if Path(path).is_relative_to(copy):
             inside = Path(path).relative_to(copy)

@@ -50,23 +50,23 @@ def parse(name: str | os.PathLike[str], asked: str = "") -> Place | str:
                 "s3://BUCKET/NAME, or ./ before a local name"
             )
         return text
-    scheme, rest = match[1].lower(), match[2]
+    scheme, rest, shown = match[1].lower(), match[2], redacted(text)
     if scheme == "file":
         return _local_path(text, where)
     if scheme not in BUCKETS:
         raise ConfigError(
-            f"{where}{redacted(text)!r} is a URL of a kind that brt does not read here; name a "
+            f"{where}{shown!r} is a URL of a kind that brt does not read here; name a "
             "path, gs://BUCKET/NAME or s3://BUCKET/NAME (write ./ before a local name of this form)"
         )
     bucket, _, key = rest.partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise ConfigError(
-            f"{where}{text!r}: {bucket!r} is no name of a bucket (3 to 222 small letters, digits, "
-            "dots, hyphens)"
+            f"{where}{shown!r}: there is no name of a bucket behind {scheme}:// (3 to 222 small "
+            "letters, digits, dots, hyphens)"
         )
     key = key.rstrip("/")
     if problem := key and key_problem(key):
-        raise ConfigError(f"{where}{text!r}: the name {problem}")
+        raise ConfigError(f"{where}{shown!r}: the name {problem}")
     return Place(scheme, bucket, key)
 
 

@@ -45,9 +45,7 @@ def script(
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
     flags += [*user_files.import_flags(), f"--workdir={storage.shown(workdir)}"]
-    # SLURM writes no objects of buckets.
-    here = Path.cwd() / workdir.name if storage.shown(workdir) != str(workdir) else workdir
-    logs = here.absolute() / "slurm"
+    logs = _logs(workdir)
     try:
         more = shlex.split(options)
     except ValueError as error:
@@ -88,8 +86,9 @@ def script(
 def submit(text: str, workdir: Path) -> str:
     """Submits a script to SLURM with sbatch, and returns the output of sbatch."""
     # The directory of the logs is created here, because sbatch does not create it.
-    check_writable(workdir)
-    check_writable(workdir / "slurm", below=workdir)
+    logs = _logs(workdir)
+    check_writable(logs.parent)
+    check_writable(logs, below=logs.parent)
     try:
         done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True)
     except FileNotFoundError as error:
@@ -100,3 +99,9 @@ def submit(text: str, workdir: Path) -> str:
     if done.returncode:
         raise ConfigError(f"sbatch refuses the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
+
+
+def _logs(workdir: Path) -> Path:
+    """Returns the directory of the logs; SLURM cannot write to the bucket of a sweep."""
+    in_bucket = storage.shown(workdir) != str(workdir)
+    return (Path(workdir.name) if in_bucket else workdir).absolute() / "slurm"
