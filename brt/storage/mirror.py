@@ -136,7 +136,7 @@ class Mirror(Storage):
         return _stamp(self.path / key) not in (None, self._known.get(key))
 
     def fetch(self, directory: Path) -> None:
-        prefix = f"{self._key(directory)}/"
+        prefix = f"{key}/" if (key := self._key(directory)) else ""
         with self._turn:
             keys = _listed(directory / MANIFEST, prefix)
             if keys is None:
@@ -177,10 +177,7 @@ class Mirror(Storage):
             for key in sorted(gone & manifests):
                 self._delete([key])
                 self._delete(self.bucket.keys(key.removesuffix(MANIFEST)))
-            self._delete(sorted(gone - manifests))
-            for key in gone:
-                self._known.pop(key, None)
-                self._generations.pop(key, None)
+            self._delete(sorted(gone & self._known.keys()))
 
     def _delete(self, keys: list[str]) -> None:
         if keys:
@@ -266,15 +263,15 @@ class Mirror(Storage):
                 self._store(key, found.generation, [found.content])
 
     def _keys(self, prefix: str = "") -> list[str]:
-        keys = self.bucket.keys(prefix)
-        for key in keys:
-            if problem := key_problem(key.rstrip("/")):
-                raise ConfigError(f"{self.bucket.url(key)!r}: the name of this object {problem}")
         # Consoles create empty objects whose names end with a slash, as directories.
-        return [key for key in keys if not key.endswith("/")]
+        keys = [key for key in self.bucket.keys(prefix) if key and not key.endswith("/")]
+        for key in keys:
+            if problem := key_problem(key):
+                raise ConfigError(f"{self.bucket.url(key)!r}: the name of this object {problem}")
+        return keys
 
     def _key(self, path: Path) -> str:
-        return path.relative_to(self.path).as_posix()
+        return "/".join(path.relative_to(self.path).parts)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for place, directories, names in os.walk(self.path):

@@ -76,13 +76,14 @@ class Bucket:
         while longer:
             end = start + _RANGE
             # TensorStore downloads ranges that are longer than the object, and then refuses them.
-            longer = self._range(key, end - 1, end) is not None
-            piece = self._range(key, start, end if longer else None) or self._range(key, 0, 0)
-            if not piece or generation not in (None, piece.generation):
+            last = self._range(key, end - 1, end)
+            piece = self._range(key, start, end if last else None) or self._range(key, 0, 0)
+            generations = {generation, *(found and found.generation for found in (last, piece))}
+            if len(generations - {None}) != 1 or not piece:
                 raise BucketError(
                     f"{self.url(key)} was replaced while it was read; run the same command again"
                 )
-            generation, start = piece.generation, end
+            generation, start, longer = piece.generation, end, last is not None
             yield piece.content
 
     def _range(self, key: str, start: int, end: int | None) -> Object | None:
