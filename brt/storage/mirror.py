@@ -258,9 +258,10 @@ class Mirror(Storage):
             thread.join()
 
     def _find_requests(self) -> None:
-        for key, found in self.bucket.read_all(CONTROL):
-            if found and key not in self._known:
-                self._store(key, found.generation, [found.content])
+        with self._turn:
+            for key, found in self.bucket.read_all(CONTROL):
+                if found and key not in self._known:
+                    self._store(key, found.generation, [found.content])
 
     def _keys(self, prefix: str = "") -> list[str]:
         # Consoles create empty objects whose names end with a slash, as directories.
@@ -401,6 +402,7 @@ def discard_all() -> None:
     for path in list(_mirrors):
         shutil.rmtree(path.parent, ignore_errors=True)
         del _mirrors[path]
+        formatting.SHOWN.pop(str(path), None)
 
 
 def shown(path: str | os.PathLike[str]) -> str:

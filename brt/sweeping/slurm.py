@@ -42,7 +42,7 @@ def script(
     `files` and `bindings` are the values of --gin_file and --gin_bindings of brt.sweep; `options`
     are further options of sbatch, as on its command line. Wrong options raise ConfigError.
     """
-    flags = [f"--gin_file={file}" for file in files]
+    flags = [f"--gin_file={storage.shown(file)}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
     flags += [*user_files.import_flags(), f"--workdir={storage.shown(workdir)}"]
     logs = _logs(workdir)

@@ -23,7 +23,7 @@ def scheme(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(objects, "_RETRIES", QUICK)
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 3.0)
     yield
     storage.discard_all()
 

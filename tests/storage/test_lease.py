@@ -21,6 +21,18 @@ Fresh = Callable[[], Mirror]
 LOCK = "runs/a/.lock"
 
 
+def loss(mirror: Mirror) -> str:
+    """Returns what a trainer says when it notices that it does not hold the lock any more."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            mirror.check()
+        except CheckpointError as error:
+            return str(error)
+        time.sleep(0.05)
+    raise AssertionError("it does not notice")
+
+
 def test_a_second_trainer_is_refused_until_the_first_ends(
     server: BucketServer, fresh: Fresh
 ) -> None:
@@ -45,8 +57,7 @@ def test_a_trainer_that_was_killed_is_replaced(
     holder = {"holder": "process 7 on a", "machine": lease._machine() if here else "", "id": "x"}
     content = json.dumps(holder | {"pid": dead.pid})
     server.put("bucket", LOCK, content.encode())
-    if here:
-        monkeypatch.setattr(lease, "LEASE_SECONDS", 1000.0)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1000.0 if here else 0.5)
     said: list[str] = []
     begin = time.monotonic()
     with fresh().held(said.append):
@@ -56,8 +67,9 @@ def test_a_trainer_that_was_killed_is_replaced(
 
 @pytest.mark.parametrize("content", [b"{}", b"[1]", b"\xff", b'{"pid": "a", "holder": [1]}'])
 def test_a_lock_that_brt_did_not_write_is_waited_for(
-    server: BucketServer, fresh: Fresh, content: bytes
+    server: BucketServer, fresh: Fresh, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
     server.put("bucket", LOCK, content)
     with fresh().held(lambda _: None):
         pass
@@ -95,9 +107,7 @@ def test_a_trainer_that_was_cut_off_changes_nothing_any_more(
         save(one, 4, "mine")
         write(one, "metrics.jsonl", "mine")
         if noticed:
-            time.sleep(lease.LEASE_SECONDS)
-            with pytest.raises(CheckpointError, match="another trainer has taken over .*://bucket"):
-                one.check()
+            assert "another trainer has taken over" in loss(one)
         with pytest.raises(CheckpointError, match="taken over"):
             one.publish()
     assert server.buckets["bucket"][LOCK].content == b'{"id": "other"}'
@@ -106,13 +116,14 @@ def test_a_trainer_that_was_cut_off_changes_nothing_any_more(
     assert found(fresh()) == {2: "mine"}
 
 
-def test_a_trainer_without_network_stops(server: BucketServer, fresh: Fresh) -> None:
+def test_a_trainer_without_network_stops(
+    server: BucketServer, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
     one = fresh()
     with one.held(print):
         server.faults = lambda request: Fault("reset")
-        time.sleep(2 * lease.LEASE_SECONDS)
-        with pytest.raises(CheckpointError, match="could not be renewed .* see to the network"):
-            one.check()
+        assert "see to the network, then run again" in loss(one)
         server.faults = []
 
 
@@ -120,11 +131,11 @@ def test_a_trainer_without_network_stops(server: BucketServer, fresh: Fresh) -> 
 def test_a_lost_answer_is_no_lost_lock(
     server: BucketServer, fresh: Fresh, resets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1000.0)
     one = fresh()
     with one.held(print):
         held = one._lease
         assert held
-        monkeypatch.setattr(lease, "LEASE_SECONDS", 1000.0)
         server.faults = [Fault("lost", "write", LOCK), Fault("reset", "write", LOCK, resets)]
         if resets:
             with pytest.raises(BucketError):

@@ -73,6 +73,7 @@ def lives(fresh: Fresh) -> Iterator[tuple[Mirror, set[tuple[tuple[int, str], ...
     yield made, {((2, "old"),), (), ((2, "new"),)}
 
 
+@pytest.mark.slow_cases("s3-*")
 @pytest.mark.parametrize("first", ["reset", "lost"])
 @pytest.mark.parametrize("life", [0, 1, 2], ids=["added", "removed", "replaced"])
 def test_a_publish_that_is_killed_leaves_whole_checkpoints(
@@ -176,6 +177,7 @@ def test_a_list_that_is_older_than_an_object_is_made_again(
     assert tree(mirror.path) == {"config.json": b"{}"}
 
 
+@pytest.mark.slow_cases("s3-*")
 @pytest.mark.parametrize("size", [0, 7, 8, 9, 16, 20])
 def test_objects_that_change_while_they_are_read(
     server: BucketServer, fresh: Fresh, size: int, monkeypatch: pytest.MonkeyPatch
