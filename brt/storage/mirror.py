@@ -39,6 +39,7 @@ _LOCAL = re.compile(
     r"(.*/)?(\.brt\.[0-9a-f]+\.partial|\.[^/]*lock|heartbeat|checkpoints/\d+\.(partial|deleted))(/.*)?",
     re.DOTALL,
 )
+_IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
 # What a run has after its first save, and lists would show in this order.
 _ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
@@ -100,7 +101,7 @@ class Mirror(Storage):
 
     def refresh(self) -> None:
         with self._turn:
-            keys = [key for key in self._all_keys() if not _LOCAL.fullmatch(key)]
+            keys = _without_halves(self._all_keys())
             small = [key for key in keys if not _ON_DEMAND.fullmatch(key)]
             for key in self._known.keys() - keys:
                 self._forget(key)
@@ -140,7 +141,7 @@ class Mirror(Storage):
         with self._turn:
             keys = _listed(directory / MANIFEST, prefix)
             if keys is None:
-                keys = [key for key in self._keys(prefix) if not _LOCAL.fullmatch(key)]
+                keys = _without_halves(self._keys(prefix))
             missing = [key for key in keys if not (self.path / key).exists()]
             with ThreadPoolExecutor(_THREADS, "fetching") as pool:
                 for _ in pool.map(self._fetch_one, missing):
@@ -221,12 +222,7 @@ class Mirror(Storage):
     def _remove_half_checkpoints(self) -> None:
         """Deletes what killed trainers have left: checkpoints without a manifest."""
         keys = self._keys("checkpoints/")
-        whole = {found[1] for key in keys if (found := _CHECKPOINT.fullmatch(key))}
-        parts = [re.match(r"checkpoints/\d+/", key) for key in keys]
-        half = [key for key, part in zip(keys, parts, strict=True) if part and part[0] not in whole]
-        self.bucket.delete(half)
-        for key in half:
-            self._forget(key)
+        self.bucket.delete(sorted({*keys} - {*_without_halves(keys)}))
 
     @contextlib.contextmanager
     def _published_regularly(self, warn: Callable[[str], None]) -> Iterator[None]:
@@ -298,6 +294,14 @@ class Mirror(Storage):
     def _forget(self, key: str) -> None:
         self._known.pop(key, None), self._generations.pop(key, None)
         (self.path / key).unlink(missing_ok=True)
+
+
+def _without_halves(keys: Iterable[str]) -> list[str]:
+    """Returns keys without those of local files, and of checkpoints that lack a manifest."""
+    keys = [key for key in keys if not _LOCAL.fullmatch(key)]
+    whole = {found[1] for key in keys if (found := _CHECKPOINT.fullmatch(key))}
+    parts = [(key, _IN_CHECKPOINT.match(key)) for key in keys]
+    return [key for key, part in parts if not part or part[0] in whole]
 
 
 def _in_order(keys: Iterable[str]) -> list[list[str]]:
