@@ -145,7 +145,7 @@ def test_python_refuses_urls_before_anything_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (lambda: brt.load(url), lambda: brt.train(Config(), url)):
-        with pytest.raises(ConfigError, match="workdir: 'hf:.* is a URL"):
+        with pytest.raises(ConfigError, match="'hf:.* is a URL"):
             call()
     with pytest.raises(ConfigError, match="is a URL"):
         brt.config_from_gin(url)

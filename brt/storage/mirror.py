@@ -105,6 +105,11 @@ class Mirror(Storage):
             small = [key for key in keys if not _ON_DEMAND.fullmatch(key)]
             for key in self._known.keys() - keys:
                 self._forget(key)
+            manifests = {k: g for k, g in self._generations.items() if _CHECKPOINT.fullmatch(k)}
+            for key, _ in self.bucket.changed(manifests):  # The checkpoint was written anew.
+                directory = key.removesuffix(MANIFEST)
+                for part in [known for known in self._known if known.startswith(directory)]:
+                    self._forget(part)
             old = {
                 key: generation
                 for key, generation in self._generations.items()

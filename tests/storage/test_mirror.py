@@ -56,6 +56,16 @@ def test_refresh_sees_what_others_change_and_keeps_what_is_changed_here(
     assert tree(other.path) == tree(one.path)
 
 
+def test_a_checkpoint_that_is_written_anew_is_copied_anew(
+    server: BucketServer, fresh: Fresh
+) -> None:
+    one, other = fresh(), fresh()
+    for text in ("x", "y"):
+        save(one, 2, text)
+        one.publish()
+        assert found(other) == {2: text}
+
+
 def lives(fresh: Fresh) -> Iterator[tuple[Mirror, set[tuple[tuple[int, str], ...]]]]:
     """Yields copies that have changed since they were published, and what may be found then."""
     made = fresh()
