@@ -46,6 +46,12 @@ class CheckpointError(BrtError):
     exit_code = 4
 
 
+class BucketError(BrtError):
+    """An error which says that a request to a bucket failed, and may succeed later."""
+
+    exit_code = 4
+
+
 class NonFiniteError(BrtError):
     """An error which says that the loss jumped, or that it or a gradient is NaN or infinite."""
 

@@ -10,19 +10,28 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import buckets
 import pytest
+from buckets import BucketServer
 from import_rules import COMMANDS
 
 import brt
-from brt import user_files
+from brt import storage
 from brt.config import Config
 from brt.config.fields import settings
 from brt.config.names import field_types, section_types
 from brt.errors import ConfigError
+from brt.storage import places
 from brt.tasks.summarization import raw
 
-URLS = ["gs://bucket/run", "s3://key:word@bucket/a*.txt", "hf://OWNER/NAME", "http://host/a",
-        "file:///tmp/a", "X-y.z+1://a", "gs:/bucket/run"]  # fmt: skip
+server = buckets.bucket_server  # the fixture
+# Names of no place that brt reads, and what an error says of them.
+REFUSED = {
+    "s3://key:word@bucket/a*.txt": "no name of a bucket", "hf://OWNER/NAME": "is a URL",
+    "http://host/a": "is a URL", "X-y.z+1://a": "is a URL", "gs:/bucket/../run": "as one",
+    "gs:bucket/run": "lacks the slashes", "file://host/a": "no file of this machine",
+}  # fmt: skip
+IN_BUCKET = "gs://bucket/a/run"
 # These flags take texts that are no files.
 TEXTS = {
     "--gin_bindings", "--prompt", "--stop", "--windows", "--topology", "--allow_config_change",
@@ -53,8 +62,8 @@ FILES = [pytest.param(a, id=c + name_of(a)) for c, a in flags() if name_of(a) no
 
 
 @pytest.mark.parametrize("action", FILES)
-def test_every_flag_of_a_file_expands_the_home_and_refuses_urls(
-    action: argparse.Action, monkeypatch: pytest.MonkeyPatch
+def test_every_flag_of_a_file_expands_the_home_and_takes_places_in_buckets(
+    action: argparse.Action, monkeypatch: pytest.MonkeyPatch, server: BucketServer
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert action.type is not None, f"{name_of(action)} has not the type command_line.path"
@@ -63,9 +72,13 @@ def test_every_flag_of_a_file_expands_the_home_and_refuses_urls(
     before = [] if not action.option_strings else [action.option_strings[0]]
     found = vars(parser.parse_args([*before, "~/a"]))[action.dest]
     assert "/home/me/a" in (found, *found)
-    for url in URLS:
-        with pytest.raises(argparse.ArgumentError, match=f"{name_of(action)}: .* is a URL"):
+    for url, why in REFUSED.items():
+        with pytest.raises(argparse.ArgumentError, match=f"{name_of(action)}: .*{why}"):
             parser.parse_args([*before, url])
+    found = vars(parser.parse_args([*before, IN_BUCKET]))[action.dest]
+    values = [found] if isinstance(found, str) else found
+    assert [storage.shown(value) for value in values] == [IN_BUCKET]
+    storage.discard_all()
 
 
 def test_every_text_that_is_set_is_a_file_or_known_to_be_none() -> None:
@@ -85,7 +98,7 @@ def paths() -> Iterator[tuple[type, str]]:
 
 
 @pytest.mark.parametrize(("section", "field"), [*paths()])
-def test_every_setting_of_a_file_expands_the_home_and_refuses_urls(
+def test_every_setting_of_a_file_expands_the_home_and_takes_places_in_buckets(
     section: type, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
@@ -93,10 +106,16 @@ def test_every_setting_of_a_file_expands_the_home_and_refuses_urls(
     made = section(**{field: ("~/a.json", "tfds:a/b") if many else "~/a.json"})
     found = getattr(made, field)
     assert found == (("/home/me/a.json", "tfds:a/b") if many else "/home/me/a.json")
-    for url in URLS:
-        with pytest.raises(ConfigError, match=rf"\.{field}: .* is a URL") as caught:
+    for url, why in REFUSED.items():
+        with pytest.raises(ConfigError, match=rf"\.{field}: .*{why}") as caught:
             section(**{field: (url,) if many else url})
         assert "word" not in str(caught.value), "a password is shown"
+    if settings(section)[field].path == "written":
+        with pytest.raises(ConfigError, match=rf"\.{field}: .* must be a local path"):
+            section(**{field: IN_BUCKET})
+    else:
+        found = getattr(section(**{field: (IN_BUCKET,) if many else IN_BUCKET}), field)
+        assert found == ((IN_BUCKET,) if many else IN_BUCKET)
 
 
 @pytest.mark.parametrize(
@@ -111,29 +130,29 @@ def test_every_setting_of_a_file_expands_the_home_and_refuses_urls(
 )  # fmt: skip
 def test_local_names(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert user_files.local(name) == path
+    assert places.parse(name) == path
 
 
 def test_no_directory_is_called_like_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.path.expanduser", lambda name: name)
     with pytest.raises(ConfigError, match="home directory"):
-        user_files.local("~/a")
+        places.parse("~/a")
 
 
-@pytest.mark.parametrize("url", [URLS[0], Path(URLS[0])])
+@pytest.mark.parametrize("url", ["hf://OWNER/NAME", Path("hf://OWNER/NAME")])
 def test_python_refuses_urls_before_anything_is_written(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (lambda: brt.load(url), lambda: brt.train(Config(), url)):
-        with pytest.raises(ConfigError, match="workdir: 'gs:.* is a URL"):
+        with pytest.raises(ConfigError, match="'hf:.* is a URL"):
             call()
     with pytest.raises(ConfigError, match="is a URL"):
         brt.config_from_gin(url)
     monkeypatch.setattr("tensorflow_datasets.core.constants.DATA_DIR", "gs://bucket")
     with pytest.raises(ConfigError, match="TFDS_DATA_DIR: "):
         raw.default_directory()
-    (tmp_path / "a.gin").write_text("include 'gs://bucket/b.gin'\n")
+    (tmp_path / "a.gin").write_text("include 'hf://bucket/b.gin'\n")
     with pytest.raises(ConfigError, match="is a URL"):
         brt.config_from_gin("a.gin")
     assert [path.name for path in tmp_path.iterdir()] == ["a.gin"]

@@ -39,7 +39,7 @@ from brt.checkpointing.reader import (
     warn_on_stderr,
 )
 from brt.distributed import processes
-from brt.errors import CheckpointError, NonFiniteError
+from brt.errors import BrtError, CheckpointError, NonFiniteError
 from brt.formatting import size
 
 # A file system reports one of these errors if it has no hard links, if it cannot link the two
@@ -100,9 +100,10 @@ class CheckpointWriter:
     """Saves checkpoints in a background thread.
 
     If a save fails in the background, the next call of `check`, `wait`, `save` or `close` raises
-    CheckpointError. Creating a writer removes the files that killed runs left behind, so only a
-    trainer that holds the lock of the run directory may create a writer. With several processes,
-    each process writes its shards of the arrays, and the first process writes everything else.
+    CheckpointError, or the error of the bucket that the run is copied to. Creating a writer removes
+    the files that killed runs left behind, so only a trainer that holds the lock of the run
+    directory may create a writer. With several processes, each process writes its shards of the
+    arrays, and the first process writes everything else.
 
     Args:
       directory: the `checkpoints` directory of a run, which is created if it does not exist.
@@ -161,7 +162,7 @@ class CheckpointWriter:
         moved = self._moved()
         try:
             self.close()
-        except CheckpointError as close_error:
+        except BrtError as close_error:
             if error is None:
                 raise
             # The error that ended the context came first and is raised. The error of closing is
@@ -307,9 +308,13 @@ class CheckpointWriter:
                 for one in old[: -self._keep]:
                     if not self._keep_every or one % self._keep_every:
                         _remove(self._directory / str(one))
-                storage.of(self._directory).publish()
         except Exception as error:
             raise self._failure(step, error) from error
+        try:
+            storage.of(self._directory).publish()
+        except BrtError as error:
+            self._last_step, self._failed = None, True
+            raise type(error)(f"saving step {step} to {self._directory} failed: {error}") from error
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Removes the files of a failed save, and returns an error that says why it failed."""

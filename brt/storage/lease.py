@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from brt.errors import ConfigError
+from brt.errors import BrtError, ConfigError
 from brt.storage.objects import ABSENT, Bucket
 
 LEASE_SECONDS = 60.0
@@ -48,7 +48,6 @@ class Lease:
             self._wait_until_abandoned(found.generation, _parsed(found.content))
         if not self._write(found.generation if found else ABSENT):
             raise self._in_use("starting")
-        self._renewed = time.monotonic()
         self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
         self._thread.start()
         return self
@@ -57,8 +56,13 @@ class Lease:
         self._ended.set()
         self._thread.join()
         if not self.lost:
-            with contextlib.suppress(OSError):  # The next trainer takes over from this one.
-                self._bucket.write(_KEY, b"", replaces=self._generation)
+            with contextlib.suppress(BrtError):  # The next trainer takes over from this one.
+                self._replace(self._generation, b"")
+
+    def confirm(self) -> None:
+        """Renews the lock, unless nobody can have taken it over since it was renewed."""
+        if time.monotonic() - self._renewed > LEASE_SECONDS / 4:
+            self.renew()
 
     def renew(self) -> None:
         """Renews the lock now; see `lost`."""
@@ -71,15 +75,24 @@ class Lease:
 
     def _write(self, replaces: bytes) -> bool:
         self._holder["renewed"] = secrets.token_hex(4)
-        written = self._bucket.write(_KEY, json.dumps(self._holder).encode(), replaces=replaces)
+        return self._replace(replaces, json.dumps(self._holder).encode())
+
+    def _replace(self, generation: bytes, content: bytes) -> bool:
+        begin = time.monotonic()
+        written = self._bucket.write(_KEY, content, replaces=generation)
+        if written is None:
+            # The last write may have failed here, and yet have been carried out.
+            found = self._bucket.read(_KEY)
+            if found and _parsed(found.content).get("id") == self._holder["id"]:
+                written = self._bucket.write(_KEY, content, replaces=found.generation)
         if written is None:
             return False
-        self._generation, self._renewed = written, time.monotonic()
+        self._generation, self._renewed = written, begin
         return True
 
     def _renew_regularly(self) -> None:
         while not self.lost and not self._ended.wait(LEASE_SECONDS / 5):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(BrtError):
                 self.renew()
             if time.monotonic() - self._renewed > LEASE_SECONDS:
                 self.lost = (

@@ -8,7 +8,6 @@ next one that makes a copy.
 """
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from brt import durable, formatting, user_cache
-from brt.errors import CheckpointError, ConfigError
+from brt.errors import BucketError, CheckpointError, ConfigError, closing
 from brt.storage.lease import Lease
 from brt.storage.objects import Bucket
 from brt.storage.places import BUCKETS, Place, key_problem, parse
@@ -43,8 +42,10 @@ _LOCAL = re.compile(
     r"(.*/)?(\.brt\.[0-9a-f]+\.partial|\.[^/]*lock|heartbeat|checkpoints/\d+\.(partial|deleted))(/.*)?",
     re.DOTALL,
 )
+_IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
-_ALWAYS = "config.json", "last_checkpoint.txt"  # what a run has, after its first save
+# What a run has after its first save, and lists would show in this order.
+_ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
 _THREADS = 4  # This number of files is copied at a time.
 # A trainer copies back every _PUBLISH_SECONDS, and less often if a copy takes long: it is to take
 # at most a twentieth of the time.
@@ -110,30 +111,52 @@ class Mirror(Storage):
 
     def refresh(self) -> None:
         with self._turn:
-            keys = [key for key in self._keys() if not _LOCAL.fullmatch(key)]
+            keys = _without_halves(self._all_keys())
             small = [key for key in keys if not _ON_DEMAND.fullmatch(key)]
-            gone = self._known.keys() - keys
-            for key in {*gone, *_ALWAYS} if gone or not keys else ():
-                if key not in keys and self.bucket.exists(key):
-                    url = self.bucket.url()
-                    raise PermissionError(errno.EACCES, "its objects cannot be listed", url)
-            for key in gone:
+            for key in self._known.keys() - keys:
                 self._forget(key)
-            new = [key for key in small if key not in self._known]
-            for key, found in self.bucket.read_all(new):
+            manifests = {k: g for k, g in self._generations.items() if _CHECKPOINT.fullmatch(k)}
+            for key, _ in self.bucket.changed(manifests):  # The checkpoint was written anew.
+                directory = key.removesuffix(MANIFEST)
+                for part in [known for known in self._known if known.startswith(directory)]:
+                    self._forget(part)
+            old = {
+                key: generation
+                for key, generation in self._generations.items()
+                if generation and not _CONSTANT.fullmatch(key) and not self._is_changed(key)
+            }
+            new = [k for k in small if k not in self._known and not self._is_changed(k)]
+            for key, found in (*self.bucket.read_all(new), *self.bucket.changed(old)):
                 if found:
                     self._store(key, found.generation, [found.content])
-            for key in sorted(self._generations):
-                if key not in new and not _CONSTANT.fullmatch(key):
-                    if found := self.bucket.changed(key, self._generations[key]):
-                        self._store(key, found.generation, [found.content])
+
+    def _all_keys(self) -> list[str]:
+        """Returns all keys; ConfigError if the list was refused, or broken off, which looks alike.
+
+        As lists are sorted, what is missing in one that was broken off is behind its last key.
+        """
+        for again in False, True:  # An object may have been written since the list was made.
+            keys = self._keys()
+            behind = {k for k in (*self._known, *_ALWAYS) if not keys or k > keys[-1]}
+            if not any(map(self.bucket.exists, sorted(behind))):
+                break
+            if again:
+                raise ConfigError(
+                    f"{self.bucket.url()}: its objects cannot be listed; see to what the "
+                    "credentials of this machine permit in the bucket"
+                )
+        return keys
+
+    def _is_changed(self, key: str) -> bool:
+        """Returns True if the local file has not been copied back since it was written."""
+        return _stamp(self.path / key) not in (None, self._known.get(key))
 
     def fetch(self, directory: Path) -> None:
-        prefix = f"{self._key(directory)}/"
+        prefix = f"{key}/" if (key := self._key(directory)) else ""
         with self._turn:
             keys = _listed(directory / MANIFEST, prefix)
             if keys is None:
-                keys = [key for key in self._keys(prefix) if not _LOCAL.fullmatch(key)]
+                keys = _without_halves(self._keys(prefix))
             missing = [key for key in keys if not (self.path / key).exists()]
             with ThreadPoolExecutor(_THREADS, "fetching") as pool:
                 for _ in pool.map(self._fetch_one, missing):
@@ -162,33 +185,41 @@ class Mirror(Storage):
 
     def file(self, key: str) -> Path | None:
         """Copies one object, and returns its path; None if there is none."""
-        with self._turn, _explained():
+        with self._turn:
             if found := self.bucket.read(key):
                 self._store(key, found.generation, [found.content])
         return self.path / key if found else None
 
     def publish(self) -> None:
         with self._turn:
-            files = dict(self._files())
-            stamps = {key: _stamp(path) for key, path in files.items()}
-            changed = [k for k, stamp in stamps.items() if stamp and self._known.get(k) != stamp]
+            # A checkpoint may be removed while its files are found. Its manifest then has no stamp.
+            found = [(key, _stamp(path)) for key, path in list(self._files())]
+            stamps = {key: stamp for key, stamp in found if stamp}
+            changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
+            gone = self._known.keys() - stamps.keys()
+            manifests = {key for key in self._known if _CHECKPOINT.fullmatch(key)}
+            # A checkpoint that is written anew does not count meanwhile.
+            self._delete(sorted(manifests.intersection(changed)))
             for batch in _in_order(changed):
+                self._confirm(batch)
                 with ThreadPoolExecutor(_THREADS, "publishing") as pool:
                     for key, generation in zip(batch, pool.map(self._upload, batch), strict=True):
                         if generation is not None:
                             self._known[key], self._generations[key] = stamps[key], generation
-            gone = self._known.keys() - files.keys()
-            for key in sorted(key for key in gone if _CHECKPOINT.fullmatch(key)):
-                self._confirm()
-                self.bucket.delete([key])
-                self.bucket.delete(self.bucket.keys(key.removesuffix(MANIFEST)))
-            self.bucket.delete(sorted(key for key in gone if not _CHECKPOINT.fullmatch(key)))
-            for key in gone:
-                self._known.pop(key), self._generations.pop(key, None)
+            for key in sorted(gone & manifests):
+                self._delete([key])
+                self._delete(self.bucket.keys(key.removesuffix(MANIFEST)))
+            self._delete(sorted(gone & self._known.keys()))
+
+    def _delete(self, keys: list[str]) -> None:
+        if keys:
+            self._confirm(keys)
+            self.bucket.delete(keys)
+            for key in keys:
+                self._known.pop(key, None)
+                self._generations.pop(key, None)
 
     def _upload(self, key: str) -> bytes | None:
-        if _CHECKPOINT.fullmatch(key):
-            self._confirm()
         try:
             content = (self.path / key).read_bytes()
         except FileNotFoundError:  # It was removed since, as old samples and checkpoints are.
@@ -198,32 +229,31 @@ class Mirror(Storage):
     @contextlib.contextmanager
     def held(self, warn: Callable[[str], None]) -> Iterator[None]:
         with Lease(self.bucket, str(self.place), warn) as self._lease:
-            self.refresh()
-            self._remove_half_checkpoints()
-            with self._published_regularly(warn):
-                yield
-            self.publish()
-        self._lease = None
+            try:
+                self.refresh()
+                self._remove_half_checkpoints()
+                with closing(self.publish), self._published_regularly(warn):
+                    yield
+            finally:
+                self._lease = None
 
     def check(self) -> None:
         if self._lease and (lost := self._lease.lost):
             raise CheckpointError(lost)
 
-    def _confirm(self) -> None:
-        """Makes sure, before a checkpoint begins to count, that no other trainer is there."""
+    def _confirm(self, keys: Iterable[str]) -> None:
+        """Makes sure, before objects are changed, that no other trainer is there."""
         if self._lease:
-            self._lease.renew()
+            if any(map(_CHECKPOINT.fullmatch, keys)):  # even if this machine was suspended
+                self._lease.renew()
+            else:
+                self._lease.confirm()
             self.check()
 
     def _remove_half_checkpoints(self) -> None:
         """Deletes what killed trainers have left: checkpoints without a manifest."""
         keys = self._keys("checkpoints/")
-        whole = {found[1] for key in keys if (found := _CHECKPOINT.fullmatch(key))}
-        parts = [re.match(r"checkpoints/\d+/", key) for key in keys]
-        half = [key for key, part in zip(keys, parts, strict=True) if part and part[0] not in whole]
-        self.bucket.delete(half)
-        for key in half:
-            self._forget(key)
+        self.bucket.delete(sorted({*keys} - {*_without_halves(keys)}))
 
     @contextlib.contextmanager
     def _published_regularly(self, warn: Callable[[str], None]) -> Iterator[None]:
@@ -240,9 +270,9 @@ class Mirror(Storage):
                     said = False
                 except CheckpointError:
                     return  # `check` raises it where the run trains.
-                except OSError as error:
+                except (BucketError, ConfigError, OSError) as error:
                     if not said:
-                        warn(f"{error.filename}: {error.strerror}; the next save tries again")
+                        warn(f"{error} (the next save tries again)")
                     said = True
                 pause = max(_PUBLISH_SECONDS, (time.monotonic() - begin) / _PUBLISH_SHARE)
 
@@ -255,20 +285,21 @@ class Mirror(Storage):
             thread.join()
 
     def _find_requests(self) -> None:
-        for key, found in self.bucket.read_all(CONTROL):
-            if found and key not in self._known:
-                self._store(key, found.generation, [found.content])
+        with self._turn:
+            for key, found in self.bucket.read_all(CONTROL):
+                if found and key not in self._known:
+                    self._store(key, found.generation, [found.content])
 
     def _keys(self, prefix: str = "") -> list[str]:
-        keys = self.bucket.keys(prefix)
-        for key in keys:
-            if problem := key_problem(key.rstrip("/")):
-                raise ConfigError(f"{self.bucket.url(key)!r}: the name of this object {problem}")
         # Consoles create empty objects whose names end with a slash, as directories.
-        return [key for key in keys if not key.endswith("/")]
+        keys = [key for key in self.bucket.keys(prefix) if key and not key.endswith("/")]
+        for key in keys:
+            if problem := key_problem(key):
+                raise ConfigError(f"{self.bucket.url(key)!r}: the name of this object {problem}")
+        return keys
 
     def _key(self, path: Path) -> str:
-        return path.relative_to(self.path).as_posix()
+        return "/".join(path.relative_to(self.path).parts)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for place, directories, names in os.walk(self.path):
@@ -294,6 +325,14 @@ class Mirror(Storage):
     def _forget(self, key: str) -> None:
         self._known.pop(key, None), self._generations.pop(key, None)
         (self.path / key).unlink(missing_ok=True)
+
+
+def _without_halves(keys: Iterable[str]) -> list[str]:
+    """Returns keys without those of local files, and of checkpoints that lack a manifest."""
+    keys = [key for key in keys if not _LOCAL.fullmatch(key)]
+    whole = {found[1] for key in keys if (found := _CHECKPOINT.fullmatch(key))}
+    parts = [(key, _IN_CHECKPOINT.match(key)) for key in keys]
+    return [key for key, part in parts if not part or part[0] in whole]
 
 
 def _in_order(keys: Iterable[str]) -> list[list[str]]:
@@ -329,7 +368,7 @@ def local(name: str | os.PathLike[str] | Place, asked: str = "") -> str:
     """Returns the local path of a file or directory that a user names.
 
     Of a place in a bucket, it is the path of a copy, which has the small files below the place.
-    `asked` is as in `places.parse`. An OSError says that the bucket cannot be read.
+    `asked` is as in `places.parse`. Errors are those of `Bucket`.
     """
     place = name if isinstance(name, Place) else parse(name, asked)
     if isinstance(place, str):
@@ -343,28 +382,16 @@ def opened(place: Place, *, refresh: bool = False) -> Mirror:
         raise ConfigError(f"{place} is on the hub, from which brt only reads data here")
     for mirror in _mirrors.values():
         if mirror.place == place:
+            if refresh:
+                mirror.refresh()
             return mirror
     path = _new_root() / (place.key.rpartition("/")[2] or place.bucket)
     mirror = Mirror(place, path)
     if refresh:
-        with _explained():
-            mirror.refresh()
+        mirror.refresh()
     _mirrors[path] = mirror
     formatting.SHOWN[str(path)] = str(place)
     return mirror
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Context that turns OSErrors of a bucket into errors with a remedy."""
-    try:
-        yield
-    except PermissionError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from error
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename}: {error.strerror}; run the same command again"
-        ) from error
 
 
 def readable(name: str | os.PathLike[str], asked: str = "") -> str:
@@ -423,8 +450,7 @@ def of(path: Path) -> Storage:
 def publish_all() -> None:
     """Copies back what has changed in all mirrors."""
     for mirror in _mirrors.values():
-        with _explained():
-            mirror.publish()
+        mirror.publish()
 
 
 def discard_all() -> None:
@@ -432,18 +458,31 @@ def discard_all() -> None:
     for path in list(_mirrors):
         shutil.rmtree(path.parent, ignore_errors=True)
         del _mirrors[path]
+        formatting.SHOWN.pop(str(path), None)
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Returns the URL of a path in a local copy, as other processes name it, or the path itself."""
+    for copy, mirror in _mirrors.items():
+        if Path(path).is_relative_to(copy):
+            inside = Path(path).relative_to(copy)
+            parts = [part for part in (mirror.place.key, *inside.parts) if part]
+            return str(mirror.place._replace(key="/".join(parts)))
+    return os.fspath(path)
 
 
 def _new_root() -> Path:
     """Creates a directory for one copy, and deletes those that killed processes have left."""
     place = user_cache.writable() / "buckets"
     user_cache.make(place)
-    for old in place.iterdir():
-        with contextlib.suppress(OSError), (old / ".lock").open("rb") as file:
-            if durable.acquire_lock(file):
-                shutil.rmtree(old, ignore_errors=True)
-    root = place / secrets.token_hex(8)
-    root.mkdir(mode=0o700)
-    # The open file is held until the process ends.
-    durable.acquire_lock(os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC))
+    with (place / ".lock").open("ab") as turn:  # No other process looks before `root` is locked.
+        durable.acquire_lock(turn, wait=True)
+        for old in place.iterdir():
+            with contextlib.suppress(OSError), (old / ".lock").open("rb") as file:
+                if durable.acquire_lock(file):
+                    shutil.rmtree(old, ignore_errors=True)
+        root = place / secrets.token_hex(8)
+        root.mkdir(mode=0o700)
+        # The open file is held until the process ends.
+        durable.acquire_lock(os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC))
     return root

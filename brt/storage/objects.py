@@ -9,9 +9,10 @@ AWS_ENDPOINT_URL names another service that speaks S3's protocol.
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from brt.errors import BrtError, BucketError, ConfigError
 from brt.storage.places import BUCKETS, Place
 
 ABSENT = b"\x02"  # the generation of an object that does not exist, for TensorStore
@@ -30,8 +31,9 @@ class Object(NamedTuple):
 class Bucket:
     """The objects whose keys begin with that of a place.
 
-    Keys are relative to the place. Requests that fail for a moment are repeated. An OSError says
-    that a request failed for good; its `filename` is the URL.
+    Keys are relative to the place. Requests that fail for a moment are repeated. If one fails for
+    good, ConfigError says that credentials, permissions or the bucket are missing, and BucketError
+    that the same request may succeed later.
     """
 
     def __init__(self, place: Place):
@@ -58,23 +60,31 @@ class Bucket:
         """Yields small objects by key, several of which are read at a time."""
         yield from self._several(lambda key: self._store.read(key.encode()), keys, _object)
 
-    def changed(self, key: str, generation: bytes) -> Object | None:
-        """Returns the object, unless it is still of the generation, or is absent."""
-        with self._explained(key):
-            result = self._store.read(key.encode(), if_not_equal=generation).result()
-        return None if result.state == "unspecified" else _object(result)
+    def changed(self, generations: Mapping[str, bytes]) -> Iterator[tuple[str, Object]]:
+        """Yields small objects by key, except those that are still of the generation, or absent."""
+
+        def begin(key: str) -> Any:
+            return self._store.read(key.encode(), if_not_equal=generations[key])
+
+        for key, found in self._several(begin, generations, _object):
+            if found:
+                yield key, found
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        """Yields the content of a large object piece by piece; nothing if there is none."""
-        start, generation = 0, None
-        while piece := self._range(key, start, start + _RANGE) or self._range(key, start, None):
-            if generation not in (None, piece.generation):
-                raise OSError(errno.ESTALE, "it was replaced while it was read", self.url(key))
-            generation = piece.generation
+        """Yields the content of a large object piece by piece; FileNotFoundError without one."""
+        start, generation, longer = 0, None, True
+        while longer:
+            end = start + _RANGE
+            # TensorStore downloads ranges that are longer than the object, and then refuses them.
+            last = self._range(key, end - 1, end)
+            piece = self._range(key, start, end if last else None) or self._range(key, 0, 0)
+            generations = {generation, *(found and found.generation for found in (last, piece))}
+            if len(generations - {None}) != 1 or not piece:
+                raise BucketError(
+                    f"{self.url(key)} was replaced while it was read; run the same command again"
+                )
+            generation, start, longer = piece.generation, end, last is not None
             yield piece.content
-            start += len(piece.content)
-            if len(piece.content) != _RANGE:
-                return
 
     def part(self, key: str, start: int, end: int) -> Object:
         """Returns bytes of an object; an OSError says that it does not have them."""
@@ -83,15 +93,17 @@ class Bucket:
         return found
 
     def _range(self, key: str, start: int, end: int | None) -> Object | None:
-        """Returns bytes of an object; None if there is no object, or if it ends before `end`."""
+        """Returns bytes of an object; None if it is shorter, FileNotFoundError without it."""
         with self._explained(key):
             try:
                 read = self._store.read(key.encode(), byte_range=slice(start, end)).result()
             except ValueError as error:
-                if "OUT_OF_RANGE" in str(error):
+                if str(error).startswith("OUT_OF_RANGE"):
                     return None
                 raise
-        return _object(read)
+        if not (found := _object(read)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url(key))
+        return found
 
     def write(self, key: str, content: bytes, *, replaces: bytes | None = None) -> bytes | None:
         """Writes an object and returns its generation.
@@ -107,7 +119,7 @@ class Bucket:
         # A request whose answer was lost is repeated, and then refused, because it was carried out.
         found = self.read(key)
         if not found and replaces == ABSENT:
-            raise FileNotFoundError(errno.ENOENT, "there is no such bucket", str(self.place))
+            raise _error("NOT_FOUND", self.place, self.url(key))
         return found.generation if found and found.content == content else None
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -158,11 +170,11 @@ class Bucket:
 
     @contextlib.contextmanager
     def _explained(self, key: str) -> Iterator[None]:
-        """Context that turns errors of TensorStore into OSErrors that name the URL."""
+        """Context that turns errors of TensorStore into errors that name the URL."""
         try:
             yield
         except (ValueError, RuntimeError) as error:
-            raise _os_error(str(error), self.place, self.url(key)) from error
+            raise _error(str(error), self.place, self.url(key)) from error
 
 
 def _service() -> dict[str, Any]:
@@ -179,15 +191,19 @@ def _object(result: Any) -> Object | None:
     return Object(result.value, result.stamp.generation) if result.state == "value" else None
 
 
-def _os_error(text: str, place: Place, url: str) -> OSError:
-    """Returns the OSError for an error of TensorStore, whose first word is a status of gRPC."""
-    status = text.partition(":")[0]
-    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
-        return PermissionError(errno.EACCES, f"permission is denied ({_short(text)})", url)
+def _error(text: str, place: Place, url: str) -> BrtError:
+    """Returns the error for one of TensorStore, whose first word is a status of gRPC."""
+    status, _, why = text.partition(": ")
+    why = " ".join(why.partition(" [")[0].split())[:300]
     if status == "NOT_FOUND":
-        return FileNotFoundError(errno.ENOENT, f"there is no such bucket ({_short(text)})", url)
-    return OSError(errno.EIO, _short(text), url)
-
-
-def _short(text: str) -> str:
-    return " ".join(text.partition(" [")[0].split())[:300]
+        bucket = place._replace(key="")
+        return ConfigError(f"{url}: there is no bucket {bucket}; create it, or name another place")
+    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+        return ConfigError(
+            f"{url}: permission is denied ({why}); see to the credentials of this machine, and to "
+            "what they permit in the bucket"
+        )
+    return BucketError(
+        f"{url} cannot be read or written: {why or text}; see to the network and the service, then "
+        "run the same command again"
+    )

@@ -9,7 +9,7 @@ import os
 import re
 import unicodedata
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from brt.errors import ConfigError
 from brt.redaction import redacted
@@ -18,6 +18,7 @@ BUCKETS = {"gs": "gcs", "s3": "s3"}  # The drivers of TensorStore by the scheme 
 # Path("gs://bucket") is "gs:/bucket", so one slash is enough. Sources such as tfds:NAME/SPLIT have
 # none behind the colon.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+_SLASHLESS = re.compile(r"\s*(gs|s3|file):", re.IGNORECASE)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _LONGEST_KEY = 1024  # bytes, the limit of both services
 
@@ -40,28 +41,35 @@ def parse(name: str | os.PathLike[str], asked: str = "") -> Place | str:
     setting or argument `asked`, is raised for other URLs and for names that no bucket has.
     """
     text, where = os.fspath(name), f"{asked}: " if asked else ""
+    if not _URL.match(text):
+        text = _expanded(text, where)
     match = _URL.match(text)
     if not match:
-        return _expanded(text, where)
-    scheme, rest = match[1].lower(), match[2]
+        if _SLASHLESS.match(text):
+            raise ConfigError(
+                f"{where}{text!r} lacks the slashes of a URL; write gs://BUCKET/NAME, "
+                "s3://BUCKET/NAME, or ./ before a local name"
+            )
+        return text
+    scheme, rest, shown = match[1].lower(), match[2], redacted(text)
     if scheme == "file":
-        return unquote(urlsplit(text).path)
+        return _local_path(text, where)
     if scheme == "hf":
         return Place(scheme, "", rest.strip("/"))
     if scheme not in BUCKETS:
         raise ConfigError(
-            f"{where}{redacted(text)!r} is a URL of a kind that brt does not read here; name a "
+            f"{where}{shown!r} is a URL of a kind that brt does not read here; name a "
             "path, gs://BUCKET/NAME or s3://BUCKET/NAME (write ./ before a local name of this form)"
         )
     bucket, _, key = rest.partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise ConfigError(
-            f"{where}{text!r}: {bucket!r} is no name of a bucket (3 to 222 small letters, digits, "
-            "dots, hyphens)"
+            f"{where}{shown!r}: there is no name of a bucket behind {scheme}:// (3 to 222 small "
+            "letters, digits, dots, hyphens)"
         )
     key = key.rstrip("/")
     if problem := key and key_problem(key):
-        raise ConfigError(f"{where}{text!r}: the name {problem}")
+        raise ConfigError(f"{where}{shown!r}: the name {problem}")
     return Place(scheme, bucket, key)
 
 
@@ -88,6 +96,18 @@ def key_problem(key: str) -> str:
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in key):
         return "has control characters"
     return ""
+
+
+def _local_path(url: str, where: str) -> str:
+    path = url.partition(":")[2]
+    if path.startswith("//"):
+        host, slash, path = path[2:].partition("/")
+        if host not in ("", "localhost") or not path:
+            raise ConfigError(
+                f"{where}{url!r} names no file of this machine; write file:///PATH, or the path"
+            )
+        path = slash + path
+    return unquote(path)
 
 
 def _expanded(text: str, where: str) -> str:

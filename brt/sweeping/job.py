@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from brt import durable, output, tasks, user_files
+from brt import durable, output, storage, tasks, user_files
 from brt.checkpointing import reader
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.formatting import one_line
@@ -217,7 +217,7 @@ class Runner:
     ) -> _Job:
         """Starts the next command of a point."""
         trained = progress.status in ("trained", "finished")
-        where = f"--workdir={directory.path}"
+        where = f"--workdir={storage.shown(directory.path)}"
         if trained:
             arguments = ["brt.evaluate", where, f"--split={self._split}"]
         else:
@@ -233,6 +233,7 @@ class Runner:
         """Returns the job with its running or next command; None if the point has ended."""
         if job.command.process.poll() is None:
             return job
+        storage.of(self._workdir).refresh()
         seconds = time.monotonic() - job.begin
         progress = dataclasses.replace(job.progress, seconds=job.progress.seconds + seconds)
         if job.command.process.returncode == 0 and progress.status == "unfinished":
@@ -241,6 +242,7 @@ class Runner:
                 return self._launch(job.point, job.directory, job.slot, job.lock, progress)
         progress, event = self._outcome(job, progress)
         job.directory.write(job.point, progress)
+        storage.of(self._workdir).publish()
         job.lock.close()
         self._report(job.point, event)
         return None
@@ -308,6 +310,7 @@ def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
     """Writes the report of the results so far, and returns the text that `run` returns."""
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist, so there is nothing to report")
+    storage.of(workdir).refresh()
     check_unchanged(workdir, points)
     with _report_lock(workdir):
         table = report.write(workdir, points, sweep)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from brt import user_files
+from brt import storage, user_files
 from brt.errors import ConfigError
 from brt.training.workdir import check_writable
 
@@ -42,10 +42,10 @@ def script(
     `files` and `bindings` are the values of --gin_file and --gin_bindings of brt.sweep; `options`
     are further options of sbatch, as on its command line. Wrong options raise ConfigError.
     """
-    flags = [f"--gin_file={file}" for file in files]
+    flags = [f"--gin_file={storage.shown(file)}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
-    flags += [*user_files.import_flags(), f"--workdir={workdir}"]
-    logs = workdir.absolute() / "slurm"
+    flags += [*user_files.import_flags(), f"--workdir={storage.shown(workdir)}"]
+    logs = _logs(workdir)
     try:
         more = shlex.split(options)
     except ValueError as error:
@@ -86,8 +86,9 @@ def script(
 def submit(text: str, workdir: Path) -> str:
     """Submits a script to SLURM with sbatch, and returns the output of sbatch."""
     # The directory of the logs is created here, because sbatch does not create it.
-    check_writable(workdir)
-    check_writable(workdir / "slurm", below=workdir)
+    logs = _logs(workdir)
+    check_writable(logs.parent)
+    check_writable(logs, below=logs.parent)
     try:
         done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True)
     except FileNotFoundError as error:
@@ -98,3 +99,9 @@ def submit(text: str, workdir: Path) -> str:
     if done.returncode:
         raise ConfigError(f"sbatch refuses the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
+
+
+def _logs(workdir: Path) -> Path:
+    """Returns the directory of the logs; SLURM cannot write to the bucket of a sweep."""
+    in_bucket = storage.shown(workdir) != str(workdir)
+    return (Path(workdir.name) if in_bucket else workdir).absolute() / "slurm"

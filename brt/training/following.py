@@ -65,6 +65,7 @@ def wait_for_config(path: Path, waiter: Waiter) -> Config:
     while (config := workdirs.saved_config(path)) is None:
         missing = "" if path.is_dir() else ", which does not exist yet"
         waiter.wait(f"a trainer to start in {path}{missing}")
+        storage.of(path).refresh()
     waiter.reset()
     return without_written_paths(config)
 
@@ -113,6 +114,7 @@ class Follower:
                     report, split = evaluated.report, self._split
                     write(step, scalars(self._task, self._evaluator, split, report, whole=True))
                     yield evaluated
+                    storage.of(self._workdir.path).publish()
 
     @contextlib.contextmanager
     def _tensorboard(self, step: int) -> Iterator[Callable[[int, dict[str, float]], object]]:
