@@ -164,13 +164,13 @@ class Mirror(Storage):
 
     def fetch_matching(self, pattern: re.Pattern[str]) -> None:
         """Copies all objects whose keys a pattern matches."""
-        with self._turn, _explained(), ThreadPoolExecutor(_THREADS, "fetching") as pool:
+        with self._turn, ThreadPoolExecutor(_THREADS, "fetching") as pool:
             for _ in pool.map(self._fetch_one, filter(pattern.fullmatch, self._keys())):
                 pass
 
     def need(self, file: Path) -> None:
         if not file.exists():
-            with self._turn, _explained():
+            with self._turn:
                 self._fetch_one(self._key(file))
 
     def remote(self, file: Path, size: int) -> "RemoteFile | None":
@@ -433,9 +433,9 @@ def new_directory(name: str | os.PathLike[str], asked: str = "") -> str:
     return writable(name, asked)
 
 
-def shown(path: str | Path) -> str:
-    """Returns the URL of a path in a local copy, or another path as it is."""
-    text = str(path)
+def shown(path: str | os.PathLike[str]) -> str:
+    """Returns the URL of a path in a local copy, or the path itself."""
+    text = os.fspath(path)
     for copy, url in formatting.SHOWN.items():
         text = text.replace(copy, url)
     return text
@@ -459,16 +459,6 @@ def discard_all() -> None:
         shutil.rmtree(path.parent, ignore_errors=True)
         del _mirrors[path]
         formatting.SHOWN.pop(str(path), None)
-
-
-def shown(path: str | os.PathLike[str]) -> str:
-    """Returns the URL of a path in a local copy, as other processes name it, or the path itself."""
-    for copy, mirror in _mirrors.items():
-        if Path(path).is_relative_to(copy):
-            inside = Path(path).relative_to(copy)
-            parts = [part for part in (mirror.place.key, *inside.parts) if part]
-            return str(mirror.place._replace(key="/".join(parts)))
-    return os.fspath(path)
 
 
 def _new_root() -> Path:
