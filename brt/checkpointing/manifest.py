@@ -35,18 +35,23 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 def write(directory: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes MANIFEST.sha256 for all files below `directory`, and flushes all files to disk.
 
-    Files with a `known` checksum, by the path relative to `directory`, are not read.
+    Files with a `known` checksum, by the path relative to `directory`, are not read, and listed
+    even if they are on other hosts.
     """
-    lines = []
-    for path in files(directory):
-        name = path.relative_to(directory).as_posix()
-        digest = known.get(name)
-        if digest is None:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        lines.append(f"{digest}  {name}\n")
+    sums = {**checksums(directory, known), **known}
+    lines = (f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     (directory / NAME).write_text("".join(lines))
     durable.sync_tree(directory)
+
+
+def checksums(directory: Path, known: Collection[str] = ()) -> dict[str, str]:
+    """Returns the checksums of the files below a directory, but for those that are known."""
+    sums = {}
+    for path in files(directory):
+        if (name := path.relative_to(directory).as_posix()) not in known:
+            with path.open("rb") as file:
+                sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
 def verify(

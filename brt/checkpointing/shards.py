@@ -1,7 +1,7 @@
 """The arrays of a run whose processes see no common directory: every process writes what it has.
 
-The format is that of Orbax, which writes it where all processes see one directory: a key-value store
-(OCDBT) in a directory of each process, and one above them that refers to their content.
+The format is that of Orbax, which writes it where all processes see one directory: a key-value
+store (OCDBT) in a directory of each process, and one above them that refers to their content.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,13 +49,13 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
         "driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"},
         "target_data_file_size": _FILE_BYTES,
     }  # fmt: skip
+    codec = tensorstore.CodecSpec({"driver": "zarr", "compressor": {"id": "zstd", "level": 1}})
     transaction = tensorstore.Transaction()
     for part in parts:
         array = tensorstore.open(
             {"driver": "zarr", "kvstore": {**kvstore, "path": f"{part.name}/"}},
             create=True, open=True, shape=part.shape, dtype=tensorstore.dtype(part.dtype.name),
-            chunk_layout=tensorstore.ChunkLayout(chunk_shape=part.chunk),
-            codec=tensorstore.CodecSpec({"driver": "zarr", "compressor": {"id": "zstd", "level": 1}}),
+            chunk_layout=tensorstore.ChunkLayout(chunk_shape=part.chunk), codec=codec,
             transaction=transaction,
         ).result()  # fmt: skip
         for index, values in part.shards:
@@ -63,8 +63,11 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
     transaction.commit_async().result()
 
 
-def merge(base: Mapping[str, Any], count: int) -> None:
-    """Writes the store that refers to those of all processes, below a TensorStore spec `base`."""
+def merge(base: Mapping[str, Any], count: int) -> dict[str, bytes]:
+    """Writes the store that refers to those of all processes; returns its files.
+
+    `base` is TensorStore's spec of the directory of all stores.
+    """
 
     # Stores of one context can refer to each other's content.
     context = tensorstore.Context()
@@ -79,3 +82,8 @@ def merge(base: Mapping[str, Any], count: int) -> None:
     for copy in [child.experimental_copy_range_to(target) for child in children]:
         copy.result()
     transaction.commit_async().result()
+    files = tensorstore.KvStore.open(dict(base)).result()
+    names = [name for name in files.list().result() if not name.startswith(b"ocdbt.process_")]
+    if b"manifest.ocdbt" not in names:
+        raise ValueError(f"the files below {base['path']} cannot be listed")
+    return {name.decode(): files.read(name).result().value for name in names}

@@ -22,10 +22,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from brt import bounded, durable, storage, tree_utils
-from brt.checkpointing import manifest, reader
+from brt.checkpointing import manifest, reader, shards
 from brt.checkpointing.reader import (
     FORMAT,
     FROZEN,
@@ -130,6 +131,8 @@ class CheckpointWriter:
         self._last_step: int | None = None
         self._frozen: frozenset[str] = frozenset()
         self._frozen_step: int | None = None
+        # Each process then has a directory of its own, which is copied to a bucket.
+        self._apart = processes.several() and storage.of(directory).apart
         try:
             directory.mkdir(exist_ok=True)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -176,7 +179,9 @@ class CheckpointWriter:
         `names` are paths in the pytrees that are passed to `save`, such as "params/embedding".
         `step` is an existing checkpoint in whose files these arrays can be found.
         """
-        self._frozen, self._frozen_step = frozenset(names), step
+        # The files of other processes cannot be linked.
+        self._frozen = frozenset() if self._apart else frozenset(names)
+        self._frozen_step = step
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Starts to save a checkpoint.
@@ -211,12 +216,14 @@ class CheckpointWriter:
             arrays = {name: leaf for name, leaf in named.items() if leaf.size}
             checksums = self._save_frozen(partial, arrays) if self._frozen else {}
             changing = {name: leaf for name, leaf in arrays.items() if name not in self._frozen}
-            self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(changing))
+            parts = shards.copied(changing) if self._apart else []
+            if not self._apart:
+                self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(changing))
         # Orbax reports a full disk by errors of various classes, so all classes are caught.
         except Exception as error:
             raise self._failure(step, error) from error
         self._last_step = step
-        self._pending = self._thread.submit(self._finish, step, text, checksums)
+        self._pending = self._thread.submit(self._finish, step, text, checksums, parts)
 
     def _save_frozen(self, partial: Path, arrays: Mapping[str, Any]) -> dict[str, str]:
         """Links the files of the frozen arrays, or writes them if there is nothing to link.
@@ -265,7 +272,9 @@ class CheckpointWriter:
         try:
             self.wait()
             if self._last_step is not None and (
-                problems := processes.is_first() and verify(self._directory, self._last_step)
+                problems := processes.is_first()
+                and not self._apart  # What other processes have written is not read back.
+                and verify(self._directory, self._last_step)
             ):
                 raise CheckpointError(
                     f"the last checkpoint, {self._last_step} in {self._directory}, is damaged: "
@@ -287,12 +296,17 @@ class CheckpointWriter:
                         "again"
                     ) from error
 
-    def _finish(self, step: int, meta: str, checksums: Mapping[str, str]) -> None:
+    def _finish(
+        self, step: int, meta: str, checksums: Mapping[str, str], parts: list[shards.Part]
+    ) -> None:
         """Completes a save in the background thread, once orbax has written the arrays."""
         partial = self._directory / f"{step}.partial"
         try:
-            # After this call, all processes have written their arrays.
-            self._orbax.wait_until_finished()
+            # After this, all processes have written their arrays.
+            if self._apart:
+                checksums = self._write_apart(step, parts)
+            else:
+                self._orbax.wait_until_finished()
             if moved := self._moved():
                 raise moved
             if not processes.is_first():
@@ -315,6 +329,25 @@ class CheckpointWriter:
         except BrtError as error:
             self._last_step, self._failed = None, True
             raise type(error)(f"saving step {step} to {self._directory} failed: {error}") from error
+
+    def _write_apart(self, step: int, parts: list[shards.Part]) -> dict[str, str]:
+        """Writes and uploads the shards of this process.
+
+        Returns the checksums of the files of all processes to the first process, which then has
+        uploaded, too, what makes the arrays of all of them one store.
+        """
+        partial, place = self._directory / f"{step}.partial", storage.of(self._directory)
+        shards.write(partial / STATE / shards.directory_of(jax.process_index()), parts)
+        place.upload(partial, self._directory / str(step))
+        sums = processes.gather("checkpoint files", json.dumps(manifest.checksums(partial)))
+        if not processes.is_first():
+            shutil.rmtree(partial)
+            return {}
+        base = place.kvstore(self._directory / str(step) / STATE)
+        for name, content in shards.merge(base, len(sums)).items():
+            (partial / STATE / name).parent.mkdir(exist_ok=True)
+            (partial / STATE / name).write_bytes(content)
+        return {name: digest for one in sums for name, digest in json.loads(one).items()}
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Removes the files of a failed save, and returns an error that says why it failed."""

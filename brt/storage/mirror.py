@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from brt import durable, formatting, user_cache
 from brt.errors import BucketError, CheckpointError, ConfigError, closing
@@ -94,6 +94,16 @@ class Storage:
         """
         yield
 
+    # True if other hosts do not see what is written to the path.
+    apart = False
+
+    def upload(self, source: Path, target: Path) -> None:
+        """Copies what is in the directory `source` to the place of another local path."""
+
+    def kvstore(self, directory: Path) -> dict[str, Any]:
+        """Returns TensorStore's spec of a directory."""
+        return {"driver": "file", "path": f"{directory.absolute()}/"}
+
     def check(self) -> None:
         """Raises CheckpointError if another trainer may have taken over the run directory."""
 
@@ -101,11 +111,14 @@ class Storage:
 class Mirror(Storage):
     """The local copy `path` of a place in a bucket."""
 
+    apart = True
+
     def __init__(self, place: Place, path: Path):
         self.place, self.path = place, path
         self.bucket = Bucket(place)
         self._known: dict[str, _Stamp | None] = {}  # what was copied, in either direction
         self._generations: dict[str, bytes] = {}
+        self._uploaded: dict[str, _Stamp | None] = {}  # under keys of files that are not there yet
         self._turn = threading.RLock()
         self._lease: Lease | None = None
 
@@ -195,6 +208,7 @@ class Mirror(Storage):
             # A checkpoint may be removed while its files are found. Its manifest then has no stamp.
             found = [(key, _stamp(path)) for key, path in list(self._files())]
             stamps = {key: stamp for key, stamp in found if stamp}
+            self._known |= {k: s for k, s in self._uploaded.items() if stamps.get(k) == s}
             changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
             gone = self._known.keys() - stamps.keys()
             manifests = {key for key in self._known if _CHECKPOINT.fullmatch(key)}
@@ -210,6 +224,18 @@ class Mirror(Storage):
                 self._delete([key])
                 self._delete(self.bucket.keys(key.removesuffix(MANIFEST)))
             self._delete(sorted(gone & self._known.keys()))
+
+    def upload(self, source: Path, target: Path) -> None:
+        with self._turn, ThreadPoolExecutor(_THREADS, "publishing") as pool:
+            paths = [path for path in source.rglob("*") if path.is_file()]
+            keys = [self._key(target / path.relative_to(source)) for path in paths]
+            self._uploaded = dict(zip(keys, map(_stamp, paths), strict=True))
+            contents = (path.read_bytes() for path in paths)
+            for _ in pool.map(self.bucket.write, keys, contents):
+                pass
+
+    def kvstore(self, directory: Path) -> dict[str, Any]:
+        return self.bucket.spec(f"{self._key(directory)}/")
 
     def _delete(self, keys: list[str]) -> None:
         if keys:

@@ -42,15 +42,18 @@ class Bucket:
 
         self.place = place
         driver = BUCKETS[place.scheme]
-        spec: dict[str, Any] = {"driver": driver, "bucket": place.bucket}
-        if place.key:
-            spec["path"] = f"{place.key}/"
-        if driver == "s3":
-            spec |= _service()
-        context = tensorstore.Context({f"{driver}_request_retries": _RETRIES})
+        self._spec: dict[str, Any] = {
+            "driver": driver, "bucket": place.bucket, f"{driver}_request_retries": _RETRIES,
+            **(_service() if driver == "s3" else {}),
+        }  # fmt: skip
         with self._explained(""):
             self._key_range = tensorstore.KvStore.KeyRange
-            self._store = tensorstore.KvStore.open(spec, context=context).result()
+            self._store = tensorstore.KvStore.open(self.spec()).result()
+
+    def spec(self, key: str = "") -> dict[str, Any]:
+        """Returns TensorStore's spec of the objects whose keys begin with `key`."""
+        prefix = f"{self.place.key}/" if self.place.key else ""
+        return {**self._spec, "path": f"{prefix}{key}"}
 
     def read(self, key: str) -> Object | None:
         with self._explained(key):

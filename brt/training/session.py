@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from brt import tree_utils
+from brt import storage, tree_utils
 from brt.checkpointing import reader
 from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.checkpointing.writer import CheckpointWriter, check_disk
@@ -190,6 +190,8 @@ class Session:
             # All processes wait here until process 0 has completed the newest checkpoint.
             processes.wait_for_all("rollback")
             directory = self.workdir.checkpoints
+            if not processes.is_first():
+                storage.of(directory).refresh()
             checkpoint = saved_model.newest_checkpoint(directory.parent)
             if checkpoint is None:
                 self.state, meter = runs.new_state(self.run, lambda line: None), None
