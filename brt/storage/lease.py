@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from brt import untrusted
 from brt.errors import BrtError, ConfigError
 from brt.storage.objects import ABSENT, Bucket
 
@@ -125,10 +126,9 @@ class Lease:
 
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        parsed = json.loads(content)
+        return untrusted.checked_json(content, {})
     except ValueError:
         return {}
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _machine() -> str:
@@ -148,6 +148,6 @@ def _has_ended(holder: dict[str, Any]) -> bool:
         os.kill(holder["pid"], 0)
     except ProcessLookupError:
         return True
-    except OSError:
+    except (OSError, OverflowError):
         return False
     return False

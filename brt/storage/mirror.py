@@ -380,7 +380,7 @@ def _in_order(keys: Iterable[str]) -> list[list[str]]:
 def _listed(manifest: Path, prefix: str) -> list[str] | None:
     """Returns the keys of the files that a manifest lists; None without a manifest."""
     try:
-        lines = manifest.read_text(errors="replace").splitlines()
+        lines = manifest.read_text(errors="replace").split("\n")
     except FileNotFoundError:
         return None
     names = [line.partition("  ")[2] for line in lines]

@@ -77,7 +77,7 @@ def test_a_run_that_is_killed_at_random_requests(
 @pytest.mark.parametrize("kinds", ["reset,503", "half,403"])
 def test_requests_that_fail(kinds: str, scheme: str) -> None:
     script = ROOT / "tests/faults/bucket_calls.py"
-    command = [sys.executable, str(script), f"--kinds={kinds}", f"--schemes={scheme}", "--every=8"]
+    command = [sys.executable, str(script), f"--kinds={kinds}", f"--schemes={scheme}", "--every=15"]
     path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)

@@ -65,12 +65,16 @@ def test_a_trainer_that_was_killed_is_replaced(
     assert said[-1] == "taking over from a trainer that was killed (process 7 on a)"
 
 
-@pytest.mark.parametrize("content", [b"{}", b"[1]", b"\xff", b'{"pid": "a", "holder": [1]}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "[1]", "\\udc80", "[" * 300, '{"pid": "a", "holder": [1]}', f'{{"pid": {2**62}}}'],
+)
 def test_a_lock_that_brt_did_not_write_is_waited_for(
-    server: BucketServer, fresh: Fresh, content: bytes, monkeypatch: pytest.MonkeyPatch
+    server: BucketServer, fresh: Fresh, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
-    server.put("bucket", LOCK, content)
+    content = content.replace("{", f'{{"machine": "{lease._machine()}", ').replace(", }", "}")
+    server.put("bucket", LOCK, content.encode())
     with fresh().held(lambda _: None):
         pass
 
@@ -137,9 +141,8 @@ def test_a_lost_answer_is_no_lost_lock(
         held = one._lease
         assert held
         server.faults = [Fault("lost", "write", LOCK), Fault("reset", "write", LOCK, resets)]
-        if resets:
-            with pytest.raises(BucketError):
-                held.renew()
+        with contextlib.suppress(BucketError):
+            held.renew()
         server.faults = []
         held.renew()
         one.check()

@@ -10,6 +10,7 @@ from brt import storage
 from brt.config import Config
 from brt.errors import BrtError, ConfigError
 from brt.storage.places import Place, parse
+from brt.sweeping import slurm
 
 NO_PLACES = [
     ("gs://b", "no name of a bucket"), ("gs://", "no name of a bucket"),
@@ -101,3 +102,14 @@ def test_what_a_path_is_called(server: BucketServer, scheme: str) -> None:
     assert storage.shown(path / "a/b") == f"{scheme}://bucket/a/b"
     assert storage.shown(storage.local(f"{scheme}://bucket/a")) == f"{scheme}://bucket/a"
     assert storage.shown("runs/a") == "runs/a"
+
+
+def test_a_job_array_of_a_sweep_in_a_bucket(
+    server: BucketServer, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server.put("bucket", "a.gin", b"Training.steps = 1")
+    url, files = f"{scheme}://bucket/sweeps/a", [storage.readable(f"{scheme}://bucket/a.gin")]
+    text = slurm.script(2, Path(storage.local(url)), files, [], "")
+    assert f"--gin_file={scheme}://bucket/a.gin --workdir={url}\n" in text
+    assert f"--output={tmp_path}/a/slurm/%a.txt" in text

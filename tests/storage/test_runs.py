@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def files(run: Path) -> set[str]:
     found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     names = {re.sub(r"(state|tensorboard|evaluations)/.*", r"\1", name) for name in found}
     return {name for name in names if not re.match(r"heartbeat|\.lock", name)}
+
+
+def wait(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def said(url: str | Path, *arguments: str) -> str:
@@ -135,6 +143,7 @@ def test_follow(server: BucketServer, config: Config, whole: Path) -> None:
     assert {*reports} <= {*server.buckets["bucket"]}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_somebody_requests(
     server: BucketServer, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,10 +154,9 @@ def test_a_checkpoint_that_somebody_requests(
     def slowly(self: Session) -> None:
         if self.completed == 2:
             server.put("bucket", f"runs/a/{SAVE}", b"")
-            time.sleep(1)
+            wait(lambda: (self.workdir.path / SAVE).exists())
         if self.completed == 5:
-            time.sleep(1)
-            assert f"runs/a/{SAVE}" not in server.buckets["bucket"]
+            wait(lambda: f"runs/a/{SAVE}" not in server.buckets["bucket"])
             assert "runs/a/checkpoints/3/MANIFEST.sha256" in server.buckets["bucket"]
         step(self)
 
