@@ -2,13 +2,18 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from brt.errors import PeerError, Preempted
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
@@ -47,24 +52,142 @@ def test_a_run_on_gpus_takes_all_of_them() -> None:
     assert out == "python3 -m brt.train --gin_bindings=Mesh.data = -1 --workdir=runs/a\n"
 
 
+SLICE = {"PROJECT": "p", "ZONE": "z", "NAME": "n", "WORKDIR": "gs://b/a b"}
+PLACE = "--project=p --zone=z\n"
+SSH = "gcloud compute tpus queued-resources ssh n --node=all --worker=all --batch-size=all "
+
+
 def test_a_slice_from_nothing_to_bits() -> None:
-    settings = {"PROJECT": "p", "ZONE": "z", "NAME": "n", "WORKDIR": "/s/a b"}
-    place = "--project=p --zone=z\n"
-    created = dry("tpu_pod/pod.sh", "create", **settings, SPOT="--spot")
+    created = dry("tpu_pod/pod.sh", "create", **SLICE, SPOT="--spot")
     assert created.startswith("gcloud compute tpus queued-resources create n --node-id=n ")
-    assert "--spot " in created and created.endswith(place)
-    assert "pip install --upgrade  brt 'jax[tpu]'" in dry("tpu_pod/pod.sh", "install", **settings)
-    trained = dry(
-        "tpu_pod/pod.sh", "train", "--gin_file=a.gin", "--gin_bindings=A.b = 1", **settings
-    )
-    assert "tpu-vm ssh n --worker=all --command=python3 -m brt.train --distributed " in trained
-    assert r"--workdir=/s/a\ b" in trained and r"--gin_bindings=A.b\ =\ 1" in trained
-    evaluated = dry("tpu_pod/pod.sh", "evaluate", "--split=test", **settings)
-    assert r"-m brt.evaluate --distributed --workdir=/s/a\ b --split=test" in evaluated
-    deleted = dry("tpu_pod/pod.sh", "delete", **settings)
-    assert deleted == f"gcloud compute tpus queued-resources delete n --force --quiet {place}"
+    assert "--spot " in created and created.endswith(PLACE)
+    assert "--python brt-env/bin/python brt 'jax[tpu]'" in dry("tpu_pod/pod.sh", "install", **SLICE)
+    flags = "--gin_file=a.gin", "--gin_bindings=A.b = 1"
+    trained = dry("tpu_pod/pod.sh", "train", *flags, **SLICE)
+    assert trained.startswith(f"{SSH}--command=keep_training ()")
+    assert r"follow --distributed --workdir=gs://b/a\ b " in trained
+    assert r"--gin_bindings=A.b\ =\ 1 --project=p" in trained
+    evaluated = dry("tpu_pod/pod.sh", "evaluate", "--split=test", **SLICE)
+    assert r"brt evaluate --distributed --workdir=gs://b/a\ b --split=test" in evaluated
+    deleted = dry("tpu_pod/pod.sh", "delete", **SLICE)
+    assert deleted == f"gcloud compute tpus queued-resources delete n --force --quiet {PLACE}"
     asked = subprocess.run(["bash", LAUNCH / "tpu_pod/pod.sh"], capture_output=True, text=True)
     assert asked.returncode == 2 and "pod.sh train" in asked.stdout
+
+
+def test_several_slices_are_one_request() -> None:
+    created = dry("tpu_pod/pod.sh", "create", **SLICE, SLICES="2")
+    assert " create n --node-count=2 --node-prefix=n --accelerator-type=" in created
+    assert "--node-id" not in created
+
+
+def test_what_follows_a_preemption_is_shown() -> None:
+    trained = dry("tpu_pod/pod.sh", "train", **SLICE)
+    again = trained.partition("# if the slices were preempted")[2].splitlines()[1:]
+    commands = [line.removeprefix("gcloud compute tpus queued-resources ")[:6] for line in again]
+    assert commands == ["delete", "create", "ssh n "]
+
+
+# Stands for gcloud: every host is a directory, in which commands run. The state of the slice is in
+# a file, and its name and action are written to a list.
+GCLOUD = """#!/bin/bash
+here=$(dirname "$0")
+echo "$3 $4" >>"$here/asked"
+case "$3 $4" in
+*describe) cat "$here/state" ;;
+*create) echo ACTIVE >"$here/state" ;;
+*ssh)
+  for word in "$@"; do case "$word" in --command=*) command="${word#--command=}" ;; esac; done
+  cd "$here/host" && bash -c "$command" ;;
+esac
+"""
+BRT = """#!/bin/bash
+echo "$@" >>"$(dirname "$0")/started"
+codes="$(dirname "$0")/codes"
+code=$(head -n 1 "$codes")
+sed -i 1d "$codes"
+if [ "$code" = gone ]; then echo PREEMPTED >"$(dirname "$0")/../../../state"; exit 1; fi
+if [ "$code" = wait ]; then trap 'exit 75' TERM; for i in {1..200}; do sleep 0.1; done; fi
+echo "ended with $code"
+exit "$code"
+"""
+
+
+def pretended(tmp_path: Path, codes: str) -> dict[str, str]:
+    """Returns the environment in which `pod.sh` finds a slice whose trainer ends with the codes."""
+    programs = {
+        "gcloud": GCLOUD,
+        "host/brt-env/bin/brt": BRT,
+        "sleep": "#!/bin/bash\n/bin/sleep 0.1\n",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "host/brt-env/bin/codes").write_text("\n".join(codes.split()) + "\n")
+    (tmp_path / "state").write_text("ACTIVE\n")
+    return os.environ | SLICE | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+def trained(tmp_path: Path, codes: str) -> tuple[int, int, list[str]]:
+    """Returns the exit code of `pod.sh train`, the number of attempts, and what it asked for."""
+    done = subprocess.run(
+        ["bash", LAUNCH / "tpu_pod/pod.sh", "train", "--gin_bindings=A.b = 1"],
+        env=pretended(tmp_path, codes), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    attempts = (tmp_path / "host/brt-env/bin/started").read_text().splitlines()
+    assert set(attempts) == {
+        "train --distributed --workdir=gs://b/a b --gin_bindings=Mesh.data = -1 "
+        "--gin_bindings=A.b = 1"
+    }
+    asked = [line.split()[-1] for line in (tmp_path / "asked").read_text().splitlines()]
+    return done.returncode, len(attempts), asked
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "attempts"),
+    [("0", 0, 1), ("75 134 0", 0, 3), ("4 2", 2, 2), ("70", 70, 1), ("75 75 137 0", 137, 3)],
+)
+def test_hosts_train_again_where_that_helps(
+    tmp_path: Path, codes: str, code: int, attempts: int
+) -> None:
+    found = trained(tmp_path, codes)
+    looks = ["describe"] * 2 if code else []
+    assert found == (code, attempts, ["ssh", *looks])
+
+
+def test_a_slice_that_was_preempted_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "python3").write_text("#!/bin/bash\n")  # what installs
+    (tmp_path / "python3").chmod(0o755)
+    code, attempts, asked = trained(tmp_path, "gone 0")
+    assert (code, attempts) == (0, 2)
+    assert asked == ["ssh", "describe", "delete", "create", "describe", "ssh", "ssh"]
+
+
+def test_training_outlives_the_terminal_and_stops_when_asked(tmp_path: Path) -> None:
+    environment = pretended(tmp_path, "wait 0")
+    words = ["bash", str(LAUNCH / "tpu_pod/pod.sh")]
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen([*words, "train"], env=environment, start_new_session=True)
+
+    first = start()
+    started = tmp_path / "host/brt-env/bin/started"
+    wait_for(started.exists)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    second = start()
+    wait_for(lambda: (tmp_path / "asked").read_text().count("ssh") == 2)
+    subprocess.run([*words, "stop"], env=environment, check=True)
+    assert second.wait(60) == 75
+    assert len(started.read_text().splitlines()) == 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_processes_on_this_machine_are_told_of_each_other() -> None:
@@ -80,23 +203,51 @@ def test_processes_on_this_machine_are_told_of_each_other() -> None:
         assert "'--workdir=a b' --coordinator_address=localhost:99 --process_count=2" in line
 
 
-def test_the_jobset_is_one() -> None:
+def linted(path: Path) -> Any:
+    """Returns the content of a YAML file in which yamllint finds nothing."""
     pytest.importorskip("yamllint")
-    path = LAUNCH / "gke/jobset.yaml"
     rules = json.dumps({"extends": "default", "rules": {"document-start": "disable"}})
-    linted = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "yamllint", "-d", rules, str(path)], capture_output=True, text=True
     )
-    assert linted.returncode == 0, linted.stdout
-    found: Any = yaml.safe_load(path.read_text())
+    assert done.returncode == 0, done.stdout
+    return yaml.safe_load(path.read_text())
+
+
+def test_the_jobset_is_one() -> None:
+    found = linted(LAUNCH / "gke/jobset.yaml")
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert found["metadata"]["name"] and found["spec"]["failurePolicy"].keys() == {"maxRestarts"}
+    policy = found["spec"]["failurePolicy"]
+    assert found["metadata"]["name"] and policy.keys() == {"maxRestarts", "rules"}
     (replicated,) = found["spec"]["replicatedJobs"]
     assert replicated.keys() == {"name", "replicas", "template"}
     job = replicated["template"]["spec"]
     assert job["parallelism"] == job["completions"]
-    (container,) = job["template"]["spec"]["containers"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert not {4, PeerError.exit_code} & set(rule["onExitCodes"]["values"])
+    pod = job["template"]["spec"]
+    assert pod["serviceAccountName"] and "volumes" not in pod
+    (container,) = pod["containers"]
     assert container["command"] == ["python", "-m", "brt.train", "--distributed"]
+    assert any(word.startswith("--workdir=gs://") for word in container["args"])
+
+
+def test_the_task_of_skypilot_is_one(tmp_path: Path) -> None:
+    found = linted(LAUNCH / "skypilot/train.yaml")
+    assert found.keys() == {"name", "workdir", "resources", "envs", "setup", "run"}
+    recovery = found["resources"]["job_recovery"]
+    assert recovery["recover_on_exit_codes"] == [Preempted.exit_code]
+    assert found["envs"]["WORKDIR"].startswith("s3://")
+    (tmp_path / "brt-env/bin").mkdir(parents=True)
+    (tmp_path / "brt-env/bin/brt").symlink_to("/bin/echo")
+    environment = os.environ | found["envs"] | {"HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", found["run"]], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (
+        "train --gin_bindings=Mesh.data = -1 --workdir=s3://my-bucket/runs/brt "
+        "--gin_file=configs/runs/books.gin\n"
+    )
 
 
 @pytest.mark.slow_cases("*-[01]")

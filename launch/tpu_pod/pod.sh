@@ -1,20 +1,25 @@
 #!/bin/bash
-# Creates a TPU slice, trains and evaluates on it, and deletes it. Set the variables below; then
-#   bash pod.sh create     requests the slice and waits until it is active
-#   bash pod.sh install    installs brt on all of its hosts
+# Creates TPU slices, trains and evaluates on them, and deletes them. Set the variables below; then
+#   bash pod.sh create     requests the slices and waits until they are active
+#   bash pod.sh install    installs brt on all of their hosts
 #   bash pod.sh train --gin_file=configs/base/paper.gin ...   trains, on all hosts
+#   bash pod.sh stop       makes the training save a checkpoint and end
 #   bash pod.sh evaluate --split=test
-#   bash pod.sh delete     deletes the slice
-# DRY_RUN=1 prints the commands instead of running them.
+#   bash pod.sh delete     deletes the slices; the bucket keeps the run
+# The training goes on if this terminal is closed or loses the connection; the same command then
+# shows its output again. If spot slices are preempted, `train` deletes them, requests new ones,
+# installs brt and trains again. DRY_RUN=1 prints the commands instead of running them.
 
 PROJECT="${PROJECT:-my-project}"
 ZONE="${ZONE:-us-central2-b}"
 NAME="${NAME:-brt}"
-TYPE="${TYPE:-v4-64}"                       # 32 chips; brt.plan says whether the run fits
-RUNTIME="${RUNTIME:-tpu-ubuntu2204-base}"
-WORKDIR="${WORKDIR:-/mnt/shared/runs/$NAME}" # a file system that all hosts have mounted
-PACKAGE="${PACKAGE:-brt}"                   # or the URL of a wheel
-SPOT="${SPOT:-}"                            # --spot: cheaper, but may be stopped at any time
+TYPE="${TYPE:-v4-64}"                     # 32 chips; brt.plan says whether the run fits
+SLICES="${SLICES:-1}"                     # number of slices of this type
+RUNTIME="${RUNTIME:-tpu-ubuntu2204-base}" # the image of the hosts
+WORKDIR="${WORKDIR:-gs://my-bucket/runs/$NAME}" # in a bucket in the region of the slices
+PACKAGE="${PACKAGE:-brt}"                 # or the URL of a wheel, or git+https://...
+SPOT="${SPOT:-}"                          # --spot: cheaper, but may be preempted at any time
+PAUSE="${PAUSE:-60}"                      # seconds, after which a preemption is visible
 
 set -eu
 
@@ -22,33 +27,136 @@ run() { if [ -n "${DRY_RUN:-}" ]; then echo "$*"; else "$@"; fi; }
 
 slice() { run gcloud compute tpus "$@" --project="$PROJECT" --zone="$ZONE"; }
 
-on_all_hosts() { slice tpu-vm ssh "$NAME" --worker=all --command="$1"; }
+on_all_hosts() { # at the same time, because each waits for all others
+  slice queued-resources ssh "$NAME" --node=all --worker=all --batch-size=all --command="$1"
+}
 
 quoted() { printf ' %q' "$@"; }
+
+# The next two functions run on the hosts.
+
+# Trains until the run is finished, was stopped, or needs a person. It trains again after exit codes
+# 4 (the bucket did not answer), 75 (another process has ended), 134 (process 0 was killed) and 137
+# (this process was killed), unless three attempts in a row took less than ten minutes.
+# shellcheck disable=SC2329 # `follow` passes it on
+keep_training() {
+  local began code=0 early=0 stopped=
+  trap 'stopped=yes' TERM
+  while [ -z "$stopped" ] && [ "$early" -lt 3 ]; do
+    began=$SECONDS code=0
+    brt-env/bin/brt train "$@" || code=$?
+    case "$code" in 4 | 75 | 134 | 137) ;; *) break ;; esac
+    early=$((SECONDS - began < 600 ? early + 1 : 0))
+    echo "pod.sh: training ended with exit code $code"
+    sleep 10 || true
+  done
+  echo "$code" >brt-train.code
+}
+
+# Starts `keep_training`, unless it runs, and shows its output until it ends.
+# shellcheck disable=SC2329 # sent to the hosts
+follow() {
+  local group
+  group=$(cat brt-train.group 2>/dev/null || true)
+  if [ -z "$group" ] || ! kill -0 -- "-$group" 2>/dev/null; then
+    rm -f brt-train.code
+    : >brt-train.txt
+    setsid nohup bash -c "$(declare -f keep_training); keep_training \"\$@\"" bash "$@" \
+      >>brt-train.txt 2>&1 </dev/null &
+    group=$!
+    echo "$group" >brt-train.group
+  fi
+  tail --pid="$group" -n +1 -f brt-train.txt
+  return "$(cat brt-train.code 2>/dev/null || echo 75)"
+}
+
+create() {
+  local state nodes=(--node-id="$NAME")
+  if [ "$SLICES" -gt 1 ]; then # The slices are called NAME-0, NAME-1, ...
+    nodes=(--node-count="$SLICES" --node-prefix="$NAME")
+  fi
+  # shellcheck disable=SC2086 # no flag where SPOT is empty
+  slice queued-resources create "$NAME" "${nodes[@]}" --accelerator-type="$TYPE" \
+    --runtime-version="$RUNTIME" $SPOT
+  until [ -n "${DRY_RUN:-}" ]; do
+    state=$(state_of_request)
+    case "$state" in
+    ACTIVE) break ;;
+    FAILED | SUSPENDED)
+      echo "pod.sh: the request for $NAME is $state"
+      return 1
+      ;;
+    esac
+    echo "waiting for $NAME ($state)"
+    sleep 30
+  done
+}
+
+state_of_request() {
+  slice queued-resources describe "$NAME" --format='value(state.state)' || true
+}
+
+preempted() { # An answer that is missing, because the network fails, is no preemption.
+  local state node number
+  state=$(state_of_request)
+  if [ "$state" != ACTIVE ]; then
+    [ -n "$state" ]
+    return
+  fi
+  for ((number = 0; number < SLICES; number++)); do
+    node="$NAME"
+    if [ "$SLICES" -gt 1 ]; then node="$NAME-$number"; fi
+    state=$(slice tpu-vm describe "$node" --format='value(state)' || true)
+    if [ "$state" = PREEMPTED ]; then return 0; fi
+  done
+  return 1
+}
+
+install() { # uv provides a version of Python that brt supports.
+  on_all_hosts "python3 -m pip install --user --upgrade uv && \
+python3 -m uv venv --clear --python 3.12 brt-env && \
+python3 -m uv pip install --python brt-env/bin/python$(quoted "$PACKAGE") 'jax[tpu]'"
+}
+
+delete() { slice queued-resources delete "$NAME" --force --quiet; }
+
+train() {
+  local code command
+  command="$(declare -f keep_training follow)
+follow --distributed$(quoted --workdir="$WORKDIR" --gin_bindings='Mesh.data = -1' "$@")"
+  while true; do
+    code=0
+    on_all_hosts "$command" || code=$?
+    if [ -n "${DRY_RUN:-}" ]; then
+      echo "# if the slices were preempted, and then again from the start:"
+    elif [ "$code" -eq 0 ]; then
+      return 0
+    else
+      sleep "$PAUSE"
+      if ! preempted; then
+        if [ "$code" -eq 255 ]; then continue; fi # The connection was lost.
+        return "$code"
+      fi
+      echo "pod.sh: $NAME was preempted"
+    fi
+    delete
+    create
+    install
+    if [ -n "${DRY_RUN:-}" ]; then return 0; fi
+  done
+}
 
 action="${1:-help}"
 shift || true
 case "$action" in
-create)
-  # shellcheck disable=SC2086 # no flag where SPOT is empty
-  slice queued-resources create "$NAME" --node-id="$NAME" --accelerator-type="$TYPE" \
-    --runtime-version="$RUNTIME" $SPOT
-  until [ -n "${DRY_RUN:-}" ] || slice queued-resources describe "$NAME" \
-    --format='value(state.state)' | grep -q ACTIVE; do
-    echo "waiting for $NAME"
-    sleep 30
-  done
-  ;;
-install) on_all_hosts "pip install --upgrade $(quoted "$PACKAGE") 'jax[tpu]'" ;;
-train)
-  on_all_hosts "python3 -m brt.train --distributed --workdir=$(quoted "$WORKDIR" | cut -c2-) \
---gin_bindings='Mesh.data = -1'$(quoted "$@")"
-  ;;
+create) create ;;
+install) install ;;
+train) train "$@" ;;
+stop) on_all_hosts "kill -TERM -- -\"\$(cat brt-train.group)\"" ;;
 evaluate)
-  on_all_hosts "python3 -m brt.evaluate --distributed --workdir=$(quoted "$WORKDIR" | cut -c2-)\
-$(quoted "$@")"
+  on_all_hosts "brt-env/bin/brt evaluate --distributed$(quoted --workdir="$WORKDIR" "$@")"
   ;;
-delete) slice queued-resources delete "$NAME" --force --quiet ;;
+delete) delete ;;
 *)
   grep '^#  ' "$0"
   exit 2

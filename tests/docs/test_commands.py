@@ -14,10 +14,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import buckets
 import pytest
 from tiny_decoder import write_decoder
 
-from brt import command_line
+from brt import command_line, storage
 from brt.data.sources import CORPORA
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,7 @@ ONLY_RESOLVED = {
     "configs/sweeps/recurrence.gin": "--list",  # training of 42 models
     "configs/sweeps/retrofit.gin": "--list",  # the weights of SmolLM2-135M, and a GPU
     "runs/retrofit/Dense-memory,-4-layers": None,  # two runs of the sweep above
+    "gs://my-bucket/runs/books": None,  # a bucket
     "--topology=h100x1": "--print_config",  # packages with a GPU compiler
     "--topology=v4:2x4x4": "--print_config",  # libtpu, an optional package with a TPU compiler
 }
@@ -175,7 +177,11 @@ def test_an_example_of_the_source_is_understood(
     """The command's flags exist, and its .gin files and bindings are accepted."""
     monkeypatch.chdir(ROOT)
     _, _, name, *words = shlex.split(command.partition(" > ")[0], comments=True)
-    args = importlib.import_module(name).parser().parse_args(words)
+    with buckets.BucketServer("my-bucket") as server:
+        for variable, value in buckets.environment(server).items():
+            monkeypatch.setenv(variable, value)
+        args = importlib.import_module(name).parser().parse_args(words)
+    storage.discard_all()
     if getattr(args, "gin_file", ()) and name != "brt.sweep":
         command_line.read(args.gin_file, args.gin_bindings)
 
