@@ -74,7 +74,7 @@ def is_list(x: Any) -> bool:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": {"layers": 2, "kinds": ()}},
+        {"model": {"layers": 2, "kinds": ()}, "optimizer": {"name": "adamw"}},
         {"optimizer": {"name": "adafactor", "clip_norm": 0.5}},
         {"optimizer": {"name": "adamw", "rates": RATES}},
         {"training": {"gradient_accumulation": 2}, "model": {"dropout": 0.1}},
