@@ -40,14 +40,17 @@ def random_params(network: nn.Module, seed: int = 0) -> Any:
     anything.
     """
     rng = np.random.default_rng(seed)
-    shapes = nn.meta.unbox(jax.eval_shape(lambda: encoder.init(network, jax.random.key(0))))
 
     def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
         x = rng.normal(size=shape.shape)
         scale = {"scale": 0.3, "bias": 0.5, "kernel": 0.4}.get(path[-1].key, 1.0)
         return jnp.asarray(scale * x + (path[-1].key == "scale"), jnp.float32)
 
-    return jax.tree.map_with_path(leaf, shapes)
+    return jax.tree.map_with_path(leaf, shapes_of_params(network))
+
+
+def shapes_of_params(network: nn.Module) -> Any:
+    return nn.meta.unbox(jax.eval_shape(lambda: encoder.init(network, jax.random.key(0))))
 
 
 def inputs(model: Encoder, seed: int, length: int = 12) -> np.ndarray:
@@ -197,10 +200,7 @@ def test_any_kind_reads_weights_of_any_other() -> None:
     """
     for shared in (False, True):
         model = dataclasses.replace(TOKENS, shared_queries_keys=shared)
-        trees = {
-            kind: jax.tree.map(jnp.shape, random_params(encoder.Encoder(model, attention(kind))))
-            for kind in KINDS
-        }
+        trees = {kind: shapes_of_params(encoder.Encoder(model, attention(kind))) for kind in KINDS}
         assert all(tree == trees["full"] for tree in trees.values())
         assert ("k" in trees["full"]["layers"]["self_attn"]) != shared
     assert kind_of_length(attention("clustered", min_length=13), 12) == "full"

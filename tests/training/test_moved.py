@@ -46,14 +46,11 @@ def during(phase: str, step: int, act: Callable[[], object], patch: pytest.Monke
     patch.setattr(PhaseTracker, "_notify", act_once)
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow_cases("evaluating-*", "sampling-*")
 @pytest.mark.parametrize(
     ("phase", "replaced"),
     [
-        ("evaluating", False), pytest.param("evaluating", True, marks=SLOW),
-        pytest.param("sampling", False, marks=SLOW), pytest.param("saving", False, marks=SLOW),
+        ("evaluating", False), ("evaluating", True), ("sampling", False), ("saving", False),
         ("committing", False),
     ],
 )  # fmt: skip
@@ -90,6 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workdir:
     return Workdir(place / "run")
 
 
+@pytest.mark.slow_cases("probe-*")
 @pytest.mark.parametrize(
     ("command", "code"),
     [
