@@ -86,6 +86,7 @@ def test_a_missing_array_is_refused(state: Path) -> None:
         reader.read_onto_devices(state, WANTED | {"c": WANTED["scalar"]})
 
 
+@pytest.mark.slow_cases("change[1268]")
 @pytest.mark.parametrize(
     "change",
     [

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.config import Attention, Encoder, Kernels
+from brt.config import Attention, Encoder
 from brt.errors import ConfigError
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES, kind_of_length
-from brt.layers.transformer import EncoderLayer, SharedInputs, of_encoder
 from brt.models import encoder
-from brt.models.encoder import Inputs, depthwise_convolution
+from brt.models.encoder import depthwise_convolution
 
 KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])
 TOKENS = Encoder(
@@ -152,27 +151,6 @@ def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
         np.testing.assert_array_equal(y[1, :7], y[0, :7])
         np.testing.assert_allclose(np.roll(y[2], -5, axis=0)[:7], y[0, :7], atol=1e-5)
         assert (np.abs(y[3, ::-1][:7] - y[0, :7]).max() > 0.1) == moves
-
-
-@pytest.mark.slow
-def test_a_stack_is_its_layers_one_after_another() -> None:
-    """Each layer has its own parameters, and its own key for random numbers."""
-    model = dataclasses.replace(TOKENS, layers=2)
-    network, block = encoder.Encoder(model, attention("clustered")), of_encoder(model, Kernels())
-    params, x, there, key = random_params(network), inputs(model, 1), valid(), jax.random.key(3)
-    y = forward(network, params, x, there, key)
-
-    @jax.jit
-    def by_hand(params: Any) -> jax.Array:
-        h = Inputs(model).apply({"params": params["inputs"]}, jnp.asarray(x), jnp.asarray(there))
-        for i in range(2):
-            own = jax.tree.map(lambda p, i=i: p[i], params["layers"])
-            layer = EncoderLayer(block, attention=attention("clustered"))
-            source = SharedInputs(jnp.asarray(there))
-            h, _ = layer.apply({"params": own}, h, jax.random.fold_in(key, i), source)
-        return block.new_norm().apply({"params": params["final_norm"]}, h)
-
-    np.testing.assert_allclose(by_hand(params)[there], y[there], atol=1e-5)
 
 
 @pytest.mark.slow  # tests/layers/test_stack.py has a quick test of recomputation.
