@@ -234,12 +234,9 @@ def test_a_source_does_not_see_its_neighbours(early_stopping: str) -> None:
         beams=3, max_length=18, early_stopping=early_stopping, length_penalty=2.0,
     )  # fmt: skip
     whole = write(model, decoding, T5)
-    order = np.random.default_rng(1).permutation(len(model.last))[:7]
-    shuffled = write(model._replace(last=model.last[order]), decoding, T5)
     alone = write(model._replace(last=model.last[3:4]), decoding, T5)
-    for a, b, c in zip(whole, shuffled, alone, strict=True):
-        np.testing.assert_array_equal(a[order], b)
-        np.testing.assert_array_equal(a[3:4], c)
+    for a, b in zip(whole, alone, strict=True):
+        np.testing.assert_array_equal(a[3:4], b)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -126,6 +126,7 @@ def test_the_memory_stands_right_behind_the_window(
     assert np.abs(shut - expected)[:, -1].max() > 0.01
 
 
+@pytest.mark.slow  # The tests of what stands behind the window and of a memory of all show both.
 def test_an_open_gate_and_no_positions_are_the_layer_without_a_gate(gated_params: Callable) -> None:
     """Both layers then take one softmax over the block and the memory."""
     gated = dataclasses.replace(GATED["dense"], positions="none")

@@ -117,7 +117,7 @@ def delta_rule_by_token(tokens: Any, state: jax.Array, since_start: jax.Array) -
     return jnp.moveaxis(read, 0, 1), state
 
 
-@pytest.mark.slow_cases("40-64-*", "1-*", "6-8-False")
+@pytest.mark.slow_cases("40-64-*", "40-16-True", "1-*", "6-8-False")
 @pytest.mark.parametrize("similar", [False, True])
 @pytest.mark.parametrize(("tokens", "chunk"), [(1, 16), (6, 8), (40, 16), (40, 64)])
 def test_chunks_have_the_values_and_gradients_of_single_tokens(
