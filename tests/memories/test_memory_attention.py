@@ -60,7 +60,8 @@ def attention(
     q: Any, k: Any, v: Any, implementation: str | None = None, **options: Any
 ) -> jax.Array:
     search, counts = Search(SIZE, NEIGHBORS, **options), jnp.asarray(COUNTS, jnp.int32)
-    return jax.jit(memory_attention, static_argnums=(4, 5))(q, k, v, counts, search, implementation)
+    # A function of its own is traced anew, with the present number of scores at once.
+    return jax.jit(lambda *x: memory_attention(*x, counts, search, implementation))(q, k, v)
 
 
 @pytest.mark.slow_cases("144-*", "8388608-*", "1-bucketed-False", "1-exact-True")
