@@ -321,10 +321,7 @@ def test_bad_documents_are_named_beside_what_is_prepared(
 
     with pytest.raises(ConfigError, match=r"Data.max_bad_records = -1"):
         prepared(-1)
-    for most, reason in (
-        (0, "^.*a.jsonl:10 is not JSON"),
-        (1, "2 documents .*than Data.max_"),
-    ):
+    for most, reason in ((0, "^.*a.jsonl:10 is not JSON"), (1, "2 documents .*than Data.max_")):
         with pytest.raises(DataError, match=reason):
             prepared(most)
     found = prepared(2)

@@ -52,9 +52,7 @@ def test_what_was_counted_moves_nothing_before_the_step_is_over(params: Any) -> 
 
 
 @pytest.mark.slow
-def test_every_parameter_learns_from_the_task_and_queries_from_the_commitment(
-    params: Any,
-) -> None:
+def test_every_parameter_learns_from_the_task_and_queries_from_the_commitment(params: Any) -> None:
     @functools.partial(jax.jit, static_argnums=2)
     def gradients(params: Any, state: RoutedState, own: bool) -> tuple:
         def loss(params: Any, state: RoutedState, learnt: ClusterStatistics) -> jax.Array:
