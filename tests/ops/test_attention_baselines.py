@@ -1,5 +1,4 @@
-"""Compares the attention baselines with their definitions: full, shared-QK, oracle top-k and
-Reformer.
+"""Compares the attention baselines with their definitions: full, oracle top-k and Reformer.
 
 Arrays are tiny. The number of tokens is no multiple of the chunk, so that chunks contain padding.
 """
@@ -17,8 +16,6 @@ from brt.ops import attention_baselines as baselines
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend_to_valid
 
-pytestmark = pytest.mark.slow_cases("shared_full")
-
 BATCH, TOKENS, HEADS, WIDTH = 3, 21, 2, 4
 SCALE = WIDTH**-0.5
 LENGTHS = (TOKENS, 13, 0)
@@ -34,11 +31,6 @@ def full(x: Arrays, **options: Any) -> jax.Array:
 
 
 @jax.jit
-def shared_full(x: Arrays, **options: Any) -> jax.Array:
-    return attend_to_valid(**{**x, "keys": x["queries"]}, scale=SCALE, **options)
-
-
-@jax.jit
 def oracle_top_k(x: Arrays, **options: Any) -> jax.Array:
     return baselines.oracle_top_k(**x, scale=SCALE, count=COUNT, **options)
 
@@ -48,7 +40,7 @@ def reformer(x: Arrays, **options: Any) -> jax.Array:
     return baselines.reformer(**without_keys(x), planes=PLANES, chunk=CHUNK, scale=SCALE, **options)
 
 
-each_kind = pytest.mark.parametrize("kind", [full, shared_full, oracle_top_k, reformer])
+each_kind = pytest.mark.parametrize("kind", [full, oracle_top_k, reformer])
 
 
 def without_keys(x: Arrays) -> Arrays:
@@ -98,9 +90,7 @@ def visible(kind: Callable, q: np.ndarray, k: np.ndarray, there: np.ndarray) -> 
 def oracle(kind: Callable, x: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the attention output, computed query by query in float64."""
     q, k, v = (np.asarray(x[name], np.float64) for name in ("queries", "keys", "values"))
-    if kind is shared_full:
-        k = q
-    elif kind is reformer:
+    if kind is reformer:
         k = q / np.linalg.norm(q, axis=-1, keepdims=True)
     y, valid = np.zeros(q.shape), np.asarray(x["valid"])
     for b, h in np.ndindex(q.shape[0], q.shape[2]):
@@ -157,7 +147,7 @@ def test_chunks_of_known_buckets(tokens: int, chunk: int) -> None:
     np.testing.assert_allclose(np.asarray(found)[valid], expected[valid], atol=2e-6)
 
 
-@pytest.mark.slow_cases("reformer")
+@pytest.mark.slow_cases("reformer", "full")
 @each_kind
 def test_padding_changes_nothing_and_may_be_anywhere(kind: Callable) -> None:
     x, kept = arrays(lengths=(TOKENS,)), np.arange(TOKENS) % 3 > 0
@@ -166,6 +156,7 @@ def test_padding_changes_nothing_and_may_be_anywhere(kind: Callable) -> None:
     np.testing.assert_allclose(kind(x)[:, kept], kind(alone), atol=1e-6)
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("kind", [full, oracle_top_k])
 def test_order_of_keys_does_not_matter_and_outputs_follow_queries(kind: Callable) -> None:
     x, rng = arrays(), np.random.default_rng(3)
@@ -176,7 +167,7 @@ def test_order_of_keys_does_not_matter_and_outputs_follow_queries(kind: Callable
     np.testing.assert_allclose(kind(shuffled), kind(x)[:, order], atol=1e-6)
 
 
-@pytest.mark.slow_cases("bfloat16-shared_full", "float32-*", "*-reformer")
+@pytest.mark.slow_cases("*full", "float32-*", "*-reformer")
 @each_kind
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extreme_inputs_leave_finite_gradients(kind: Callable, dtype: str) -> None:
@@ -193,6 +184,7 @@ def test_extreme_inputs_leave_finite_gradients(kind: Callable, dtype: str) -> No
     assert not any(np.asarray(g, np.float32)[2].any() for g in gradients.values())
 
 
+@pytest.mark.slow_cases("full", "oracle_top_k")
 @each_kind
 def test_bfloat16_is_near_float32(kind: Callable) -> None:
     """Both runs get the same rounded inputs, so that hashes and best keys are the same."""
@@ -205,7 +197,7 @@ def test_bfloat16_is_near_float32(kind: Callable) -> None:
     np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.05)
 
 
-@pytest.mark.slow_cases("reformer")
+@pytest.mark.slow_cases("reformer", "full")
 @each_kind
 def test_dropout_keeps_the_mean_of_the_weights_sum(kind: Callable) -> None:
     """Values of one make the output the sum of a query's weights."""
@@ -216,7 +208,7 @@ def test_dropout_keeps_the_mean_of_the_weights_sum(kind: Callable) -> None:
     np.testing.assert_allclose(np.mean(sums), 1, atol=0.15)
 
 
-@pytest.mark.slow_cases("reformer")
+@pytest.mark.slow_cases("reformer", "full")
 @each_kind
 def test_devices_may_share_examples_and_heads(kind: Callable) -> None:
     x = arrays(lengths=(TOKENS, 13))
