@@ -90,8 +90,6 @@ class StateKernelGradients(NamedTuple):
     projected: Any
     # A sum over all batch rows, to which each step adds its contribution.
     scales: Any
-    # The last two fields are None in the kernel of the complete cell, which has other outputs for
-    # these gradients.
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
 
@@ -163,27 +161,13 @@ def forward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes attention of the states to states and to tokens.
+    """Computes attention of the states to states and to the tokens of two blocks.
 
     Args:
       cache_mask: [B], for each batch row not zero if the previous block may be read.
       inputs, outputs: references to the arrays of the step.
     """
-    attend_states(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
-
-
-def attend_states(
-    seen: Array,
-    inputs: StateKernelInputs,
-    outputs: StateKernelOutputs,
-    settings: StateKernelSettings,
-) -> None:
-    """Computes attention of the states to states and to the tokens of two blocks.
-
-    `forward_kernel` and the kernel of the complete cell call this function. `seen` is True if the
-    previous block may be read.
-    """
-    both = _key_parts(seen, inputs, settings)
+    both = _key_parts(cache_mask[pl.program_id(1)] > 0, inputs, settings)
     outputs.keys[...] = both[0][0].keys
     for which, parts in enumerate(both):
         tiles, softmax = _row_tiles(outputs.keys.shape[0]), []
@@ -227,27 +211,22 @@ def backward_kernel(
         results.scales[...] = jnp.zeros_like(results.scales)
 
     seen = cache_mask[lane] > 0
-    add_gradients(seen, inputs, results, (keys_sum, values_sum), settings)
-    _write_token_gradients(seen, inputs, results, (keys_sum, values_sum), settings)
+    sums = keys_sum, values_sum
+    _write_state_gradients(seen, inputs, results, sums, settings)
+    _write_token_gradients(seen, inputs, results, sums, settings)
 
 
-def add_gradients(
+def _write_state_gradients(
     seen: Array,
     inputs: StateKernelInputs,
     results: StateKernelGradients,
     sums: tuple[Any, Any],
     settings: StateKernelSettings,
 ) -> None:
-    """Computes the gradients of both attentions, except those of the tokens' keys and values.
+    """Writes the fields `projected` and `scales` of `results`, and both `sums`.
 
-    `backward_kernel` and the kernel of the complete cell call this function. It writes the fields
-    `projected` and `scales` of `results`. The caller computes the tokens' gradients from `sums`.
-
-    Args:
-      seen: True if the previous block may be read.
-      sums: float32 [S + 2 W, K] each, overwritten with the gradients of the keys and of the values
-        that the states attend to: S rows of the states, W of the previous block's tokens, and W of
-        this block's tokens. These sums do not contain `inputs.d_states`.
+    The sums are the gradients of the keys and of the values that the states attend to, without
+    `inputs.d_states`.
     """
     both = _key_parts(seen, inputs, settings)
     states = results.projected.shape[1]
