@@ -156,7 +156,7 @@ def plain(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the directory of a short run that every command accepts."""
     run = tmp_path_factory.mktemp("plain") / "run"
     small = "Model.layers = 1", "Memorizing.layers = ()", "Recurrence.layers = ()"
-    short = "Training.steps = 2", "Training.gradient_accumulation = 1"
+    short = ("Training.steps = 2",)
     flags = [f"--gin_file={commands.config}", f"--workdir={run}"]
     flags += [f"--gin_bindings={binding}" for binding in (*small, *short)]
     train.main(train.parser().parse_args(flags))

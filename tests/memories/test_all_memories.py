@@ -99,7 +99,6 @@ FEEDBACK = {"layers": 2, "Recurrence.layers": (1,), "feedback": True}
         ("routing", {"Routing.heads": 2},
          "Routing.heads = 2 leaves none of Model.heads = 2 for a window; set it to 1 at most"),
         ("routing", {"Routing.keep": 0}, "Routing.keep = 0 must be above 0"),
-        ("routing", {"Routing.decay": 1.0}, r"Routing.decay = 1.0 must be in \(0, 1\)"),
         ("routing", FEEDBACK, r"which Routing.layers = \(0,\) cannot; set it to False"),
         ("summary", {"positions": "rotary"}, r"has no positions .* Summaries.long_layers = \(0,\)"),
         ("summary", FEEDBACK, r"which Summaries.long_layers = \(0,\) cannot; set it to False"),

@@ -157,7 +157,12 @@ def test_every_implementation_equals_the_reference(case: tuple[str, str], name: 
     assert_close(results(case, name), results(case, "reference"), TOLERANCE["float32"])
 
 
-HALVES = [case for case, build_case in CASES.items() if build_case().halves]
+# Every collection would take seconds if the cases were built in order to ask for their halves.
+HALVES = [
+    case for case in CASES
+    if case[0] in ("window_attention", "softmax_attention", "masked_attention")
+    or case == ("clustered_attention", "clustered")
+]  # fmt: skip
 
 
 @pytest.mark.slow_cases(

@@ -194,19 +194,18 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
     assert float(sum(aux.nats for aux in sums)) == pytest.approx(nats, rel=1e-4)
 
 
-def test_no_answer_needs_every_window_and_a_margin(questions):
+def test_no_answer_needs_every_window(questions):
     store = questions[2].split("train")
     windows = [
         WindowPrediction(0, 40, 41, 5.0, 7.0, 0.0),
         WindowPrediction(1, 40, 40, 4.0, 5.5, 0.0),
     ]
     first = store.text(0, 40, 41)
-    assert best_answer(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
-    assert best_answer(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
-    assert best_answer(store, windows, True, 0.6)["prediction"] == first
+    assert best_answer(store, windows, False) == {"prediction": first, "score": 5.0}
+    assert best_answer(store, windows, True)["prediction"] == "", "5.5 is above 5"
     there = [*windows, WindowPrediction(2, 40, 40, 1.0, 4.0, 0.0)]  # The new one has an answer.
-    assert best_answer(store, there, True, 0.0)["no_answer_score"] == 4.0
-    assert best_answer(store, there, True, 0.0)["prediction"] == first
+    assert best_answer(store, there, True)["no_answer_score"] == 4.0
+    assert best_answer(store, there, True)["prediction"] == first
     rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
             {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
     found = average_scores(rows)
