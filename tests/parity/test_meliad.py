@@ -67,9 +67,7 @@ def check_state(
     "recurrent_layer_gru*",
     "recurrent_layer_lstm_dual",
     "recurrent_layer_lstm_skip",
-    "sliding_layer_alibi",
-    "sliding_layer_rotary",
-    "sliding_layer_no*",
+    "sliding_layer_*",
     "recurrent_layer_fixed_single",
     "recurrent_layer_fixed_dual",
 )

@@ -161,7 +161,7 @@ def test_a_window_beyond_the_context_is_read_and_said(
     said = "tokens see 64 tokens and 4 sinks, more than the context of 64 tokens"
     assert f"note: {said}" in capsys.readouterr().out
     run(generate, f"--workdir={ours}", "--prompt=It was", "--max_tokens=8")
-    assert capsys.readouterr().out.startswith("It was")
+    assert "It was" in capsys.readouterr().out
     run(evaluate, f"--workdir={ours}", f"--gin.Data.test={str(book)!r}", "--windows=16,32,64")
     assert capsys.readouterr().err.count(f"warning: {said}") == 1
 

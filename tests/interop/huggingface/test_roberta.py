@@ -144,7 +144,7 @@ def test_there_and_back_is_the_same_checkpoint(
     before, after = (files.read_tensors(d) for d in (directory(model), tmp_path / "again"))
     jax.tree.map(np.testing.assert_array_equal, after, before)
     old, new = (files.read_json(d / "config.json") for d in (directory(model), tmp_path / "again"))
-    assert {name: old[name] for name in new} == new
+    assert {name: old[name] for name in new if name in old}.items() <= new.items()
     assert new["architectures"] == old["architectures"]
 
 
