@@ -161,21 +161,21 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
         check(value, list, name)
         for item in value:
             check(item, kind[0], f"a part of {name}")
-    elif not _is(value, kind):
+    elif not _is_of(value, kind):
         wanted = kind.__name__ if isinstance(kind, type) else kind
         if typing.get_origin(kind) is Literal:
             wanted = " or ".join(map(repr, typing.get_args(kind)))
         raise ValueError(f"{name[:40]} is {reprlib.repr(value)}, which is no {wanted}")
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _is_of(value: Any, kind: Any) -> bool:
+    """Returns True if a value belongs to a type, a union, a Literal or `object`; see `check`."""
     kinds = typing.get_args(kind) or (kind,)
     if kind is object or typing.get_origin(kind) is Literal:
         return kind is object or value in kinds
     if isinstance(value, bool):
         return bool in kinds
-    # Larger integers, infinity and NaN (for which the comparison is False) are refused. Larger
-    # finite floats are accepted.
+    # Integers of 2^63 and more, infinity and NaN (for which the comparison is False) are refused.
     if isinstance(value, int | float) and not abs(value) < 2**63:
         return isinstance(value, float) and float in kinds and math.isfinite(value)
     return isinstance(value, kind)

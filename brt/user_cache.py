@@ -34,7 +34,7 @@ def private(name: str) -> Path | None:
     other users. A message on stderr says so once.
     """
     try:
-        place = _written() / name
+        place = _checked_writable() / name
         make(place)
         why = _others(place)
     except OSError as error:
@@ -51,7 +51,7 @@ def writable() -> Path:
     deleted when the process ends.
     """
     try:
-        return _written()
+        return _checked_writable()
     except OSError as error:
         _say(_nothing_kept(error))
     return Path(_temporary().name)
@@ -83,7 +83,8 @@ def sealed(kind: str, key: str) -> bool:
     return bool(place and os.path.exists(place / kind / key))
 
 
-def _written() -> Path:
+def _checked_writable() -> Path:
+    """Creates and returns the cache directory; raises OSError if no file can be created in it."""
     if not (place := directory()):
         raise FileNotFoundError(errno.ENOENT, "the user has no home directory")
     make(place)

@@ -139,7 +139,7 @@ def _zstd(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError as error:
-        raise DataError(f"{file.name} needs a library: pip install zstandard") from error
+        raise DataError(f"{file.name} needs a library: pip install 'brt[zstd]'") from error
     try:
         frame = zstandard.ZstdDecompressor().decompressobj()
         while data := raw.read(ZSTD_CHUNK):
@@ -149,7 +149,7 @@ def _zstd(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
                 yield frame.decompress(data)
                 data = frame.unused_data
     except zstandard.ZstdError as error:
-        raise EOFError(error) from error
+        raise EOFError(error) from error  # `content` reports EOFErrors as damage of the file.
     if not frame.eof:
         raise EOFError("the last frame has no end")
 

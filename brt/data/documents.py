@@ -95,7 +95,9 @@ def _read_file(
                 deque(text(), maxlen=0)
                 return True
 
-            if not bad.most or bad.call_and_collect(is_readable, file.name):
+            # If bad records are collected, the whole file is read once before its document is
+            # yielded, because parts of a document that are already stored cannot be taken back.
+            if not bad.limit or bad.call_and_collect(is_readable, file.name):
                 yield Document(file.name, text())
 
 

@@ -54,7 +54,7 @@ class EncoderTask(Task):
     head: ClassVar[str]  # name of the head in `brt.models.encoder.HEADS`
     frames: ClassVar[bool] = False  # the encoder reads feature vectors instead of tokens
     exports = True
-    # The targets on which Training.label_smoothing would have no effect; "" if it has one.
+    # A noun for the targets if Training.label_smoothing has no effect on them; "" if it has one.
     unsmoothed: ClassVar[str] = ""
     evaluator_class: ClassVar[type[Any]]  # is called with the task and an `EvaluationRequest`
 
@@ -299,7 +299,7 @@ class HeadEvaluator(abc.ABC):
     # Name and format of the metric whose value with exact attention is appended to the summary.
     compared_metric: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8  # number of rows that `sample` reads
-    inputs: ClassVar[str] = "tokens"  # the noun for what the encoder reads, or "frames"
+    inputs: ClassVar[str] = "tokens"  # a noun for what the encoder reads: this, or "frames"
     # The metric that is the number of rows, and the noun for them.
     rows: ClassVar[tuple[str, str]]
     forms: ClassVar[dict[str, str]] = {}  # format of each metric that is a column of the table

@@ -173,9 +173,9 @@ def _input_specs(tiles: Tiles, width: int) -> list[pl.BlockSpec]:
 def _spec(tiles: Tiles, width: int, *phases: int) -> pl.BlockSpec:
     """Returns the block spec of an array whose tiles are used only in `phases`.
 
-    In the other phases, the spec names the tile that the next of these phases begins with, or the
-    last tile if there is none, so that no tile is read or written in vain. If `width`, the number
-    of columns of the array, is that of a head, the array has a row for each row and head.
+    In the other phases, the spec names the tile with which the next of these phases begins, or the
+    last tile if there is none, so that no tile is read or written in vain. `width` is the number of
+    columns of the array: B, or K if the array is stored as [A H, K]; a tile has R H of these rows.
     """
     rows = tiles.tile * tiles.columns // width
 

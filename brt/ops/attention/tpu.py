@@ -61,13 +61,16 @@ class SlabSizes:
         return math.gcd(tile, max(LANES, min(_ROWS, _LOGITS // self.keys)))
 
     def forward_rows(self, tile: int) -> int:
-        """Returns the number of queries of a sub-tile in the forward kernel: as many as fit."""
-        blocks = 4 * self.wide * self.itemsize * (tile + self.keys)
-        free = (
-            vmem_budget() - blocks - 2 * self.biases * tile - self.own_masks * 2 * self.keys * tile
-        )
-        most = min(_FORWARD_LOGITS, free // (_ARRAYS * 4)) // self.keys
-        return next((n for n in _TILES if n <= most and tile % n == 0), math.gcd(tile, LANES))
+        """Returns the number of queries of a sub-tile in the forward kernel.
+
+        It is the largest of `_TILES` that divides the tile, has at most `_FORWARD_LOGITS` logits
+        and fits into VMEM beside two buffers of each block; 128 or less if there is none.
+        """
+        # The blocks are queries and outputs, keys and values, and any biases and masks.
+        blocks = 2 * self.wide * self.itemsize * (2 * tile + 2 * self.keys)
+        blocks += 2 * (self.biases + self.own_masks * self.keys) * tile
+        limit = min(_FORWARD_LOGITS, (vmem_budget() - blocks) // (_ARRAYS * 4)) // self.keys
+        return next((n for n in _TILES if n <= limit and tile % n == 0), math.gcd(tile, LANES))
 
     def taken(self, tile: int, rows: int) -> int:
         """Returns the bytes of VMEM that the backward kernel needs with tiles of `tile` queries.

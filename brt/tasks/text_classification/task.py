@@ -67,7 +67,7 @@ class SentenceEvaluator(HeadEvaluator):
         """
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """The function returns the predictions, and -log p of each row's target."""
+        """Returns a function of the predictions, and -log p of each row's target."""
 
         def read(
             params: PyTree[Array], batch: TextBatch

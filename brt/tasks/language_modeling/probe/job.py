@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
 from brt.config import Config
-from brt.data import losses
+from brt.data import lost_bytes
 from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.drawing import logarithmic, new_figure, png
@@ -61,7 +61,7 @@ def probe_report(
     `tokens` tokens are read; 0 reads all.
     """
     store, donor = dataset.split(split), dataset.splits.get("train")
-    if lost := losses.loss_message(store.lost_bytes, int(store.bytes.sum()), 0):
+    if lost := lost_bytes.loss_message(store.lost_bytes, int(store.bytes.sum()), 0):
         raise DataError(f"{split} cannot be probed by bits per byte: {lost}")
     if donor is store:
         donor = None
