@@ -10,8 +10,7 @@ from typing import Any
 # Controls, marks of direction and other invisible characters, line separators, lone surrogates.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _KEPT = "\n\t\u200c\u200d"  # The last two join and separate letters, also of emoji.
-# `sentence` leaves out the middle of words from 500 characters on (a path may be a long word), and
-# of messages of more than 2,000.
+# `sentence` leaves out the middle of words of 500 characters or more, and of messages above 2,000.
 _LONGEST_WORD, _LONGEST_MESSAGE = 500, 2000
 _FORMULA = re.compile(r"\s*[=+@＝＋－＠-]|[\t\r\n]")
 

@@ -36,9 +36,9 @@ def private(name: str) -> Path | None:
     try:
         place = _checked_writable() / name
         make(place)
-        why = _others(place)
+        why = _warning_about_others(place)
     except OSError as error:
-        why = _nothing_kept(error)
+        why = _not_cached(error)
     if why:
         _say(why)
     return None if why else place
@@ -53,7 +53,7 @@ def writable() -> Path:
     try:
         return _checked_writable()
     except OSError as error:
-        _say(_nothing_kept(error))
+        _say(_not_cached(error))
     return Path(_temporary().name)
 
 
@@ -92,7 +92,7 @@ def _checked_writable() -> Path:
     return place
 
 
-def _others(place: Path) -> str:
+def _warning_about_others(place: Path) -> str:
     """Returns a warning if other users could have changed programs in a directory, or ""."""
     for path in (place.parent, place):
         status = path.stat()
@@ -110,7 +110,7 @@ def _others(place: Path) -> str:
     return ""
 
 
-def _nothing_kept(error: OSError) -> str:
+def _not_cached(error: OSError) -> str:
     return (
         f"nothing is cached for later commands ({directory() or '~/.cache'}: {error.strerror}); "
         "XDG_CACHE_HOME can name another directory"

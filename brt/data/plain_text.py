@@ -19,8 +19,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 _PIECE = 1 << 16
 # So many characters of a text, or this share of them, may be U+FFFD or control characters.
 FEW, MOST = 7, 0.1
-# Control characters that are signs of binary data. Those that are taken out occur in texts, as line
-# ends, colours, or separators of fields.
+# Signs of binary data; the control characters that are left out occur in texts (colours, ...).
 _CONTROLS = bytes({*range(32), 127} - {*b"\1\b\t\n\v\f\r\x1b\x1c\x1d\x1e\x1f"})
 
 

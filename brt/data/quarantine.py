@@ -95,10 +95,10 @@ class Tally:
         self._bad: list[str] = []  # The list has descriptions of the first bad rows.
 
     def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
-        """Yields the items that are not of the class BadRow, and may raise DataError at the end.
+        """Counts all items, and yields those that are not of the class BadRow.
 
-        It does if all rows are bad, or if a row is bad and `errors` (Data.errors) is "refuse", not
-        "skip". All items are counted.
+        DataError is raised at the end if all rows are bad, or if a row is bad and `errors`
+        (Data.errors) is "refuse", not "skip".
         """
         for item in items:
             self.rows += 1

@@ -241,8 +241,8 @@ def _find_in_blocks(
 def _rows(queries: int, each: int) -> int:
     # Returns the number of queries to process at once: the largest divisor of `queries` for which
     # arrays with `each` elements per query have at most `AT_ONCE` elements, or 1.
-    most = min(queries, max(AT_ONCE // each, 1))
-    return next(rows for rows in range(most, 0, -1) if queries % rows == 0)
+    limit = min(queries, max(AT_ONCE // each, 1))
+    return next(rows for rows in range(limit, 0, -1) if queries % rows == 0)
 
 
 def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:

@@ -186,7 +186,7 @@ def _flattens_axes(kernel: Array, inputs: int) -> bool:
 
 
 def _flatten_last(x: Array, axes: int) -> Array:
-    # The size is named, because -1 fails if x has no rows.
+    # The size is computed, because `reshape` cannot infer a size of -1 if x has no rows.
     return x.reshape(*x.shape[: x.ndim - axes], math.prod(x.shape[x.ndim - axes :]))
 
 

@@ -96,8 +96,8 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
 
 def same_step(groups: Sequence[Group]) -> bool:
     """Returns True if the steps of all groups read about the same number of tokens."""
-    # Only then can the step times of the groups be compared. The largest number of tokens per step
-    # may exceed the smallest by 2 %, because batches of padded rows differ from step to step.
+    # The step times of other groups cannot be compared. The largest number of tokens per step may
+    # exceed the smallest by 2 %, because batches of padded rows differ from step to step.
     sizes = [g.tokens_per_step or 0.0 for g in groups]
     return not sizes or max(sizes) <= 1.02 * min(sizes)
 

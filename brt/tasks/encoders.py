@@ -292,8 +292,8 @@ class HeadResult(NamedTuple):
 class HeadEvaluator(abc.ABC):
     """Base class of the evaluators of encoder tasks.
 
-    Rows are evaluated in batches, and one program is compiled for each padded length. If `whole` is
-    False, all rows are evaluated, but not again with exact attention.
+    Rows are evaluated in batches, and one program is compiled for each padded length. All rows are
+    evaluated even if `whole` is False, but then not again with exact attention.
     """
 
     # Name and format of the metric whose value with exact attention is appended to the summary.

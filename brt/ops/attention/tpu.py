@@ -19,7 +19,7 @@ from brt.ops.softmax import FLOOR
 from brt.ops.tpu import LANES, head_refusal, vmem_budget, vmem_refusal
 
 Interpret = bool | pltpu.InterpretParams
-# Without a window, a call has at most one of these numbers of keys: the largest with which the
+# A call without a window reads at most so many keys: the first of these numbers with which the
 # logits of a sub-tile and all keys fit into VMEM.
 _MOST_KEYS = 8192, 4096, 2048, 1024
 _TILES = 1024, 512, 256, 128  # the numbers of queries of a step or of a forward sub-tile
@@ -42,15 +42,15 @@ def heads_together(heads: int, width: int) -> int:
 class SlabSizes:
     """The sizes of attention to whole slabs on one device, and what it needs in VMEM.
 
-    A slab has S keys, of which a call has at most `most`, a multiple of 128; the attribute `keys`
-    is the number of keys of a call.
+    A slab has S keys, of which a call has at most `max_keys`, a multiple of 128. The attribute
+    `keys` is the number of keys of a call.
     """
 
     def __init__(
         self, queries: int, keys: int, width: int, itemsize: int, *, together: int, biased: bool,
-        own_masks: bool, most: int = _MOST_KEYS[0],
+        own_masks: bool, max_keys: int = _MOST_KEYS[0],
     ) -> None:  # fmt: skip
-        calls = -(-keys // most)
+        calls = -(-keys // max_keys)
         self.keys = min(keys, -(-keys // (calls * LANES)) * LANES)
         self.queries, self.itemsize, self.own_masks = queries, itemsize, own_masks
         self.together, self.wide = together, max(width * together, LANES)
@@ -112,14 +112,14 @@ def slab_sizes(
     """Returns the sizes with as many keys in a call as fit into VMEM, or with the fewest."""
     (tokens, heads, width), itemsize = queries.shape[-3:], queries.dtype.itemsize
     together = heads_together(heads, width) if keys.shape[-2] == heads else 1
-    each = [
+    tried = [
         SlabSizes(
             tokens, keys.shape[-3], width, itemsize, together=together, biased=biased,
-            own_masks=own_masks, most=most,
+            own_masks=own_masks, max_keys=max_keys,
         )
-        for most in _MOST_KEYS
+        for max_keys in _MOST_KEYS
     ]  # fmt: skip
-    return next((sizes for sizes in each if sizes.taken(LANES, 1) <= vmem_budget()), each[-1])
+    return next((sizes for sizes in tried if sizes.taken(LANES, 1) <= vmem_budget()), tried[-1])
 
 
 def slab_refusal(
