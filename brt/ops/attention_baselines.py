@@ -146,12 +146,12 @@ def _attend_in_chunks(
     chunk: int, scale: float,
 ) -> Array:  # fmt: skip
     tokens = queries.shape[1]
-    more = -tokens % chunk
+    padding = -tokens % chunk
     x = (queries * scale, l2_normalize(queries), values)
-    q, k, v = (jnp.pad(a.swapaxes(1, 2), ((0, 0), (0, 0), (0, more), (0, 0))) for a in x)
-    valid = jnp.pad(valid, ((0, 0), (0, more)))
+    q, k, v = (jnp.pad(a.swapaxes(1, 2), ((0, 0), (0, 0), (0, padding), (0, 0))) for a in x)
+    valid = jnp.pad(valid, ((0, 0), (0, padding)))
     ids = jnp.pad(
-        ids, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=jnp.iinfo(ids.dtype).max
+        ids, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.iinfo(ids.dtype).max
     )
     total = jnp.zeros_like(v)
     for i, round_ids in enumerate(ids):

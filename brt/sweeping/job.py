@@ -329,12 +329,12 @@ def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
 
 def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
     """Raises Preempted or BrtError unless all points are finished."""
-    left = [point for point in points if not runner.finished(point)]
+    unfinished = [point for point in points if not runner.finished(point)]
     failed = [
-        p for p in left if PointDirectory(workdir / p.directory).progress().status == "failed"
+        p for p in unfinished if PointDirectory(workdir / p.directory).progress().status == "failed"
     ]
-    if len(left) > len(failed):
-        done = f"{len(points) - len(left)} of {len(points)} points are finished"
+    if len(unfinished) > len(failed):
+        done = f"{len(points) - len(unfinished)} of {len(points)} points are finished"
         raise Preempted(f"{done}; run the same command again to continue")
     if failed:
         names = ", ".join(point.name for point in failed)

@@ -95,13 +95,16 @@ def test_truncated_files_are_named(tmp_path, ending):
 
 
 @pytest.mark.parametrize(
-    ("name", "module"),
-    [("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")],
-)
-def test_a_missing_library_is_named(tmp_path, monkeypatch, name, module):
+    ("name", "module", "package"),
+    [
+        ("a.txt.zst", "zstandard", r"'brt\[zstd\]'"), ("a.parquet", "pyarrow", "pyarrow"),
+        ("a.arrow", "pyarrow", "pyarrow"),
+    ],
+)  # fmt: skip
+def test_a_missing_library_is_named(tmp_path, monkeypatch, name, module, package):
     path = write(tmp_path / name, zstandard.compress(b"text"))
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=rf"{name} needs a library: pip install {module}"):
+    with pytest.raises(DataError, match=rf"{name} needs a library: pip install {package}"):
         read(path)
 
 

@@ -52,8 +52,8 @@ class AnswerEvaluator(HeadEvaluator):
     forms = {"exact_match": "{:.2f} %", "f1": "{:.2f} %", "bits_per_place": "{:.4f}"}
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """The function's third argument is the mask of `QuestionStore.context_mask`. Its results
-        are the fields of WindowPrediction except for `row`, arrays [B].
+        """Returns a function whose third argument is the mask of `QuestionStore.context_mask`, and
+        whose results are the fields of WindowPrediction except for `row`, arrays [B].
         """
         longest = config.questions.max_answer_length
 
