@@ -320,6 +320,7 @@ def test_reports_of_a_strangers_sweep_open_nothing_else(
 
 
 @pytest.mark.parametrize("model", ["t5", "bart", "roberta"])
+@pytest.mark.slow_cases("t5")
 def test_converted_directories_are_read_file_by_file(
     model: str, tmp_path: Path, trace: Trace, damaged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

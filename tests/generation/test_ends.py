@@ -40,7 +40,7 @@ def ids(model: Model, *names: str) -> list[int]:
     return [model.tokenizer._tokenizer.token_to_id(name) for name in names]
 
 
-@pytest.mark.slow_cases("*1}")
+@pytest.mark.slow_cases("{'beams': 2}", "*1}")
 @pytest.mark.parametrize("how", [GREEDY, {"beams": 1}, {"beams": 2}], ids=str)
 def test_every_kind_of_text_ends_at_an_end_token(model: Model, how: dict) -> None:
     """The end token is the last of three tokens that are written at a time."""

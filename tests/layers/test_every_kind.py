@@ -123,6 +123,7 @@ def test_each_field_of_a_state_belongs_to_one_part() -> None:
 
 
 @each_model()
+@pytest.mark.slow_cases("windows by layer")
 def test_segments_cut_anywhere_are_one(name: str, build: Callable[[str], Case]) -> None:
     """In lane 1, a second document starts at token 40."""
     case = build(name)
@@ -224,6 +225,7 @@ def test_each_part_of_the_carried_state_matters_and_can_be_forgotten(
 
 
 @each_model(quick=("grouped queries, sinks",))
+@pytest.mark.slow_cases("grouped queries, sinks")
 def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str], Case]) -> None:
     """Compares the logits at all positions of a text, whose second half the model generates."""
     case = build(name)
@@ -282,6 +284,7 @@ def test_tokens_that_are_read_two_at_a_time_are_the_whole_segment(
     *(name for name in MODELS if "gate" in name), "recurrent, no cache, no positions",
     quick=("recurrent, no cache, no positions",),
 )  # fmt: skip
+@pytest.mark.slow_cases("recurrent, no cache, no positions")
 def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
     name: str, build: Callable[[str], Case]
 ) -> None:

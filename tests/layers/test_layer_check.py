@@ -34,7 +34,7 @@ def _registered() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow_cases("Echo")
+@pytest.mark.slow_cases("Decay", "Echo")
 @pytest.mark.parametrize("kind", [token_recurrence.Decay, my_layers.Echo], ids=lambda x: x.__name__)
 def test_correct_kinds_are_accepted(kind: type[KindSection]) -> None:
     brt.check_layers(dataclasses.replace(MODEL, kinds=(kind(layers=(0,)),)))

@@ -161,7 +161,7 @@ def test_a_token_reads_exactly_what_is_in_its_memory(
     np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
 
 
-@pytest.mark.slow_cases("False-summary")
+@pytest.mark.slow_cases("True-summary", "False-summary")
 @pytest.mark.parametrize("kind", ["memorizing", "summary"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_memory_is_masked_or_counts_as_zeros(

@@ -133,7 +133,7 @@ def test_steps_give_what_whole_targets_give(model: str, kind: str) -> None:
         np.testing.assert_allclose(steps[:, :, beam], expected, atol=TOLERANCE)
 
 
-@pytest.mark.slow_cases("t5", "sliding", "bart")
+@pytest.mark.slow_cases("transient global", "t5", "sliding", "bart")
 @pytest.mark.parametrize("model", ["t5", "sliding", "transient global", "bart"])
 def test_padding_and_other_pairs_change_nothing(model: str) -> None:
     net, x = network(MODELS[model], "srformer"), pairs()

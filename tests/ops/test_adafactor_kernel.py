@@ -86,6 +86,7 @@ def traced(function: Callable[..., Any], shape: tuple[int, ...], dtype: str = "f
 
 
 @pytest.mark.slow_cases(
+    "tall-streamed",
     "two heads-*",
     "heads-*",
     "square-*",

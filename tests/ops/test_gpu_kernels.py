@@ -239,6 +239,7 @@ def computed(function: Callable[..., Any], arrays: Arrays, **options: Any) -> li
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
 )
+@pytest.mark.slow_cases("states")
 def test_kernels_equal_the_reference_and_each_run_gives_the_same_bits(
     name: str, mosaic_gpu_interpreter: Any
 ) -> None:

@@ -47,7 +47,7 @@ def test_replicas_add_up_once(name: str, tmp_path: Path) -> None:
     assert {kind: count for kind, (count, _) in found.items()} == {"all-reduce": 1}
 
 
-@pytest.mark.slow_cases("shared-*")
+@pytest.mark.slow_cases("whole-True", "shared-*")
 @pytest.mark.parametrize(("state", "taken_over"), [("whole", True), ("shared", False)])
 def test_what_replicas_gather_does_not_take_the_old_parameters_place(
     state: str, taken_over: bool, tmp_path: Path

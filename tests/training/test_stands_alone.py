@@ -293,7 +293,7 @@ def started_from(place: Path, **sections: object) -> Config:
     )  # fmt: skip
 
 
-@pytest.mark.slow_cases("decoder_with_adapters", "distilled_run")
+@pytest.mark.slow_cases("run_with_adapters", "decoder_with_adapters", "distilled_run")
 @pytest.mark.parametrize("make", [run_with_adapters, decoder_with_adapters, distilled_run])
 def test_a_run_goes_on_without_what_it_started_from(
     make: Callable, once: Callable, tmp_path: Path

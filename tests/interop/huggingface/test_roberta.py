@@ -126,7 +126,7 @@ def test_one_class_is_a_number(directory: Callable, tmp_path: Path) -> None:
     assert again["id2label"] == {"0": "LABEL_0"}
 
 
-@pytest.mark.slow_cases("t5", "roberta_*")
+@pytest.mark.slow_cases("roberta", "t5", "roberta_*")
 @pytest.mark.parametrize("model", ["t5", *TASKS])
 def test_there_and_back_is_the_same_checkpoint(
     directory: Callable, tmp_path: Path, model: str

@@ -194,7 +194,7 @@ _DENSE = {"DenseMemory.layers": (-1,), "DenseMemory.gate": "tanh", "DenseMemory.
 _TWO_BLOCKS = {"Window.block": 2}  # two blocks in a window
 
 
-@pytest.mark.slow_cases("settings0*", "settings2*", "settings3*")
+@pytest.mark.slow_cases("*gated_dense_memory_0*", "settings0*", "settings2*", "settings3*")
 @pytest.mark.parametrize(
     ("settings", "plain_settings", "new", "path"),
     [
