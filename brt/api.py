@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 from brt import command_line, storage, tasks
 from brt.config import Config
 from brt.config_io import model_settings
-from brt.data import losses, plain_text
+from brt.data import lost_bytes, plain_text
 from brt.data.tokenizers import encode_prompt
 from brt.errors import ConfigError, DataError
 from brt.generation import memory as memories
@@ -275,8 +275,8 @@ class Model:
         """
         text = plain_text.checked("the text", text)
         bits, tokenizer = self.token_bits(text), self.tokenizer
-        if lost := losses.lost_bytes(tokenizer, text):
-            raise DataError(losses.loss_message(lost, len(text.encode()), 0))
+        if lost := lost_bytes.count(tokenizer, text):
+            raise DataError(lost_bytes.loss_message(lost, len(text.encode()), 0))
         return float(np.sum(bits, dtype=np.float64)) / len(text.encode())
 
     def evaluate(self, split: str = "test", *, ablate: str | None = None) -> dict[str, Any]:

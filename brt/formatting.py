@@ -10,7 +10,8 @@ from typing import Any
 # Controls, marks of direction and other invisible characters, line separators, lone surrogates.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _KEPT = "\n\t\u200c\u200d"  # The last two join and separate letters, also of emoji.
-_LONGEST_WORD, _LONGEST_MESSAGE = 500, 2000  # In characters. A path may be a long word.
+# `sentence` leaves out the middle of words of 500 characters or more, and of messages above 2,000.
+_LONGEST_WORD, _LONGEST_MESSAGE = 500, 2000
 # What the local copies of places in buckets are called in texts: URLs by paths.
 SHOWN: dict[str, str] = {}
 _FORMULA = re.compile(r"\s*[=+@＝＋－＠-]|[\t\r\n]")

@@ -32,7 +32,7 @@ _DEEPEST = 100  # Lists and objects in files of a known structure are nested at 
 # process them without reaching Python's limit of recursion. brt checks the depth itself, because
 # the parser has no limit from Python 3.14 on.
 _DEEPEST_PARSED = 200
-# A JSON text has at most this many lists and objects. Each takes 64 bytes, but three in a file.
+# A JSON text has at most this many lists and objects (64 bytes of memory each, three in a file).
 _MOST_PARSED = 1 << 24
 # An archive unpacks to at most this many times its size, and _SLACK bytes.
 GROWTH, _SLACK = 64, 64 << 20
@@ -103,7 +103,7 @@ _ESCAPES = re.compile(
 
 
 def _without_halves(value: Any, text: str | bytes, halves: str) -> Any:
-    """Refuses or replaces surrogates without a partner, for which it searches the source text."""
+    """Returns the value of a JSON text; refuses or replaces surrogates without a partner."""
     source = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
     found = (match for match in _ESCAPES.finditer(source) if match[2])
     if halves == "replace":
@@ -161,21 +161,21 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
         check(value, list, name)
         for item in value:
             check(item, kind[0], f"a part of {name}")
-    elif not _is(value, kind):
+    elif not _is_of(value, kind):
         wanted = kind.__name__ if isinstance(kind, type) else kind
         if typing.get_origin(kind) is Literal:
             wanted = " or ".join(map(repr, typing.get_args(kind)))
         raise ValueError(f"{name[:40]} is {reprlib.repr(value)}, which is no {wanted}")
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _is_of(value: Any, kind: Any) -> bool:
+    """Returns True if a value belongs to a type, a union, a Literal or `object`; see `check`."""
     kinds = typing.get_args(kind) or (kind,)
     if kind is object or typing.get_origin(kind) is Literal:
         return kind is object or value in kinds
     if isinstance(value, bool):
         return bool in kinds
-    # Larger integers, infinity and NaN (for which the comparison is False) are refused. Larger
-    # finite floats are accepted.
+    # Integers of 2^63 and more, infinity and NaN (for which the comparison is False) are refused.
     if isinstance(value, int | float) and not abs(value) < 2**63:
         return isinstance(value, float) and float in kinds and math.isfinite(value)
     return isinstance(value, kind)
@@ -224,7 +224,7 @@ def npz(path: Path, growth: int | None = GROWTH) -> Iterator[dict[str, LazyArray
     objects.
     """
     with open_file(path) as file:
-        with _said_of(path.name):
+        with _as_value_errors(path.name):
             size = os.fstat(file.fileno()).st_size
             archive = zipfile.ZipFile(_Archive(file.raw))
             members = archive.infolist()
@@ -255,7 +255,7 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:
 
     def read() -> np.ndarray:
         content = np.empty(count, np.uint8)
-        with _said_of(member.filename), archive.open(member) as file:
+        with _as_value_errors(member.filename), archive.open(member) as file:
             file.read(begin)
             place = 0
             while chunk := file.read(_CHUNK):
@@ -269,7 +269,7 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:
 
 
 @contextlib.contextmanager
-def _said_of(name: str) -> Iterator[None]:
+def _as_value_errors(name: str) -> Iterator[None]:
     """Converts the errors of a damaged archive to ValueErrors."""
     try:
         yield

@@ -34,11 +34,11 @@ def private(name: str) -> Path | None:
     other users. A message on stderr says so once.
     """
     try:
-        place = _written() / name
+        place = _checked_writable() / name
         make(place)
-        why = _others(place)
+        why = _warning_about_others(place)
     except OSError as error:
-        why = _nothing_kept(error)
+        why = _not_cached(error)
     if why:
         _say(why)
     return None if why else place
@@ -51,9 +51,9 @@ def writable() -> Path:
     deleted when the process ends.
     """
     try:
-        return _written()
+        return _checked_writable()
     except OSError as error:
-        _say(_nothing_kept(error))
+        _say(_not_cached(error))
     return Path(_temporary().name)
 
 
@@ -83,7 +83,8 @@ def sealed(kind: str, key: str) -> bool:
     return bool(place and os.path.exists(place / kind / key))
 
 
-def _written() -> Path:
+def _checked_writable() -> Path:
+    """Creates and returns the cache directory; raises OSError if no file can be created in it."""
     if not (place := directory()):
         raise FileNotFoundError(errno.ENOENT, "the user has no home directory")
     make(place)
@@ -91,7 +92,7 @@ def _written() -> Path:
     return place
 
 
-def _others(place: Path) -> str:
+def _warning_about_others(place: Path) -> str:
     """Returns a warning if other users could have changed programs in a directory, or ""."""
     for path in (place.parent, place):
         status = path.stat()
@@ -109,7 +110,7 @@ def _others(place: Path) -> str:
     return ""
 
 
-def _nothing_kept(error: OSError) -> str:
+def _not_cached(error: OSError) -> str:
     return (
         f"nothing is cached for later commands ({directory() or '~/.cache'}: {error.strerror}); "
         "XDG_CACHE_HOME can name another directory"

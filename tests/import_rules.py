@@ -87,7 +87,8 @@ class _WithoutTyping(ast.NodeTransformer):
 @functools.cache
 def executed(source: str) -> ast.AST:
     """Returns the syntax tree of a source without what only type checkers read."""
-    return _WithoutTyping().visit(ast.parse(source))
+    tree = ast.parse(source)
+    return _WithoutTyping().visit(tree) if "TYPE_CHECKING" in source else tree
 
 
 def imports(source: str) -> set[str]:
@@ -195,7 +196,7 @@ def _deciding(node: ast.AST) -> list[ast.expr]:
 
 def decisions_by_backend(module: str, source: str) -> Iterator[str]:
     """Yields a sentence for each comparison or table of backends outside of brt.ops.dispatch."""
-    if module in BACKEND_MODULES:
+    if module in BACKEND_MODULES or "backend()" not in source:
         return
     for node in ast.walk(executed(source)):
         for operand in _deciding(node):

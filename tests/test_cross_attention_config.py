@@ -98,13 +98,12 @@ def test_bounded_parameters_begin_where_raw_ones_do() -> None:
         (
             {}, 16384, 128,
             "a source of 16384 tokens has 256 segments, of which the decoder would read only "
-            "128; set CrossAttention.segment_size = 128 or CrossAttention.q_ref = 256, or allow "
-            "it by CrossAttention.allow_skipped_segments = True",
+            "128; set CrossAttention.segment_size = 128 or CrossAttention.q_ref = 256",
         ),
         (
             {"index_mode": "stride"}, 1088, 128,
             "has 17 segments, of which the decoder would read only 16; set "
-            "CrossAttention.segment_size = 68 or a smaller CrossAttention.stride, or allow",
+            "CrossAttention.segment_size = 68 or a smaller CrossAttention.stride",
         ),
         (
             {"index_mode": "batch"}, 1024, 142,
@@ -126,7 +125,6 @@ def test_lengths_that_fit_are_accepted() -> None:
     config = CrossAttention(kind="srformer")
     config.check_lengths(8192, 128)
     dataclasses.replace(config, segment_size=128).check_lengths(16384, 128)
-    dataclasses.replace(config, allow_skipped_segments=True).check_lengths(16384, 128)
     dataclasses.replace(config, index_mode="stride").check_lengths(1024, 999)
     CrossAttention(kind="full").check_lengths(10**6, 10**6)
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from brt import command_line, runtime
@@ -78,6 +79,7 @@ def test_the_users_own_setting_stands() -> None:
     assert faults(MALLOC_MMAP_THRESHOLD_="1000000") > 10_000
 
 
+@pytest.mark.slow  # It starts up to eleven processes that import jax.
 @linux
 def test_programs_that_run_in_place_map_no_pages_again() -> None:
     assert faults(STEP) < 100
@@ -88,14 +90,19 @@ def test_programs_that_run_in_place_map_no_pages_again() -> None:
     assert again, "or there is nothing to spare any more"
 
 
-@linux
-def test_jax_s_own_variable_comes_first() -> None:
-    program = (
-        "import jax\nfrom brt import runtime\nruntime.disable_async_dispatch()\n"
-        "print(jax.config.read('jax_cpu_enable_async_dispatch'))"
-    )
-    assert run(program).strip() == "False"
-    assert run(program, JAX_CPU_ENABLE_ASYNC_DISPATCH="true").strip() == "True"
+@pytest.mark.parametrize("users", ["", "true"])
+def test_jax_s_own_variable_comes_first(users: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "jax_cpu_enable_async_dispatch"
+    monkeypatch.delenv(name.upper(), raising=False)
+    if users:
+        monkeypatch.setenv(name.upper(), users)
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    try:
+        runtime.disable_async_dispatch()
+        assert jax.config.read(name) == bool(users)
+    finally:
+        jax.config.update(name, before)
 
 
 @huge_pages

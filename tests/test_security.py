@@ -69,12 +69,13 @@ MAY_PARSE = {  # Files that may parse JSON by themselves, and the reason.
 
 def _parses_json(path: Path) -> bool:
     """Returns True if a file uses json.load, json.loads or json.JSONDecoder."""
-    return any(
+    text = path.read_text("utf-8")
+    return "json" in text and any(
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id == "json"
         and node.attr in ("load", "loads", "JSONDecoder")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(ast.parse(text))
     )
 
 

@@ -48,7 +48,7 @@ def write_decoder(place: Path) -> None:
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.save(str(place / "tokenizer.json"))
     start = jnp.ones((1, 1), bool)
-    params = Decoder(MODEL).init(
+    params = jax.jit(Decoder(MODEL).init)(
         jax.random.key(0), jnp.zeros((1, 64), jnp.int32), new_state(MODEL, 1), start
     )
     arrays = jax.tree.map(np.asarray, nn.meta.unbox(params)["params"])

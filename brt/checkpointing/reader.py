@@ -83,7 +83,7 @@ class VerifiedCheckpoint(NamedTuple):
 
     step: int  # number of completed training steps, the name of the checkpoint
     meta: dict[str, Any]  # the content of meta.json
-    problems: list[str]  # a sentence about each newer checkpoint that was not taken, as damaged
+    problems: list[str]  # a sentence about each newer checkpoint that is damaged
     requested: int | None = None  # the step that `find` was asked for; None for the newest
     state: Any = None  # pytree of its arrays, which `restore` reads
 

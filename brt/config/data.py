@@ -254,9 +254,6 @@ class Questions:
     max_answer_length: int = free(30)  # A predicted answer has at most this number of tokens.
     # True allows questions without an answer, as in SQuAD 2.0.
     no_answer: bool = fixed(False, cached=True)
-    # A question is predicted to have no answer if the logit of "no answer" exceeds the logit of the
-    # best span by more than this number.
-    no_answer_margin: float = free(0.0)
     # Batches are padded to one of these ascending lengths in tokens; () pads all batches to
     # max_length.
     buckets: tuple[int, ...] = fixed(())
@@ -268,7 +265,7 @@ class Questions:
 
     def __post_init__(self) -> None:
         lengths = "max_length", "max_question_length", "max_answer_length"
-        check_section(self, positive=lengths, any_sign=["no_answer_margin"])
+        check_section(self, positive=lengths)
         check_rows(self, "max_length")
         taken = self.stride + self.max_question_length + SPECIAL
         check(

@@ -265,6 +265,7 @@ class Model:
         types = [type(section) for section in ordered]
         check(len(set(types)) == len(types), f"Model.kinds has a section twice: {types}")
         placed = layer_kinds(ordered, self.layers)
+        # If there are other kinds, `brt.layers.runs` checks whether one of them recurs.
         check(
             not self.feedback or set(placed) != {"window"},
             "Model.feedback = True needs a recurrent layer; name one in Recurrence.layers",
@@ -272,6 +273,7 @@ class Model:
         for section in ordered:
             section.check_model(self)
         self._check_windows()
+        self._check_grouped_keys_and_sinks()
 
     def _check_windows(self) -> None:
         fixed = [section for section in self.kinds if not section.any_window]
@@ -283,16 +285,23 @@ class Model:
                 f"{self.block_length} tokens; set Window.block = {self.window}, and its place in "
                 "Window.by_layer to 0",
             )
-        sinks = self.sliding.sinks
         check(
-            sinks <= self.window,
-            f"Window.sinks = {sinks} must not exceed Model.window = {self.window}",
+            self.sliding.sinks <= self.window,
+            f"Window.sinks = {self.sliding.sinks} must not exceed Model.window = {self.window}",
         )
-        plain = [section for section in self.kinds if not section.grouped_keys]
+        check(
+            set(self.windows) == {self.block_length} or self.sliding.mask_empty_cache,
+            f"a window of {max(self.windows)} tokens in blocks of {self.block_length} needs "
+            "Window.mask_empty_cache = True",
+        )
+
+    def _check_grouped_keys_and_sinks(self) -> None:
+        """Refuses grouped keys and sinks if a kind of the model's layers does not support them."""
+        sinks = self.sliding.sinks
         names = [
             f"{type(section).__name__}.layers"
-            for section in plain
-            if any(section.layers_by_kind().values())
+            for section in self.kinds
+            if not section.grouped_keys and any(section.layers_by_kind().values())
         ]
         check(
             not names or self.key_heads == self.heads,
@@ -302,11 +311,6 @@ class Model:
         check(
             not names or not sinks,
             f"Window.sinks = {sinks} must be 0 for layers of {', '.join(names)}",
-        )
-        check(
-            set(self.windows) == {self.block_length} or self.sliding.mask_empty_cache,
-            f"a window of {max(self.windows)} tokens in blocks of {self.block_length} needs "
-            "Window.mask_empty_cache = True",
         )
 
     @property
@@ -377,8 +381,8 @@ class Model:
 
     def without(self, *sections: type[KindSection]) -> "Model":
         """Returns the same model in which layers of some kinds become sliding-window layers."""
-        left = tuple(section for section in self.kinds if type(section) not in sections)
-        return dataclasses.replace(self, kinds=left)
+        kinds = tuple(section for section in self.kinds if type(section) not in sections)
+        return dataclasses.replace(self, kinds=kinds)
 
 
 # The keys are the names of the sections that every decoder has besides `Model`. The values are the

@@ -116,8 +116,6 @@ class CrossAttention:
     # Padding counts as tokens, as in the authors' code, in the number of segments of a source
     # ('segments'), in the sums of the recurrence ('sums'), or in both. () never counts padding.
     count_padding_in: tuple[str, ...] = fixed(())
-    # True accepts sources with more segments than the decoder reads.
-    allow_skipped_segments: bool = fixed(False)
     # These parts of srformer are left out (ablations I to IV of the paper): attention to the
     # segment ('segment'), the division by the norm of each key feature ('norm'), the recurrent
     # accumulate-and-fire neurons ('raf'), or the other segments, so that the recurrence sums only
@@ -171,9 +169,8 @@ class CrossAttention:
         """Refuses sources or targets that are too long for segmented cross-attention.
 
         The source is cut into segments, and each position of the target reads one segment. So every
-        position must have a segment, and there must be enough positions to read all segments
-        (unless `allow_skipped_segments` is True). Cross-attention of the kind "full" has no
-        segments and no limits.
+        position must have a segment, and there must be enough positions to read all segments.
+        Cross-attention of the kind "full" has no segments and no limits.
         """
         if self.kind == "full":
             return
@@ -187,7 +184,7 @@ class CrossAttention:
         if self.index_mode == "stride":
             positions = -(-max_target_length // self.stride)
         segments = -(-max_source_length // self.segment_size)
-        if segments <= positions or self.allow_skipped_segments:
+        if segments <= positions:
             return
         size = -(-max_source_length // positions)
         stride = self.index_mode == "stride"
@@ -195,7 +192,7 @@ class CrossAttention:
         raise ConfigError(
             f"a source of {max_source_length} tokens has {segments} segments, of which the "
             f"decoder would read only {positions}; set CrossAttention.segment_size = {size} or "
-            f"{more}, or allow it by CrossAttention.allow_skipped_segments = True"
+            f"{more}"
         )
 
 

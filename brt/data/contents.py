@@ -59,14 +59,14 @@ def small_text(path: Path) -> str:
 
 def refuse_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
     """Yields bytes unchanged; raises BadRecord if they begin like a file that is not text."""
-    head, left = b"", iter(data)
-    for chunk in left:
+    head, rest = b"", iter(data)
+    for chunk in rest:
         head += chunk
         if len(head) >= formats.HEAD:
             break
     formats.refuse(name, head[: formats.HEAD])
     yield head
-    yield from left
+    yield from rest
 
 
 def content(file: File) -> Iterator[bytes]:
@@ -139,7 +139,7 @@ def _zstd(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError as error:
-        raise DataError(f"{file.name} needs a library: pip install zstandard") from error
+        raise DataError(f"{file.name} needs a library: pip install 'brt[zstd]'") from error
     try:
         frame = zstandard.ZstdDecompressor().decompressobj()
         while data := raw.read(ZSTD_CHUNK):
@@ -149,7 +149,7 @@ def _zstd(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
                 yield frame.decompress(data)
                 data = frame.unused_data
     except zstandard.ZstdError as error:
-        raise EOFError(error) from error
+        raise EOFError(error) from error  # `content` reports EOFErrors as damage of the file.
     if not frame.eof:
         raise EOFError("the last frame has no end")
 
@@ -173,8 +173,9 @@ def read_json(
 
     With `errors` = "replace", bytes that are not UTF-8, and surrogates without a partner, are read
     as U+FFFD. With "strict", bytes that are not UTF-8 are a problem of the record, but surrogates
-    stay in the value; `plain_text.problem` detects them. A .json file that is parsed at once and is
-    not JSON raises BadRecord, and a line or such a file of more than `max_bytes` DataError.
+    stay in the value; `plain_text.problem` detects them. A .json file without JSON lines is parsed
+    as a whole, and raises BadRecord if it is not JSON. DataError is raised if a line, or such a
+    file, has more than `max_bytes`.
     """
     numbered = _numbered(file, max_bytes)
     if formats.kind(file.path.name) == "json" and (first := next(numbered, None)):

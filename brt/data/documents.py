@@ -95,7 +95,9 @@ def _read_file(
                 deque(text(), maxlen=0)
                 return True
 
-            if not bad.most or bad.call_and_collect(is_readable, file.name):
+            # If bad records are collected, the whole file is read once before its document is
+            # yielded, because parts of a document that are already stored cannot be taken back.
+            if not bad.limit or bad.call_and_collect(is_readable, file.name):
                 yield Document(file.name, text())
 
 
@@ -205,15 +207,16 @@ def _field(name: str, example: Any, field: str) -> Any:
     value = values.get(field)
     if _is_text(value):
         return value
-    what = f" has no field '{field}'"
+    problem = f" has no field '{field}'"
     if field in values:
-        what = f": the field '{field}' is {tables.type_name(value)}, not text"
+        problem = f": the field '{field}' is {tables.type_name(value)}, not text"
     texts = [other for other in sorted(values)[:_SHOWN] if _is_text(values[other])]
-    one = "write the texts to one field, or leave it out"
+    remedy = "write the texts to one field, or leave it out"
     if not texts:
-        raise BadRecord(f"{name}{what}, and no other field has text; {one}")
+        raise BadRecord(f"{name}{problem}, and no other field has text; {remedy}")
     raise BadRecord(
-        f"{name}{what}; name one of {texts} with {_REMEDY} if every record has it, otherwise {one}"
+        f"{name}{problem}; name one of {texts} with {_REMEDY} if every record has it, otherwise "
+        f"{remedy}"
     )
 
 

@@ -62,19 +62,19 @@ def gather(
     """
     real = document >= 0
     lengths = store.lengths if lengths is None else lengths
-    # `past` is the number of the document's tokens before the block. `left` is the number of tokens
-    # from the start of the block to the end of the document; it may exceed the window.
+    # `past` is the number of the document's tokens before the block. `remaining` is the number of
+    # tokens from the start of the block to the end of the document; it may exceed the window.
     past = block * window
-    left = np.where(real, lengths[document] - past, 0)[..., None]
+    remaining = np.where(real, lengths[document] - past, 0)[..., None]
     # One gather of window + 1 tokens yields both the inputs and the targets of a block.
     column = np.arange(-1, window)
-    # `stored` is the same as `left`, but without the end token and without the limit of `lengths`.
+    # `stored` is like `remaining`, but without the end token and without the limit of `lengths`.
     stored = (store.offsets[document + 1] - store.offsets[document] - past)[..., None]
     index = (store.offsets[document] + past)[..., None] + np.minimum(column, stored - 1)
-    tokens = store.tokens[np.where(left > 0, np.maximum(index, 0), 0)].astype(np.int32)
+    tokens = store.tokens[np.where(remaining > 0, np.maximum(index, 0), 0)].astype(np.int32)
     if store.end_id >= 0:
         tokens[column == stored] = store.end_id
-    scored = column[1:] < left
+    scored = column[1:] < remaining
     inputs = np.where(scored, tokens[..., :-1], np.int32(store.bos_id))
     document_start = ~real | (block == 0)
     inputs[document_start, 0] = store.bos_id

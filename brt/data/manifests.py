@@ -119,7 +119,9 @@ def atomic_directory(
         `shared` is False, the directory does not exist then, so the command can be run again.
     """
     explain_begin = explained or partial(_explained, setting=setting)
-    explain_end = explained or partial(_explained, setting=setting, refused=durable.storage_refuses)
+    explain_end = explained or partial(
+        _explained, setting=setting, raised_unchanged=durable.storage_refuses
+    )
     with contextlib.ExitStack() as stack:
         with explain_begin(directory):
             directory = Path(os.path.realpath(directory))
@@ -156,13 +158,13 @@ def _rename(content: Path, directory: Path, shared: bool) -> None:
 def _explained(
     directory: Path,
     setting: str = "",
-    refused: Callable[[BaseException], bool] = durable.storage_fails,
+    raised_unchanged: Callable[[BaseException], bool] = durable.storage_fails,
 ) -> Iterator[None]:
     try:
         yield
     # Python raises ValueError if the name of the directory contains a NUL.
     except (OSError, ValueError) as error:
-        if refused(error):
+        if raised_unchanged(error):
             raise
         reason = getattr(error, "strerror", None) or error
         remedy = f"set {setting} to" if setting else "name"
@@ -172,8 +174,9 @@ def _explained(
 
 
 def _partial_directory(directory: Path, key: str, stack: contextlib.ExitStack) -> Path | None:
-    """Locks the temporary directory that an interrupted process with the same key has left."""
-    # The exit stack deletes the directory.
+    """Locks and returns the temporary directory that an interrupted process with the same key has
+    left; None if there is none. When the stack exits, it deletes the directory (see `_leave`).
+    """
     for path in directory.parent.glob(f"{glob.escape(_prefix(directory))}*/{_HELD}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as attempt:
             held = attempt.enter_context(durable.open_file(path, "r+b", below=directory.parent))

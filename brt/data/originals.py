@@ -40,9 +40,9 @@ def read(tokenizer: Path) -> dict[str, bytes]:
         # Face consist of links.
         if path == tokenizer or (of_brt and path.is_symlink()):
             continue
-        left = MAX_BYTES - sum(map(len, found.values()))
+        free_bytes = MAX_BYTES - sum(map(len, found.values()))
         try:
-            found[name] = untrusted.read_file(path, left)
+            found[name] = untrusted.read_file(path, free_bytes)
         except OSError as error:
             raise DataError(
                 f"{path} cannot be kept: {error.strerror}; remove it if the tokenizer does not "

@@ -17,9 +17,9 @@ MARK = "\ufeff"  # The byte order mark may be the first character of a text.
 REPLACE = "Data.errors = 'replace'"
 _HALF = re.compile("[\ud800-\udfff]")
 _PIECE = 1 << 16
-# A text may have this number of U+FFFD and control characters, or this share of its characters.
+# So many characters of a text, or this share of them, may be U+FFFD or control characters.
 FEW, MOST = 7, 0.1
-# Some texts contain the other control characters, as line ends, colours, or separators of fields.
+# Signs of binary data; the control characters that are left out occur in texts (colours, ...).
 _CONTROLS = bytes({*range(32), 127} - {*b"\1\b\t\n\v\f\r\x1b\x1c\x1d\x1e\x1f"})
 
 

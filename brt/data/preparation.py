@@ -33,7 +33,7 @@ from brt.config.checks import share_of
 from brt.config.fields import cached_settings
 from brt.data import (
     generated,
-    losses,
+    lost_bytes,
     manifests,
     originals,
     quarantine,
@@ -585,7 +585,7 @@ class DocumentPreparation(TokenizedPreparation):
         """Writes the store of a split; uses what an interrupted process has written of it."""
         documents = self._plan.documents(split)
         if (directory / split / "manifest.json").exists():
-            if self._plan.bad.most:  # Reading the documents again finds those that cannot be read.
+            if self._plan.bad.limit:  # Reading the documents again finds those that cannot be read.
                 deque(documents, maxlen=0)
             return TokenStore.open(directory / split)
         shutil.rmtree(directory / split, ignore_errors=True)
@@ -630,7 +630,7 @@ def summary(dataset: Dataset) -> str:
 def _lost(store: TokenStore) -> str:
     """Returns a clause about the bytes of a split that the tokenizer loses; "" for none."""
     unknown = store.manifest["unknown_tokens"]
-    return losses.loss_message(store.lost_bytes, int(store.bytes.sum()), unknown)
+    return lost_bytes.loss_message(store.lost_bytes, int(store.bytes.sum()), unknown)
 
 
 def _refuse_shared_texts(partial: Path, stores: Mapping[str, TokenStore]) -> None:

@@ -21,12 +21,12 @@ class BadRecord(DataError):
 class Quarantine:
     """Collects the errors of bad records, which are documents that cannot be read, up to a limit.
 
-    A record counts once, even if its file is read again. With the limit `most` = 0, no error is
-    collected: the first is raised.
+    A record counts once, even if its file is read again. With `limit` = 0, no error is collected:
+    the first is raised.
     """
 
-    def __init__(self, most: int = 0):
-        self.most = most
+    def __init__(self, limit: int = 0):
+        self.limit = limit
         self._found: dict[str, dict[str, Any]] = {}
 
     def __len__(self) -> int:
@@ -41,14 +41,14 @@ class Quarantine:
         `place` is the number of the bad line or record, as `line=` or `record=`; without it, the
         error concerns the whole rest of the file.
         """
-        if not self.most:
+        if not self.limit:
             raise error
         entry = {"file": file, **place, "reason": str(error)}
         self._found.setdefault(json.dumps([file, place]), entry)
-        if len(self) > self.most:
+        if len(self) > self.limit:
             raise DataError(
                 f"{len(self)} documents cannot be read, more than Data.max_bad_records = "
-                f"{self.most}; the last is this: {error}"
+                f"{self.limit}; the last is this: {error}"
             )
 
     def call_and_collect(self, read: Callable[[], T], file: str, **place: int) -> T | None:
@@ -95,10 +95,10 @@ class Tally:
         self._bad: list[str] = []  # The list has descriptions of the first bad rows.
 
     def refuse_or_skip(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
-        """Yields the items that are not of the class BadRow, and may raise DataError at the end.
+        """Counts all items, and yields those that are not of the class BadRow.
 
-        It does if all rows are bad, or if a row is bad and `errors` (Data.errors) is "refuse", not
-        "skip". All items are counted.
+        DataError is raised at the end if all rows are bad, or if a row is bad and `errors`
+        (Data.errors) is "refuse", not "skip".
         """
         for item in items:
             self.rows += 1

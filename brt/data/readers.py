@@ -193,19 +193,19 @@ class RowReader(Reader):
         """Returns the rows of each batch, int [batches, B] (-1 is empty), and padded lengths."""
         size, bucket = self.batch_size, self._bucket[order]
         used = np.unique(bucket)
-        # `left` has the indices in `order` of rows of shorter buckets that did not fill a batch.
+        # `waiting` has the indices in `order` of rows of shorter buckets that did not fill a batch.
         # These rows go into batches of the next longer bucket.
-        left = np.zeros(0, np.int64)
+        waiting = np.zeros(0, np.int64)
         batches, lengths = [], []
         for i in used:
-            places = np.concatenate([np.flatnonzero(bucket == i), left])
+            places = np.concatenate([np.flatnonzero(bucket == i), waiting])
             if i == used[-1]:
                 empty = -len(places) % size
                 places = np.concatenate([places, np.full(empty, len(order))])
             full = len(places) // size * size
             batches.append(places[:full].reshape(-1, size))
             lengths += [self.lengths[i]] * len(batches[-1])
-            left = places[full:]
+            waiting = places[full:]
         chosen = np.concatenate(batches)
         # Batches are sorted by the place of their last row in `order`. Otherwise all batches of
         # short rows would be read first.

@@ -74,13 +74,13 @@ class OnDisk:
         return np.take_along_axis(values, rows - first[:, None], axis=1).reshape(places.shape)
 
     def _read(self, into: np.ndarray, start: int) -> None:
-        left, at = memoryview(into).cast("B"), start * self.dtype.itemsize
-        while left:
+        unread, at = memoryview(into).cast("B"), start * self.dtype.itemsize
+        while unread:
             try:
                 if self._remote:
-                    left[:] = self._remote.read(at, len(left))
+                    unread[:] = self._remote.read(at, len(unread))
                     return
-                count = os.preadv(self._file, [left], at)
+                count = os.preadv(self._file, [unread], at)
             except OSError as error:
                 raise DataError(f"{self._path} cannot be read: {error.strerror}") from error
             if not count:
@@ -89,7 +89,7 @@ class OnDisk:
                     f"{self._path} was cut while it was being read: it ends before byte {at:,} of "
                     f"{self.size * self.dtype.itemsize:,}; delete {store} and prepare it again"
                 )
-            left, at = left[count:], at + count
+            unread, at = unread[count:], at + count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from brt import durable, untrusted
-from brt.data import losses, manifests, stores
+from brt.data import lost_bytes, manifests, stores
 from brt.data.documents import Document
 from brt.data.stores import OnDisk
 from brt.data.tokenizers import Tokenizer
@@ -109,12 +109,12 @@ class Counter:
         self.tokens = self.bytes = self.characters = self.words = 0
         # If the previous chunk ended inside of a word, the rest of the word must not count again.
         self._in_word = False
-        self._losses, self._digest = losses.Losses(tokenizer), hashlib.sha256()
+        self._counter, self._digest = lost_bytes.LostBytes(tokenizer), hashlib.sha256()
 
     def add(self, text: str, ids: np.ndarray) -> int:
         """Takes the next chunk, and returns its number of UTF-8 bytes."""
         data = text.encode()
-        self._losses.add(data, ids)
+        self._counter.add(data, ids)
         self._digest.update(data)
         self.tokens += len(ids)
         if text:
@@ -125,8 +125,8 @@ class Counter:
         return len(data)
 
     def end(self, writer: "Writer") -> None:
-        row = Row(self.tokens, self.bytes, self.characters, self.words, self._losses.lost)
-        writer.end_document(self.name, row, self._digest.digest(), self._losses.unknown)
+        row = Row(self.tokens, self.bytes, self.characters, self.words, self._counter.lost)
+        writer.end_document(self.name, row, self._digest.digest(), self._counter.unknown)
 
 
 def count_words(text: str, data: bytes) -> int:

@@ -176,7 +176,7 @@ def _try_json(content: bytes) -> None:
     _check_growth("normalizer", _growth(tokenizer.normalizer), GROWTH)
     _check_growth("decoder", _growth(tokenizer.decoder), GROWTH)
     for text in TRIED:
-        with _explained_elsewhere():
+        with _ignored_errors():
             tokenizer.encode_batch_fast([text], add_special_tokens=False)
             tokenizer.decode(tokenizer.encode(text).ids)
             tokenizer.encode(text, "b")
@@ -222,13 +222,13 @@ def _try_sentencepiece(content: bytes) -> None:
     for exact in (False, True):
         processor = _processor(model, exact)
         for text in TRIED:
-            with _explained_elsewhere():
+            with _ignored_errors():
                 processor.encode([text], return_type="offset_mapping")
                 processor.decode(processor.encode(text))
 
 
 @contextlib.contextmanager
-def _explained_elsewhere() -> Iterator[None]:
+def _ignored_errors() -> Iterator[None]:
     """Ignores the errors that a tokenizer raises for a text of the trial.
 
     brt itself refuses such a text, with an explanation, when it encodes documents.

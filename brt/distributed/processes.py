@@ -180,7 +180,7 @@ def start(launch: Launch) -> None:
             # brt's heartbeat, which ends the process with a message.
             heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
-    except Exception as error:  # What looks for the cluster, such as kubernetes, has own classes.
+    except Exception as error:  # Libraries such as kubernetes raise errors of their own classes.
         seconds, network = time.monotonic() - began, jax.errors.JaxRuntimeError | OSError
         said = f"JAX says: {type(error).__name__}: {_first_line(error)}"
         if isinstance(error, network) or seconds > _AT_ONCE_SECONDS:

@@ -233,19 +233,19 @@ class Session:
             tokens = np.concatenate([np.array([self._bos_id], np.int32), tokens])
         start, position, separate = 0, int(self.memory.position), self._separate
         while start < len(tokens):
-            left = len(tokens) - start
-            if position == 0 and left >= window:
-                size = length if left >= length else window
+            unread = len(tokens) - start
+            if position == 0 and unread >= window:
+                size = length if unread >= length else window
                 piece = np.tile(tokens[start : start + size], (self._memory_lanes, 1))
                 self.memory = self._read_segment(self._variables, self.memory, piece)
-            elif self._reads_chunk(position, left):
+            elif self._reads_chunk(position, unread):
                 size = self._chunk
                 piece = np.tile(tokens[start : start + size], (self._memory_lanes, 1))
                 self.memory = self._read_chunk(separate, self.memory, piece)
                 self._chunk_is_compiled = True
                 position = self._end_if_full(position + size)
             else:
-                size = min(left, CHUNK - position % CHUNK, window - position)
+                size = min(unread, CHUNK - position % CHUNK, window - position)
                 self._step(
                     separate, tokens[start : start + size], size, self._config.sampling, _NO_KEY()
                 )
@@ -273,11 +273,11 @@ class Session:
         if self._memory_lanes < self._lanes:
             self.memory = self._repeat(self.memory)
 
-    def _reads_chunk(self, position: int, left: int) -> bool:
+    def _reads_chunk(self, position: int, unread: int) -> bool:
         """Returns True if the next tokens are read as a chunk, and not one by one."""
-        # `position` tokens are in the open block, and `left` tokens have not been read.
+        # `position` tokens are in the open block, and `unread` tokens have not been read.
         starts = self._chunk > 1 and position % self._chunk == 0
-        return starts and left >= self._chunk * (1 if self._chunk_is_compiled else _MIN_CHUNKS)
+        return starts and unread >= self._chunk * (1 if self._chunk_is_compiled else _MIN_CHUNKS)
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
         """Generates at most `count` tokens in all lanes, and yields them in pieces.

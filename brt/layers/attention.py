@@ -134,7 +134,7 @@ class TransformerBlock(nn.Module):
         if self.cross_attends:
             kernels.append(self.cross_queries)
         kernels.append(self.values)
-        tokens = self._along(h)
+        tokens = self._token_axis(h)
 
         # Separate products, because splitting a joint product would copy its parts.
         def product(kernel: Array | LayerKernel) -> Float[Array, "B T H K"]:
@@ -350,8 +350,8 @@ class TransformerBlock(nn.Module):
             attended.append(self._attend_to_states(own.cross_queries, given.feedback))
         return self.finish(x, attended), after
 
-    def _along(self, x: Float[Array, "B T D"]) -> str | None:
-        # Returns the name of the axis of tokens if whole blocks are sharded.
+    def _token_axis(self, x: Float[Array, "B T D"]) -> str | None:
+        # Returns "tokens" if each device can have whole blocks, as attention needs them, else None.
         blocks = x.shape[1] // self.model.block_length
         return "tokens" if shard_count("blocks", blocks) > 1 else None
 
@@ -361,7 +361,7 @@ class TransformerBlock(nn.Module):
         """Returns the layer's output: x, plus the projection of the attention outputs (to the
         window and, in layers with recurrent states, to the states), plus the output of the MLP.
         """
-        tokens = self._along(x)
+        tokens = self._token_axis(x)
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
         if len(attended) > 1 and dispatch.policy().multiplies_separately:
             kernels = jnp.unstack(self.output)

@@ -104,15 +104,15 @@ def _with_local_cache(
     document_start: Bool[Array, "B N"],
 ) -> tuple[KVCache, LocalState]:
     blocks, tokens = document_start.shape[1], projections.keys.shape[1]
-    begins = jnp.arange(blocks, dtype=jnp.int32)[None] * (tokens // blocks)
-    first = jnp.where(document_start, begins, -state.length[:, None])
+    block_starts = jnp.arange(blocks, dtype=jnp.int32)[None] * (tokens // blocks)
+    first = jnp.where(document_start, block_starts, -state.length[:, None])
     # Each block belongs to the document that started last at this block or before it. Blocks before
     # the first document start of the segment continue the document of the state.
     first = jax.lax.cummax(first, axis=1)
     length = jnp.minimum(tokens - first[:, -1], LONGEST)
     if not model.sliding.cache:
-        first, length = jnp.broadcast_to(begins, first.shape), jnp.zeros_like(length)
-    cache = KVCache(state.keys, state.values, first < begins, first)
+        first, length = jnp.broadcast_to(block_starts, first.shape), jnp.zeros_like(length)
+    cache = KVCache(state.keys, state.values, first < block_starts, first)
     keys, values = (x[:, -model.window :] for x in cache.joined(projections))
     if state.sinks is None:
         return cache, LocalState(keys, values, length)

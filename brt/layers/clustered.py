@@ -81,8 +81,8 @@ def clustered_flops(model: Model) -> int:
     section = model.of(Clustered)
     m, attention = model, 4 * model.heads * model.head_dim
     # As many keys of the previous block left a token's window as keys of its own block entered it.
-    left = keys_before(m, m.window)
-    reading = attention // 2 * section.clusters + attention * (left + section.top_k)
+    passed_keys = keys_before(m, m.window)
+    reading = attention // 2 * section.clusters + attention * (passed_keys + section.top_k)
     taking_in = attention * section.clusters * (m.window + section.top_k) // m.window
     return window_flops(m) + reading + taking_in
 

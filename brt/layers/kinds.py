@@ -200,7 +200,7 @@ def _check_module(name: str, module: Any) -> None:
         )
     for method in _METHODS:
         # `getattr` would find the `__call__` of the class of classes.
-        found = next((vars(one)[method] for one in module.__mro__ if method in vars(one)), None)
+        found = next((vars(base)[method] for base in module.__mro__ if method in vars(base)), None)
         if found is None and method in _OPTIONAL:
             continue
         if not callable(found):

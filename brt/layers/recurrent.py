@@ -126,7 +126,7 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale"),
         )
         if layout == "single":
-            # This MLP reads the outputs of all heads, so every device has its whole first kernel.
+            # "mlp" shards the MLP's first kernel over Mesh.tensor, so its heads cannot be sharded.
             return self._mlp(weights, attended, WHOLE_HEADS)
         weights = weights._replace(
             output=parameter(

@@ -211,8 +211,8 @@ def _check_same(name: str, argument: str, after: Any, before: Any) -> None:
             "return the same fields"
         )
 
-    def check(path: tuple, one: Any, other: Any) -> None:
-        types = [(jnp.shape(x), jnp.result_type(x)) for x in (one, other)]
+    def check(path: tuple, new: Any, old: Any) -> None:
+        types = [(jnp.shape(x), jnp.result_type(x)) for x in (new, old)]
         if types[0] != types[1]:
             (shape, dtype), (old_shape, old_dtype) = types
             field = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -255,14 +255,14 @@ class Encoder(Ends):
         if m.family == "bart":
             return SharedInputs(mask)
         table, tokens = self.rel_bias.embedding, mask.shape[1]
-        both = {"max_distance": m.relative_max_distance, "both_ways": True}
+        options = {"max_distance": m.relative_max_distance, "both_ways": True}
         if m.encoder_attention == "full" and kind_of_length(self.attention, tokens) != "full":
             distances = np.arange(1 - tokens, tokens)
-            return SharedInputs(mask, distance_bias=offset_bias(table, distances, **both))
+            return SharedInputs(mask, distance_bias=offset_bias(table, distances, **options))
         if m.encoder_attention == "full":
-            return SharedInputs(mask, bias_tile(table, tokens, tokens, **both))
+            return SharedInputs(mask, bias_tile(table, tokens, tokens, **options))
         block = m.encoder_radius + 1
-        bias = bias_tile(table, block, 3 * block, first=-block, **both)
+        bias = bias_tile(table, block, 3 * block, first=-block, **options)
         if m.encoder_attention != "transient_global":
             return SharedInputs(mask, bias)
         blocks = global_blocks(mask, m.global_block)

@@ -136,15 +136,15 @@ class Stack(nn.Module):
         blocks = x.reshape(x.shape[0], document_start.shape[1], -1, x.shape[-1])
         carry = _swap_lanes_and_layers(state[:serial]), model_state
         (below, learnt), (y, feedback, aux) = scan(self, carry, blocks, document_start)
-        y, above, more = self._layer_by_layer(
+        y, above, aux_above = self._layer_by_layer(
             y.reshape(x.shape), state[serial:], document_start, learnt, feedback, first=serial
         )
         losses, metrics = (jax.tree.map(jnp.mean, values) for values in aux)
-        for loss, value in more.losses.items():
+        for loss, value in aux_above.losses.items():
             losses[loss] = losses.get(loss, 0.0) + value
-        learnt = {**learnt, **more.model_state}
+        learnt = {**learnt, **aux_above.model_state}
         state = (*_swap_lanes_and_layers(below), *above)
-        return StackOutput(y, state, LayerAux(learnt, losses, metrics | more.metrics))
+        return StackOutput(y, state, LayerAux(learnt, losses, metrics | aux_above.metrics))
 
     def _read_block(
         self,

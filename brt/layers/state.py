@@ -98,15 +98,11 @@ class LocalState(NamedTuple):
     sinks: Sinks | None = None
 
 
-def _counts_tokens(model: Model) -> bool:
-    return bool(model.sliding.sinks) or not model.window_is_block
-
-
 def window_state(model: Model) -> Any:
     """Describes the state of a sliding-window layer, a `WindowState` or a `LocalState`."""
     names = (None, "kv_heads", None)
     keys = state_array((model.window, model.key_heads, model.head_dim), names)
-    if not _counts_tokens(model):
+    if model.window_is_block and not model.sliding.sinks:
         return WindowState(keys, keys, state_array((), (), "bool"))
     sink = state_array((model.sliding.sinks, model.key_heads, model.head_dim), names)
     sinks = Sinks(sink, sink) if model.sliding.sinks else None

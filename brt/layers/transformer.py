@@ -223,14 +223,14 @@ class Projections(nn.Module):
 
     def setup(self) -> None:
         b = self.block
-        width, heads, into = (b.model_dim,), (b.heads, b.head_dim), ("embed", "heads", "head_dim")
+        width, heads, axes = (b.model_dim,), (b.heads, b.head_dim), ("embed", "heads", "head_dim")
         # If the logits are not divided by the square root of the head size, as in T5, the initial
         # kernel of the queries is divided by this root instead.
-        smaller = (b.model_dim * b.head_dim * b.scale**2) ** -0.5
-        self.q = b.linear(width, heads, into, smaller)
+        query_deviation = (b.model_dim * b.head_dim * b.scale**2) ** -0.5
+        self.q = b.linear(width, heads, axes, query_deviation)
         if not self.shared_queries_keys:
-            self.k = b.linear(width, heads, into)
-        self.v = b.linear(width, heads, into)
+            self.k = b.linear(width, heads, axes)
+        self.v = b.linear(width, heads, axes)
         self.o = b.linear(heads, width, ("heads", "head_dim", "embed"))
 
     def queries(self, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:

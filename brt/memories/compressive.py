@@ -170,11 +170,11 @@ def compressive_flops(model: Model) -> int:
     """
     section, m, width = model.of(Compressive), model, model.heads * model.head_dim
     # As many keys of the previous block left a token's window as keys of its own block entered it.
-    left = keys_before(m, m.window)
+    passed_keys = keys_before(m, m.window)
     keys = 4 * m.model_dim * width * section.slots // m.window
     # The FLOPs of the auxiliary loss that trains a learned compression are not included.
     learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
-    return window_flops(m) + 4 * width * (section.slots + left) + keys + learned
+    return window_flops(m) + 4 * width * (section.slots + passed_keys) + keys + learned
 
 
 class CompressiveLayer(WindowLayer):
@@ -231,8 +231,8 @@ class CompressiveLayer(WindowLayer):
             lambda part: sliding_windows(part, blocks, step=m.window, size=m.window),
             StateKV(self.tokens.normalized_keys(keys), values),
         )
-        left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
-        mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
+        beyond = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
+        mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, beyond)
         y = self.tokens.attend(projections, past, given.feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
         queries = self.tokens.scaled_queries(projections.queries)
@@ -265,15 +265,15 @@ class CompressiveLayer(WindowLayer):
         before: StateKV,
         length: Int[Array, "B N"],
         cache_mask: Bool[Array, "B N"],
-        left: Bool[Array, "Q W"],
+        beyond: Bool[Array, "Q W"],
     ) -> Mix:
         # The arguments are the slots, the previous block, the number of slots that each block can
         # read, whether it may read the previous block, and which of its keys have left the window
         # of a token.
         size = self.section.slots
-        there = jnp.arange(size)[None, None] >= size - length[..., None]
-        there = jnp.broadcast_to(there[:, :, None], (*length.shape, len(left), size))
-        seen = jnp.concatenate([there, left[None, None] & cache_mask[..., None, None]], axis=-1)
+        valid = jnp.arange(size)[None, None] >= size - length[..., None]
+        valid = jnp.broadcast_to(valid[:, :, None], (*length.shape, len(beyond), size))
+        seen = jnp.concatenate([valid, beyond[None, None] & cache_mask[..., None, None]], axis=-1)
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(slots, before, strict=True))
 
         keys, values = (x.swapaxes(2, 3) for x in (keys, values))
@@ -283,8 +283,8 @@ class CompressiveLayer(WindowLayer):
             # One softmax over the window and the older keys, which all have the same bias.
             q, *near = (_by_block(x, length.shape[1]).swapaxes(2, 3) for x in (queries, *part))
             logits = jnp.where(seen[:, :, None], matmul_nt(q, keys) + bias, MASKED)
-            both = merge_parts([AttentionPart(*near), attend_to_part(logits, values)]).output
-            return both.swapaxes(2, 3).astype(values.dtype).reshape(queries.shape)
+            output = merge_parts([AttentionPart(*near), attend_to_part(logits, values)]).output
+            return output.swapaxes(2, 3).astype(values.dtype).reshape(queries.shape)
 
         return attend_beyond_window
 
@@ -324,9 +324,9 @@ class CompressiveLayer(WindowLayer):
         before = StateKV(self.tokens.normalized_keys(window.keys), window.values)
         slots, before = jax.tree.map(lambda part: part[:, None], (given.block.memory.slots, before))
         cache_mask = cache_is_readable(self.model, window)
-        left = (given.position >= jnp.arange(self.model.window) + self._nearest())[None]
+        beyond = (given.position >= jnp.arange(self.model.window) + self._nearest())[None]
         length = jnp.where(cache_mask, given.state.length, 0)
-        return self._mix(slots, before, length[:, None], cache_mask[:, None], left)
+        return self._mix(slots, before, length[:, None], cache_mask[:, None], beyond)
 
     def decode_step(self, x: Float[Array, "B 1 D"], given: Given) -> LayerOutput:
         y, block, *_ = super().decode_step(x, given)

@@ -192,15 +192,15 @@ class DenseMemoryLayer(nn.Module):
         # block.
         m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(seen.keys.shape[1])[None]
-        there = (columns >= size) | (columns >= size - length[:, None])
+        valid = (columns >= size) | (columns >= size - length[:, None])
         # If `Window.mask_empty_cache` is False, places of the memory without a token are attended
         # to as keys and values of zeros.
         if not m.sliding.mask_empty_cache:
-            kept = there[:, :, None, None]
+            kept = valid[:, :, None, None]
             seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
-            there = jnp.ones_like(there)
+            valid = jnp.ones_like(valid)
         last = places + size - (0 if m.sliding.attend_to_self else 1)
-        mask = there[:, None] & (columns <= last[:, None])[None]
+        mask = valid[:, None] & (columns <= last[:, None])[None]
         keys, values = (spread_over_devices(z, m.heads, _BY_QUERY_HEAD) for z in seen)
         part = attend_part(
             queries, keys, values, mask, dropout, implementation=self.kernels.masked_attention
@@ -277,15 +277,15 @@ class GatedMemoryLayer(PastTokensLayer):
         m, size = self.model, self.model.of(DenseMemory).size
         columns = jnp.arange(size)
         farthest = m.window - 1 if m.sliding.attend_to_self else m.window
-        left = (readers.places[:, None] + size - columns[None]) > farthest
+        beyond = (readers.places[:, None] + size - columns[None]) > farthest
 
         def attend_in_block(
             n: Int[Array, ""], own: Array, seen: list[Array], dropout: Dropout | None
         ) -> AttentionPart:
             keys, values = (part.swapaxes(1, 2) for part in seen)
-            there = columns[None] >= size - jnp.take(readers.counts, n, axis=1)[:, None]
+            valid = columns[None] >= size - jnp.take(readers.counts, n, axis=1)[:, None]
             return attend_part(
-                own, keys, values, there[:, None] & left[None], dropout,
+                own, keys, values, valid[:, None] & beyond[None], dropout,
                 implementation=self.kernels.masked_attention,
             )  # fmt: skip
 

@@ -256,9 +256,8 @@ def _decays(
     place = jnp.arange(log_decay.shape[-1])[None, None, None]
     distance = place[..., :, None] - place[..., None, :]
     reads = (distance >= 0) & (distance <= since_start[..., None])
-    # Each sum begins at the start of the token's document. Only differences of two sums are used,
-    # so a sum could as well begin with the chunk, but then the numbers of the document before
-    # would change the rounding of the differences.
+    # A sum begins at the start of the token's document, or of the chunk if the document began
+    # earlier. If all began with the chunk, the document before would change their rounding.
     total = jnp.sum(jnp.where(reads, log_decay[..., None, :], 0), axis=-1)
     within = _exp(total[..., :, None] - total[..., None, :], reads)
     return within, _exp(total, since_start > place)

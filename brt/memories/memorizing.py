@@ -94,8 +94,8 @@ class Search(NamedTuple):
     # "exact" finds the keys with the largest products. "bucketed" divides the tokens among R
     # buckets and finds the best key of each bucket, for which M must be a multiple of R.
     how: Literal["exact", "bucketed"] = "exact"
-    # True makes missing neighbours count as zero keys with zero values instead of being ignored, as
-    # the original code does.
+    # True makes missing neighbours count as zero keys with zero values, as in the original code;
+    # False ignores them.
     null_keys: bool = False
 
 
@@ -142,7 +142,7 @@ def attend_to_neighbors(
     null_keys: bool,
 ) -> Float[Array, "B H Q K"]:
     """Returns the attention output of every query, already scaled, over its R neighbours. With
-    `null_keys`, missing neighbours count as zero keys with zero values instead of being ignored.
+    `null_keys`, missing neighbours count as zero keys with zero values; otherwise they are ignored.
     """
     logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
     weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))
@@ -241,8 +241,8 @@ def _find_in_blocks(
 def _rows(queries: int, each: int) -> int:
     # Returns the number of queries to process at once: the largest divisor of `queries` for which
     # arrays with `each` elements per query have at most `AT_ONCE` elements, or 1.
-    most = min(queries, max(AT_ONCE // each, 1))
-    return next(rows for rows in range(most, 0, -1) if queries % rows == 0)
+    limit = min(queries, max(AT_ONCE // each, 1))
+    return next(rows for rows in range(limit, 0, -1) if queries % rows == 0)
 
 
 def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:

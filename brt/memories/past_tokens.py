@@ -132,7 +132,8 @@ class MemoryState(NamedTuple):
     window: WindowState | LocalState
     keys: Float[Array, "B G M K"]
     values: Float[Array, "B G M K"]
-    # The number of tokens of the current document. They are in the last places; others are zeros.
+    # The number of these tokens that belong to the current document. They are the last entries; the
+    # entries before them are zeros.
     length: Int[Array, " B"]
 
 

@@ -117,7 +117,7 @@ class Rings(NamedTuple):
 
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
-    # The number of tokens in each ring. They are in its last places; the others are zeros.
+    # The number of tokens in each ring. They are in its last places; the other places are zeros.
     filled: Int[Array, "B H C"]
 
 
@@ -177,13 +177,13 @@ def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, 
     clusters, size = rings.keys.shape[2:4]
     visible = readable_tokens(tokens, rings, document_start)
     last = jnp.sum(document_start, axis=1, dtype=jnp.int32)
-    wanted = last[:, None] * clusters + jnp.arange(clusters, dtype=jnp.int32)[None]
-    wanted = wanted[:, None, :, None]
+    last_groups = last[:, None] * clusters + jnp.arange(clusters, dtype=jnp.int32)[None]
+    last_groups = last_groups[:, None, :, None]
     there = visible.groups[:, :, None]
-    counts = jnp.sum(there == wanted, axis=-1, dtype=jnp.int32)
-    # `wanted` are the groups of the segment's last document, one for each cluster. `ends` are the
-    # indices at which these groups end if the places are sorted by group.
-    ends = jnp.sum(there <= wanted, axis=-1, dtype=jnp.int32)
+    counts = jnp.sum(there == last_groups, axis=-1, dtype=jnp.int32)
+    # `last_groups` are the groups of the segment's last document, one for each cluster. `ends` are
+    # the indices at which these groups end if the places are sorted by group.
+    ends = jnp.sum(there <= last_groups, axis=-1, dtype=jnp.int32)
     order = jnp.argsort(visible.groups, axis=-1, stable=True)
     places_in_order = jnp.maximum(ends[..., None] - size + jnp.arange(size)[None, None, None], 0)
     flat = places_in_order.reshape(*ends.shape[:2], -1)
@@ -213,10 +213,10 @@ def reference_attention(
     same &= (place[None] <= own[:, None])[None, None]
     # The distance between a key and a query of the same cluster is the number of the cluster's
     # tokens after the key, up to and including the query.
-    back = jnp.sum(same, axis=-1, keepdims=True) - jnp.cumsum(same, axis=-1)
-    back -= 0 if attend_to_self else 1
-    seen = same & (back >= 0) & (back < bias_length)
-    far = jnp.clip(back, 0, bias_length - 1)
+    distance = jnp.sum(same, axis=-1, keepdims=True) - jnp.cumsum(same, axis=-1)
+    distance -= 0 if attend_to_self else 1
+    seen = same & (distance >= 0) & (distance < bias_length)
+    far = jnp.clip(distance, 0, bias_length - 1)
     added = jnp.take_along_axis(bias[None, :, None], far.reshape(*far.shape[:2], 1, -1), axis=-1)
     q, k = (x.astype(jnp.float32) for x in (queries.swapaxes(1, 2), visible.keys))
     logits = jnp.einsum("bhtk,bhmk->bhtm", q, k) + added.reshape(far.shape)
@@ -294,13 +294,13 @@ def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> ChunkLayout:
     total = groups.shape[-1]
     order = jnp.argsort(groups, axis=-1, stable=True)
     ordered, index = jnp.take_along_axis(groups, order, axis=-1), jnp.arange(total)[None, None]
-    begins = jnp.pad(
+    is_first = jnp.pad(
         ordered[..., 1:] != ordered[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True
     )
-    rank = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=2)
-    there = ordered != NO_TOKEN
-    chunk = jnp.cumsum(there & (rank % size == 0), axis=-1) - 1
-    rows = jnp.where(there, chunk * size + rank % size, chunks * size)
+    rank = index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=2)
+    valid = ordered != NO_TOKEN
+    chunk = jnp.cumsum(valid & (rank % size == 0), axis=-1) - 1
+    rows = jnp.where(valid, chunk * size + rank % size, chunks * size)
 
     def head_layout(order: Int[Array, " M"], rows: Int[Array, " M"]) -> ChunkLayout:
         sources = jnp.full((chunks * size,), total).at[rows].set(order, mode="drop")

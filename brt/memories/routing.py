@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from brt.config import Model
 from brt.config.checks import check
-from brt.config.fields import adaptable, free, inherited
+from brt.config.fields import adaptable, inherited
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
@@ -52,6 +52,11 @@ from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.positions import relative_bias
 
+# The centroids are moving averages of queries. Each train step multiplies the old averages by this
+# factor.
+DECAY = 0.999
+COMMITMENT_WEIGHT = 1e-4  # The weight of the loss that keeps queries close to their centroids.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing(KindSection):
@@ -61,7 +66,6 @@ class Routing(KindSection):
 
     kind: ClassVar[str] = "routing"
     positive: ClassVar[tuple[str, ...]] = ("heads", "clusters", "keep")
-    not_negative: ClassVar[tuple[str, ...]] = ("commitment",)
 
     layers: tuple[int, ...] = inherited(())  # The layers with these indices are of this kind.
     # This many heads of a layer attend to clusters. The other heads attend to a window.
@@ -69,15 +73,6 @@ class Routing(KindSection):
     clusters: int = inherited(16)  # Each head that attends to clusters has this many clusters.
     # A token attends to this many of the last tokens of its cluster.
     keep: int = adaptable(512)
-    # The centroids are moving averages of queries. Each train step multiplies the old averages by
-    # this factor.
-    decay: float = free(0.999)
-    # This is the weight of the auxiliary loss that keeps queries close to their centroids.
-    commitment: float = free(1e-4)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(0 < self.decay < 1, f"Routing.decay = {self.decay} must be in (0, 1)")
 
     def check_model(self, model: Model) -> None:
         """Requires a head with a window, no rotary positions, a cache, and no `Model.feedback`."""
@@ -217,10 +212,7 @@ class RoutingLayer(WindowLayer):
         counts = after.new_counts - statistics.new_counts
         largest = jnp.max(counts / routed.clusters[..., 0].size, axis=-1)
         metrics = {"largest_cluster": jnp.mean(largest)}
-        weight = self.section.commitment
-        if weight == 0:
-            return LayerAux(after, metrics=metrics)
-        loss = weight * commitment(routed.keys, routed.clusters, statistics)
+        loss = COMMITMENT_WEIGHT * commitment(routed.keys, routed.clusters, statistics)
         return LayerAux(after, {"routing": loss}, metrics)
 
     def begin_block(self, x: None, given: Given) -> LayerOutput:
@@ -254,6 +246,6 @@ register_kind(
     LayerKind(
         RoutingLayer, routed_state, {"cache": ("window",), "memory": ("keys", "values", "filled")},
         routing_flops, Routing, new_model_state=new_routing,
-        settle=lambda model, statistics: update_averages(statistics, model.of(Routing).decay),
+        settle=lambda model, statistics: update_averages(statistics, DECAY),
     ),
 )  # fmt: skip

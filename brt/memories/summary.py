@@ -305,16 +305,16 @@ class SummaryLayer(nn.Module):
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(short, own, strict=True))
         columns = jnp.arange(keys.shape[1])
         distance = self._distance(first + jnp.arange(queries.shape[1]))[:, : len(columns)]
-        there = (columns >= section.short_memory)[None] | state.short.valid[:, None] | nulls
-        seen = (distance >= 0)[None] & there[:, None]
+        valid = (columns >= section.short_memory)[None] | state.short.valid[:, None] | nulls
+        seen = (distance >= 0)[None] & valid[:, None]
         y = attend(
             queries, keys, values, bias, seen, token_dropout(self), implementation=implementation
         )
         if memories.long is None:
             return y
-        there = jnp.arange(section.long_memory)[None] >= section.long_memory - state.length[:, None]
+        valid = jnp.arange(section.long_memory)[None] >= section.long_memory - state.length[:, None]
         far = attend(
-            queries, *memories.long, None, (there | nulls)[:, None], token_dropout(self),
+            queries, *memories.long, None, (valid | nulls)[:, None], token_dropout(self),
             implementation=implementation,
         )  # fmt: skip
         # `kept` is the weight of attention to the block and the short-term memory. It is 1 if the

@@ -5,7 +5,7 @@ assigns each token to a bucket by random planes, sorts the tokens by bucket, and
 chunks. A token sees its own chunk and the chunk before. As in the code of Vyas et al. 2020, and
 unlike Kitaev's, nothing is before the first chunk, buckets only determine the order (a chunk may
 span several), and all rounds have equal weight. Which tokens share a chunk depends on the complete
-sequence, so a causal mask alone does not make the attention causal.
+sequence, so the attention is not causal.
 
 In shapes, X is the number of keys, R of rounds, P of planes of a round (half its buckets), and N of
 chunks of C tokens.
@@ -22,15 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import valid_mask
 from brt.ops.normalization import l2_normalize
 from brt.ops.softmax import masked_softmax
 from brt.ops.top_k import top_k
-
-# With `attend_to_self=False`, a token's logit for itself is replaced by this number, which is far
-# below all other logits but not masked. The token then attends to itself only if it sees no other
-# token.
-SELF = -1e9
 
 
 def oracle_top_k(
@@ -42,7 +36,6 @@ def oracle_top_k(
     *,
     count: int,
     scale: float,
-    causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Returns the attention of every query to the `count` keys with its largest logits.
@@ -53,11 +46,10 @@ def oracle_top_k(
     Args:
       queries: not yet multiplied by `scale`, the factor of the logits.
       valid: False for padding, which no query sees.
-      causal: True hides the keys of later tokens.
     """
     return dispatch.run(
         ORACLE_TOP_K, implementation, queries, keys, values, valid,
-        dropout=dropout, count=count, scale=scale, causal=causal,
+        dropout=dropout, count=count, scale=scale,
     )  # fmt: skip
 
 
@@ -90,7 +82,6 @@ def reformer(
     *,
     chunk: int,
     scale: float,
-    attend_to_self: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Returns Reformer's attention, with the buckets of `bucket_ids`; see `attend_in_chunks`.
@@ -101,8 +92,7 @@ def reformer(
     ids = jnp.where(valid[None, :, None], ids, 2 * planes.shape[1])
     return attend_in_chunks(
         queries, values, valid, ids, dropout,
-        chunk=chunk, scale=scale, attend_to_self=attend_to_self,
-        implementation=implementation,
+        chunk=chunk, scale=scale, implementation=implementation,
     )  # fmt: skip
 
 
@@ -115,7 +105,6 @@ def attend_in_chunks(
     *,
     chunk: int,
     scale: float,
-    attend_to_self: bool = True,
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
@@ -129,21 +118,18 @@ def attend_in_chunks(
       valid: False for padding, which no query sees.
       dropout: of each round's attention weights [B, H, N, C, 2C].
       chunk: C; T need not be a multiple of C.
-      attend_to_self: False lets a token see itself only if it sees nothing else (Kitaev, section
-        2).
-      causal: True hides later tokens from a token. The sorting still depends on later tokens.
     """
     return dispatch.run(
         REFORMER, implementation, queries, values, valid, ids,
-        dropout=dropout, chunk=chunk, scale=scale, attend_to_self=attend_to_self, causal=causal,
+        dropout=dropout, chunk=chunk, scale=scale,
     )  # fmt: skip
 
 
 def _oracle_top_k(
     queries: Array, keys: Array, values: Array, valid: Array, *, dropout: Dropout | None,
-    count: int, scale: float, causal: bool,
+    count: int, scale: float,
 ) -> Array:  # fmt: skip
-    mask = valid_mask(valid, queries.shape[1], causal)[:, None]
+    mask = valid[:, None, None]
     logits = jnp.einsum(
         "bqhk,bshk->bhqs", queries * scale, keys, preferred_element_type=jnp.float32
     )
@@ -157,27 +143,26 @@ def _oracle_top_k(
 
 def _attend_in_chunks(
     queries: Array, values: Array, valid: Array, ids: Array, *, dropout: Dropout | None,
-    chunk: int, scale: float, attend_to_self: bool, causal: bool,
+    chunk: int, scale: float,
 ) -> Array:  # fmt: skip
     tokens = queries.shape[1]
-    more = -tokens % chunk
+    padding = -tokens % chunk
     x = (queries * scale, l2_normalize(queries), values)
-    q, k, v = (jnp.pad(a.swapaxes(1, 2), ((0, 0), (0, 0), (0, more), (0, 0))) for a in x)
-    valid = jnp.pad(valid, ((0, 0), (0, more)))
+    q, k, v = (jnp.pad(a.swapaxes(1, 2), ((0, 0), (0, 0), (0, padding), (0, 0))) for a in x)
+    valid = jnp.pad(valid, ((0, 0), (0, padding)))
     ids = jnp.pad(
-        ids, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=jnp.iinfo(ids.dtype).max
+        ids, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.iinfo(ids.dtype).max
     )
     total = jnp.zeros_like(v)
     for i, round_ids in enumerate(ids):
         dropped = dropout.part(i) if dropout else None
-        total += _round(q, k, v, valid, round_ids, dropped, chunk, attend_to_self, causal)
+        total += _round(q, k, v, valid, round_ids, dropped, chunk)
     return (total / len(ids))[:, :, :tokens].swapaxes(1, 2)
 
 
 def _round(
     q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"],
     valid: Bool[Array, "B T"], ids: Int[Array, "B H T"], dropout: Dropout | None, chunk: int,
-    attend_to_self: bool, causal: bool,
 ) -> Float[Array, "B H T K"]:  # fmt: skip
     order = jnp.argsort(ids, axis=-1, stable=True)
     inverse = jnp.argsort(order, axis=-1)
@@ -187,14 +172,6 @@ def _round(
     )
     sorted_valid = jnp.take_along_axis(valid[:, None], order, axis=-1)
     mask = _with_previous(_chunks(sorted_valid, chunk))[..., None, :]
-    place = _chunks(order, chunk)
-    # Entry [row, head, chunk, query, key] of `offset` is the position of the key in the sequence
-    # minus the position of the query.
-    offset = _with_previous(place)[..., None, :] - place[..., None]
-    if causal:
-        mask &= offset <= 0
-    if not attend_to_self:
-        logits = jnp.where(offset == 0, SELF, logits)
     weights = masked_softmax(logits, mask).astype(v.dtype)
     if dropout is not None:
         weights = dropout(weights)

@@ -158,10 +158,10 @@ def weight_gradient(
     """
     shape = (*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
     rows = tuple(range(x.ndim - inputs))
-    # XLA's CPU backend transposes and copies both factors of a sum over several axes of rows. In a
-    # small model, the copies take longer than the product.
     if not can_merge_axes(len(rows)) or is_sharded("heads"):
         return jnp.tensordot(x, dy, axes=(rows, rows), preferred_element_type=jnp.float32)
+    # The axes of rows are merged, because XLA's CPU backend would transpose and copy both factors
+    # of a sum over several axes. In a small model, the copies take longer than the product.
     if dispatch.policy().merges_rows:
         return _sum_over_rows(_flatten_last(x, inputs), _flatten_last(dy, outputs)).reshape(shape)
     x = x.reshape(-1, *x.shape[x.ndim - inputs :])
@@ -186,7 +186,7 @@ def _flattens_axes(kernel: Array, inputs: int) -> bool:
 
 
 def _flatten_last(x: Array, axes: int) -> Array:
-    # The size is named, because -1 fails if x has no rows.
+    # The size is computed, because `reshape` cannot infer a size of -1 if x has no rows.
     return x.reshape(*x.shape[: x.ndim - axes], math.prod(x.shape[x.ndim - axes :]))
 
 

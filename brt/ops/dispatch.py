@@ -223,7 +223,7 @@ def choice(op: Op, name: str | None, *inputs: Any, **options: Any) -> str:
     Raises:
       UnsupportedError: the named implementation cannot compute this, or `auto` has none that can.
     """
-    reasons = {one.name: _refusal(one, inputs, options) for one in op.implementations}
+    reasons = {way.name: _refusal(way, inputs, options) for way in op.implementations}
     if name is None or name == AUTO:
         name = _first_supported(op, reasons)
         _record_choice(op.name, name)
@@ -241,7 +241,7 @@ def choice(op: Op, name: str | None, *inputs: Any, **options: Any) -> str:
 def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
     """Returns the result of an op, computed by the implementation that `choice` names."""
     chosen = choice(op, name, *inputs, **options)
-    function = next(one.function for one in op.implementations if one.name == chosen)
+    function = next(way.function for way in op.implementations if way.name == chosen)
     # The scope's name is part of the name of each operation inside the scope. Profiles and memory
     # plans group operations by this name.
     with jax.named_scope(op.name):

@@ -112,15 +112,15 @@ DrawnMask = tuple[Bool[Array, "B *T"], float]
 def _draw_hash(
     rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], apart: bool = False
 ) -> DrawnMask:
-    along, key = _position_terms(rows, shape), jax.random.key_data(rng)
+    terms, key = _position_terms(rows, shape), jax.random.key_data(rng)
     # Compilers would otherwise compute the masks of several layers in one instruction, because they
     # share the positions.
     if apart:
-        along, key = jax.lax.optimization_barrier((along, key))
-    whole = len(rows), *shape
-    places = [jax.lax.broadcast_in_dim(x, whole, (axis,)) for axis, x in enumerate(along)]
+        terms, key = jax.lax.optimization_barrier((terms, key))
+    full_shape = len(rows), *shape
+    parts = [jax.lax.broadcast_in_dim(x, full_shape, (axis,)) for axis, x in enumerate(terms)]
     drawn = _mix_bits(
-        _mix_bits(sum(places[1:], places[0]) * jnp.uint32(0x9E3779B9) + key[0]) ^ key[1]
+        _mix_bits(sum(parts[1:], parts[0]) * jnp.uint32(0x9E3779B9) + key[0]) ^ key[1]
     )
     return drawn >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1)), 1 / (1 - rate)
 

@@ -27,8 +27,8 @@ def _inverse(
 
 def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) -> Array:
     # This is the gradient of x for y = x * inverse.
-    along = weight * sum_last(gradient * y)
-    return (gradient - along * y) * inverse
+    dots = weight * sum_last(gradient * y)
+    return (gradient - dots * y) * inverse
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -122,9 +122,9 @@ def _unit_backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tu
     x, inverse, scale = residuals
     unit, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
     # The gradient of the scale, in float32, needs the same sums as the gradient of x.
-    along = sum_last(gradient * unit)
-    dx = (gradient - along * unit) * (inverse * _broadcast_scale(scale, along[..., 0])[..., None])
-    return dx.astype(x.dtype), sum_leading(along[..., 0], x.ndim - 1 - scale.ndim)
+    dots = sum_last(gradient * unit)
+    dx = (gradient - dots * unit) * (inverse * _broadcast_scale(scale, dots[..., 0])[..., None])
+    return dx.astype(x.dtype), sum_leading(dots[..., 0], x.ndim - 1 - scale.ndim)
 
 
 scaled_unit.defvjp(_unit_forward, _unit_backward)

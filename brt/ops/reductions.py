@@ -34,8 +34,8 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
 def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     """Returns the sum of x over the last axis, which stays in the result with size 1."""
     parts, rest = divmod(x.shape[-1], _VECTOR_WIDTH)
-    # XLA's CPU backend would store an array of longer vectors before the sum, so their parts of 32
-    # numbers are added elementwise first.
+    # XLA's CPU backend would store an array of vectors of more than 32 numbers before the sum, so
+    # their parts of 32 numbers are added elementwise first.
     if dispatch.policy().splits_wide_sums and 1 < parts <= _MAX_PARTS and not rest:
         x = reduce(jnp.add, jnp.split(x, parts, axis=-1))
     return jnp.sum(x, axis=-1, keepdims=True)

@@ -43,11 +43,11 @@ def mask_tokens(
     A row's choice depends on its key alone. `mask_id` must be greater than all other tokens.
     """
     length = tokens.shape[1]
-    most = prediction_slots(length, share)
-    draw = jax.vmap(lambda key: _draw(key, length, most, mask_id))
+    slots = prediction_slots(length, share)
+    draw = jax.vmap(lambda key: _draw(key, length, slots, mask_id))
     order, fate, random = draw(keys)
-    positions = top_k(jnp.where(valid, order, -1.0), most)[1]
-    scored = jnp.arange(most)[None] < prediction_counts(valid, share)[:, None]
+    positions = top_k(jnp.where(valid, order, -1.0), slots)[1]
+    scored = jnp.arange(slots)[None] < prediction_counts(valid, share)[:, None]
     targets = jnp.take_along_axis(tokens, positions, axis=1)
     changed = jnp.where(fate < MASK_SHARE + RANDOM_SHARE, random, targets)
     changed = jnp.where(fate < MASK_SHARE, mask_id, changed)
@@ -57,11 +57,11 @@ def mask_tokens(
 
 
 def _draw(
-    key: Array, length: int, most: int, mask_id: int
+    key: Array, length: int, slots: int, mask_id: int
 ) -> tuple[Float[Array, " T"], Float[Array, " R"], Int[Array, " R"]]:
     order_key, fate_key, token_key = jax.random.split(key, 3)
-    random = jax.random.randint(token_key, (most,), 0, mask_id, jnp.int32)
-    return jax.random.uniform(order_key, (length,)), jax.random.uniform(fate_key, (most,)), random
+    random = jax.random.randint(token_key, (slots,), 0, mask_id, jnp.int32)
+    return jax.random.uniform(order_key, (length,)), jax.random.uniform(fate_key, (slots,)), random
 
 
 def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B"]:
@@ -75,7 +75,7 @@ def prediction_slots(length: int, share: float) -> int:
     """Returns R for rows of `length` tokens, which `prediction_counts` never exceeds."""
     # One slot is added, because `prediction_counts` computes in float32 and may round a half up
     # where Python rounds the half down.
-    most = max(round(length * share) + 1, 1)
-    if most > _CHUNK:
-        most = -(-most // _CHUNK) * _CHUNK
-    return min(most, length)
+    slots = max(round(length * share) + 1, 1)
+    if slots > _CHUNK:
+        slots = -(-slots // _CHUNK) * _CHUNK
+    return min(slots, length)

@@ -35,15 +35,15 @@ def vmem_budget() -> int:
     return vmem_limit() - 2 * 2**20
 
 
-def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> str | None:
+def vmem_refusal(taken: int, what: str = "a head", limit: int | None = None) -> str | None:
     """Returns why a kernel cannot keep `taken` bytes of `what` in VMEM, or None if it can.
 
-    `most` bytes are available, by default `vmem_budget()`.
+    `limit` bytes are available, by default `vmem_budget()`.
     """
-    most = vmem_budget() if most is None else most
-    if taken <= most:
+    limit = vmem_budget() if limit is None else limit
+    if taken <= limit:
         return None
-    return f"keeps {what} on the chip, {most >> 20} MiB of it at most, not {-(-taken >> 20)}"
+    return f"keeps {what} on the chip, {limit >> 20} MiB of it at most, not {-(-taken >> 20)}"
 
 
 def head_refusal(x: Array) -> str | None:
@@ -97,8 +97,8 @@ def l2_normalize_rows_backward(
         direction, inverse = l2_normalize_rows(x)
     else:
         direction = x.astype(jnp.float32) * inverse
-    along = jnp.sum(gradient * direction, axis=-1, keepdims=True)
-    return (gradient - along * direction) * inverse, along
+    dots = jnp.sum(gradient * direction, axis=-1, keepdims=True)
+    return (gradient - dots * direction) * inverse, dots
 
 
 def head_block_spec(*shape: int) -> Any:

@@ -625,14 +625,16 @@ def _cost(module: Module, computation: str, instruction: Instruction, chip: str 
     if done or instruction.operation in _FREE or "AllocateBuffer" in instruction.attributes:
         return Cost()
     flops = product_flops(module, computation, instruction)
-    large, anywhere = (traffic(module, computation, instruction, flag) for flag in (False, True))
+    main_memory, anywhere = (
+        traffic(module, computation, instruction, flag) for flag in (False, True)
+    )
     # A kernel may read an array several times.
-    again = max(0, kernel_cycles.bytes_accessed(instruction.attributes) - anywhere)
-    large, anywhere = large + again, anywhere + again
+    repeated = max(0, kernel_cycles.bytes_accessed(instruction.attributes) - anywhere)
+    main_memory, anywhere = main_memory + repeated, anywhere + repeated
     cycles = float(instruction.cycles)
     if not cycles and (scheduled := kernel_cycles.cycles(instruction.attributes, chip)):
-        cycles = max(scheduled, *_least(flops, large, chip))
-    return Cost(flops, large, cycles, anywhere)
+        cycles = max(scheduled, *_least(flops, main_memory, chip))
+    return Cost(flops, main_memory, cycles, anywhere)
 
 
 def _least(flops: float, size: int, chip: str) -> tuple[float, float]:

@@ -74,9 +74,9 @@ class Plan(NamedTuple):
         `products`, `memory`, `network` and `slices` are the times of matrix products, memory
         traffic, and collectives within and between slices at the chip's peak rates, and `roofline`
         is their maximum. `compiler` is the time of the cycles that the compiler estimates plus
-        `network` and `slices`, less `covered_seconds`; it is
-        missing if there is no such estimate. Pallas kernels of GPUs do not state their FLOPs, so
-        `products` is at least the time of the FLOPs of the model.
+        `network` and `slices`, less `covered_seconds`; it is missing if there is no such estimate.
+        Pallas kernels of GPUs do not state their FLOPs, so `products` is at least the time of the
+        FLOPs of the model.
         """
         chip = self.topology.chip
         if chip is None:
@@ -455,7 +455,7 @@ def _pace(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan, config: Config) -> str:
-    """Says whether the step fits into memory, or which settings would make it fit."""
+    """Returns a sentence: whether the step fits into memory, or which settings make it fit."""
     chip = plan.topology.chip
     if chip is None:
         return "Whether it fits: this device does not say how much memory it has."

@@ -10,41 +10,8 @@ import jax
 from jax.experimental import topologies
 
 from brt.errors import ConfigError
+from brt.training.chips import CHIPS, KINDS, Chip
 
-_GIB = 1 << 30
-
-
-class Chip(NamedTuple):
-    """Peak rates and memory of one device according to its manufacturer."""
-
-    name: str  # the beginning of the names of machines, such as v5e:4x4
-    memory: int  # bytes of the main memory
-    flops: float  # bfloat16 FLOPs per second
-    bandwidth: float  # bytes per second of the main memory
-    # Bytes per second that a device sends over all of its links together, which is half of the
-    # bidirectional bandwidth. Slices without the links that close a torus have fewer links.
-    network: float
-    clock: float = 0.0  # cycles per second of the compiler's estimates; 0 if it gives none
-    between_slices: float = 0.0  # bytes per second that a device of a TPU sends to other slices
-
-
-# The rates are from cloud.google.com/tpu/docs (pages v4, v5e, v5p and v6e) and from NVIDIA's data
-# sheets (dense, SXM). The bidirectional bandwidths of the links are 400 (v5e), 1,200 (v5p), 800
-# (v6e), 600 (A100) and 900 GB/s (H100, H200) there; a v4 has six links that send 50 GB/s each
-# (Jouppi et al., 2023, arxiv.org/abs/2304.01433). Between slices, the pages give 50 Gbit/s for each
-# chip of a v5p, and for pods of 256 chips 6.4 (v5e) and 25.6 Tbit/s (v6e); there is no figure for
-# v4, which is taken to be like v5p. The clock of a TPU is the clock of its TensorCores: if the
-# cycles that the compiler estimates for a large matrix product are divided by the clock, the result
-# is the time that the product takes at the peak rate `flops`.
-CHIPS = {
-    "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 300e9, 1.05e9, 6.25e9),
-    "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 200e9, 1.5e9, 3.125e9),
-    "v5p": Chip("v5p", 95 * _GIB, 459e12, 2.765e12, 600e9, 1.75e9, 6.25e9),
-    "v6e": Chip("v6e", 32 * _GIB, 918e12, 1.64e12, 400e9, 1.75e9, 12.5e9),
-    "a100": Chip("a100", 80 * _GIB, 312e12, 2.0e12, 300e9),
-    "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9),
-    "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9),
-}
 ROOM = 0.94  # Programs can use this share of a chip's memory.
 _TPUS = ("v4", "v5e", "v5p", "v6e")
 _HOPPER = {
@@ -75,8 +42,6 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
 device_description_str: "{name}"
 """
-_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
-          "TPU v6 lite": "v6e", "TPU v6e": "v6e"}  # fmt: skip
 
 
 class Topology(NamedTuple):
@@ -92,7 +57,7 @@ class Topology(NamedTuple):
 def present() -> Topology:
     devices = jax.devices()
     kind = devices[0].device_kind
-    names = (name for name in CHIPS if name in kind.lower() or _KINDS.get(kind) == name)
+    names = (name for name in CHIPS if name in kind.lower() or KINDS.get(kind) == name)
     name = next(names, None)
     shown = f"{len(devices)} x {kind}"
     return Topology(shown, devices, jax.default_backend(), CHIPS.get(name or ""), True)

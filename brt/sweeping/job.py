@@ -185,7 +185,10 @@ class Runner:
             directory = PointDirectory(self._workdir / point.directory)
             lock = directory.lock()
             if lock is None:
-                self._wait(point)
+                if point.number not in self._announced:
+                    self._announced.add(point.number)
+                    said = "is still run by another process, perhaps of an earlier start; waiting"
+                    self._report(point, said)
                 continue
             rest = [other for other in waiting if other is not point]
             if self.finished(point):  # Another process may have finished the point meanwhile.
@@ -199,13 +202,6 @@ class Runner:
             self._running.append(self._launch(point, directory, slot, lock, progress))
             return rest
         return waiting
-
-    def _wait(self, point: Point) -> None:
-        if point.number not in self._announced:
-            self._announced.add(point.number)
-            self._report(
-                point, "is still run by another process, perhaps of an earlier start; waiting"
-            )
 
     def _launch(
         self,
@@ -336,12 +332,12 @@ def _prepare(workdir: Path, points: Sequence[Point], split: str) -> None:
 
 def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
     """Raises Preempted or BrtError unless all points are finished."""
-    left = [point for point in points if not runner.finished(point)]
+    unfinished = [point for point in points if not runner.finished(point)]
     failed = [
-        p for p in left if PointDirectory(workdir / p.directory).progress().status == "failed"
+        p for p in unfinished if PointDirectory(workdir / p.directory).progress().status == "failed"
     ]
-    if len(left) > len(failed):
-        done = f"{len(points) - len(left)} of {len(points)} points are finished"
+    if len(unfinished) > len(failed):
+        done = f"{len(points) - len(unfinished)} of {len(points)} points are finished"
         raise Preempted(f"{done}; run the same command again to continue")
     if failed:
         names = ", ".join(point.name for point in failed)

@@ -96,8 +96,8 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
 
 def same_step(groups: Sequence[Group]) -> bool:
     """Returns True if the steps of all groups read about the same number of tokens."""
-    # Only then can the step times of the groups be compared. The largest number of tokens per step
-    # may exceed the smallest by 2 %, because batches of padded rows differ from step to step.
+    # The step times of other groups cannot be compared. The largest number of tokens per step may
+    # exceed the smallest by 2 %, because batches of padded rows differ from step to step.
     sizes = [g.tokens_per_step or 0.0 for g in groups]
     return not sizes or max(sizes) <= 1.02 * min(sizes)
 
@@ -234,7 +234,7 @@ def primary_metric(groups: Sequence[Group]) -> Metric:
     return metrics[0] if metrics else BITS_PER_BYTE
 
 
-def _seeds(metric: Metric, group: Group) -> list[float]:
+def _values_of_runs(metric: Metric, group: Group) -> list[float]:
     return [row.metrics[metric.name] for row in group.rows if metric.name in row.metrics]
 
 
@@ -273,14 +273,14 @@ def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure
     figure, (axes,) = new_figure(1, height=5.5)
     steps = same_step(groups)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
-        seeds, mean, milliseconds = (
-            _seeds(metric, g),
+        values, mean, milliseconds = (
+            _values_of_runs(metric, g),
             g.metrics[metric.name],
             1000 * (g.step_seconds or nan) * (1 if steps else 1000 / (g.tokens_per_step or nan)),
         )
         axes.errorbar(
             milliseconds, mean, fmt="o", color=color, capsize=3,
-            yerr=[[mean - min(seeds)], [max(seeds) - mean]],
+            yerr=[[mean - min(values)], [max(values) - mean]],
         )  # fmt: skip
         axes.annotate(
             g.name, (milliseconds, mean), xytext=(6, 4), textcoords="offset points",
@@ -302,9 +302,9 @@ def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
     places = range(len(groups))
     axes.barh(places, [g.metrics[metric.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
     for place, g in zip(places, groups, strict=True):
-        seeds = _seeds(metric, g)
-        axes.plot(seeds, [place] * len(seeds), "o", color=_SEED, markersize=4)
-    every = [value for g in groups for value in _seeds(metric, g)]
+        values = _values_of_runs(metric, g)
+        axes.plot(values, [place] * len(values), "o", color=_SEED, markersize=4)
+    every = [value for g in groups for value in _values_of_runs(metric, g)]
     low, high = min(every), max(every)
     margin = 0.15 * (high - low) or 0.1
     axes.set_yticks(places, [g.name for g in groups])
@@ -372,8 +372,8 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     for number, (axes, g) in enumerate(zip(panels, others, strict=False)):
         # Only the lowest panel of each column has labels below its axis.
         axes.tick_params(labelbottom=number + across >= len(others))
-        for one, color in ((baseline, "#aaaaaa"), (g, _BAR)):
-            for row in one.rows:
+        for shown, color in ((baseline, "#aaaaaa"), (g, _BAR)):
+            for row in shown.rows:
                 axes.plot(*curve(row.records, f"eval/validation/{EXACT_ANSWERS.name}"), color=color)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_title(g.name, fontsize=9)

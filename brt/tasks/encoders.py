@@ -54,7 +54,7 @@ class EncoderTask(Task):
     head: ClassVar[str]  # name of the head in `brt.models.encoder.HEADS`
     frames: ClassVar[bool] = False  # the encoder reads feature vectors instead of tokens
     exports = True
-    # The targets on which Training.label_smoothing would have no effect; "" if it has one.
+    # A noun for the targets if Training.label_smoothing has no effect on them; "" if it has one.
     unsmoothed: ClassVar[str] = ""
     evaluator_class: ClassVar[type[Any]]  # is called with the task and an `EvaluationRequest`
 
@@ -292,14 +292,14 @@ class HeadResult(NamedTuple):
 class HeadEvaluator(abc.ABC):
     """Base class of the evaluators of encoder tasks.
 
-    Rows are evaluated in batches, and one program is compiled for each padded length. If `whole` is
-    False, all rows are evaluated, but not again with exact attention.
+    Rows are evaluated in batches, and one program is compiled for each padded length. All rows are
+    evaluated even if `whole` is False, but then not again with exact attention.
     """
 
     # Name and format of the metric whose value with exact attention is appended to the summary.
     compared_metric: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8  # number of rows that `sample` reads
-    inputs: ClassVar[str] = "tokens"  # the noun for what the encoder reads, or "frames"
+    inputs: ClassVar[str] = "tokens"  # a noun for what the encoder reads: this, or "frames"
     # The metric that is the number of rows, and the noun for them.
     rows: ClassVar[tuple[str, str]]
     forms: ClassVar[dict[str, str]] = {}  # format of each metric that is a column of the table

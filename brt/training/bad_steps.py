@@ -112,10 +112,10 @@ class BadSteps:
             self._drop_skips_after(checkpoint)
             start = {"from": checkpoint}
             consequence = f"continuing after it from the state of step {checkpoint}"
-        most = self._training.max_bad_steps
-        if len(self._records) >= most:
+        limit = self._training.max_bad_steps
+        if len(self._records) >= limit:
             raise NonFiniteError(
-                f"step {step}: {reason}; Training.max_bad_steps = {most} allows no more bad steps "
+                f"step {step}: {reason}; Training.max_bad_steps = {limit} allows no more bad steps "
                 f"(see {self._file.name}): lower Optimizer.learning_rate, inspect the documents, "
                 "or raise Training.max_bad_steps; then run again to go on from the newest "
                 "checkpoint; or set Optimizer.clip_norm in a new run"
@@ -124,7 +124,7 @@ class BadSteps:
         policy = self._training.on_bad_step
         self._records.append({"step": step, "policy": policy, **start, **content})
         self._write()
-        count = f"{len(self._records)} of at most {most} such steps"
+        count = f"{len(self._records)} of at most {limit} such steps"
         return f"step {step}: {reason}; {consequence} ({count})"
 
     def _drop_skips_after(self, step: int) -> None:

@@ -28,7 +28,7 @@ from brt.training.workdir import Workdir
 def export(directory: Path, *, plain: bool = False, adapter: bool = False) -> ExportFormat:
     """Returns the model of a directory in a format that other libraries can read.
 
-    It is that of the newest checkpoint of a run, or of weights that brt.convert wrote. `plain`
+    The model is that of a run's newest checkpoint, or of weights that brt.convert wrote. `plain`
     exports a language model as a class of the library transformers, even if this class attends to
     the whole context in layers where the model of brt has a window. `adapter` exports the low-rank
     adapters of the run alone, in PEFT's format.

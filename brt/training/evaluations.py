@@ -154,11 +154,11 @@ def open_evaluator(
     )
     compared = None
     if other:
-        both = task, tasks.from_config(other.config)
+        both_tasks = task, tasks.from_config(other.config)
         check(
-            all(one.compares_models for one in both),
+            all(compared_task.compares_models for compared_task in both_tasks),
             "--compare is for two language models, and these runs are of "
-            + " and ".join(one.name for one in both),
+            + " and ".join(compared_task.name for compared_task in both_tasks),
         )
         check(
             other.mesh == model.mesh,

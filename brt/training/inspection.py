@@ -44,7 +44,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
     directory = workdir.checkpoints
 
     def surveyed() -> dict[str, Any]:
-        checkpoints = [_verified(directory, one) for one in reader.present(directory)]
+        checkpoints = [_verified(directory, saved_step) for saved_step in reader.present(directory)]
         # A trainer may have removed checkpoints since they were listed.
         remaining = reader.present(directory)
         checkpoints = [entry for entry in checkpoints if entry["step"] in remaining]

@@ -58,15 +58,15 @@ def split(tree: Parameters, axes: Axes) -> tuple[Group, dict[str, Group]]:
 def joined(matrices: Group, like: Parameters, axes: Axes) -> Parameters:
     """Returns matrices as a tree with the structure and shapes of `like`; inverts `split`."""
 
-    def kernel(name: str, leaf: Any) -> Any:
+    def in_shape_of(leaf: Any, name: str) -> Any:
         names, matrix = axes.get(name, ()), matrices[name]
         if not isinstance(leaf, list):
             return from_matrix(names, matrix, leaf.shape)
         pairs = zip(matrix, leaf, strict=True)
-        return [from_matrix(names[1:], layer, one.shape) for layer, one in pairs]
+        return [from_matrix(names[1:], layer, array.shape) for layer, array in pairs]
 
     flat = flatten_dict(like, sep="/")
-    return unflatten_dict({name: kernel(name, leaf) for name, leaf in flat.items()}, sep="/")
+    return unflatten_dict({name: in_shape_of(leaf, name) for name, leaf in flat.items()}, sep="/")
 
 
 class Arrays(NamedTuple):

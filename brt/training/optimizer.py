@@ -111,7 +111,7 @@ def check_rates(trained: PyTree, optimizer: Optimizer) -> None:
 
 
 def describe_rates(trained: PyTree, optimizer: Optimizer) -> list[str]:
-    """Returns [a line about the factors other than 1 and their number of parameters], or []."""
+    """Returns a list with a line about the factors other than 1; [] if there are none."""
     sizes: Counter[tuple[float, float]] = Counter()
     for path, leaf in flatten_dict(trained, sep="/").items():
         sizes[factors_of(path, optimizer)] += leaf.size
@@ -295,7 +295,7 @@ def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
 def _ungrouped(
     grouped: dict[str, dict[str, Array]], like: PyTree[Array], axes: Axes
 ) -> PyTree[Array]:
-    """The inverse of `_grouped`; `like` has the shapes of the result."""
+    """Inverts `_grouped`; `like` has the shapes of the result."""
     flat, offsets = dict(grouped["others"]), dict.fromkeys(grouped["matrices"], 0)
     for name, leaf in flatten_dict(like, sep="/").items():
         if name in flat:
@@ -392,8 +392,8 @@ def _update_group(
     stacks = _stacks(group, shapes, rules)
     others = params.keys() - stacks
     update = jax.vmap(rules.transform.update) if depth else rules.transform.update
-    rest = divided(_restricted(gradients, others), divisor)
-    updates, after = update(rest, *(_restricted(tree, others) for tree in (state, params)))
+    plain = divided(_restricted(gradients, others), divisor)
+    updates, after = update(plain, *(_restricted(tree, others) for tree in (state, params)))
     new = {}
     for name, change in updates.items():
         factor = rules.factor(name)
@@ -403,7 +403,7 @@ def _update_group(
     counts = count if depth else count[None]
     decay = 1.0 - jnp.asarray(counts + 1, jnp.float32) ** _DECAY
     scalars = decay, jax.vmap(rules.schedule)(counts)
-    moments, squares = {}, optax.tree.norm(rest, squared=True)
+    moments, squares = {}, optax.tree.norm(plain, squared=True)
     for name, stack in stacks.items():
         found = adafactor(
             *stack, *scalars, rules.factor(name), divisor, implementation=rules.implementation

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from brt import durable, output
 from brt.formatting import clock, one_line, printable, sentence, short
+from brt.training.chips import peak_flops
 from brt.training.workdir import Workdir, refuse_links
 
 # In these phases a run shows no sign of progress until the phase ends.
@@ -323,34 +324,6 @@ class Throughput:
     def seconds_left(self, steps: int) -> float:
         """Returns the expected time of `steps` more steps, with pauses as so far."""
         return (self._clock() - self._created) / self._all_steps * steps
-
-
-# The table gives the peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by the
-# name that jax gives to a kind of device.
-_PEAKS = {
-    # The data sheet of TPU v3 describes a chip, but a device of jax is one of the chip's two cores.
-    "TPU v3": 123e12 / 2,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
-
-
-def peak_flops(device: jax.Device) -> float | None:
-    """Returns the peak FLOP/s of a device for bfloat16 matmuls; None if not known, as for CPUs."""
-    kind = device.device_kind
-    if kind in _PEAKS:
-        return _PEAKS[kind]
-    names = [name for name in _PEAKS if kind.startswith(f"{name} ") or kind.startswith(f"{name}-")]
-    return _PEAKS[max(names, key=len)] if names and "TPU" not in kind else None
 
 
 def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:

@@ -139,7 +139,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     if run.task.shows_examples:
         path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
         lines[:0] = [untrusted.read_file(path).decode()] if path.exists() else []
-    return "\n".join([*lines, *data, *_places(run, workdir)])
+    return "\n".join([*lines, *data, *_paths_and_commands(run, workdir)])
 
 
 def changes(workdir: Workdir) -> list[str]:
@@ -156,36 +156,36 @@ def changes(workdir: Workdir) -> list[str]:
     ]
 
 
-def _places(run: Run, workdir: Workdir) -> list[str]:
-    places = {
+def _paths_and_commands(run: Run, workdir: Workdir) -> list[str]:
+    paths = {
         "checkpoints": workdir.checkpoints,
         "metrics": workdir.metrics,
         "plots": workdir.plots,
         "samples": workdir.samples,
         "log": workdir.log,
     }
-    path, tensorboard = (shlex.quote(str(p)) for p in (workdir.path, workdir.tensorboard))
+    quoted, tensorboard = (shlex.quote(str(p)) for p in (workdir.path, workdir.tensorboard))
     extra = "" if importlib.util.find_spec("tensorboard") else "  # pip install 'brt[tensorboard]'"
     imports = "".join(f" {shlex.quote(flag)}" for flag in user_files.import_flags())
     commands = [
-        *(command + imports for command in _next_steps(run, path)),
-        f"python -m brt.inspect --workdir={path}{imports}",
+        *(command + imports for command in _next_steps(run, quoted)),
+        f"python -m brt.inspect --workdir={quoted}{imports}",
         f"tensorboard --logdir={tensorboard}{extra}",
     ]
     return [
         "",
         "Where it is:",
-        *(f"  {name:<12} {path}" for name, path in places.items() if _has_content(path)),
+        *(f"  {name:<12} {path}" for name, path in paths.items() if _has_content(path)),
         "",
         "What to type next:",
         *(f"  {command}" for command in commands),
     ]
 
 
-def _next_steps(run: Run, path: str) -> list[str]:
+def _next_steps(run: Run, quoted: str) -> list[str]:
     """Returns the commands that the task suggests, for the test split or, without one, another."""
     split = next((name for name in ("test", SPLIT, "train") if name in run.dataset.splits), "train")
-    commands = run.task.next_steps(path)
+    commands = run.task.next_steps(quoted)
     return [command.replace("--split=test", f"--split={split}") for command in commands]
 
 

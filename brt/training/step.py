@@ -276,7 +276,7 @@ class MetricAccumulator:
         self.tokens_seen += int(tokens)
 
     def _problem(self, step: int, nats: float, tokens: float, norm: float) -> str:
-        """Says what is wrong with a step; "" if nothing is."""
+        """Returns a phrase about what is wrong with a step; "" if nothing is."""
         if not (math.isfinite(nats) and math.isfinite(norm)):
             return f"the loss ({nats} nats) or the gradient norm ({norm}) is not finite"
         loss, limit = nats / max(tokens, 1.0), self.limit(step)

@@ -128,16 +128,16 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
 
     def watch() -> None:
         nonlocal previous, idle, checked
-        now, clock = phases.now, time.monotonic()
+        status, clock = phases.now, time.monotonic()
         idle += min(clock - checked, 2 * pause)
-        if now.last_progress != previous.last_progress:
+        if status.last_progress != previous.last_progress:
             idle = 0.0
-        previous, checked = now, clock
-        limit = seconds * (PATIENCE if now.phase in WITHOUT_PROGRESS else 1)
+        previous, checked = status, clock
+        limit = seconds * (PATIENCE if status.phase in WITHOUT_PROGRESS else 1)
         # This timer works even if C code holds the global interpreter lock; it starts again here.
         faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
         if idle > limit:
-            _end(now, idle, stacks)
+            _end(status, idle, stacks)
 
     watch()  # This call sets the timer before code can hold the lock.
     try:

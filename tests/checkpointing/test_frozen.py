@@ -91,6 +91,7 @@ def test_other_arrays_are_written_anew(tmp_path: Path, change: str) -> None:
     assert_restored(tmp_path, 2)
 
 
+@pytest.mark.slow_cases(str(errno.EXDEV), str(errno.EMLINK))
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EIO])
 def test_without_hard_links_every_checkpoint_has_its_own_files(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@ import errno
 import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -355,62 +354,6 @@ def test_readers_are_not_hurt_by_retention(tmp_path: Path) -> None:
     saver.join()
     assert warnings == found.problems == []
     assert found.step > 1
-
-
-SAVE_FOREVER = """
-import os, sys
-from pathlib import Path
-import jax, jax.numpy as jnp
-from brt.checkpointing import reader
-from brt.checkpointing.writer import CheckpointWriter
-
-directory = Path(sys.argv[1])
-while sys.stdin.readline():  # each line is a new run; fork saves importing everything again
-    if child := os.fork():
-        print(child, flush=True)
-        os.waitpid(child, 0)
-        print("dead", flush=True)
-        continue
-    writer = CheckpointWriter(directory, keep=2)
-    step = reader.find(directory).step if reader.steps(directory) else 0
-    writer.freeze(["frozen"], step or None)
-    print("from", step, flush=True)
-    while True:
-        step += 1
-        arrays = {f"w{i}": jnp.full((64, 64), step + i) for i in range(6)}
-        writer.save(step, {**arrays, "frozen": jnp.full((64, 64), 7)}, {"data": step, "seed": 0})
-        writer.wait()
-        print("saved", step, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    last = 0
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SAVE_FOREVER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        for _ in range(10):
-            print("run", file=process.stdin, flush=True)
-            child = int(process.stdout.readline())
-            assert int(process.stdout.readline().split()[1]) >= last, "a saved step is lost"
-            last = int(process.stdout.readline().split()[1])  # Every run saves at least once.
-            threading.Timer(random.uniform(0, 0.3), os.kill, (child, signal.SIGKILL)).start()
-            while (line := process.stdout.readline()) != "dead\n":
-                last = int(line.split()[1])
-            found = reader.find(tmp_path)
-            assert found.problems == [] and found.step >= last
-            restored = reader.restore(tmp_path)
-            assert float(restored.state["w5"][63, 63]) == restored.step + 5
-            assert float(restored.state["frozen"][63, 63]) == 7
-        process.stdin.close()
-    assert last >= 10
-    CheckpointWriter(tmp_path).close()
-    assert all(name.isdecimal() for name in names(tmp_path))
 
 
 def test_required_bytes_is_about_the_size_on_disk(tmp_path: Path) -> None:

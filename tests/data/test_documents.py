@@ -95,13 +95,16 @@ def test_truncated_files_are_named(tmp_path, ending):
 
 
 @pytest.mark.parametrize(
-    ("name", "module"),
-    [("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")],
-)
-def test_a_missing_library_is_named(tmp_path, monkeypatch, name, module):
+    ("name", "module", "package"),
+    [
+        ("a.txt.zst", "zstandard", r"'brt\[zstd\]'"), ("a.parquet", "pyarrow", "pyarrow"),
+        ("a.arrow", "pyarrow", "pyarrow"),
+    ],
+)  # fmt: skip
+def test_a_missing_library_is_named(tmp_path, monkeypatch, name, module, package):
     path = write(tmp_path / name, zstandard.compress(b"text"))
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=rf"{name} needs a library: pip install {module}"):
+    with pytest.raises(DataError, match=rf"{name} needs a library: pip install {package}"):
         read(path)
 
 
@@ -321,10 +324,7 @@ def test_bad_documents_are_named_beside_what_is_prepared(
 
     with pytest.raises(ConfigError, match=r"Data.max_bad_records = -1"):
         prepared(-1)
-    for most, reason in (
-        (0, "^.*a.jsonl:10 is not JSON"),
-        (1, "2 documents .*than Data.max_"),
-    ):
+    for most, reason in ((0, "^.*a.jsonl:10 is not JSON"), (1, "2 documents .*than Data.max_")):
         with pytest.raises(DataError, match=reason):
             prepared(most)
     found = prepared(2)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,34 +169,6 @@ def test_progress_is_one_line_per_split_without_a_terminal(data, capsys):
     ]  # fmt: skip
     preparation.prepare(data())
     assert capsys.readouterr().err == ""
-
-
-def command(*args, directory):
-    """Runs `python -m brt.prepare` in a directory."""
-    return subprocess.run(
-        [sys.executable, "-m", "brt.prepare", *map(str, args)],
-        capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])},
-        cwd=directory,
-    )  # fmt: skip
-
-
-@pytest.mark.slow  # This test runs commands as processes; quick tests cover what commands call.
-def test_brt_prepare_counts_all_bytes_and_names_the_setting_for_its_store(books, tmp_path):
-    flags = ["--documents", "books/*.txt", "--tokenizer", "train:300", "--output", "out"]
-    done = command(*flags, directory=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
-    size = sum(path.stat().st_size for path in books.iterdir())
-    counted = sum(int(rows[s][3].replace(",", "")) for s in ("train", "validation", "test"))
-    assert counted == size
-    assert "trained on 100.0% of the train text" in done.stdout
-    assert "--gin_bindings='Data.store = \"out\"'" in done.stdout
-    other = command(*flags[:-3], "bytes", *flags[-2:], directory=tmp_path)
-    assert (other.returncode, other.stdout) == (3, "")
-    assert other.stderr.splitlines()[-1].endswith(
-        "out contains something else; delete it or name another directory"
-    )
 
 
 def book(seed: int, paragraphs: int = 80) -> str:

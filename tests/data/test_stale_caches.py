@@ -160,7 +160,7 @@ def of_questions(place: Path) -> Example:
     return Example(questions.QuestionPreparation, section, {
         "train": about("c.json", 5, 6), "validation": (), "test": about("d.json", 7),
         "tokenizer": "train:300", "max_length": 40, "stride": 4, "max_question_length": 12,
-        "max_answer_length": 3, "no_answer": True, "no_answer_margin": 1.0, "buckets": (40, 48),
+        "max_answer_length": 3, "no_answer": True, "buckets": (40, 48),
         "errors": "refuse",
     })  # fmt: skip
 

@@ -259,10 +259,7 @@ def test_what_a_corpus_says_is_checked(change, said, dataset):
         ({"offsets": np.zeros(0, int)}, "rows do not fill"),
         ({"words": np.array([1.5, np.nan])}, "words is no column of finite numbers"),
         ({"names": np.frombuffer(b"{}", np.uint8)}, "a part of names is {}, which is no str"),
-        (
-            {"names": np.frombuffer(b"[" * 9**5 + b"]" * 9**5, np.uint8)},
-            "Brackets too deep",
-        ),
+        ({"names": np.frombuffer(b"[" * 9**5 + b"]" * 9**5, np.uint8)}, "Brackets too deep"),
         ({"bytes": np.array(7)}, "bytes is no column"),
         ({"names": np.array(["a"], object)}, r"names\.npy is not an array of numbers or text"),
     ],

@@ -70,7 +70,10 @@ CRAFTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("*-doubles bytes", "*-long prefixes", "encoder-a *", "pairs-a *")
+@pytest.mark.slow_cases(
+    "*-doubles bytes", "*-long prefixes", "encoder-a *", "pairs-a *", "encoder-doubles ?*",
+    "pairs-doubles ?*",
+)  # fmt: skip
 @pytest.mark.parametrize("crafted", CRAFTED)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_crafted_tokenizer_is_refused(reader: str, crafted: str, tmp_path: Path) -> None:
@@ -96,6 +99,7 @@ def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
     assert len(tokenizer.encode("a text")) == 6
 
 
+@pytest.mark.slow_cases("denormalizer", "unknown")
 @pytest.mark.parametrize("crafted", ["normalizer", "denormalizer", "piece", "unknown"])
 def test_a_crafted_sentencepiece_model_is_refused(crafted: str, tmp_path: Path) -> None:
     from sentencepiece import sentencepiece_model_pb2

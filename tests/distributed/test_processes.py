@@ -202,7 +202,7 @@ def test_no_beat_is_within_the_service_when_python_ends(ended: list[int]) -> Non
     class Slow(Service):
         def key_value_dir_get(self, place: str) -> list[tuple[str, str]]:
             within.set()
-            time.sleep(0.2)
+            time.sleep(0.1)
             return super().key_value_dir_get(place)
 
     before = set(threading.enumerate())
@@ -210,7 +210,7 @@ def test_no_beat_is_within_the_service_when_python_ends(ended: list[int]) -> Non
     within.wait(10)
     beats.close()
     assert set(threading.enumerate()) <= before
-    time.sleep(0.5)
+    time.sleep(0.35)  # is more than HEARTBEAT_SECONDS
     assert not ended, "nobody is missed after the end"
 
 

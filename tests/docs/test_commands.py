@@ -144,7 +144,7 @@ def test_the_commands_of_a_page_run(
 
 def test_the_synopsis_names_flags_that_exist() -> None:
     lines = [line for line in commands(PAGES["README.md"].read_text()) if synopsis(line)]
-    assert len({line.split()[2] for line in lines}) == 8
+    assert lines
     for line in lines:
         name = line.split()[2]
         shown = importlib.import_module(name).parser().format_help()

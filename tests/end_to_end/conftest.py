@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from tiny_runs import environment
 
-from brt import durable
+from brt import durable, train
 
 # Lengths in bytes of the documents of a split. Most documents begin inside a segment of a lane.
 LENGTHS = {"a": 1, "b": 70, "c": 333, "d": 500, "e": 41}
@@ -28,11 +28,10 @@ Model.head_dim = 8
 Model.mlp_dim = 16
 Model.window = 8
 Recurrence.states = 8
-Model.dropout = 0.1
+Model.dropout = 0.0
 Training.steps = 24
 Training.batch_size = 4
 Training.segment_length = 16
-Training.gradient_accumulation = 2
 Training.log_every = 5
 Training.evaluate_every = 12
 Training.sample_every = 0
@@ -182,5 +181,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
 def trained(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a copy of the directory of an uninterrupted run; tests must not change the copy."""
     run = commands.directory / "trained"
-    commands.once(run / "checkpoints/24", lambda: commands.train(run, "Training.sample_every = 12"))
+    flags = [f"--gin_file={commands.config}", f"--workdir={run}", "--gin.Training.sample_every=12"]
+    commands.once(run / "checkpoints/24", lambda: train.main(train.parser().parse_args(flags)))
     return Path(shutil.copytree(run, tmp_path_factory.mktemp("trained") / "run"))

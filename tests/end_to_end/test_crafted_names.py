@@ -50,7 +50,7 @@ def run(commands: Commands, books: Path, tmp_path_factory: pytest.TempPathFactor
     place = tmp_path_factory.mktemp("runs") / f"run{CONTROLS}"
     values = {
         "Model.layers": 1, "Memorizing.layers": (), "Recurrence.layers": (), "Training.steps": 2,
-        "Training.gradient_accumulation": 1, "Training.evaluate_every": 2,
+        "Training.evaluate_every": 2,
         "Training.sample_every": 2,
         **{f"Data.{split}": str(books / split) for split in ("train", "validation", "test")},
     }  # fmt: skip
@@ -120,7 +120,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("compare", "follow", "export", "pairs")
+@pytest.mark.slow_cases("compare", "follow", "export", "pairs", "probe")
 @pytest.mark.parametrize("case", COMMANDS)
 def test_commands_escape_names(
     case: str, run: Path, books: Path, tmp_path: Path, commands: Commands

@@ -20,6 +20,8 @@ COMPILING = "brt.training.run.compiled_step"
 STEP = "brt.training.run.put"
 EVALUATING = "brt.tasks.language_modeling.evaluation.evaluation_batches"
 CLOSING = "brt.checkpointing.writer.verify"
+# Settings of which a resumed run needs more than the parameters: random numbers and microbatches.
+HARDER = "Model.dropout = 0.1", "Training.gradient_accumulation = 2"
 SAVING = "brt.checkpointing.manifest.write"
 
 
@@ -30,13 +32,16 @@ def at(place: str, call: int, action: str) -> str:
 
 @pytest.mark.slow
 def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
-    commands: Commands, trained: Path, tmp_path: Path
+    commands: Commands, tmp_path: Path
 ) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    commands.train(whole, *HARDER)
+
     def train(hook: str = "", code: int = 0) -> str:
-        return commands.train(tmp_path, hook=hook, code=code).err
+        return commands.train(run, *HARDER, hook=hook, code=code).err
 
     def saved() -> list[int]:
-        return reader.steps(tmp_path / "checkpoints")
+        return reader.steps(run / "checkpoints")
 
     terminate, interrupt = "send(signal.SIGTERM)", "send(signal.SIGINT)"
     said = train(at(COMPILING, 1, terminate), code=75)
@@ -54,7 +59,7 @@ def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
     said = train(at(SAVING, 1, "disk_full"), code=4)
     assert "brt: error: saving step 20" in said and "the disk is full" in said
     assert saved() == [8, 12, 16]
-    files = (tmp_path / "checkpoints/16").rglob("*")
+    files = (run / "checkpoints/16").rglob("*")
     flip(max(files, key=lambda path: path.stat().st_size * path.is_file()))  # It has parameters.
     said = train(at(STEP, 11, terminate), code=75)
     assert "checkpoint 16 is damaged" in said and "trying the next older one" in said
@@ -62,8 +67,8 @@ def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
     said = train(at(EVALUATING, 1, terminate), code=75)
     assert "saved at step 24, not evaluated" in said
     assert "step 24 of 24 is done already" in train()
-    assert state_hash(tmp_path) == state_hash(trained)
-    assert metrics(tmp_path) == metrics(trained)
+    assert state_hash(run) == state_hash(whole)
+    assert metrics(run) == metrics(whole)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +116,10 @@ def kill_and_restart(
 
 @pytest.mark.slow
 def test_many_kills_lose_nothing(commands: Commands, tmp_path: Path) -> None:
-    longer = "Training.steps = 200"
-    commands.train(tmp_path / "whole", longer)
-    kill_and_restart(commands, tmp_path / "killed", 8, 6.0, longer)
+    longer = "Training.steps = 200", *HARDER
+    commands.train(tmp_path / "whole", *longer)
+    kill_and_restart(commands, tmp_path / "killed", 8, 6.0, *longer)
     assert state_hash(tmp_path / "killed") == state_hash(tmp_path / "whole")
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    commands.train(tmp_path / "other", longer, "Training.seed = 1")
+    commands.train(tmp_path / "other", *longer, "Training.seed = 1")
     assert state_hash(tmp_path / "other") != state_hash(tmp_path / "whole")

@@ -156,7 +156,7 @@ def plain(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the directory of a short run that every command accepts."""
     run = tmp_path_factory.mktemp("plain") / "run"
     small = "Model.layers = 1", "Memorizing.layers = ()", "Recurrence.layers = ()"
-    short = "Training.steps = 2", "Training.gradient_accumulation = 1"
+    short = ("Training.steps = 2",)
     flags = [f"--gin_file={commands.config}", f"--workdir={run}"]
     flags += [f"--gin_bindings={binding}" for binding in (*small, *short)]
     train.main(train.parser().parse_args(flags))
@@ -320,6 +320,7 @@ def test_reports_of_a_strangers_sweep_open_nothing_else(
 
 
 @pytest.mark.parametrize("model", ["t5", "bart", "roberta"])
+@pytest.mark.slow_cases("t5")
 def test_converted_directories_are_read_file_by_file(
     model: str, tmp_path: Path, trace: Trace, damaged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,8 @@ EXAMPLES = (
     "gated linear recurrence", "gated delta rule beside a window",
 )  # fmt: skip
 MODELS = {name: example_kinds.MODELS[name] for name in EXAMPLES}
-MODELS["bfloat16"] = dataclasses.replace(MODELS["recurrent"], layers=1, dtype="bfloat16")
+MODELS["recurrent"] = dataclasses.replace(MODELS["recurrent"], layers=1)
+MODELS["bfloat16"] = dataclasses.replace(MODELS["recurrent"], dtype="bfloat16")
 TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # 7.5 blocks with BOS
 IDENTITY = {"model": "a", "step": 3}
 KEY = jax.random.key(1)
@@ -137,15 +138,14 @@ def test_chunks_of_a_block_are_read_as_single_tokens(
     recurrent: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk has two tokens here, and a block four. The last read begins within a block."""
-    monkeypatch.setattr("brt.generation.memory.CHUNK", 2)
-    monkeypatch.setattr("brt.generation.session._MIN_CHUNKS", 1)
-    config = Config(
-        model=MODELS["recurrent"], training=Training(batch_size=1, segment_length=SEGMENT)
-    )
-    session = Session(config, Variables(recurrent.params), bos_id=BOS, lanes=LANES)
-    calls, expected = [], recurrent.whole(TEXT)
+    session, calls, expected = recurrent.session, [], recurrent.whole(TEXT)
     read_chunk = session._read_chunk
-    session._read_chunk = lambda *given: calls.append(given[2].shape) or read_chunk(*given)
+    monkeypatch.setattr("brt.generation.session._MIN_CHUNKS", 1)
+    monkeypatch.setattr(session, "_chunk", 2)
+    monkeypatch.setattr(session, "_chunk_is_compiled", False)
+    monkeypatch.setattr(
+        session, "_read_chunk", lambda *given: calls.append(given[2].shape) or read_chunk(*given)
+    )
     for begin, end in ((0, 2), (2, 6), (6, 11)):
         session.read(TEXT[begin:end])
         assert_close(session.memory.logits[0], expected[end])
@@ -186,11 +186,14 @@ def test_the_memory_does_not_grow(build: Callable[[str], Case], name: str, token
     session.restart(Variables(params, learnt))
 
     def shapes() -> Any:
-        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), session.snapshot())
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), session.memory)
 
     before = shapes()
     session.read(TEXT)
-    assert written(session, tokens, sampling=RANDOM).shape == (LANES, tokens)
+    assert shapes() == before
+    written(session, 1, sampling=RANDOM)  # From now on, every lane has a memory of its own.
+    before = shapes()
+    assert written(session, tokens - 1, sampling=RANDOM).shape == (LANES, tokens - 1)
     assert shapes() == before
     assert int(session.memory.count) == 1 + len(TEXT) + tokens
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copy(session)))
@@ -223,9 +226,6 @@ def test_a_state_that_does_not_fit_is_refused(recurrent: Case, tmp_path: Path) -
         session.load(path, {**IDENTITY, "step": 4})
     with pytest.raises(DataError, match=r"^there is no state file .*none.npz$"):
         session.load(tmp_path / "none.npz", IDENTITY)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"state.npz is no state that --save_state wrote"):
-        session.load(path, IDENTITY)
     leaves = {f"leaf{i}": np.zeros(3) for i, _ in enumerate(jax.tree.leaves(session.memory))}
     np.savez(path, identity=np.array(json.dumps({**IDENTITY, "format": 2})), **leaves)
     with pytest.raises(DataError, match=r"state.npz holds arrays of other shapes"):
@@ -280,8 +280,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_written(recurrent: Case) -> None
 
 
 def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: Case) -> None:
-    session = Session(recurrent.session._config, Variables(recurrent.params), bos_id=BOS)
-    decoding = Decoding(beams=3, max_length=6)
+    session, decoding = recurrent.session, Decoding(beams=3, max_length=6)
     text = [*session.search(decoding), *session.search(decoding)]
     assert len(text) == 10 and int(session.memory.count) == 11
     assert_close(copy(session).logits[0], recurrent.whole(text)[-1])

@@ -1,6 +1,8 @@
 """Tests that files which are not saved memories are refused."""
 
 import pickle
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,23 +13,24 @@ from brt.errors import DataError
 from brt.generation.memory import Memory, load
 
 
-@pytest.mark.parametrize("kind", ["text", "pickle", "npy", "npz", "cut", "empty"])
-def test_a_file_that_is_no_state_is_refused_in_our_own_words(kind: str, tmp_path: Path) -> None:
+def written(save: Callable[[BytesIO], None]) -> bytes:
+    save(file := BytesIO())
+    return file.getvalue()
+
+
+ARRAYS = written(lambda file: np.savez(file, a=np.zeros(3)))
+NO_STATES = {
+    "text": b"Call me Ishmael. " * 20, "pickle": pickle.dumps({"a": 1}), "empty": b"",
+    "npy": written(lambda file: np.save(file, np.zeros(3))), "npz": ARRAYS, "cut": ARRAYS[:-20],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NO_STATES.values(), ids=NO_STATES)
+def test_a_file_that_is_no_state_is_refused_in_our_own_words(
+    content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "state.npz"
-    match kind:
-        case "text":
-            path.write_text("Call me Ishmael. " * 20)
-        case "pickle":
-            path.write_bytes(pickle.dumps({"a": 1}))
-        case "npy":
-            np.save(tmp_path / "a", np.zeros(3))
-            (tmp_path / "a.npy").rename(path)
-        case "empty":
-            path.touch()
-        case _:
-            np.savez(path, a=np.zeros(3))
-            if kind == "cut":
-                path.write_bytes(path.read_bytes()[:-20])
+    path.write_bytes(content)
     with pytest.raises(DataError) as error:
         load(path, Memory((), (), *np.zeros((5, 1), np.int32)), 1, {})
     said = str(error.value)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars
-from tiny_decoder import write_decoder
 
 import brt
 from brt import convert
@@ -93,9 +93,8 @@ class Request(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "original"
-    write_decoder(directory)
+def original(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = shutil.copytree(base, tmp_path_factory.mktemp("models") / "original")
     (directory / "README.md").write_text("A model.")
     (directory / "consolidated.safetensors").write_bytes(b"another form of the weights")
     return directory
@@ -104,7 +103,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = Hub(original)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     disable_progress_bars()

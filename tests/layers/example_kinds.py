@@ -92,8 +92,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "positions": "alibi",
     },
     "windows by layer": {
-        **_RECURRENT, "Recurrence.layers": (0,), "layers": 3, "window": 8,
-        "Window.by_layer": (0, 20, 5), "positions": "rotary",
+        **_RECURRENT, "Recurrence.layers": (0,), "window": 8, "Window.by_layer": (0, 20),
+        "positions": "rotary",
     },
     # These are settings of pretrained decoders. Heads have 4 channels, so that a model has four
     # heads.

@@ -81,7 +81,8 @@ def test_settings_reach_their_kind() -> None:
     np.testing.assert_allclose(scaled, doubled, atol=1e-6)
     planes = attention_baselines.random_planes(jax.random.key(0), rounds=2, buckets=8, width=4)
     without = {name: array for name, array in x.items() if name != "keys"}
-    y = attention_baselines.reformer(**without, planes=planes, chunk=4, scale=0.5)
+    reformer = jax.jit(partial(attention_baselines.reformer, chunk=4, scale=0.5))
+    y = reformer(**without, planes=planes)
     y = jnp.where(x["valid"][..., None, None], y, 0)
     np.testing.assert_allclose(attend(section("reformer"), x), y, atol=1e-6)
 

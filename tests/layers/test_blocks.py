@@ -26,7 +26,7 @@ PLAIN = Model(
 )  # fmt: skip
 
 
-@pytest.mark.slow_cases("10-rotary", "10-none", "10-alibi")
+@pytest.mark.slow_cases("10-t5", "10-rotary", "10-none", "10-alibi")
 @pytest.mark.parametrize("positions", ["t5", "rotary", "alibi", "none"])
 @pytest.mark.parametrize("chunk", [10, pytest.param(TOKENS, marks=pytest.mark.slow)])
 def test_a_window_of_one_block_is_the_same_whichever_way_it_is_read(

@@ -8,15 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import with_settings
-from one_layer import (
-    TOKENS,
-    WINDOW,
-    assert_close,
-    inputs,
-    layer_params,
-    one_layer,
-    read,
-)
+from one_layer import TOKENS, WINDOW, assert_close, inputs, layer_params, one_layer, read
 
 from brt import tasks
 from brt.config import Attention, Config

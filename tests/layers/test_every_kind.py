@@ -27,12 +27,9 @@ from brt.types import Variables
 # Of float32, relative to the largest magnitude of an array, or to 1 if that is smaller.
 TOLERANCE = 2e-5
 TOKENS, MIDDLE = 48, 24
-# These are one model for each way of reading a segment; tests of other models are slow. The model
-# of "windows by layer" has a recurrent layer.
-QUICK = (
-    "a window without the token", "windows by layer", "toy", "grouped queries, sinks",
-    "gated delta rule beside a window", "a recurrence over tokens, blocks of a token",
-)  # fmt: skip
+# Tests of other models are slow. The model of "windows by layer" has a recurrent layer. Quick tests
+# of recurrences over tokens are in tests/memories/.
+QUICK = ("a window without the token", "windows by layer", "toy", "grouped queries, sinks")
 
 
 class Case(NamedTuple):
@@ -125,19 +122,18 @@ def test_each_field_of_a_state_belongs_to_one_part() -> None:
         assert sorted(fields) == sorted(state._fields), run.kind
 
 
-@pytest.mark.slow_cases("gated delta rule beside a window")
 @each_model()
+@pytest.mark.slow_cases("windows by layer")
 def test_segments_cut_anywhere_are_one(name: str, build: Callable[[str], Case]) -> None:
     """In lane 1, a second document starts at token 40."""
     case = build(name)
-    length = case.model.block_length
     start = case.starts((0, 0), (1, 0), (1, 40))
     whole = case.read(tokens(), start=start)
-    state, hidden = case.new_state(), []
-    # The pieces have two lengths, so that only two programs are compiled.
-    for begin, end in ((0, 24), (24, 32), (32, 40), (40, TOKENS)):
-        part = start[:, begin // length : end // length]
-        output = case.read(tokens()[:, begin:end], state, part)
+    state, hidden, pieces = case.new_state(), [], 6  # Pieces of 8 tokens are below some windows.
+    for piece, part in zip(
+        np.split(tokens(), pieces, axis=1), np.split(start, pieces, axis=1), strict=True
+    ):
+        output = case.read(piece, state, part)
         state = output.state
         hidden.append(output.hidden)
     assert_close(jnp.concatenate(hidden, axis=1), whole.hidden)
@@ -176,10 +172,7 @@ def expected_past(model: Model, near: np.ndarray, past: np.ndarray) -> tuple:
     memories = {"memorizing", "compressive", "routing", "dense_memory", "clustered"}
     if types & (memories | {"gated_dense_memory"}):
         return near, past  # A memory holds some of the older tokens.
-    if types & {
-        "toy",
-        "echo",
-    }:  # These kinds read the states of all earlier blocks.
+    if types & {"toy", "echo"}:  # These kinds read the states of all earlier blocks.
         return near | (block[:, None] > block[None, :]), past
     if "summary" in types or "long_summary" in types:
         return near & False, past  # The tests of these kinds check which blocks a token reads.
@@ -231,8 +224,8 @@ def test_each_part_of_the_carried_state_matters_and_can_be_forgotten(
         jax.tree.map(np.testing.assert_array_equal, back, past)
 
 
-@pytest.mark.slow_cases("windows by layer")
-@each_model()
+@each_model(quick=("grouped queries, sinks",))
+@pytest.mark.slow_cases("grouped queries, sinks")
 def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str], Case]) -> None:
     """Compares the logits at all positions of a text, whose second half the model generates."""
     case = build(name)
@@ -254,7 +247,7 @@ def test_token_by_token_it_is_the_whole_segment(name: str, build: Callable[[str]
     assert_close(np.stack(found, axis=1), expected[:, :-1])
 
 
-@each_model(quick=("grouped queries, sinks", "toy"))
+@each_model(quick=())  # tests/generation/test_session.py has a quick test of chunks.
 def test_tokens_that_are_read_two_at_a_time_are_the_whole_segment(
     name: str, build: Callable[[str], Case]
 ) -> None:
@@ -288,8 +281,10 @@ def test_tokens_that_are_read_two_at_a_time_are_the_whole_segment(
     "memorizing, grouped queries, sinks", "gated dense memory, grouped queries, sinks",
     "windows by layer", "a recurrence over tokens", "clustered",
     "gated linear recurrence", "gated delta rule", "gated delta rule beside a window",
-    *(name for name in MODELS if "gate" in name), quick=("recurrent, LSTM gate, dual",)
+    *(name for name in MODELS if "gate" in name), "recurrent, no cache, no positions",
+    quick=("recurrent, no cache, no positions",),
 )  # fmt: skip
+@pytest.mark.slow_cases("recurrent, no cache, no positions")
 def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
     name: str, build: Callable[[str], Case]
 ) -> None:

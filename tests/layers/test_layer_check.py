@@ -34,9 +34,10 @@ def _registered() -> Iterator[None]:
         yield
 
 
-def test_correct_kinds_are_accepted() -> None:
-    brt.check_layers(MODEL)
-    brt.check_layers(dataclasses.replace(MODEL, kinds=(my_layers.Echo(layers=(0,)),)))
+@pytest.mark.slow_cases("Decay", "Echo")
+@pytest.mark.parametrize("kind", [token_recurrence.Decay, my_layers.Echo], ids=lambda x: x.__name__)
+def test_correct_kinds_are_accepted(kind: type[KindSection]) -> None:
+    brt.check_layers(dataclasses.replace(MODEL, kinds=(kind(layers=(0,)),)))
 
 
 def wrong(method: str, change: Callable[[LayerOutput, Any], Any]) -> type[Layer]:
@@ -105,6 +106,7 @@ def described(*axes: str | None) -> Callable[[Model], State]:
     return lambda model: State(state_array((16,), axes))
 
 
+@pytest.mark.slow_cases("changes[26]-*")
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -20,17 +20,9 @@ from brt.ops import dispatch
 
 BLOCKS = 3
 MODEL = Model(
-    layers=3,
-    model_dim=16,
-    heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    window=4,
-    vocab_size=8,
-    relative_buckets=4,
-    relative_max_distance=16,
-    kinds=(Recurrence(layers=(1, 2), states=6),),
-)
+    layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4, vocab_size=8,
+    relative_buckets=4, relative_max_distance=16, kinds=(Recurrence(layers=(1, 2), states=6),),
+)  # fmt: skip
 
 
 def test_equal_neighbours_make_a_run() -> None:
@@ -51,8 +43,8 @@ def test_a_new_state_has_the_batch_first_and_has_read_nothing() -> None:
     assert not (window.valid.any() or recurrent.valid.any() or recurrent.window.valid.any())
 
 
-def results(model: Model, params: Any) -> Any:
-    """Returns the gradients, the output and the state of a segment."""
+def segment_loss(model: Model) -> Callable[[Any], tuple[jax.Array, tuple]]:
+    """Returns a function from parameters to a loss, and the output and the state of a segment."""
     rng, shape = np.random.default_rng(0), (LANES, BLOCKS * MODEL.window, MODEL.model_dim)
     x, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     start = jnp.array([[True, False, False], [False, False, True]])
@@ -62,7 +54,12 @@ def results(model: Model, params: Any) -> Any:
         y, after, _ = Stack(model).apply({"params": params}, x, state, start, {})
         return jnp.mean(y * cotangent), (y, after)
 
-    return jax.jit(jax.grad(loss, has_aux=True))(params)
+    return loss
+
+
+def results(model: Model, params: Any) -> Any:
+    """Returns the gradients, the output and the state of a segment."""
+    return jax.jit(jax.grad(segment_loss(model), has_aux=True))(params)
 
 
 @pytest.mark.slow
@@ -124,7 +121,7 @@ def test_layers_are_read_without_a_loop_where_memory_is_not_short(
     model = with_settings(MODEL, {"Recurrence.layers": (), "dtype": "float32", **changes})
     params = random_params(model)["stack"]
     with dispatch.use_backend(backend), jax.set_mesh(build(mesh, {})):
-        found = scans(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
+        found = scans(jax.make_jaxpr(segment_loss(model))(params).jaxpr)
     assert {unroll for length, unroll in found if length == model.layers} == {at_once}
 
 
@@ -140,7 +137,7 @@ def test_blocks_are_read_without_a_loop_where_states_are_large(
     model = with_settings(MODEL, {"layers": 1, "Recurrence.layers": (0,), "dtype": "float32"})
     params = random_params(model)["stack"]
     with dispatch.use_backend(backend):
-        found = scans(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
+        found = scans(jax.make_jaxpr(segment_loss(model))(params).jaxpr)
     assert any(length == BLOCKS and unroll == 1 for length, unroll in found) == loops
 
 
@@ -158,7 +155,12 @@ def test_what_is_kept_is_not_computed_again(random_params: Callable) -> None:
         for keep in ("nothing", "products_with_weights")
     }
     assert again["nothing"] > again["products_with_weights"] >= plain
-    # On TPUs, all results but products are recomputed, even without `remat`.
+
+
+@pytest.mark.slow
+def test_on_tpus_all_but_products_is_computed_again(random_params: Callable) -> None:
+    model = with_settings(MODEL, {"layers": 1, "Recurrence.layers": ()})
+    params = random_params(model)["stack"]
     with dispatch.use_backend("tpu"):
         kept = dataclasses.replace(model, remat=True, remat_keep="products", dtype="float32")
         own = dataclasses.replace(model, dtype="float32")
@@ -196,7 +198,7 @@ def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
 
 
 def test_what_is_compiled_for_feedback_does_not_grow_with_blocks(random_params: Callable) -> None:
-    model = dataclasses.replace(MODEL, feedback=True)
+    model = with_settings(MODEL, {"layers": 1, "Recurrence.layers": (0,), "feedback": True})
     params = random_params(model)["stack"]
     state = new_stack_state(model, LANES, jnp.dtype("float32"))
 

@@ -99,7 +99,6 @@ FEEDBACK = {"layers": 2, "Recurrence.layers": (1,), "feedback": True}
         ("routing", {"Routing.heads": 2},
          "Routing.heads = 2 leaves none of Model.heads = 2 for a window; set it to 1 at most"),
         ("routing", {"Routing.keep": 0}, "Routing.keep = 0 must be above 0"),
-        ("routing", {"Routing.decay": 1.0}, r"Routing.decay = 1.0 must be in \(0, 1\)"),
         ("routing", FEEDBACK, r"which Routing.layers = \(0,\) cannot; set it to False"),
         ("summary", {"positions": "rotary"}, r"has no positions .* Summaries.long_layers = \(0,\)"),
         ("summary", FEEDBACK, r"which Summaries.long_layers = \(0,\) cannot; set it to False"),
@@ -114,6 +113,7 @@ def test_settings_that_make_no_sense_are_refused(kind: str, changes: dict, sente
         with_settings(MODELS[kind], changes)
 
 
+@pytest.mark.slow_cases("gated", "memorizing", "summary")
 @pytest.mark.parametrize("kind", ["memorizing", "gated", "summary", "delta"])
 def test_bfloat16_goes_through_and_states_keep_their_dtypes(
     kind: str, random_params: Callable
@@ -161,7 +161,7 @@ def test_a_token_reads_exactly_what_is_in_its_memory(
     np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
 
 
-@pytest.mark.slow_cases("False-summary")
+@pytest.mark.slow_cases("True-summary", "False-summary")
 @pytest.mark.parametrize("kind", ["memorizing", "summary"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_memory_is_masked_or_counts_as_zeros(

@@ -69,6 +69,7 @@ def test_slots_are_made_of_blocks_two_back_oldest_first_and_leave(params: Any) -
     assert length == section.slots < MADE * (BLOCKS - 1), "the oldest is gone"
 
 
+@pytest.mark.slow  # The quick tests of slots show what they are made of, and that they are read.
 def test_older_blocks_are_read_through_the_compressor_alone(params: Any) -> None:
     """If the compressor's kernel is zero, changes of block 1 have no effect on block 3."""
     start = NOWHERE.copy()

@@ -56,6 +56,7 @@ def given() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
     return draw(size=(LANES, TOKENS, HEADS, SIZE)), learned, starts
 
 
+@jax.jit
 def hidden(x: Any, learned: dict[str, Any], starts: Any) -> jax.Array:
     """Returns the hidden states, computed with the functions of the layer."""
     since = token_state.tokens_since_start(starts, x.shape[1])
@@ -80,7 +81,7 @@ def test_hidden_states_are_those_of_the_equations(given: tuple) -> None:
 
 def test_states_decay_slowly_at_first() -> None:
     rate = rg_lru._rate_init(jax.random.key(0), (4, 64), jnp.float32)
-    a, scale = rg_lru.decays(rate, jnp.ones_like(rate))
+    a, scale = jax.jit(rg_lru.decays)(rate, jnp.ones_like(rate))
     assert (a > 0.9).all() and (a < 0.999).all() and a.std() > 0.02
     np.testing.assert_allclose(a**2 + scale**2, 1, atol=1e-6)
 

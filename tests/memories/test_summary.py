@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_settings import with_settings
-from one_layer import (
-    BLOCKS,
-    LANES,
-    WINDOW,
-    inputs,
-    layer_params,
-    new_state,
-    one_layer,
-)
+from one_layer import BLOCKS, LANES, WINDOW, inputs, layer_params, new_state, one_layer
 from one_layer import read as one_layer_read
 
 from brt.config import Model

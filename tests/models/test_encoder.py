@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.config import Attention, Encoder, Kernels
+from brt.config import Attention, Encoder
 from brt.errors import ConfigError
 from brt.layers.attention_kinds import KEYS_ARE_QUERIES, kind_of_length
-from brt.layers.transformer import EncoderLayer, SharedInputs, of_encoder
 from brt.models import encoder
-from brt.models.encoder import Inputs, depthwise_convolution
+from brt.models.encoder import depthwise_convolution
 
 KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])
 TOKENS = Encoder(
@@ -40,14 +39,17 @@ def random_params(network: nn.Module, seed: int = 0) -> Any:
     anything.
     """
     rng = np.random.default_rng(seed)
-    shapes = nn.meta.unbox(jax.eval_shape(lambda: encoder.init(network, jax.random.key(0))))
 
     def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
         x = rng.normal(size=shape.shape)
         scale = {"scale": 0.3, "bias": 0.5, "kernel": 0.4}.get(path[-1].key, 1.0)
         return jnp.asarray(scale * x + (path[-1].key == "scale"), jnp.float32)
 
-    return jax.tree.map_with_path(leaf, shapes)
+    return jax.tree.map_with_path(leaf, shapes_of_params(network))
+
+
+def shapes_of_params(network: nn.Module) -> Any:
+    return nn.meta.unbox(jax.eval_shape(lambda: encoder.init(network, jax.random.key(0))))
 
 
 def inputs(model: Encoder, seed: int, length: int = 12) -> np.ndarray:
@@ -151,27 +153,6 @@ def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
         assert (np.abs(y[3, ::-1][:7] - y[0, :7]).max() > 0.1) == moves
 
 
-@pytest.mark.slow
-def test_a_stack_is_its_layers_one_after_another() -> None:
-    """Each layer has its own parameters, and its own key for random numbers."""
-    model = dataclasses.replace(TOKENS, layers=2)
-    network, block = encoder.Encoder(model, attention("clustered")), of_encoder(model, Kernels())
-    params, x, there, key = random_params(network), inputs(model, 1), valid(), jax.random.key(3)
-    y = forward(network, params, x, there, key)
-
-    @jax.jit
-    def by_hand(params: Any) -> jax.Array:
-        h = Inputs(model).apply({"params": params["inputs"]}, jnp.asarray(x), jnp.asarray(there))
-        for i in range(2):
-            own = jax.tree.map(lambda p, i=i: p[i], params["layers"])
-            layer = EncoderLayer(block, attention=attention("clustered"))
-            source = SharedInputs(jnp.asarray(there))
-            h, _ = layer.apply({"params": own}, h, jax.random.fold_in(key, i), source)
-        return block.new_norm().apply({"params": params["final_norm"]}, h)
-
-    np.testing.assert_allclose(by_hand(params)[there], y[there], atol=1e-5)
-
-
 @pytest.mark.slow  # tests/layers/test_stack.py has a quick test of recomputation.
 def test_remat_changes_nothing() -> None:
     """Recomputing a layer draws the same dropout, and the same random numbers of attention."""
@@ -197,10 +178,7 @@ def test_any_kind_reads_weights_of_any_other() -> None:
     """
     for shared in (False, True):
         model = dataclasses.replace(TOKENS, shared_queries_keys=shared)
-        trees = {
-            kind: jax.tree.map(jnp.shape, random_params(encoder.Encoder(model, attention(kind))))
-            for kind in KINDS
-        }
+        trees = {kind: shapes_of_params(encoder.Encoder(model, attention(kind))) for kind in KINDS}
         assert all(tree == trees["full"] for tree in trees.values())
         assert ("k" in trees["full"]["layers"]["self_attn"]) != shared
     assert kind_of_length(attention("clustered", min_length=13), 12) == "full"

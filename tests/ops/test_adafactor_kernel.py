@@ -86,12 +86,13 @@ def traced(function: Callable[..., Any], shape: tuple[int, ...], dtype: str = "f
 
 
 @pytest.mark.slow_cases(
+    "tall-streamed",
     "two heads-*",
     "heads-*",
     "square-*",
     "odd number of tiles-*",
-    "wide-resident",
-    "small tiles-resident",
+    "wide-*",
+    "small tiles-*",
     "tall-resident",
 )
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
@@ -112,6 +113,7 @@ def test_the_kernel_equals_optax(
     assert_close(found, adafactor(*given, implementation="xla"))
 
 
+@pytest.mark.slow_cases("not clipped", "always zeros")
 @pytest.mark.parametrize(
     ("gradient", "moment"),
     [(1.0, 1e-4), (1e-6, 1e-4), (0.0, 1e-4), (0.0, 0.0), (1e-20, 0.0), (1e3, 1.0)],
@@ -125,6 +127,7 @@ def test_extreme_gradients(gradient: float, moment: float) -> None:
     assert_close(found, adafactor(g, *given[1:], implementation="xla"))
 
 
+@pytest.mark.slow_cases("1e-05")
 @pytest.mark.parametrize("parameter", [0.0, 1e-5])
 def test_small_parameters_are_scaled_by_the_smallest_scale(parameter: float) -> None:
     g, p, *others = inputs((1, 128, 128))
@@ -132,6 +135,7 @@ def test_small_parameters_are_scaled_by_the_smallest_scale(parameter: float) -> 
     assert_close(pallas_tpu.interpreted(*given), adafactor(*given, implementation="xla"))
 
 
+@pytest.mark.slow_cases("0.0")
 @pytest.mark.parametrize("factor", [0.0, 0.5])
 def test_a_factor_scales_the_update_and_a_divisor_the_gradient(factor: float) -> None:
     given = inputs((2, 128, 256))

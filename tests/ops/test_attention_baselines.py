@@ -1,5 +1,4 @@
-"""Compares the attention baselines with their definitions: full, shared-QK, oracle top-k and
-Reformer.
+"""Compares the attention baselines with their definitions: full, oracle top-k and Reformer.
 
 Arrays are tiny. The number of tokens is no multiple of the chunk, so that chunks contain padding.
 """
@@ -17,8 +16,6 @@ from brt.ops import attention_baselines as baselines
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend_to_valid
 
-pytestmark = pytest.mark.slow_cases("shared_full")
-
 BATCH, TOKENS, HEADS, WIDTH = 3, 21, 2, 4
 SCALE = WIDTH**-0.5
 LENGTHS = (TOKENS, 13, 0)
@@ -26,31 +23,24 @@ COUNT, CHUNK, ROUNDS, BUCKETS = 5, 4, 2, 8
 PLANES = baselines.random_planes(jax.random.key(7), rounds=ROUNDS, buckets=BUCKETS, width=WIDTH)
 
 Arrays = dict[str, jax.Array]
-compiled = partial(jax.jit, static_argnames=("causal",))
 
 
-@compiled
+@jax.jit
 def full(x: Arrays, **options: Any) -> jax.Array:
     return attend_to_valid(**x, scale=SCALE, **options)
 
 
-@compiled
-def shared_full(x: Arrays, **options: Any) -> jax.Array:
-    return attend_to_valid(**{**x, "keys": x["queries"]}, scale=SCALE, **options)
-
-
-@compiled
+@jax.jit
 def oracle_top_k(x: Arrays, **options: Any) -> jax.Array:
     return baselines.oracle_top_k(**x, scale=SCALE, count=COUNT, **options)
 
 
-@compiled
+@jax.jit
 def reformer(x: Arrays, **options: Any) -> jax.Array:
     return baselines.reformer(**without_keys(x), planes=PLANES, chunk=CHUNK, scale=SCALE, **options)
 
 
-each_kind = pytest.mark.parametrize("kind", [full, shared_full, oracle_top_k, reformer])
-each_causal_kind = pytest.mark.parametrize("kind", [full, shared_full, oracle_top_k])
+each_kind = pytest.mark.parametrize("kind", [full, oracle_top_k, reformer])
 
 
 def without_keys(x: Arrays) -> Arrays:
@@ -78,39 +68,33 @@ def sorted_chunks(ids: np.ndarray, size: int = CHUNK) -> np.ndarray:
     return chunk
 
 
-def visible(
-    kind: Callable, q: np.ndarray, k: np.ndarray, there: np.ndarray, causal: bool
-) -> list[list]:
+def visible(kind: Callable, q: np.ndarray, k: np.ndarray, there: np.ndarray) -> list[list]:
     """Returns, for each hash round and each query of one head, the list of keys that the query
     sees.
 
     Follows the definition of each kind, one query at a time. `there` is the mask of valid keys.
     """
-    places = [[s for s in np.flatnonzero(there) if s <= t or not causal] for t in range(len(q))]
+    places = np.flatnonzero(there).tolist()
     if kind is oracle_top_k:
-        pairs = zip(places, q, strict=True)
-        return [[[*sorted(seen, key=lambda s: -(k[s] @ row))[:COUNT]] for seen, row in pairs]]
+        return [[sorted(places, key=lambda s: -(k[s] @ row))[:COUNT] for row in q]]
     if kind is not reformer:
-        return [places]
+        return [[places] * len(q)]
     rounds = []
     for planes in np.asarray(PLANES, np.float64):
         ids = np.argmax(np.concatenate([q @ planes.T, -q @ planes.T], axis=1), axis=1)
         chunk = sorted_chunks(np.where(there, ids, BUCKETS))
-        pairs = enumerate(places)
-        rounds.append([[s for s in seen if 0 <= chunk[t] - chunk[s] <= 1] for t, seen in pairs])
+        rounds.append([[s for s in places if 0 <= c - chunk[s] <= 1] for c in chunk])
     return rounds
 
 
-def oracle(kind: Callable, x: dict[str, np.ndarray], causal: bool = False) -> np.ndarray:
+def oracle(kind: Callable, x: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the attention output, computed query by query in float64."""
     q, k, v = (np.asarray(x[name], np.float64) for name in ("queries", "keys", "values"))
-    if kind is shared_full:
-        k = q
-    elif kind is reformer:
+    if kind is reformer:
         k = q / np.linalg.norm(q, axis=-1, keepdims=True)
     y, valid = np.zeros(q.shape), np.asarray(x["valid"])
     for b, h in np.ndindex(q.shape[0], q.shape[2]):
-        rounds = visible(kind, q[b, :, h], k[b, :, h], valid[b], causal)
+        rounds = visible(kind, q[b, :, h], k[b, :, h], valid[b])
         for seen in rounds:
             for t, places in enumerate(seen):
                 weights = np.exp(SCALE * k[b, places, h] @ q[b, t, h])
@@ -143,45 +127,27 @@ def test_equals_the_definition_and_its_derivative(kind: Callable) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, COUNT, TOKENS])
-@each_causal_kind
-def test_later_keys_are_hidden_if_asked(kind: Callable, tokens: int) -> None:
-    x = arrays(tokens, (tokens, tokens // 2))
-    valid = np.asarray(x["valid"])
-    found, expected = kind(x, causal=True), oracle(kind, x, causal=True)
-    np.testing.assert_allclose(np.asarray(found)[valid], expected[valid], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "chunk", "attend_to_self", "causal"),
-    [(21, 4, False, False), (21, 4, False, True), (1, 4, False, True), (9, 16, True, True)],
-)
-def test_chunks_of_known_buckets(
-    tokens: int, chunk: int, attend_to_self: bool, causal: bool
-) -> None:
-    """A token that must not see itself does so if it sees nothing else."""
+@pytest.mark.slow_cases("1-4")
+@pytest.mark.parametrize(("tokens", "chunk"), [(21, 4), (1, 4), (9, 16)])
+def test_chunks_of_known_buckets(tokens: int, chunk: int) -> None:
     x = without_keys(arrays(tokens, (tokens, tokens // 2)))
     ids = np.random.default_rng(2).integers(0, 3, (ROUNDS, 2, HEADS, tokens)).astype(np.int32)
     ids = np.where(x["valid"][None, :, None], ids, 3)
-    found = baselines.attend_in_chunks(
-        **x, ids=jnp.asarray(ids), chunk=chunk, scale=SCALE, attend_to_self=attend_to_self,
-        causal=causal,
-    )  # fmt: skip
+    attend = jax.jit(partial(baselines.attend_in_chunks, chunk=chunk, scale=SCALE))
+    found = attend(**x, ids=jnp.asarray(ids))
     q, v = (np.asarray(x[name], np.float64) for name in ("queries", "values"))
     k, valid = q / np.linalg.norm(q, axis=-1, keepdims=True), np.asarray(x["valid"])
     expected = np.zeros(v.shape)
     for r, b, h, t in np.ndindex(*ids.shape):
         chunks = sorted_chunks(ids[r, b, h], chunk)
         back = chunks[t] - chunks
-        seen = valid[b] & (back >= 0) & (back <= 1) & ((np.arange(tokens) <= t) | (not causal))
-        others = seen & (np.arange(tokens) != t)
-        seen = others if not attend_to_self and others.any() else seen
+        seen = valid[b] & (back >= 0) & (back <= 1)
         weights = np.exp(SCALE * k[b, :, h] @ q[b, t, h]) * seen
         expected[b, t, h] += weights @ v[b, :, h] / max(weights.sum(), 1e-30) / ROUNDS
     np.testing.assert_allclose(np.asarray(found)[valid], expected[valid], atol=2e-6)
 
 
-@pytest.mark.slow_cases("reformer")
+@pytest.mark.slow_cases("reformer", "full")
 @each_kind
 def test_padding_changes_nothing_and_may_be_anywhere(kind: Callable) -> None:
     x, kept = arrays(lengths=(TOKENS,)), np.arange(TOKENS) % 3 > 0
@@ -190,6 +156,7 @@ def test_padding_changes_nothing_and_may_be_anywhere(kind: Callable) -> None:
     np.testing.assert_allclose(kind(x)[:, kept], kind(alone), atol=1e-6)
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize("kind", [full, oracle_top_k])
 def test_order_of_keys_does_not_matter_and_outputs_follow_queries(kind: Callable) -> None:
     x, rng = arrays(), np.random.default_rng(3)
@@ -200,22 +167,7 @@ def test_order_of_keys_does_not_matter_and_outputs_follow_queries(kind: Callable
     np.testing.assert_allclose(kind(shuffled), kind(x)[:, order], atol=1e-6)
 
 
-@each_causal_kind
-def test_later_tokens_change_no_bit_of_earlier_outputs(kind: Callable) -> None:
-    causal = partial(kind, causal=True)
-    x, other = arrays(lengths=(TOKENS,)), arrays(lengths=(TOKENS,), seed=1)
-    y = causal(x)
-    for t in (1, 4, TOKENS - 1):
-        changed = {
-            name: x[name].at[:, t:].set(3 * other[name][:, t:]) for name in float_arrays(x)
-        } | {"valid": x["valid"].at[:, -1].set(False)}
-        np.testing.assert_array_equal(causal(changed)[:, :t], y[:, :t])
-    prefix = {name: array[:, :7] for name, array in x.items()}
-    np.testing.assert_allclose(causal(prefix), y[:, :7], atol=1e-6)
-    assert np.abs(np.asarray(y - kind(x))[:, :-1]).max() > 1e-2
-
-
-@pytest.mark.slow_cases("bfloat16-shared_full", "float32-*", "*-reformer")
+@pytest.mark.slow_cases("*full", "float32-*", "*-reformer")
 @each_kind
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extreme_inputs_leave_finite_gradients(kind: Callable, dtype: str) -> None:
@@ -232,6 +184,7 @@ def test_extreme_inputs_leave_finite_gradients(kind: Callable, dtype: str) -> No
     assert not any(np.asarray(g, np.float32)[2].any() for g in gradients.values())
 
 
+@pytest.mark.slow_cases("full", "oracle_top_k")
 @each_kind
 def test_bfloat16_is_near_float32(kind: Callable) -> None:
     """Both runs get the same rounded inputs, so that hashes and best keys are the same."""
@@ -244,7 +197,7 @@ def test_bfloat16_is_near_float32(kind: Callable) -> None:
     np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.05)
 
 
-@pytest.mark.slow_cases("reformer")
+@pytest.mark.slow_cases("reformer", "full")
 @each_kind
 def test_dropout_keeps_the_mean_of_the_weights_sum(kind: Callable) -> None:
     """Values of one make the output the sum of a query's weights."""
@@ -255,7 +208,7 @@ def test_dropout_keeps_the_mean_of_the_weights_sum(kind: Callable) -> None:
     np.testing.assert_allclose(np.mean(sums), 1, atol=0.15)
 
 
-@pytest.mark.slow_cases("reformer")
+@pytest.mark.slow_cases("reformer", "full")
 @each_kind
 def test_devices_may_share_examples_and_heads(kind: Callable) -> None:
     x = arrays(lengths=(TOKENS, 13))

@@ -153,11 +153,6 @@ def carried() -> State:
     return read(inputs(1), new_state(), starts((1, 3)))[1]
 
 
-def test_all_that_is_read_has_a_gradient(carried: State) -> None:
-    gradients, _ = read_with_gradients(inputs(), carried, starts((1, 2)))
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
-
-
 @pytest.mark.slow  # The next test also compares with exact attention, and is quick.
 def test_centroids_that_keep_every_key_give_exact_attention_to_the_whole_past() -> None:
     start = starts((0, 0), (1, 0), (1, 2))
@@ -263,14 +258,17 @@ def test_a_document_knows_nothing_of_what_was_read_before_it(carried: State) -> 
 def test_the_state_has_one_size_and_begins_with_what_there_is(carried: State) -> None:
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), new_state())
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), carried) == shapes
-    _, state = read(part_of(inputs(), slice(0, 2 * WINDOW)), new_state(kept=8), NOWHERE[:, :2])
-    past = state.past  # The memory has read one block, which has fewer keys than it can keep.
+    # The memory reads one block, which has fewer keys than it can keep.
+    block = (x[:, :WINDOW].swapaxes(1, 2) for x in (inputs().keys, inputs().values))
+    known = jnp.ones((LANES,), bool)
+    past = jax.jit(memory_after)(new_state(kept=8).past, *block, known, inputs().centroids)
     assert past.filled.tolist() == [WINDOW, WINDOW]
     assert np.all(np.any(past.keys[:, :, :, :WINDOW], axis=-1))
     assert not np.any(past.keys[:, :, :, WINDOW:]) and not np.any(past.rest)
     np.testing.assert_array_equal(past.lse, FLOOR)
 
 
+@pytest.mark.slow  # tests/layers/test_every_kind.py reads documents token by token, too.
 def test_token_by_token_is_the_whole_segment(carried: State) -> None:
     """Tokens do not attend to themselves here. The tests in tests/generation let tokens do so."""
     x, attend_to_self = inputs(), False

@@ -238,6 +238,7 @@ def test_the_interpreted_kernel_refuses_what_it_does_not_compute(size: int, reas
         traced("local", "cpu", size=size, implementation=KERNEL, dropout=DROPOUT)
 
 
+@pytest.mark.slow_cases("tpu-8192-*", "tpu-640-*", "gpu-2040-*")
 @pytest.mark.parametrize(
     ("backend", "size", "block", "tokens", "dtype", "kernel"),
     [
@@ -260,7 +261,8 @@ def test_auto_selects_a_kernel_for_windows_that_it_has(
 ) -> None:
     trace = partial(traced, "local", backend, tokens=tokens, dtype=dtype, size=size, block=block)
     assert (SIGN[backend] in trace()) == kernel
-    assert SIGN[backend] not in trace(dropout=DROPOUT)
+    if kernel:
+        assert SIGN[backend] not in trace(dropout=DROPOUT)
 
 
 @pytest.mark.parametrize("backend", ["tpu", "gpu"])

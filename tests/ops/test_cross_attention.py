@@ -377,18 +377,6 @@ def test_firing_rates_and_leaks_are_logged() -> None:
     assert jax.eval_shape(segmented, *arrays(), CrossParameters())[1].firing_rate is None
 
 
-def test_the_first_position_learns_from_every_segment() -> None:
-    config = config_of("srformer")
-    parameters = parameters_of(config)
-    q, k, v, valid = arrays()
-    first = attended(config)
-    of_first = jax.grad(lambda k: jnp.sum(first(q, k, v, valid, parameters)[:, 0]))
-    gradient = jax.jit(of_first)(k)
-    valid = np.asarray(valid)
-    assert np.all(np.any(np.asarray(gradient)[0], axis=(1, 2)))
-    assert not np.any(np.asarray(gradient)[~valid])
-
-
 @pytest.mark.slow_cases(
     "rnn memory*", "previous segment*", "full*", "segmented*", "srformer-float32", "srformer-*"
 )
@@ -420,8 +408,9 @@ def test_empty_sources_and_dead_features_do_no_harm(name: str, dtype: str) -> No
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradients))
 
 
-@pytest.mark.slow_cases("means-*")
-@pytest.mark.slow_cases("segmented-*", "full-slots", "rnn memory-*", "previous segment-*")
+@pytest.mark.slow_cases(
+    "full-*", "segmented-*", "rnn memory-*", "previous segment-*", "means-*", "srformer-slots"
+)
 @pytest.mark.parametrize("form", ["slots", "dense"])
 @each_kind
 def test_dropout_draws_for_a_lane_by_its_number_in_the_batch(

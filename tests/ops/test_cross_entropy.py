@@ -69,6 +69,7 @@ def test_sum_and_gradients_are_those_of_the_formula(compiled: callable, dtype: s
     assert_close((value, gradients), plain(*arrays(dtype)), dtype)
 
 
+@pytest.mark.slow_cases("0.0")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_bias_is_added_behind_the_scale_and_learns(smoothing: float) -> None:
     hidden, embedding, targets, scored = arrays()
@@ -100,6 +101,7 @@ def test_the_chunk_changes_nothing(compiled: callable, chunk: int) -> None:
     assert_close(chunked(chunk)(*arrays()), compiled(*arrays()), "float32")
 
 
+@pytest.mark.slow_cases("1024-*", "1300-4")
 @pytest.mark.parametrize("chunk", [4, 5])
 @pytest.mark.parametrize("vocabulary", [1024, 1300])  # of two tiles, the second with a rest
 def test_scores_by_tiles_of_the_vocabulary_equal_those_of_all_logits(
@@ -123,6 +125,7 @@ def test_scores_by_tiles_of_the_vocabulary_equal_those_of_all_logits(
     assert found.right[0].all() and not found.right[1].all()
 
 
+@pytest.mark.slow_cases("inf")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_scores_by_tiles_of_the_vocabulary_report_logits_that_are_not_finite(value: float) -> None:
     embedding = jnp.ones((1024, WIDTH)).at[700].set(value)

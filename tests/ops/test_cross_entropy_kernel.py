@@ -49,7 +49,7 @@ def in_float64(arrays: tuple[jax.Array, ...], smoothing: float) -> Any:
         return summed(reference.cross_entropy, smoothing)(*wide, *given)
 
 
-@pytest.mark.slow_cases("float32-0.0", "bfloat16-0.1")
+@pytest.mark.slow_cases("float32-0.0", "bfloat16-*")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_and_gradients_equal_float64_and_nothing_unwritten_is_read(
@@ -62,6 +62,7 @@ def test_sums_and_gradients_equal_float64_and_nothing_unwritten_is_read(
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow_cases("wrong")
 @pytest.mark.parametrize("surely", ["right", "wrong"])
 def test_tokens_that_are_all_but_certain_keep_exact_gradients(surely: str) -> None:
     """The kernel does not compute 1 - p of a target as a difference of nearly equal numbers. A

@@ -82,18 +82,18 @@ def blocks(
 
 
 def windows() -> Case:
-    """Windows of 100 tokens and two heads of queries for a head of keys.
+    """Windows of 40 tokens and two heads of queries for a head of keys.
 
-    Documents start at the place 32 of the segment, and inside of the cache.
+    One document starts inside of the cache, and one at the place 32 of the segment.
     """
     normal = draw()
-    tokens, cached = (2, 64, 1, 32), (2, 100, 1, 32)
+    tokens, cached = (1, 64, 1, 32), (1, 40, 1, 32)
     arrays = {
-        "queries": normal(2, 64, 2, 32), "cached": (normal(*cached), normal(*cached)),
-        "keys": normal(*tokens), "values": normal(*tokens), "bias": normal(2, 100),
+        "queries": normal(1, 64, 2, 32), "cached": (normal(*cached), normal(*cached)),
+        "keys": normal(*tokens), "values": normal(*tokens), "bias": normal(2, 40),
     }  # fmt: skip
     given = {
-        "first": jnp.asarray([[-200, 32], [-32, -32]]), "attend_to_self": True,
+        "first": jnp.asarray([[-32, 32]]), "attend_to_self": True,
         "scale": jnp.asarray([1.0, 2.0]),
     }  # fmt: skip
 
@@ -239,6 +239,7 @@ def computed(function: Callable[..., Any], arrays: Arrays, **options: Any) -> li
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
 )
+@pytest.mark.slow_cases("states")
 def test_kernels_equal_the_reference_and_each_run_gives_the_same_bits(
     name: str, mosaic_gpu_interpreter: Any
 ) -> None:

@@ -136,9 +136,14 @@ def results(case: tuple[str, str], name: str) -> tuple[Any, Any]:
     "*recurrent_attention', 'lstm*",
     "*recurrent_attention', 'fixed [ds][ui]*",
     "*causal_clustered_attention*",
-    "('clustered_attention', 'clustered')*",
-    "*'constant mass'*",
-    "*'jensen'*",
+    "('clustered_attention', *",  # tests/ops/test_clustered_attention.py compares with float64.
+    "('masked_attention', *",
+    "('window_attention', 'null keys')*",
+    "('softmax_attention', 'null keys')*",
+    "('softmax_attention', 'blocks')*",
+    "('encoder_attention', 'wide')*",
+    "('kmeans', '')*",
+    "('cross_entropy', '')*",
     "*'tiles'*",
     "('cross_attention', *",
     "*'local'*",
@@ -152,12 +157,17 @@ def test_every_implementation_equals_the_reference(case: tuple[str, str], name: 
     assert_close(results(case, name), results(case, "reference"), TOLERANCE["float32"])
 
 
-HALVES = [case for case, build_case in CASES.items() if build_case().halves]
+# Every collection would take seconds if the cases were built in order to ask for their halves.
+HALVES = [
+    case for case in CASES
+    if case[0] in ("window_attention", "softmax_attention", "masked_attention")
+    or case == ("clustered_attention", "clustered")
+]  # fmt: skip
 
 
 @pytest.mark.slow_cases(
     "*-pallas*", "*'masked'*", "*'past'*", "*'no bias'*", "*'null keys'*", "*'groups'*",
-    "*'clustered'*",
+    "*'clustered'*", "*'blocks'*", "*'bias'*", "*'documents*",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("case", "name"), [(case, name) for case in HALVES for name in implementations(case)], ids=str
@@ -195,11 +205,11 @@ DEVICES: list[tuple[Mesh, Callable[[], Case]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases("mesh[12689]-*", "mesh1[23456789]-*")
+@pytest.mark.slow_cases("mesh[124689]-*", "mesh1[023456789]-*")
 @pytest.mark.parametrize(("mesh", "build_case"), DEVICES)
 def test_devices_that_share_arrays_equal_one(mesh: Mesh, build_case: Callable[[], Case]) -> None:
     run, arrays, _ = build_case()
-    expected = both_passes(lambda arrays: run(KERNEL, *arrays), arrays)
+    expected = both_passes(lambda arrays: run("xla", *arrays), arrays)
     with jax.set_mesh(build(mesh, {})):
         found = both_passes(lambda arrays: run(KERNEL, *arrays), arrays)
         assert_close(found, expected, TOLERANCE["float32"])

@@ -21,6 +21,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases("*-1")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_axes_change_places_and_so_do_their_gradients(name: str, devices: int) -> None:
@@ -40,6 +41,7 @@ def test_axes_change_places_and_so_do_their_gradients(name: str, devices: int) -
     np.testing.assert_allclose(dx, of_dx, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_on_cpus_a_move_is_a_copy_of_its_own(replicas: int) -> None:
     mesh = jax.make_mesh((replicas,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ def test_queries_read_what_they_see_and_nothing_else() -> None:
     assert not np.any(y[0, 1])
 
 
+@pytest.mark.slow_cases("reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_part_of_the_keys_merges_with_the_others(implementation: str) -> None:
     """Groups of query heads share a key head. Results and gradients equal one softmax over all
@@ -138,11 +140,15 @@ def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
 def test_dropout_draws_the_same_however_the_queries_are_tiled() -> None:
     """A device with fewer lanes reads more queries at once, but must draw the same numbers."""
     x, seen = jax.tree.map(jnp.asarray, arrays()), jnp.ones((2, 1, 5), bool)
+
+    def output(**options: Any) -> jax.Array:
+        return jax.jit(partial(xla.attend_part, **options))(**x, mask=seen).output
+
     drawn = [
-        xla.attend_part(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile).output
+        output(dropout=Dropout(KEY, 0.5), tile=tile)
         for tile in (xla.TILE_LOGITS, 40, 20)  # tiles of three queries, of two, of one
     ]
-    plain = xla.attend_part(**x, mask=seen).output
+    plain = output()
     assert np.max(np.abs(drawn[0] - plain)) > 0.1
     for other in drawn[1:]:
         np.testing.assert_allclose(other, drawn[0], atol=2e-6)

@@ -74,6 +74,7 @@ def test_channels_i_and_half_plus_i_turn_together_each_pair_more_slowly() -> Non
     np.testing.assert_allclose(y[0, :, 0].astype(jnp.float32), expected, atol=4e-3)
 
 
+@pytest.mark.slow_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_backends_that_exchange_channels_by_a_product_rotate_equally(
     dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +122,7 @@ def test_buckets_are_those_of_t5(both_ways: bool) -> None:
     np.testing.assert_array_equal(found, [bucket(o, 32, 131, both_ways) for o in offsets])
 
 
+@pytest.mark.slow_cases("3-7-*", "384-128-*", "128-256-*")
 @pytest.mark.parametrize("both_ways", [True, False])
 @pytest.mark.parametrize(
     ("queries", "keys", "first"),
@@ -135,13 +137,14 @@ def test_a_tile_holds_the_bias_of_every_pair(
     np.testing.assert_array_equal(tile, np.asarray(TABLE)[rows].transpose(2, 0, 1))
 
 
+@pytest.mark.slow_cases("6")
 @pytest.mark.parametrize("size", [6, 256])
 def test_the_gradient_counts_how_often_a_bucket_is_used(size: int) -> None:
     gradient = jax.grad(lambda t: jnp.sum(bias_tile(t, size, size, both_ways=True, **DISTANCES)))
     offset = np.arange(size)[None] - np.arange(size)[:, None]
     rows = relative_buckets(offset, buckets=8, both_ways=True, **DISTANCES)
     counts = np.bincount(rows.ravel(), minlength=8)
-    np.testing.assert_array_equal(gradient(TABLE), np.repeat(counts[:, None], 3, axis=1))
+    np.testing.assert_array_equal(jax.jit(gradient)(TABLE), np.repeat(counts[:, None], 3, axis=1))
 
 
 def test_a_row_at_run_time_is_that_of_the_tile() -> None:

@@ -29,7 +29,7 @@ def queries() -> np.ndarray:
 
 def test_hash_is_bit_by_bit_the_side_of_a_plane() -> None:
     planes = random_planes(jax.random.key(0), bits=63, width=WIDTH, offsets=True)
-    codes = hash_codes(jnp.asarray(queries()), planes)
+    codes = jax.jit(hash_codes)(queries(), planes)
     expected = jax.jit(reference.hash_codes)(queries(), *planes)
     np.testing.assert_array_equal(codes, expected)
     assert set(np.unique(codes)) == {-1.0, 1.0} and np.any(planes.offsets)

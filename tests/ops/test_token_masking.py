@@ -6,6 +6,7 @@ from brt.ops.token_masking import MaskedTokens, mask_tokens, prediction_counts, 
 
 MASK, TOKENS, SHARE = 40, 900, 0.15
 LENGTHS = np.array([900, 300, 2, 0])
+draw = jax.jit(lambda *x: mask_tokens(*x, share=SHARE, mask_id=MASK))
 
 
 def masked(seeds: list[int]) -> tuple[np.ndarray, np.ndarray, MaskedTokens]:
@@ -16,7 +17,6 @@ def masked(seeds: list[int]) -> tuple[np.ndarray, np.ndarray, MaskedTokens]:
     tokens = (np.arange(TOKENS)[None] + np.arange(len(seeds))[:, None]) % MASK
     valid = np.arange(TOKENS)[None] < LENGTHS[: len(seeds), None]
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    draw = jax.jit(lambda *x: mask_tokens(*x, share=SHARE, mask_id=MASK))
     found = draw(jnp.asarray(tokens), jnp.asarray(valid), keys)
     return tokens, valid, MaskedTokens(*map(np.asarray, found))
 
@@ -62,7 +62,7 @@ def test_a_row_depends_on_its_own_key() -> None:
 
 
 def test_slots_hold_every_share_and_cut_into_equal_chunks() -> None:
-    for length in (1, 2, 7, 100, 853, 8192, 50_000):
+    for length in (1, 7, 853, 50_000):
         for share in (0.01, SHARE, 0.5, 1.0):
             size = prediction_slots(length, share)
             wanted = int(prediction_counts(jnp.ones((1, length), bool), share)[0])

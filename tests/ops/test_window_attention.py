@@ -105,7 +105,7 @@ def assert_close(actual: jax.Array, expected: np.ndarray, dtype: str, name: str 
     assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
-@pytest.mark.slow_cases("past", "self, null keys", "past, null keys", "one block")
+@pytest.mark.slow_cases("past", "self, null keys", "past, null keys", "one block", "tiles")
 @each_case
 def test_tokens_attend_to_the_window_of_their_document(case: tuple) -> None:
     inputs = {**arrays(*case[:2]), "dropout": None}
@@ -115,7 +115,7 @@ def test_tokens_attend_to_the_window_of_their_document(case: tuple) -> None:
         assert_close(y, expected, "float32", implementation)
 
 
-@pytest.mark.slow_cases("*-2")
+@pytest.mark.slow_cases("*-2", "one block-*", "past-*", "self, null keys-*", "tiles*")
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("biased", [True, False])
 @each_case

@@ -35,17 +35,10 @@ def model_of(golden: Golden) -> Model:
     """Returns a model whose block is the segment."""
     cfg = golden.meta["cfg"]
     model = Model(
-        layers=1,
-        model_dim=cfg["d"],
-        heads=cfg["heads"],
-        head_dim=cfg["head_dim"],
-        mlp_dim=cfg["mlp"],
-        window=cfg["seq"],
-        mlp=MLP(bias=True),
-        vocab_size=cfg["vocab"],
-        dtype="float32",
-        kinds=(DenseMemory(layers=(0,), size=cfg["memory"]),),
-    )
+        layers=1, model_dim=cfg["d"], heads=cfg["heads"], head_dim=cfg["head_dim"],
+        mlp_dim=cfg["mlp"], window=cfg["seq"], mlp=MLP(bias=True), vocab_size=cfg["vocab"],
+        dtype="float32", kinds=(DenseMemory(layers=(0,), size=cfg["memory"]),),
+    )  # fmt: skip
     return with_settings(model, PARITY)
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from recordings import arrays
@@ -31,11 +32,9 @@ def test_bucketed_search_equals_the_recordings(knn_file: Path) -> None:
     written, heads, width = golden["k1"].shape[1:]
     lanes, neighbors = len(golden["q"]), golden["keys"].shape[3]
     model = Model(
-        heads=heads,
-        head_dim=width,
-        window=written,
+        heads=heads, head_dim=width, window=written,
         kinds=(Memorizing(size=3 * written, neighbors=neighbors, search="bucketed"),),
-    )
+    )  # fmt: skip
     state = KINDS["memorizing"].new_state(model, lanes, jnp.dtype("float32"))
     for n in (1, 2):
         past = memory_and_segment(state, jnp.asarray(golden[f"k{n}"]), jnp.asarray(golden[f"v{n}"]))
@@ -63,5 +62,6 @@ def test_attention_to_neighbors_equals_the_recordings(external_file: Path) -> No
     queries = jnp.asarray(golden["q"] * golden["scale"][:, None]).swapaxes(1, 2)
     keys, values = (jnp.asarray(golden[name]).swapaxes(1, 2) for name in ("ek", "ev"))
     there = jnp.ones(keys.shape[:-1], bool)
-    y = attend_to_neighbors(queries, keys, values, there, null_keys=False)
+    attend = jax.jit(attend_to_neighbors, static_argnames="null_keys")
+    y = attend(queries, keys, values, there, null_keys=False)
     np.testing.assert_allclose(y.swapaxes(1, 2), golden["y"], atol=TOLERANCE)

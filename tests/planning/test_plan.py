@@ -102,12 +102,21 @@ def test_idle_devices_are_counted() -> None:
     assert "idle" not in plan_text(made(), CONFIG)
 
 
-def test_a_plan_counts_what_each_device_has() -> None:
+ALONE = dataclasses.replace(
+    CONFIG,
+    model=with_settings(CONFIG.model, {"vocab_size": 256, "layers": 1, "Recurrence.layers": ()}),
+)
+
+
+@pytest.fixture(scope="module")
+def one() -> Plan:
+    """Returns the plan of a step of a layer on one device."""
+    return plan.plan(ALONE, topologies.present(), low_effort=True)
+
+
+def test_a_plan_counts_what_each_device_has(one: Plan) -> None:
     """With fsdp = 4 a device holds a fourth of each sharded matrix and all of the vectors."""
-    model = with_settings(CONFIG.model, {"layers": 1, "Recurrence.layers": ()})
-    alone = dataclasses.replace(CONFIG, model=model)
-    one = plan.plan(alone, topologies.present())
-    config = dataclasses.replace(alone, mesh=Mesh(data=2, fsdp=4))
+    config = dataclasses.replace(ALONE, mesh=Mesh(data=2, fsdp=4))
     shared = plan.plan(config, topologies.present())
     assert one.parameters / 4 < shared.parameters < one.parameters / 3
     assert shared.mesh == {"data": 2, "fsdp": 4, "tensor": 1, "sequence": 1}
@@ -202,21 +211,22 @@ def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said()
     assert plan_json(planned)["dropped_options"] == ["memory_fitting_effort"]
 
 
+def test_cpus_and_gpus_have_no_low_effort_and_the_plan_says_so(one: Plan) -> None:
+    assert not one.low_effort and set(one.dropped) == set(jax_versions.LOW_EFFORT)
+
+
 def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:
     """As in the file of the quickstart, the byte tokenizer determines the size of the
     vocabulary.
     """
-    here, found = topologies.present(), []
-    for size in (0, 256):
-        model = with_settings(
-            CONFIG.model, {"vocab_size": size, "layers": 1, "Recurrence.layers": ()}
-        )
-        config = dataclasses.replace(CONFIG, model=model)
-        planned = plan.plan(config, here, low_effort=True)
-        found.append(planned.parameters)
-    assert found[0] == found[1] >= 4 * 256 * CONFIG.model.model_dim
-    dropped = not planned.low_effort and set(planned.dropped) == set(jax_versions.LOW_EFFORT)
-    assert dropped, "CPUs and GPUs have no low effort, and the plan says so"
+    model = with_settings(ALONE.model, {"vocab_size": 0})
+    silent = dataclasses.replace(ALONE, model=model)
+    found, expected = (plan.shaped(config, topologies.present()) for config in (silent, ALONE))
+    assert found[0].model.vocab_size == 256
+    sizes, wanted = (
+        jax.tree.map(lambda x: x.shape, shapes.state_shapes) for _, shapes, *_ in (found, expected)
+    )
+    assert sizes == wanted
 
 
 def test_flags_that_clash_are_refused() -> None:

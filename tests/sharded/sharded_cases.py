@@ -37,7 +37,7 @@ from brt.memories import DenseMemory, Memorizing, Summaries
 from brt.training import optimizer as optimizers
 from brt.training import run as runs
 
-STEPS = 20
+STEPS = 12
 WORDS = "fünf Füchse laufen über den kalten See und ruhen dann am Ufer aus".split()
 MODEL = Model(
     layers=2,

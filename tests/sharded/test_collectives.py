@@ -12,19 +12,8 @@ from brt.planning.compiled import costs
 from brt.training import run as runs
 
 RESHARDING = {"all-to-all", "collective-permute"}
-EACH = [
-    ("window", Mesh(tensor=4)),
-    pytest.param("recurrent", Mesh(tensor=4), marks=pytest.mark.slow),
-    *(
-        pytest.param("window", mesh, marks=pytest.mark.slow)
-        for mesh in (Mesh(data=8), Mesh(fsdp=8), Mesh(data=2, fsdp=2, tensor=2))
-    ),
-    *(
-        pytest.param(name, mesh, marks=pytest.mark.slow)
-        for name in ("recurrent_dual", "recurrent_single", "feedback", "clustered", "t5")
-        for mesh in (Mesh(tensor=4), Mesh(data=8), Mesh(fsdp=8), Mesh(data=2, fsdp=2, tensor=2))
-    ),
-]
+NAMES = ("window", "recurrent", "recurrent_dual", "recurrent_single", "feedback", "clustered", "t5")
+MESHES = (Mesh(tensor=4), Mesh(data=8), Mesh(fsdp=8), Mesh(data=2, fsdp=2, tensor=2))
 
 
 def lowered(
@@ -42,23 +31,23 @@ def compiled(name: str, mesh: Mesh, place: Path, optimizer: str = "adafactor") -
     return lowered(name, mesh, place, optimizer=optimizer).compile().as_text()
 
 
-@pytest.mark.parametrize(("name", "mesh"), EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_sent_to_be_cut_another_way(name: str, mesh: Mesh, tmp_path: Path) -> None:
     found = costs(compiled(name, mesh, tmp_path)).collectives
     assert found and not RESHARDING & found.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["recurrent", *(pytest.param(n, marks=pytest.mark.slow) for n in ("feedback", "t5"))]
-)
+@pytest.mark.parametrize("name", ["recurrent", "feedback", "t5"])
 def test_replicas_add_up_once(name: str, tmp_path: Path) -> None:
     """One all-reduce of a step sums all arrays, instead of one in each block or layer."""
     found = costs(compiled(name, Mesh(data=8), tmp_path)).collectives
     assert {kind: count for kind, (count, _) in found.items()} == {"all-reduce": 1}
 
 
-@pytest.mark.slow_cases("shared-*")
+@pytest.mark.slow_cases("whole-True", "shared-*")
 @pytest.mark.parametrize(("state", "taken_over"), [("whole", True), ("shared", False)])
 def test_what_replicas_gather_does_not_take_the_old_parameters_place(
     state: str, taken_over: bool, tmp_path: Path
@@ -71,12 +60,20 @@ def test_what_replicas_gather_does_not_take_the_old_parameters_place(
     assert all(leaf.donated for leaf in jax.tree.leaves(others))
 
 
-def test_devices_that_share_a_segment_send_one_window_to_their_neighbour(tmp_path: Path) -> None:
-    """Each of the two runs of layers sends keys and values, forward and backward.
+@pytest.mark.slow_cases("recurrent-*")
+@pytest.mark.parametrize(
+    ("name", "tensor", "optimizer"), [("window", 2, "adafactor"), ("recurrent", 1, "adamw")]
+)
+def test_devices_that_share_a_segment_send_one_window_to_their_neighbour(
+    name: str, tensor: int, optimizer: str, tmp_path: Path
+) -> None:
+    """Each of the two layers sends keys and values, forward and backward.
 
-    The optimizer exchanges nothing, and AdamW compiles faster than Adafactor.
+    The optimizer exchanges nothing, and devices that share heads send those of their own.
     """
-    found = costs(compiled("recurrent", Mesh(sequence=4), tmp_path, "adamw")).collectives
-    window = 8 * 4 * 8 * 4 * 4  # lanes x tokens x heads x channels of a head x bytes of a number
+    mesh = Mesh(sequence=4, tensor=tensor)
+    found = costs(compiled(name, mesh, tmp_path, optimizer)).collectives
+    # lanes x tokens x heads of a device x channels of a head x bytes of a number
+    window = 8 * 4 * (8 // tensor) * 4 * 4
     assert found["collective-permute"] == (8, 8 * window)
     assert "all-to-all" not in found

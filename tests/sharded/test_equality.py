@@ -81,11 +81,7 @@ def test_meshes_give_equal_curves_with_every_optimizer(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "mesh"),
-    [
-        ("adafactor", "data"),
-        pytest.param("adamw", "data", marks=pytest.mark.slow),
-        pytest.param("adafactor", "data_sequence", marks=pytest.mark.slow),
-    ],
+    [("adafactor", "data"), ("adamw", "data"), ("adafactor", "data_sequence")],
 )
 def test_replicas_may_share_what_the_optimizer_remembers(
     optimizer: str, mesh: str, case: Callable

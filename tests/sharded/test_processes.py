@@ -15,6 +15,11 @@ from tiny_runs import environment
 
 from brt import train
 
+# Quick tests show the parts: processes that agree (tests/distributed/test_processes.py), devices
+# that share a run (test_equality.py), and checkpoints that are restored on other devices
+# (tests/checkpointing/test_reader.py).
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "launch/local/run_processes.py"
 GIN = """
@@ -101,7 +106,6 @@ def assert_same_curve(found: list[dict], expected: list[dict]) -> None:
                 assert row[tag] == pytest.approx(other[tag], rel=TOLERANCE)
 
 
-@pytest.mark.slow
 def test_two_processes_evaluate_probe_and_sample(trainer: Trainer) -> None:
     looks = ["Training.steps = 4", *(f"Training.{x}_every = 2" for x in ("evaluate", "probe"))]
     looks += ["Training.sample_every = 4", "Model.layers = 2"]
@@ -124,7 +128,7 @@ def test_two_processes_evaluate_probe_and_sample(trainer: Trainer) -> None:
         ),
         pytest.param(
             ("Recurrence.layers = (0,)",), 8, MESH, ("Mesh.fsdp = 2", "Mesh.sequence = 2"),
-            id="recurrent", marks=pytest.mark.slow,
+            id="recurrent",
         ),
     ],
 )  # fmt: skip
@@ -162,7 +166,6 @@ def _child(process: subprocess.Popen, index: int) -> int:
     return next(int(c) for c in children if line in Path(f"/proc/{c}/cmdline").read_bytes())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_two_processes_leave_the_same_batches_out_as_one(trainer: Trainer, policy: str) -> None:
     """With a tiny learning rate, losses depend on the batch only, so that some exceed the
@@ -183,7 +186,6 @@ def test_two_processes_leave_the_same_batches_out_as_one(trainer: Trainer, polic
     assert_same_curve(trainer.rows(policy), trainer.rows(f"{policy} alone"))
 
 
-@pytest.mark.slow
 def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> None:
     process = trainer.start("stopped", *MESH, "Training.steps = 100000")
     _until(lambda: (trainer.place / "stopped/metrics.jsonl").exists() and trainer.rows("stopped"))
@@ -213,7 +215,6 @@ with processes.explain_peer_errors():
 """
 
 
-@pytest.mark.slow
 def test_the_first_process_waits_for_the_others_to_leave() -> None:
     """If the first process did not wait, the others would abort."""
     launch = [sys.executable, str(LAUNCHER), "--processes=3", "--", sys.executable, "-c", LATE]
@@ -221,7 +222,6 @@ def test_the_first_process_waits_for_the_others_to_leave() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.slow
 def test_another_config_on_one_process_is_named(trainer: Trainer, tmp_path: Path) -> None:
     """Both processes report the difference before step 0."""
     change = 'set -- "$@" --gin_bindings="Optimizer.warmup_steps = 1"'
@@ -244,14 +244,12 @@ def _differing(trainer: Trainer, place: Path, change: str, workdir: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_a_workdir_that_is_not_shared_is_refused(trainer: Trainer, tmp_path: Path) -> None:
     change = f'set -- "$@" --workdir={tmp_path / "elsewhere"}'
     out = _differing(trainer, tmp_path, change, "shared not")
     assert out.count("is not the same directory for all processes: process 1 of 2") == 2
 
 
-@pytest.mark.slow
 def test_who_waits_in_vain_for_the_others_says_so() -> None:
     code = (
         "from brt.distributed import processes; processes.RENDEZVOUS_SECONDS = 2; "

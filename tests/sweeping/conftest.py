@@ -98,7 +98,8 @@ def sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
 
 @pytest.fixture
 def quick(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
-    """Returns sweeps whose processes run COMMAND instead of brt.train and brt.evaluate.
+    """Returns sweeps without plots whose processes run COMMAND instead of brt.train and
+    brt.evaluate.
 
     A script POINT.py in the directory decides what the command does with a point.
     """
@@ -108,6 +109,7 @@ def quick(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
         (package / f"{name}.py").write_text("" if name == "__init__" else COMMAND)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(sweeps.directory), str(ROOT)]))
     monkeypatch.setattr("brt.sweeping.job._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("brt.sweeping.report.draw", lambda *arguments: [])
     return sweeps
 
 

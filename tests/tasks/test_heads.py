@@ -3,7 +3,6 @@
 import dataclasses
 from functools import partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,6 @@ from brt.tasks.extractive_qa import squad
 from brt.tasks.extractive_qa.task import WindowPrediction, average_scores, best_answer
 from brt.tasks.text_classification import preparation as sentence_preparation
 from brt.tasks.text_classification.task import Classifier
-from brt.training.state import initial_params
 from brt.types import Variables
 
 ENCODER = Encoder(
@@ -28,13 +26,10 @@ ENCODER = Encoder(
 
 
 def build(objective, **sections):
-    """Returns a config and scaled random parameters, which give clearly different logits."""
-    config = Config(
+    return Config(
         training=Training(task=objective), encoder=ENCODER,
         evaluation=Evaluation(batch_size=4), **sections,
     )  # fmt: skip
-    params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
-    return config, jax.tree.map(lambda x: 3 * x, params)
 
 
 def forward(config, params):
@@ -62,25 +57,25 @@ def read(config, params, dataset):
 
 
 @pytest.fixture(scope="module")
-def sentences(tmp_path_factory):
+def sentences(tmp_path_factory, drawn):
     section = Sentences(
         train=("generated:a/6",), validation=(), test=(), max_length=256, buckets=(192, 256),
         labels=("stone", "animal", "plant"),
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
-    config, params = build("text_classification", sentences=section)
-    return config, params, sentence_preparation.SentencePreparation(section, False).open()
+    config = build("text_classification", sentences=section)
+    return config, drawn(config), sentence_preparation.SentencePreparation(section, False).open()
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory):
+def questions(tmp_path_factory, drawn):
     section = Questions(
         train=("generated:a/3",), validation=(), test=(), max_length=160, stride=40,
         max_question_length=30, max_answer_length=9, no_answer=True,
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
-    config, params = build("extractive_qa", questions=section)
-    return config, params, question_preparation.QuestionPreparation(section, False).open()
+    config = build("extractive_qa", questions=section)
+    return config, drawn(config), question_preparation.QuestionPreparation(section, False).open()
 
 
 def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
@@ -105,7 +100,7 @@ def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
 
 
 @pytest.mark.slow  # Quick tests of other tasks cover the same code.
-def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
+def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path, drawn):
     rows = [("one", 1.5), ("two words", -2.0), ("three", 0.25), ("four of them", 7.0), ("5", 3.0)]
     lines = "".join(f"{text}\t{number}\n" for text, number in rows)
     (tmp_path / "t.tsv").write_text(f"sentence\tlabel\n{lines}")
@@ -117,7 +112,7 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
         training=Training(task="text_regression"), sentences=section,
         encoder=dataclasses.replace(ENCODER, classes=1), evaluation=Evaluation(batch_size=4),
     )  # fmt: skip
-    params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
+    params = drawn(config)
     dataset = sentence_preparation.NumberPreparation(section, False).open()
     store, result = dataset.split("train"), read(config, params, dataset)
     alone, guesses = forward(config, params), []
@@ -152,7 +147,7 @@ def test_smoothing_is_towards_all_labels_alike(sentences):
     assert not nats[6:].any() and (nats[:6] > 0).all()
     training = dataclasses.replace(config.training, label_smoothing=0.3)
     smooth = dataclasses.replace(config, training=training)
-    logits = tasks.from_config(config).predict(config, params, batch)
+    logits = jax.jit(partial(tasks.from_config(config).predict, config))(params, batch)
     log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)[:6]
     target = 0.7 * np.eye(3)[np.asarray(batch.targets[:6, 0])] + 0.1
     total, _ = loss(smooth)(params, batch, jax.random.key(1))
@@ -194,19 +189,18 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
     assert float(sum(aux.nats for aux in sums)) == pytest.approx(nats, rel=1e-4)
 
 
-def test_no_answer_needs_every_window_and_a_margin(questions):
+def test_no_answer_needs_every_window(questions):
     store = questions[2].split("train")
     windows = [
         WindowPrediction(0, 40, 41, 5.0, 7.0, 0.0),
         WindowPrediction(1, 40, 40, 4.0, 5.5, 0.0),
     ]
     first = store.text(0, 40, 41)
-    assert best_answer(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
-    assert best_answer(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
-    assert best_answer(store, windows, True, 0.6)["prediction"] == first
+    assert best_answer(store, windows, False) == {"prediction": first, "score": 5.0}
+    assert best_answer(store, windows, True)["prediction"] == "", "5.5 is above 5"
     there = [*windows, WindowPrediction(2, 40, 40, 1.0, 4.0, 0.0)]  # The new one has an answer.
-    assert best_answer(store, there, True, 0.0)["no_answer_score"] == 4.0
-    assert best_answer(store, there, True, 0.0)["prediction"] == first
+    assert best_answer(store, there, True)["no_answer_score"] == 4.0
+    assert best_answer(store, there, True)["prediction"] == first
     rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
             {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
     found = average_scores(rows)

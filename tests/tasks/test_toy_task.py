@@ -1,6 +1,5 @@
 """Tests that a task in a single user file, a toy, works with all commands and the Python API."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -12,34 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from brt import api, tasks
+from brt import api, config_from_gin, tasks
 from brt.checkpointing import reader
-from brt.config import Checkpoint, Config, Optimizer, Training
 from brt.errors import CheckpointError
 from brt.training import evaluations, inspection, loop, run_summary, saved_model
 from brt.training.workdir import Workdir
 
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / "tests/data/user_files/my_task.py"
-TRAINING = Training(
-    task="parity", steps=300, batch_size=64, segment_length=4, log_every=50,
-    evaluate_every=150, sample_every=300, plots=False,
-)  # fmt: skip
-OPTIMIZER = Optimizer(name="adamw", learning_rate=0.05, schedule="constant", warmup_steps=5)
-BINDINGS = """
-Training.task = 'parity'
-Training.steps = 300
-Training.batch_size = 64
-Training.segment_length = 4
-Training.log_every = 50
-Training.evaluate_every = 150
-Training.sample_every = 300
-Optimizer.name = 'adamw'
-Optimizer.learning_rate = 0.05
-Optimizer.schedule = 'constant'
-Optimizer.warmup_steps = 5
-Checkpoint.every = 100
-"""
+SETTINGS = {
+    "Training.task": "parity", "Training.steps": 300, "Training.batch_size": 64,
+    "Training.segment_length": 4, "Training.log_every": 50, "Training.evaluate_every": 150,
+    "Training.sample_every": 300, "Optimizer.name": "adamw", "Optimizer.learning_rate": 0.05,
+    "Optimizer.schedule": "constant", "Optimizer.warmup_steps": 5, "Checkpoint.every": 100,
+}  # fmt: skip
 PARITY = {"0110": 0, "1000": 1, "1110": 1, "0000": 0}
 SWEEP = "Sweep.base = 'parity.gin'\nSweep.grid = {'Training.seed': (0, 1)}\n"
 KILLED = """
@@ -65,8 +50,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_toy_task_is_trained_evaluated_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config(training=TRAINING, optimizer=OPTIMIZER, checkpoint=Checkpoint(every=150))
-    run, workdir = loop.train(config, tmp_path)
+    quick = {"Training.plots": False, "Checkpoint.every": 150}
+    run, workdir = loop.train(config_from_gin((), SETTINGS | quick), tmp_path)
     assert "validation: 0.0" in run_summary.finish(run, workdir, 0.0)
     place, found, theirs = saved_model.load_config(tmp_path)
     model = saved_model.load(place, found, theirs)
@@ -77,6 +62,7 @@ def test_a_toy_task_is_trained_evaluated_and_writes(
         assert writer.generate(bits, temperature=0.0) == f"{bits}{parity}"
 
 
+@pytest.mark.slow  # Quick tests of checkpoints show that what is read is hashed.
 @pytest.mark.usefixtures("toy")
 def test_weights_are_hashed_once_and_not_needed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,23 +75,24 @@ def test_weights_are_hashed_once_and_not_needed_again(
         hashed.append(directory)
         return verify(directory, **selected)
 
-    def train(name: str, **changes: object) -> None:
-        training = dataclasses.replace(TRAINING, evaluate_every=0, sample_every=0, **changes)
-        config = Config(training=training, optimizer=OPTIMIZER)
+    def train(name: str, steps: int, start: str = "") -> None:
+        changes = {"evaluate_every": 0, "sample_every": 0, "plots": False, "steps": steps}
+        changes |= {"init_from": start}
+        given = {f"Training.{setting}": value for setting, value in changes.items()}
         hashed.clear()
-        loop.train(config, tmp_path / name)
+        loop.train(config_from_gin((), SETTINGS | given), tmp_path / name)
 
     train("first", steps=20)
     monkeypatch.setattr(reader.manifest, "verify", counted)
     first = str(tmp_path / "first")
-    train("second", steps=10, init_from=first)
+    train("second", steps=10, start=first)
     assert hashed.count(tmp_path / "first/checkpoints/20") == 1
     shutil.rmtree(first)
-    train("second", steps=20, init_from=first)
+    train("second", steps=20, start=first)
     assert hashed.count(tmp_path / "second/checkpoints/10") == 1
     assert reader.steps(tmp_path / "second/checkpoints") == [10, 20]
     with pytest.raises(CheckpointError, match="first is no workdir of a run with checkpoints"):
-        train("third", steps=10, init_from=first)
+        train("third", steps=10, start=first)
 
 
 class Commands:
@@ -114,7 +101,8 @@ class Commands:
     def __init__(self, directory: Path):
         self.directory, self.killed = directory, directory / "killed.py"
         self.killed.write_text(TASK.read_text() + KILLED)
-        (directory / "parity.gin").write_text(BINDINGS)
+        bindings = [f"{name} = {value!r}" for name, value in SETTINGS.items()]
+        (directory / "parity.gin").write_text("\n".join(bindings))
         (directory / "sweep.gin").write_text(SWEEP)
 
     def __call__(self, name: str, *flags: str, task: Path = TASK, code: int = 0) -> str:

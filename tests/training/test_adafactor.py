@@ -109,9 +109,11 @@ CASES = {
     "steps": (Optimizer(**SETTINGS), "steps"),
     "clipped": (Optimizer(**SETTINGS), "clipped"),
     "zeros": (Optimizer(**SETTINGS), "zeros"),
-    "clip_norm": (Optimizer(**SETTINGS, clip_norm=0.5), "steps"),
-    "rates": (
-        Optimizer(**SETTINGS, rates=(("*queries", 0.5, 1.0), ("*mlp_in", 0.0, 1.0))), "steps"
+    "clip_norm and rates": (
+        Optimizer(
+            **SETTINGS, clip_norm=0.5, rates=(("*queries", 0.5, 1.0), ("*mlp_in", 0.0, 1.0))
+        ),
+        "steps",
     ),
 }  # fmt: skip
 
@@ -123,13 +125,13 @@ def steps(case: str, implementation: str | None = None, lists: bool = False) -> 
     return trained(settings, GRADIENTS[gradients], implementation, tree(0), lists)
 
 
-@pytest.mark.slow  # A whole step with separate layers, in test_layer_forms, is quick.
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_with_a_list_of_layers_equals_one_with_a_stack(case: str) -> None:
     assert_equal(steps(case, lists=True), steps(case))
 
 
-@pytest.mark.slow_cases("clipped", "zeros")
+@pytest.mark.slow  # tests/training/test_optimizer.py has a quick comparison with the paper.
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_on_cpus_is_bit_by_bit_that_of_optax(case: str) -> None:
     actual, expected = steps(case, "auto"), steps(case)

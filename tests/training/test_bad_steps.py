@@ -34,7 +34,6 @@ CONFIG = Config(
     checkpoint=Checkpoint(every=4, keep=9),
 )  # fmt: skip
 POISONS = {"nan": math.nan, "infinity": math.inf, "spike": 50.0, "gradient": 1.0}
-SOME = ["nan", *(pytest.param(name, marks=pytest.mark.slow) for name in [*POISONS][1:])]
 
 
 @pytest.fixture
@@ -100,7 +99,8 @@ def train_killed_at(call: int, config: Config, path: Path, monkeypatch: pytest.M
     loop.train(config, path)
 
 
-@pytest.mark.parametrize("poison", SOME)
+@pytest.mark.slow_cases("[!n]*")
+@pytest.mark.parametrize("poison", POISONS)
 def test_a_bad_step_stops_a_run_and_nothing_of_it_is_saved(
     poison: str, poisoned: Callable, tmp_path: Path
 ) -> None:
@@ -112,15 +112,11 @@ def test_a_bad_step_stops_a_run_and_nothing_of_it_is_saved(
     assert not Workdir(tmp_path).bad_batches.exists()
 
 
-@pytest.mark.parametrize("poison", SOME)
+@pytest.mark.slow_cases("*-1-*", "*-infinity", "*-spike", "*-gradient")
+@pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize(
     ("devices", "parts", "optimizer"),
-    [
-        pytest.param(1, 1, {}, marks=pytest.mark.slow),
-        pytest.param(1, 1, {"offload": True}, marks=pytest.mark.slow),
-        pytest.param(4, 1, {"state": "shared"}, marks=pytest.mark.slow),
-        (4, 2, {}),
-    ],
+    [(1, 1, {}), (1, 1, {"offload": True}), (4, 1, {"state": "shared"}), (4, 2, {})],
 )
 def test_a_step_that_is_skipped_changes_nothing_but_its_number(
     poison: str, devices: int, parts: int, optimizer: dict, poisoned: Callable
@@ -146,19 +142,12 @@ def test_a_step_that_is_skipped_changes_nothing_but_its_number(
 @pytest.mark.parametrize(
     # The run is killed close to a bad step (10 or 19), which is noticed one step later.
     ("policy", "calls"),
-    [
-        ("rollback", [12]),
-        pytest.param("rollback", [10, 11, 13, 20, 21], marks=pytest.mark.slow),
-        pytest.param("skip", [10, 11, 12, 13, 20], marks=pytest.mark.slow),
-    ],
+    [("rollback", [10, 11, 12, 13, 20, 21]), ("skip", [10, 11, 12, 13, 20])],
 )
 def test_a_killed_run_leaves_the_same_batches_out(
-    policy: str,
-    calls: list[int],
-    poisoned: Callable,
-    tmp_path: Path,
+    policy: str, calls: list[int], poisoned: Callable, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     poisoned("nan", 10, 19)
     config = with_training(on_bad_step=policy)
     loop.train(config, tmp_path / "whole")
@@ -248,7 +237,7 @@ def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_row_that_overflows_in_every_epoch_is_left_out_of_each(
     policy: str, poisoned: Callable, tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ def is_list(x: Any) -> bool:
     return isinstance(x, list)
 
 
-@pytest.mark.slow_cases("changes[1-6]")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,7 +97,6 @@ def test_steps_with_separate_layers_equal_those_with_stacks(
     jax.tree.map(close, actual, expected)
 
 
-@pytest.mark.slow
 def test_a_conversion_to_lists_and_back_changes_no_number(separates: None, data: Data) -> None:
     run = runs.build(changed(CONFIG, data=data), progress=False)
     for_step, stacked = layer_forms.conversions(run.config, run.state_shapes, run.mesh)

@@ -16,7 +16,8 @@ from brt.training.progress import PhaseTracker
 from brt.training.workdir import Workdir
 
 
-def config(place: Path, steps: int = 4) -> Config:
+def config(place: Path, **every: int) -> Config:
+    """Returns the config of a run of four steps, which evaluates and samples only if told so."""
     text = "The sea was calm and grey while we sat on the deck of an old ship.\n"
     if not (place / "a.txt").exists():
         (place / "a.txt").write_text(text * 40)
@@ -24,8 +25,8 @@ def config(place: Path, steps: int = 4) -> Config:
         model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=16),
         data=Data(train=(str(place / "a.txt"),), cache_dir=str(place / "cache")),
         training=Training(
-            steps=steps, batch_size=1, segment_length=32, log_every=1, evaluate_every=2,
-            sample_every=2, probe_every=2,
+            steps=4, batch_size=1, segment_length=32, log_every=1,
+            **{"evaluate_every": 0, "sample_every": 0, "probe_every": 0, **every},
         ),
         optimizer=Optimizer(name="adamw", learning_rate=1e-3, warmup_steps=1),
         checkpoint=Checkpoint(every=2), evaluation=Evaluation(batch_size=1),
@@ -45,14 +46,11 @@ def during(phase: str, step: int, act: Callable[[], object], patch: pytest.Monke
     patch.setattr(PhaseTracker, "_notify", act_once)
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow_cases("committing-False", "evaluating-*", "sampling-*")
 @pytest.mark.parametrize(
     ("phase", "replaced"),
     [
-        ("evaluating", False), pytest.param("evaluating", True, marks=SLOW),
-        pytest.param("sampling", False, marks=SLOW), pytest.param("saving", False, marks=SLOW),
+        ("evaluating", False), ("evaluating", True), ("sampling", False), ("saving", False),
         ("committing", False),
     ],
 )  # fmt: skip
@@ -60,7 +58,9 @@ def test_a_run_that_is_moved_ends_and_writes_nothing_at_the_old_path(
     phase: str, replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    old, new, made = tmp_path / "runs/old", tmp_path / "new", config(tmp_path)
+    old, new = tmp_path / "runs/old", tmp_path / "new"
+    every = {"evaluating": {"evaluate_every": 2}, "sampling": {"sample_every": 2}}
+    made = config(tmp_path, **every.get(phase, {}))
 
     def move() -> None:
         old.rename(new)
@@ -87,8 +87,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workdir:
     return Workdir(place / "run")
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-@pytest.mark.parametrize("command", ["evaluate", "compare", "probe", "follow"])
+@pytest.mark.slow_cases("probe-*")
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("evaluate", errno.EACCES), ("evaluate", errno.EROFS), ("compare", errno.EACCES),
+        ("probe", errno.EACCES), ("follow", errno.EROFS),
+    ],
+)  # fmt: skip
 def test_commands_that_read_a_run_need_no_permission_to_write(
     command: str, code: int, trained: Workdir, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,

@@ -37,6 +37,7 @@ from brt.training import conversion, data_manifest, evaluations, loop, run, run_
 from brt.training import workdir as workdirs
 from brt.training.metrics import read_metrics
 from brt.training.saved_model import SavedModel
+from brt.training.session import Session
 from brt.training.workdir import Workdir
 
 pytestmark = pytest.mark.slow_cases("summariser")
@@ -102,6 +103,19 @@ def evaluated(workdir: Path, **changes: object) -> dict[str, Any]:
 def written(workdir: Path) -> str:
     """Returns a text that a run's model generates greedily."""
     return api.Model(open_model(workdir)).generate("the sea was", max_tokens=8)
+
+
+def started(config: Config, workdir: Path) -> run.Run:
+    """Starts a run, and saves it before its first step."""
+    with Session.open(config, workdir) as session:
+        session.save(wait=True)
+        return session.run
+
+
+def reopened(workdir: Path, config: Config) -> run.Run:
+    """Opens a run as training does that goes on with it."""
+    with Session.open(config, workdir) as session:
+        return session.run
 
 
 class Trained:
@@ -198,7 +212,7 @@ def test_a_copied_run_is_used_without_its_data(
     new = tmp_path / ("new.txt" if make is language_model else "new.jsonl")
     new.write_text(text(99, 30) if make is language_model else json.dumps(row))
     moved(make, "cache", "run")
-    assert evaluated(run.workdir, test=(str(new),))["tokens"] > 0
+    assert saved_model.open_split(open_model(run.workdir, test=(str(new),)), "test")
     made = [json.loads(path.read_text()) for path in own_cache.rglob("corpus.json")]
     assert [one["splits"] for one in made] == [["test"]]
     assert not (run.place / "cache").exists(), "what the run's config names is not written to"
@@ -244,14 +258,22 @@ def test_training_goes_on_with_the_same_data_only(trained: Callable, moved: Call
     assert written(run.workdir) == run.text
 
 
-def decoder_with_adapters(place: Path) -> Config:
+def run_with_adapters(place: Path, once: Callable) -> Config:
+    """Returns a config that trains adapters of a run."""
+    base = once(language_model)
+    shutil.copytree(base.workdir, place / "base")
+    adapter = Adapter(rank=2, kernels=("*/queries", "*/values"))
+    return changed(base.config, adapter=adapter, training={"init_from": str(place / "base")})
+
+
+def decoder_with_adapters(place: Path, once: Callable) -> Config:
     """Writes a decoder in Hugging Face's format, and returns a config that trains adapters."""
     write_decoder(place / "base")
     adapter = Adapter(rank=2, kernels=("*/queries", "*/values"))
     return started_from(place, adapter=adapter)
 
 
-def distilled_run(place: Path) -> Config:
+def distilled_run(place: Path, once: Callable) -> Config:
     """Converts a decoder to a run, and returns a config that distils it into a smaller window."""
     write_decoder(place / "hf")
     window = WindowChoice(64, 0)
@@ -271,28 +293,27 @@ def started_from(place: Path, **sections: object) -> Config:
     )  # fmt: skip
 
 
-@pytest.mark.slow_cases("distilled_run")
-@pytest.mark.parametrize("make", [decoder_with_adapters, distilled_run])
+@pytest.mark.slow_cases("run_with_adapters", "decoder_with_adapters", "distilled_run")
+@pytest.mark.parametrize("make", [run_with_adapters, decoder_with_adapters, distilled_run])
 def test_a_run_goes_on_without_what_it_started_from(
-    make: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable, once: Callable, tmp_path: Path
 ) -> None:
-    config = make(tmp_path)
-    loop.train(config, tmp_path / "run")
-    before = written(tmp_path / "run")
+    config = make(tmp_path, once)
+    started(config, tmp_path / "run")
+    before = evaluated(tmp_path / "run")["bits_per_token"]
     for name in ("base", "hf"):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert written(tmp_path / "moved") == before
-    assert evaluated(tmp_path / "moved")["tokens"] > 0
-    saved = workdirs.saved_config(tmp_path / "moved")
-    loop.train(changed(config, training={"steps": 3}), tmp_path / "moved")
-    loop.train(changed(saved, training={"steps": 4}), tmp_path / "moved")
+    assert evaluated(tmp_path / "moved")["bits_per_token"] == before
+    for settings in (config, workdirs.saved_config(tmp_path / "moved")):
+        reopened(tmp_path / "moved", settings)
     (tmp_path / "exported").mkdir()
     exported = conversion.export(tmp_path / "moved")
-    assert "tokenizer.json" in exported.copy_tokenizer(tmp_path / "exported")
+    name = "tokenizer.model" if make is run_with_adapters else "tokenizer.json"
+    assert name in exported.copy_tokenizer(tmp_path / "exported")
 
 
-@pytest.mark.parametrize("make", [language_model, summariser])
+@BOTH
 def test_a_run_goes_on_with_its_copy_of_a_tokenizer(
     make: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -302,13 +323,14 @@ def test_a_run_goes_on_with_its_copy_of_a_tokenizer(
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content)
     named = {task.data: {"tokenizer": name}}  # It is a relative path.
-    run, _ = loop.train(changed(config, **named), tmp_path / "run")
-    for steps, other in ((3, None), (4, b"another content")):
+    config = changed(config, **named)
+    run = started(config, tmp_path / "run")
+    for other in (None, b"another content"):
         Path(name).unlink()
         if other:
             Path(name).write_bytes(other)
         capsys.readouterr()
-        again, _ = loop.train(changed(config, training={"steps": steps}, **named), tmp_path / "run")
+        again = reopened(tmp_path / "run", config)
         assert again.dataset.directory == run.dataset.directory, "nothing is prepared again"
         assert again.dataset.tokenizer.fingerprint == run.dataset.tokenizer.fingerprint
         assert ("has changed" in capsys.readouterr().err) == bool(other)
@@ -324,7 +346,7 @@ def test_an_old_run_says_how_it_gets_its_tokenizer(trained: Callable, moved: Cal
     )
     with pytest.raises(CheckpointError, match=remedy):
         written(run.workdir)
-    loop.train(run.config, run.workdir)
+    reopened(run.workdir, run.config)
     assert written(run.workdir) == run.text
 
 

@@ -33,8 +33,8 @@ from brt.errors import ConfigError
 from brt.models.decoder import forward_flops_per_token
 from brt.ops import compiler_options
 from brt.training import run as runs
+from brt.training.chips import peak_flops
 from brt.training.layer_forms import conversions
-from brt.training.progress import peak_flops
 
 PRODUCT = "product"
 CHAINED = 8  # number of products in one program, so that the time to start it does not matter

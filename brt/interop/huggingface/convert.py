@@ -44,12 +44,12 @@ def from_hf(
     content = to_format(model, originals.read(source / files.FILE))
     copied = pretrained.tokenizer_files(source)
     lacking, unused = ", ".join(imported.initialised), ", ".join(imported.unexpected)
-    left = described.unread_keys(files.read_json(source / "config.json"))
+    unread_keys = described.unread_keys(files.read_json(source / "config.json"))
     notes = [
         *([f"initialised, as the checkpoint lacks them: {lacking}"] if lacking else []),
         *([f"not read, as the model has no use for them: {unused}"] if unused else []),
         *([f"extended to {positions:,} positions ({method})"] if positions else []),
-        *unread.notes(source, left=left, applied=described.stated, used=copied),
+        *unread.notes(source, keys=unread_keys, applied=described.stated, used=copied),
     ]
 
     def verify_directory(directory: Path) -> Iterator[str]:

@@ -93,24 +93,25 @@ def with_decoder_settings(
     if any(theirs.get(name) != ours[name] for name in _SAME_DECODER):
         return content
     try:
-        left = config.read(theirs, WindowChoice())[1]
+        unread = config.read(theirs, WindowChoice())[1]
     except CheckpointError:  # The run directory has a config.json that belongs to no decoder.
         return content
     ids = config.end_ids(generation, model.vocab_size) or config.end_ids(theirs, model.vocab_size)
     names = ("bos_token_id", "eos_token_id")
-    stated: dict[str, Any] = {name: theirs[name] for name in names if name in theirs}
+    original_ids: dict[str, Any] = {name: theirs[name] for name in names if name in theirs}
     changes: dict[str, Any] = {}
     if tuple(i for i in ids if i < tokenizer.vocab_size) != model.end_ids:
         changes = {"eos_token_id": ours["eos_token_id"]}
         notes.append(f"the texts of the export end with the ids {list(model.end_ids)}")
     # Without a BOS, the code of BrtForCausalLM still has to know with which id texts begin.
-    begins = stated.get("bos_token_id") != ours["bos_token_id"]
-    if begins and (ours["model_type"] == "brt" or stated.get("bos_token_id") is not None):
+    other_bos = original_ids.get("bos_token_id") != ours["bos_token_id"]
+    if other_bos and (ours["model_type"] == "brt" or original_ids.get("bos_token_id") is not None):
         changes["bos_token_id"] = ours["bos_token_id"]
         notes.append(f"config.json: bos_token_id = {ours['bos_token_id']}, with which texts begin")
-    elif begins:
-        stated["bos_token_id"] = None
-    described: dict[str, Any] = {**left, **ours, **stated, **changes}
+    elif other_bos:
+        original_ids["bos_token_id"] = None
+    # The original ids of BOS and EOS replace those of the export, unless they are in `changes`.
+    described: dict[str, Any] = {**unread, **ours, **original_ids, **changes}
     written = {**content.settings, CONFIG: described}
     if ours["model_type"] == "brt":
         lost = {name: generation[name] for name in _UNKNOWN_TO_BRT if generation.get(name)}
@@ -119,8 +120,8 @@ def with_decoder_settings(
         if lost:
             notes.append(f"{GENERATION}: left out, BrtForCausalLM does not apply it: {shown}")
     if generation:
-        again = {name: value for name, value in changes.items() if name in generation}
-        written[GENERATION] = {**generation, **again}
+        shared = {name: value for name, value in changes.items() if name in generation}
+        written[GENERATION] = {**generation, **shared}
     elif GENERATION in written:
         written[GENERATION] = {name: described[name] for name in written[GENERATION]}
     return content._replace(settings=written, notes=(*content.notes, *notes))

@@ -62,11 +62,11 @@ _SHOWN = 12  # A note names at most this number of files or keys.
 _NEUTRAL = {"transformers_version", "use_cache", "cache_implementation"}
 
 
-def check(config: Mapping[str, Any], left: Collection[str]) -> None:
-    """Raises CheckpointError if one of the keys `left`, which nothing has read, asks for a part of
+def check(config: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raises CheckpointError if one of the `keys`, which nothing has read, asks for a part of
     a network that brt does not have.
     """
-    for name in left:
+    for name in keys:
         if part := _part(name, config[name]):
             raise CheckpointError(
                 f"config.json: {name} = {config[name]!r:.80} asks for {part}, which brt does not "
@@ -75,13 +75,13 @@ def check(config: Mapping[str, Any], left: Collection[str]) -> None:
             )
 
 
-def unknown(config: Mapping[str, Any], left: Collection[str]) -> list[str]:
-    """Returns those of the keys `left` of a config.json that are no known remarks. brt ignores
+def unknown(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:
+    """Returns those of the `keys` of a config.json that are no known remarks. brt ignores
     them, and the user should know.
     """
     return [
         name
-        for name in left
+        for name in keys
         if config[name] is not None and name not in _COMMON and not _REMARK.search(name)
     ]
 
@@ -97,18 +97,18 @@ def _part(name: str, value: Any) -> str:
 
 
 def notes(
-    directory: Path, *, left: Collection[str], applied: Collection[str], used: Collection[str]
+    directory: Path, *, keys: Collection[str], applied: Collection[str], used: Collection[str]
 ) -> list[str]:
     """Returns notes about what brt does not use of a directory, or does not keep for exports.
 
     Args:
       directory: the directory.
-      left: the keys of config.json that nothing has read. They are kept.
+      keys: the keys of config.json that nothing has read. They are kept.
       applied: the keys of generation_config.json that brt applies. The others are kept.
       used: the files that are kept or read, except for the weights and the two files of settings.
     """
     described, generation = (files.read_json_if_any(directory / name) for name in originals.MODEL)
-    ignored = unknown(described, left)
+    ignored = unknown(described, keys)
     rest = [
         f"{name} = {value!r:.40}"
         for name, value in generation.items()

@@ -61,22 +61,22 @@ def import_arrays(
     The result lacks those parameters whose arrays the checkpoint lacks, which must be `optional`.
     Raises CheckpointError if another array is missing, or if an array has another shape.
     """
-    left, params, missing = dict(arrays), dict[str, jax.Array](), []
+    unused, params, missing = dict(arrays), dict[str, jax.Array](), []
     for ours, place in places.items():
-        absent = [name for name in place.names if name not in left]
+        absent = [name for name in place.names if name not in unused]
         if ours in optional and (absent or not place.names):
             continue
         if absent or not place.names:
             missing += absent or [ours]
-            left = {name: array for name, array in left.items() if name not in place.names}
+            unused = {name: array for name, array in unused.items() if name not in place.names}
             continue
-        rows = [_checked(name, left.pop(name), place) for name in place.names]
+        rows = [_checked(name, unused.pop(name), place) for name in place.names]
         stacked = np.stack(rows) if len(rows) > 1 else rows[0]
         params[ours] = jnp.asarray(stacked.reshape(place.leaf.shape))
     if missing:
-        found = f"; it has {listed(sorted(left))} instead" if left else ""
+        found = f"; it has {listed(sorted(unused))} instead" if unused else ""
         raise CheckpointError(f"the checkpoint lacks {listed(missing)}{found}")
-    return params, left
+    return params, unused
 
 
 def _checked(name: str, array: np.ndarray, place: Place) -> np.ndarray:

@@ -59,8 +59,8 @@ class Tiles(NamedTuple):
         """The number of columns computed at a time: a multiple of 128, or those of a head."""
         if self.heads > 1:
             return self.columns // self.heads
-        blocks, most = self.columns // LANES, max(1, _CHUNK // (self.tile * LANES))
-        return LANES * max(n for n in range(1, most + 1) if blocks % n == 0)
+        blocks, limit = self.columns // LANES, max(1, _CHUNK // (self.tile * LANES))
+        return LANES * max(n for n in range(1, limit + 1) if blocks % n == 0)
 
 
 def refusal(gradient: Array, parameter: Array, moments: Moments, *_: Any) -> str | None:
@@ -82,11 +82,11 @@ def tiles_of(parameter: Array, moments: Moments) -> Tiles:
     layers, rows, columns = moments.momentum.shape
     by_head = parameter.ndim == 4 and parameter.shape[3] == LANES
     heads = parameter.shape[2] if by_head and parameter.shape[2] % _SUBLANES == 0 else 1
-    most = min(_MOST_ROWS, max(_SUBLANES, _LARGEST // (4 * columns)))
-    sizes = [n for n in range(_SUBLANES, most + 1, _SUBLANES) if rows % n == 0][::-1]
+    limit = min(_MOST_ROWS, max(_SUBLANES, _LARGEST // (4 * columns)))
+    sizes = [n for n in range(_SUBLANES, limit + 1, _SUBLANES) if rows % n == 0][::-1]
     of_layers = [Tiles(layers, rows, columns, heads, size, True) for size in sizes]
-    large = (one for one in of_layers if 4 * one.tile * columns >= _SMALLEST)
-    resident = next((one for one in large if _bytes(one) <= vmem_budget()), None)
+    large = (tiles for tiles in of_layers if 4 * tiles.tile * columns >= _SMALLEST)
+    resident = next((tiles for tiles in large if _bytes(tiles) <= vmem_budget()), None)
     return resident or of_layers[0]._replace(resident=False)
 
 
@@ -173,9 +173,9 @@ def _input_specs(tiles: Tiles, width: int) -> list[pl.BlockSpec]:
 def _spec(tiles: Tiles, width: int, *phases: int) -> pl.BlockSpec:
     """Returns the block spec of an array whose tiles are used only in `phases`.
 
-    In the other phases, the spec names the tile that the next of these phases begins with, or the
-    last tile if there is none, so that no tile is read or written in vain. If `width`, the number
-    of columns of the array, is that of a head, the array has a row for each row and head.
+    In the other phases, the spec names the tile with which the next of these phases begins, or the
+    last tile if there is none, so that no tile is read or written in vain. `width` is the number of
+    columns of the array: B, or K if the array is stored as [A H, K]; a tile has R H of these rows.
     """
     rows = tiles.tile * tiles.columns // width
 
@@ -338,14 +338,14 @@ def _write(
         m = held.momentum[tile, :, at] if tiles.resident else momentum[:, at]
         m = MOMENTUM * m + g * of_row * held.column_factors[:, at]
         new_momentum[:, at] = m
-        new_parameter[_places(at, tiles)] = p - (m if factor == 1 else factor * m)
+        new_parameter[_chunk_index(at, tiles)] = p - (m if factor == 1 else factor * m)
 
 
 def _chunks(tiles: Tiles) -> list[Any]:
     return [pl.ds(start, tiles.chunk) for start in range(0, tiles.columns, tiles.chunk)]
 
 
-def _places(at: Any, tiles: Tiles) -> tuple[Any, Any]:
+def _chunk_index(at: Any, tiles: Tiles) -> tuple[Any, Any]:
     """Returns the indices of a chunk of columns in a tile of gradients or parameters."""
     if tiles.heads == 1:
         return slice(None), at
@@ -353,7 +353,7 @@ def _places(at: Any, tiles: Tiles) -> tuple[Any, Any]:
 
 
 def _load(ref: Any, at: Any, tiles: Tiles) -> Float[Array, "R C"]:
-    return ref[_places(at, tiles)]
+    return ref[_chunk_index(at, tiles)]
 
 
 def _gradient(

@@ -166,8 +166,8 @@ def _backward(
     kernels, _ = _modules()
     inputs, y, lse = residuals
     gradient, d_lse = gradients
-    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
-    sums = jnp.stack([lse, along.swapaxes(1, 2) - d_lse], axis=2)
+    mean = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+    sums = jnp.stack([lse, mean.swapaxes(1, 2) - d_lse], axis=2)
     inputs = inputs._replace(gradient=gradient, sums=sums)
     lanes, tokens, heads, width = inputs.q.shape
     size, groups = inputs.keys.shape[1:3]
@@ -175,22 +175,22 @@ def _backward(
         kernels.attention_queries, inputs, settings, (lanes, heads, tokens // TILE),
         [_like(inputs.q)], kernels.QUERY_SIDE,
     )  # fmt: skip
-    turned = (
+    by_key = (
         None if x is None else _transposed_tiles(x)
         for x in (inputs.bias, inputs.mask, inputs.factors)
     )  # fmt: skip
     of_keys = jax.ShapeDtypeStruct((lanes, size, heads, width), inputs.keys.dtype)
     d_k, d_v = _call(
         kernels.attention_keys,
-        inputs._replace(**dict(zip(("bias", "mask", "factors"), turned, strict=True))), settings,
+        inputs._replace(**dict(zip(("bias", "mask", "factors"), by_key, strict=True))), settings,
         # A program computes one part of the columns.
         (lanes, heads, size // TILE * vector_parts(inputs.keys)), [of_keys, of_keys],
         kernels.KEY_SIDE, transposed=True,
     )  # fmt: skip
-    none = KernelInputs(*(None for _ in inputs))
+    no_gradients = KernelInputs(*(None for _ in inputs))
     d_k, d_v = (summed_over_groups(x, groups, axis=2) for x in (d_k, d_v))
     d_bias = _bias_gradient(inputs, settings) if settings.learned else None
-    return (none._replace(q=d_q, keys=d_k, values=d_v, bias=d_bias),)
+    return (no_gradients._replace(q=d_q, keys=d_k, values=d_v, bias=d_bias),)
 
 
 _attend.defvjp(_forward, _backward)

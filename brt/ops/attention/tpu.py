@@ -19,7 +19,7 @@ from brt.ops.softmax import FLOOR
 from brt.ops.tpu import LANES, head_refusal, vmem_budget, vmem_refusal
 
 Interpret = bool | pltpu.InterpretParams
-# Without a window, a call has at most one of these numbers of keys: the largest with which the
+# A call without a window reads at most so many keys: the first of these numbers with which the
 # logits of a sub-tile and all keys fit into VMEM.
 _MOST_KEYS = 8192, 4096, 2048, 1024
 _TILES = 1024, 512, 256, 128  # the numbers of queries of a step or of a forward sub-tile
@@ -42,15 +42,15 @@ def heads_together(heads: int, width: int) -> int:
 class SlabSizes:
     """The sizes of attention to whole slabs on one device, and what it needs in VMEM.
 
-    A slab has S keys, of which a call has at most `most`, a multiple of 128; the attribute `keys`
-    is the number of keys of a call.
+    A slab has S keys, of which a call has at most `max_keys`, a multiple of 128. The attribute
+    `keys` is the number of keys of a call.
     """
 
     def __init__(
         self, queries: int, keys: int, width: int, itemsize: int, *, together: int, biased: bool,
-        own_masks: bool, most: int = _MOST_KEYS[0],
+        own_masks: bool, max_keys: int = _MOST_KEYS[0],
     ) -> None:  # fmt: skip
-        calls = -(-keys // most)
+        calls = -(-keys // max_keys)
         self.keys = min(keys, -(-keys // (calls * LANES)) * LANES)
         self.queries, self.itemsize, self.own_masks = queries, itemsize, own_masks
         self.together, self.wide = together, max(width * together, LANES)
@@ -61,13 +61,16 @@ class SlabSizes:
         return math.gcd(tile, max(LANES, min(_ROWS, _LOGITS // self.keys)))
 
     def forward_rows(self, tile: int) -> int:
-        """Returns the number of queries of a sub-tile in the forward kernel: as many as fit."""
-        blocks = 4 * self.wide * self.itemsize * (tile + self.keys)
-        free = (
-            vmem_budget() - blocks - 2 * self.biases * tile - self.own_masks * 2 * self.keys * tile
-        )
-        most = min(_FORWARD_LOGITS, free // (_ARRAYS * 4)) // self.keys
-        return next((n for n in _TILES if n <= most and tile % n == 0), math.gcd(tile, LANES))
+        """Returns the number of queries of a sub-tile in the forward kernel.
+
+        It is the largest of `_TILES` that divides the tile, has at most `_FORWARD_LOGITS` logits
+        and fits into VMEM beside two buffers of each block; 128 or less if there is none.
+        """
+        # The blocks are queries and outputs, keys and values, and any biases and masks.
+        blocks = 2 * self.wide * self.itemsize * (2 * tile + 2 * self.keys)
+        blocks += 2 * (self.biases + self.own_masks * self.keys) * tile
+        limit = min(_FORWARD_LOGITS, (vmem_budget() - blocks) // (_ARRAYS * 4)) // self.keys
+        return next((n for n in _TILES if n <= limit and tile % n == 0), math.gcd(tile, LANES))
 
     def taken(self, tile: int, rows: int) -> int:
         """Returns the bytes of VMEM that the backward kernel needs with tiles of `tile` queries.
@@ -109,14 +112,14 @@ def slab_sizes(
     """Returns the sizes with as many keys in a call as fit into VMEM, or with the fewest."""
     (tokens, heads, width), itemsize = queries.shape[-3:], queries.dtype.itemsize
     together = heads_together(heads, width) if keys.shape[-2] == heads else 1
-    each = [
+    tried = [
         SlabSizes(
             tokens, keys.shape[-3], width, itemsize, together=together, biased=biased,
-            own_masks=own_masks, most=most,
+            own_masks=own_masks, max_keys=max_keys,
         )
-        for most in _MOST_KEYS
+        for max_keys in _MOST_KEYS
     ]  # fmt: skip
-    return next((sizes for sizes in each if sizes.taken(LANES, 1) <= vmem_budget()), each[-1])
+    return next((sizes for sizes in tried if sizes.taken(LANES, 1) <= vmem_budget()), tried[-1])
 
 
 def slab_refusal(

@@ -36,7 +36,7 @@ HIDDEN = -1e30
 # The maximum of a query's logits is raised to this number, which is far above HIDDEN and far below
 # all logits, so that the weights of a query that sees no key are zero.
 _LOWEST = -1e29
-# Weights of sub-tiles are computed before any sum of values, up to this many.
+# At most this many weights of sub-tiles are computed before the first sum of values.
 _MOST_WEIGHTS = 1024 * 1024
 
 

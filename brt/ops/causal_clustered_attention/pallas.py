@@ -79,8 +79,8 @@ def _attend(
     width, by_query = q.shape[3], q.shape[:-1]
     attend = functools.partial(_attend_to_spans, kernel, interpret)
 
-    left = jnp.arange(width) + (1 if attend_to_self else 0)
-    end = jnp.where(cache_mask.T[:, :, None, None], left, 0)
+    passed_keys = jnp.arange(width) + (1 if attend_to_self else 0)
+    end = jnp.where(cache_mask.T[:, :, None, None], passed_keys, 0)
     before = previous_blocks(inputs.keys, inputs.values, cache_mask)
     nearby = attend(q, *before, jnp.zeros(by_query, jnp.int32), jnp.broadcast_to(end, by_query))
 

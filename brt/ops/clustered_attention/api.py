@@ -42,15 +42,14 @@ _KINDS = "clustered", "improved_clustered"  # the values of `Attention.kind` tha
 
 def attend(
     queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H E"],
-    valid: Bool[Array, "B X"],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H E"],
+    valid: Bool[Array, "B T"],
     config: ClusteredConfig,
     key: jax.Array,
     dropout: Dropout | None = None,
     *,
     scale: float,
-    queries_valid: Bool[Array, "B T"] | None = None,
     bias: Float[Array, "H O"] | None = None,
     implementation: str | None = None,
     kmeans_implementation: str | None = None,
@@ -63,20 +62,13 @@ def attend(
     Args:
       queries: not yet multiplied by `scale`, the factor of the logits.
       valid: False for padding, which no query sees and which does not affect the result.
-      config: there are at most T clusters and at most X best keys.
-      dropout: of the centroids' weights [B, H, C, X], which the members of a cluster share, and of
+      config: there are at most T clusters and at most T best keys.
+      dropout: of the centroids' weights [B, H, C, T], which the members of a cluster share, and of
         each query's own weights of the best keys.
-      queries_valid: None stands for `valid`, if queries and keys belong to the same tokens.
       bias: a relative position bias for each distance.
     """
-    if queries_valid is None:
-        if queries.shape[1] != valid.shape[1]:
-            raise ValueError(
-                f"{queries.shape[1]} queries of {valid.shape[1]} keys need queries_valid"
-            )
-        queries_valid = valid
     labels = cluster_queries(
-        queries.swapaxes(1, 2), queries_valid, config, key, implementation=kmeans_implementation
+        queries.swapaxes(1, 2), valid, config, key, implementation=kmeans_implementation
     )
     return attend_by_label(
         queries, keys, values, valid, labels, config, dropout,

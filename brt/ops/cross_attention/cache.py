@@ -45,7 +45,7 @@ class NeuronCarry(NamedTuple):
     segment: Int[Array, " B"]  # the index of the segment; -1 before the first segment
     membrane: Float[Array, "B H K K"]  # float32, the potential U before the reset
     states: Float[Array, "B H K K"]  # the states R of the segment
-    total: Float[Array, "B H K K"]  # float32, the sum of A_j = K_j^T V_j over all segments j
+    total: Float[Array, "B H K K"]  # float32, the sum over all segments j of `key_value_sums`
     parameters: RecurrenceParameters
 
 

@@ -40,11 +40,11 @@ class SegmentKernels(NamedTuple):
 
     read_states: Callable[..., Array] = read_states
     unit: int = 1  # the kernels take a multiple of so many queries and of so many keys
-    most: int | None = None  # the kernels take at most so many queries of a source
+    max_queries: int | None = None  # the kernels take at most so many queries of a source
     recur: Callable[..., RecurrentStates] = recurrence
 
     def support(self, queries: int, keys: int) -> bool:
-        fits = self.most is None or queries <= self.most
+        fits = self.max_queries is None or queries <= self.max_queries
         return fits and queries % self.unit == 0 and keys % self.unit == 0
 
 

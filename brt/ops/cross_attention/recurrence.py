@@ -1,8 +1,8 @@
 """The states R of every segment, which summarize the other segments of the source (SRformer,
 Long et al. 2023, section 3.2).
 
-Each segment j has the product A_j = K_j^T V_j of its keys and values. The state of a segment is the
-sum of this product over all other segments, passed through accumulate-and-fire neurons. States
+Each segment j has the product A_j of its keys and values (`key_value_sums`). The state of a segment
+is the sum of the products of all other segments, passed through accumulate-and-fire neurons. States
 depend on the source alone. Gradients are hand-written where autodiff would be slow on CPUs or would
 mix dtypes. No axes are merged, because sources and heads may be sharded. In shapes, M is the number
 of segments of a source, and S of positions of a segment.
@@ -89,10 +89,10 @@ def key_value_sums(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "*B K K"]:
-    """Returns the product A_j = K_j^T V_j of each segment's keys and values, in float32.
+    """Returns the float32 product A_j = K_j^T V_j W of each segment's keys and values and of W.
 
-    With neurons, it contains the matrix W, unless `config.clamp` is set: sums must then be clamped
-    before they are multiplied by W, in `neuron_inputs`.
+    The factor W is left out without neurons, and if `config.clamp` is set: sums must then be
+    clamped before `neuron_inputs` multiplies them by W.
     """
     if config.use_raf and not config.clamp:
         values = matmul(values, parameters.kernel)

@@ -153,7 +153,7 @@ def _attend_by_slots(
 def _repeat_segments(
     x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]
 ) -> Shaped[Array, "M B *R"]:
-    """Returns, for row r of each source, its segment[r]."""
+    """Returns x by row: for row r of a source, the x of the segment that it reads, segment[r]."""
     # TPUs gather row by row, which takes twenty times as long as an exact product with zeros and
     # ones. Sources stay the second axis and on their device; `vmap` would move them.
     if dispatch.policy().gathers_by_product:

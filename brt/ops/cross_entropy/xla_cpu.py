@@ -78,9 +78,9 @@ def _added(sums: _Sums, logits: Float[Array, "B C W"], is_target: Bool[Array, "B
     other = jnp.maximum(sums.other, jnp.max(jnp.where(is_target, -jnp.inf, logits), axis=-1))
     largest = jnp.maximum(target, other)
     shift = _finite(largest)
-    before = sums.exponentials * jnp.exp(sums.largest - shift)
-    here = jnp.sum(jnp.exp(logits - shift[..., None]), axis=-1)
-    return _Sums(largest, before + here, target, other)
+    earlier_sum = sums.exponentials * jnp.exp(sums.largest - shift)
+    tile_sum = jnp.sum(jnp.exp(logits - shift[..., None]), axis=-1)
+    return _Sums(largest, earlier_sum + tile_sum, target, other)
 
 
 def _finite(largest: Float[Array, "B C"]) -> Float[Array, "B C"]:

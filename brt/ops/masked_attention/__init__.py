@@ -3,4 +3,3 @@
 from brt.ops.masked_attention.api import attend as attend
 from brt.ops.masked_attention.api import attend_part as attend_part
 from brt.ops.masked_attention.api import attend_to_valid as attend_to_valid
-from brt.ops.masked_attention.api import valid_mask as valid_mask

@@ -7,7 +7,6 @@ keys, each of which serves H / G consecutive heads of queries.
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import dispatch
@@ -85,20 +84,12 @@ def attend_to_valid(
     dropout: Dropout | None = None,
     *,
     scale: float,
-    causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Returns the attention output of every query over all valid keys, with logits scale * q.k.
 
-    Queries without keys get zeros. If `causal`, queries and keys are of the same tokens, and later
-    keys are hidden.
+    Queries without keys get zeros.
     """
-    mask = valid_mask(valid, queries.shape[1], causal)
-    return attend(queries * scale, keys, values, None, mask, dropout, implementation=implementation)
-
-
-def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:
-    """Returns the mask [B, 1, X] of valid keys; if `causal`, [B, T, X] without later keys."""
-    if not causal:
-        return valid[:, None]
-    return valid[:, None] & np.tri(tokens, valid.shape[1], dtype=bool)[None]
+    return attend(
+        queries * scale, keys, values, None, valid[:, None], dropout, implementation=implementation
+    )  # fmt: skip

@@ -36,19 +36,19 @@ def attend_part(
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])
     shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
     of_query = max(q.shape[0] * heads * k.shape[2] // shared, 1)
-    # Each tile reads and writes the sums of the gradients of all keys and values, which takes
-    # longer than smaller tiles of logits. By default there are therefore at least as many logits as
-    # the keys have numbers.
-    most = max(TILE_LOGITS // of_query, width) if tile is None else tile // of_query
-    each = max(min(length, most), 1)
-    count = -(-length // each)
+    # Each tile reads and writes the sums of the gradients of all keys and values, which takes long
+    # if tiles are small. By default, a tile therefore has at least as many logits as the keys have
+    # numbers.
+    limit = max(TILE_LOGITS // of_query, width) if tile is None else tile // of_query
+    size = max(min(length, limit), 1)
+    count = -(-length // size)
     # All tiles have the same number of queries, chosen so that as few queries as possible are
     # padding.
-    each = -(-length // count)
+    size = -(-length // count)
     tiles = QueryTiles(
-        _split_tiles(q, 2, count, each),
-        None if bias is None else _split_tiles(bias, 1, count, each),
-        _split_tiles(mask, 1, count, each) if mask.shape[1] > 1 else None,
+        _split_tiles(q, 2, count, size),
+        None if bias is None else _split_tiles(bias, 1, count, size),
+        _split_tiles(mask, 1, count, size) if mask.shape[1] > 1 else None,
     )
     shared_mask = None if tiles.mask is not None else mask
     y, lse = (
@@ -66,10 +66,10 @@ class QueryTiles(NamedTuple):
     mask: Bool[Array, "N B Q S"] | None  # None for a mask that all queries share
 
 
-def _split_tiles(x: Array, axis: int, count: int, each: int) -> Array:
-    short = count * each - x.shape[axis]
-    x = jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, each, *x.shape[axis + 1 :]), axis, 0)
+def _split_tiles(x: Array, axis: int, count: int, size: int) -> Array:
+    missing = count * size - x.shape[axis]
+    x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]), axis, 0)
 
 
 @jax.custom_vjp
@@ -116,11 +116,12 @@ def _forward(
         factors = _factors(dropout, xs[1], weights)
         kept = weights if factors is None else weights * factors
         y = einsum("bhqs,bhsk->bhqk", kept.astype(v.dtype), v)
-        some = total > 0
-        y = y / jnp.where(some, total, 1)
+        sees_keys = total > 0
+        y = y / jnp.where(sees_keys, total, 1)
         # The log-sum-exp of a query that sees no key is FLOOR and not -inf, because the backward
         # pass then computes the weights exp(-inf - FLOOR) = 0 for this query, and not NaN.
-        return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), FLOOR)
+        lse = jnp.where(sees_keys, top + jnp.log(jnp.where(sees_keys, total, 1)), FLOOR)
+        return y.astype(v.dtype), lse
 
     y, lse = jax.lax.map(attend_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
     return (y, lse), (tiles, k, v, mask, dropout, y, lse)
@@ -129,19 +130,19 @@ def _forward(
 def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     tiles, k, v, mask, dropout, y, normalizer = residuals
     gradient, lse_gradient = gradients
-    # The gradient of a logit is w (g - along), where w is the attention weight and g the gradient
-    # of w.
-    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
-    along -= lse_gradient
+    # The gradient of a logit is w (g - `mean`), where w is the attention weight, g the
+    # gradient of w, and `mean` the sum of w g over the keys.
+    mean = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    mean -= lse_gradient
 
     def add_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
-        tile, index, g, along, normalizer = xs
+        tile, index, g, mean, normalizer = xs
         weights = jnp.exp(_logits(tile, k, mask) - normalizer)
         d_kept = einsum("bhqk,bhsk->bhqs", g, v)
         factors = _factors(dropout, index, weights)
         kept = weights if factors is None else weights * factors
         d_weights = d_kept if factors is None else d_kept * factors
-        d_logits = weights * (d_weights - along)
+        d_logits = weights * (d_weights - mean)
         d_bias = None if tile.bias is None else sum_leading(d_logits, 1)
         d_logits, kept = d_logits.astype(k.dtype), kept.astype(v.dtype)
         d_k = sums[0] + einsum("bhqs,bhqk->bhsk", d_logits, tile.queries)
@@ -151,7 +152,7 @@ def _backward(residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     numbers = jnp.arange(tiles.queries.shape[0])
     (d_k, d_v), (d_q, d_bias) = jax.lax.scan(
-        add_tile, zeros, (tiles, numbers, gradient, along, normalizer)
+        add_tile, zeros, (tiles, numbers, gradient, mean, normalizer)
     )
     return QueryTiles(d_q, d_bias, None), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 

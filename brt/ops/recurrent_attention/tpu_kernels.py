@@ -90,8 +90,6 @@ class StateKernelGradients(NamedTuple):
     projected: Any
     # A sum over all batch rows, to which each step adds its contribution.
     scales: Any
-    # The last two fields are None in the kernel of the complete cell, which has other outputs for
-    # these gradients.
     keys: tuple[Any, Any]
     values: tuple[Any, Any]
 
@@ -163,29 +161,15 @@ def forward_kernel(
     *,
     settings: StateKernelSettings,
 ) -> None:
-    """Computes attention of the states to states and to tokens.
+    """Computes attention of the states to states and to the tokens of two blocks.
 
     Args:
       cache_mask: [B], for each batch row not zero if the previous block may be read.
       inputs, outputs: references to the arrays of the step.
     """
-    attend_states(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
-
-
-def attend_states(
-    seen: Array,
-    inputs: StateKernelInputs,
-    outputs: StateKernelOutputs,
-    settings: StateKernelSettings,
-) -> None:
-    """Computes attention of the states to states and to the tokens of two blocks.
-
-    `forward_kernel` and the kernel of the complete cell call this function. `seen` is True if the
-    previous block may be read.
-    """
-    both = _key_parts(seen, inputs, settings)
-    outputs.keys[...] = both[0][0].keys
-    for which, parts in enumerate(both):
+    attentions = _key_parts(cache_mask[pl.program_id(1)] > 0, inputs, settings)
+    outputs.keys[...] = attentions[0][0].keys
+    for which, parts in enumerate(attentions):
         tiles, softmax = _row_tiles(outputs.keys.shape[0]), []
         # The weights of all tiles are computed before any sum: the softmax of a tile can then be
         # computed while the matrix units compute the logits of the next tile.
@@ -227,21 +211,19 @@ def backward_kernel(
         results.scales[...] = jnp.zeros_like(results.scales)
 
     seen = cache_mask[lane] > 0
-    add_gradients(seen, inputs, results, (keys_sum, values_sum), settings)
-    _write_token_gradients(seen, inputs, results, (keys_sum, values_sum), settings)
+    sums = keys_sum, values_sum
+    _write_state_gradients(seen, inputs, results, sums, settings)
+    _write_token_gradients(seen, inputs, results, sums, settings)
 
 
-def add_gradients(
+def _write_state_gradients(
     seen: Array,
     inputs: StateKernelInputs,
     results: StateKernelGradients,
     sums: tuple[Any, Any],
     settings: StateKernelSettings,
 ) -> None:
-    """Computes the gradients of both attentions, except those of the tokens' keys and values.
-
-    `backward_kernel` and the kernel of the complete cell call this function. It writes the fields
-    `projected` and `scales` of `results`. The caller computes the tokens' gradients from `sums`.
+    """Writes the fields `projected` and `scales` of `results`, and `sums`.
 
     Args:
       seen: True if the previous block may be read.
@@ -249,13 +231,13 @@ def add_gradients(
         that the states attend to: S rows of the states, W of the previous block's tokens, and W of
         this block's tokens. These sums do not contain `inputs.d_states`.
     """
-    both = _key_parts(seen, inputs, settings)
+    attentions = _key_parts(seen, inputs, settings)
     states = results.projected.shape[1]
     places = slice(0, states), slice(states, None)
-    for which, (parts, place) in enumerate(zip(both, places, strict=True)):
+    for which, (parts, place) in enumerate(zip(attentions, places, strict=True)):
         for rows in _row_tiles(states):
-            theirs = _add_gradients(which, rows, parts, inputs, results, settings)
-            for total, gradient_part in zip(sums, theirs, strict=True):
+            gradients = _add_gradients(which, rows, parts, inputs, results, settings)
+            for total, gradient_part in zip(sums, gradients, strict=True):
                 total[place] = gradient_part + total[place] if rows.start else gradient_part
     pairs = zip(sums, inputs.d_states or (), strict=True)
     # Tokens read the states' keys and values, too, and `d_states` has the gradients from there.
@@ -299,23 +281,23 @@ def _add_gradients(
     settings: StateKernelSettings,
 ) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
     """Writes the gradients of some queries, and returns those of the keys and values they see."""
-    own, theirs = _scaled_queries(which, rows, inputs, settings), inputs.gradient[which, rows]
-    along = jnp.sum(theirs.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)
-    along = jnp.broadcast_to(along, (len(along), LANES)).T[:1]
-    weights = jnp.exp(_logits(parts, own) - inputs.lse[which, :, rows])
-    d_logits = weights * (_products((part.values for part in parts), theirs) - along)
-    d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
-    d_keys, d_values = dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
+    queries, d_output = _scaled_queries(which, rows, inputs, settings), inputs.gradient[which, rows]
+    mean = jnp.sum(d_output.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)
+    mean = jnp.broadcast_to(mean, (len(mean), LANES)).T[:1]
+    weights = jnp.exp(_logits(parts, queries) - inputs.lse[which, :, rows])
+    d_logits = weights * (_products((part.values for part in parts), d_output) - mean)
+    d_logits, weights = d_logits.astype(queries.dtype), weights.astype(queries.dtype)
+    d_keys, d_values = dot_float32(d_logits, queries, NN), dot_float32(weights, d_output, NN)
     pairs = zip(_split_by_part(d_logits, parts), parts, strict=True)
-    d_own = sum(dot_float32(cut, part.keys, TN) for cut, part in pairs)
+    d_queries = sum(dot_float32(d_part, part.keys, TN) for d_part, part in pairs)
     place, scale = QUERIES[which], slice(which, which + 1)
     if settings.normalize_qk:
-        d_own, length = l2_normalize_rows_backward(inputs.projected[place, rows], d_own)
+        d_queries, length = l2_normalize_rows_backward(inputs.projected[place, rows], d_queries)
     else:
-        wide = inputs.projected[place, rows].astype(jnp.float32)
-        length = jnp.sum(d_own * wide, axis=-1, keepdims=True)
+        unscaled = inputs.projected[place, rows].astype(jnp.float32)
+        length = jnp.sum(d_queries * unscaled, axis=-1, keepdims=True)
     total = jnp.sum(length, axis=0, keepdims=True)
     results.scales[scale] += jnp.broadcast_to(total, (1, LANES))
-    d_own *= inputs.scales[scale, :1]
-    results.projected[place, rows] = d_own.astype(results.projected.dtype)
+    d_queries *= inputs.scales[scale, :1]
+    results.projected[place, rows] = d_queries.astype(results.projected.dtype)
     return d_keys, d_values

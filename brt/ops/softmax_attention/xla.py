@@ -48,16 +48,16 @@ def _forward(
 
 def _backward(residuals: tuple, gradient: Array) -> tuple:
     q, k, v, weights, dropout, y = residuals
-    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    mean = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     d_weights, kept = einsum("...qk,...sk->...qs", gradient, v), weights
     if dropout is not None:
         d_weights, kept = d_weights * dropout, weights * dropout.astype(weights.dtype)
-    d_logits = (weights * (d_weights - along)).astype(q.dtype)
+    d_logits = (weights * (d_weights - mean)).astype(q.dtype)
     d_q = einsum("...qs,...sk->...qk", d_logits, k).astype(q.dtype)
     d_k = einsum("...qs,...qk->...sk", d_logits, q).astype(k.dtype)
     d_v = einsum("...qs,...qk->...sk", kept, gradient).astype(v.dtype)
-    none = None if dropout is None else jnp.zeros_like(dropout)
-    return d_q, d_k, d_v, None, none
+    no_gradient = None if dropout is None else jnp.zeros_like(dropout)
+    return d_q, d_k, d_v, None, no_gradient
 
 
 _attend.defvjp(_forward, _backward)

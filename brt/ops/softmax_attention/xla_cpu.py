@@ -33,19 +33,19 @@ def _forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, t
         logits = jnp.where(mask[:, None, :, None], logits, MASKED)
     top = jnp.max(logits, axis=-2, keepdims=True)
     weights = jnp.exp(logits - top).astype(v.dtype)
-    with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    both = matmul_nn(transposed(with_one), weights)
-    total = both[..., -1:, :]
-    y = transposed((both[..., :-1, :] / total).astype(v.dtype))
+    values_and_ones = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    products = matmul_nn(transposed(values_and_ones), weights)
+    total = products[..., -1:, :]
+    y = transposed((products[..., :-1, :] / total).astype(v.dtype))
     return y, (q, k, v, weights, total, y)
 
 
 def _backward(residuals: tuple, gradient: Array) -> tuple:
     q, k, v, weights, total, y = residuals
     scaled = gradient.astype(jnp.float32) / total.swapaxes(-1, -2)
-    along = jnp.sum(scaled * y.astype(jnp.float32), axis=-1)[..., None, :]
+    mean = jnp.sum(scaled * y.astype(jnp.float32), axis=-1)[..., None, :]
     scaled = jax.lax.optimization_barrier(scaled.astype(q.dtype))
-    d_logits = (weights * (matmul_nn(v, transposed(scaled)) - along)).astype(q.dtype)
+    d_logits = (weights * (matmul_nn(v, transposed(scaled)) - mean)).astype(q.dtype)
     d_q = transposed(matmul_nn(transposed(k), d_logits))
     d_k, d_v = matmul_nn(d_logits, q), matmul_nn(weights, scaled)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None

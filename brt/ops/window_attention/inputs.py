@@ -55,10 +55,11 @@ class WindowInputs(NamedTuple):
 def bias_band(
     bias: Float[Array, "H W"], rows: int, columns: int, *, nearest: int, hidden: float
 ) -> Float[Array, "H R C"]:
-    """Returns the biases of R = `rows` queries and C = `columns` keys from the first one's window.
+    """Returns the biases of R = `rows` consecutive queries and C = `columns` consecutive keys.
 
-    Query r sees the keys c with `nearest` <= d = r + W - c < W + `nearest`, with the bias in column
-    d - `nearest`. All other pairs have the bias `hidden`.
+    Key 0 stands W places before query 0, so the distance of query r and key c is d = r + W - c. The
+    query sees the key if `nearest` <= d < W + `nearest`; the bias is then that of column d -
+    `nearest`. All other pairs have the bias `hidden`.
     """
     window, length = bias.shape[1], rows + columns
     around = (0, 0), (1 - nearest, length - window - 1 + nearest)

@@ -24,7 +24,7 @@ def window_attention(
     queries, keys, values = inputs.joined()
     (tokens, heads), window = queries.shape[1:3], inputs.window
     nearest = 0 if attend_to_self else 1
-    # A token's window ends with the key `window - nearest` after its own place among the keys.
+    # The first W keys are cached ones, so the window of token t ends with key t + W - `nearest`.
     end = jnp.arange(tokens)[None] + window - nearest + 1
     begin = jnp.maximum(end - window, inputs.starts() + window)
     spans = jnp.stack([begin, jnp.broadcast_to(end, begin.shape)], axis=1)

@@ -68,7 +68,7 @@ def _whole_window_refusal(queries: Array, window: int, drops: bool) -> str | Non
     taken = 2 * 13 * window * wide * itemsize + 4 * window * wide * 4
     taken += 12 * (window + _ROWS) * _ROWS * 4
     taken += 2 * window * window // 8 if drops else 0
-    if reason := vmem_refusal(taken, most=vmem_limit()):
+    if reason := vmem_refusal(taken, limit=vmem_limit()):
         return f"{reason} for a window of {window} with heads of {width} in {queries.dtype}"
     return None
 

@@ -218,7 +218,7 @@ class QuestionPreparation(TextPreparation):
         return row.context
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Question | BadRow]:
-        """A question that has the id of an earlier question has a fault."""
+        """Yields the questions; one that has the id of an earlier question becomes a BadRow."""
         seen: set[str] = set()
         no_answer = self.section.no_answer
         for row in generated.read(names, questions, lambda files: squad.read(files, no_answer)):

@@ -52,8 +52,8 @@ class AnswerEvaluator(HeadEvaluator):
     forms = {"exact_match": "{:.2f} %", "f1": "{:.2f} %", "bits_per_place": "{:.4f}"}
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """The function's third argument is the mask of `QuestionStore.context_mask`. Its results
-        are the fields of WindowPrediction except for `row`, arrays [B].
+        """Returns a function whose third argument is the mask of `QuestionStore.context_mask`, and
+        whose results are the fields of WindowPrediction except for `row`, arrays [B].
         """
         longest = config.questions.max_answer_length
 
@@ -78,9 +78,7 @@ class AnswerEvaluator(HeadEvaluator):
             windows.setdefault(int(store.rows[row, 0]), []).append(window)
         rows = []
         for question in sorted(windows):
-            answer = best_answer(
-                store, windows[question], section.no_answer, section.no_answer_margin
-            )
+            answer = best_answer(store, windows[question], section.no_answer)
             golds = store.answers[question]
             exact, f1 = squad.score(answer["prediction"], golds)
             asked = {"id": store.ids[question], "question": store.asked[question]}
@@ -97,12 +95,12 @@ class AnswerEvaluator(HeadEvaluator):
 
 
 def best_answer(
-    store: QuestionStore, windows: list[WindowPrediction], no_answer: bool, margin: float
+    store: QuestionStore, windows: list[WindowPrediction], no_answer: bool
 ) -> dict[str, Any]:
     """Returns the prediction for a question: the best answer in the windows of its context.
 
     As in the baselines of SQuAD 2.0, the prediction is "" (no answer) only if the no-answer scores
-    of all windows exceed the score of the best span by more than `margin`, and `no_answer` is True.
+    of all windows exceed the score of the best span, and `no_answer` is True.
     """
     best = max(windows, key=lambda window: (window.score, -window.row))
     no_answer_score = min(window.no_answer for window in windows)
@@ -110,7 +108,7 @@ def best_answer(
     answer = {"prediction": text, "score": best.score}
     if not no_answer:
         return answer
-    if no_answer_score - best.score > margin:
+    if no_answer_score - best.score > 0:
         answer["prediction"] = ""
     return {**answer, "no_answer_score": no_answer_score}
 

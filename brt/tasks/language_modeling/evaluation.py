@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt import output
 from brt.config import Config
 from brt.config.checks import check
-from brt.data import losses, splits
+from brt.data import lost_bytes, splits
 from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
@@ -413,7 +413,7 @@ def text(report: dict[str, Any]) -> str:
         values = [column[name] for column in columns.values()]
         cells = ["-" if v is None else f"{v:.4f}" if v < 1e6 else f"{v:.3e}" for v in values]
         lines.append(f"{name.replace('_', ' '):20}" + "".join(f"{cell:>16}" for cell in cells))
-    if lost := losses.loss_message(report.get("lost_bytes", 0), report["bytes"], 0):
+    if lost := lost_bytes.loss_message(report.get("lost_bytes", 0), report["bytes"], 0):
         lines.append(lost)
     lines += answers.table_lines(columns)
     if report["tokens_per_second"]:

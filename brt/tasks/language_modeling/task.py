@@ -83,7 +83,7 @@ def export(source: ExportSource) -> ExportFormat:
         content = causal.to_format(decoder)
     else:
         content = to_format(decoder)
-    if opened.beside:  # The original settings are kept as far as they hold.
+    if opened.beside:  # Original settings are kept if neither training nor brt changed them.
         content = kept.with_decoder_settings(content, model, opened)
     notes = content.notes
     if family and content.code:

@@ -25,8 +25,8 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
     missing = [name for name in new if name not in old]
     for name, array in new.items():
         # The weights have an output kernel [1, H, K, D] where the model has one for two attentions.
-        one = name.endswith("/output") and array.shape[0] == 2 and (1, *array.shape[1:])
-        if name in old and old[name].shape == one:
+        one_attention = name.endswith("/output") and array.shape[0] == 2 and (1, *array.shape[1:])
+        if name in old and old[name].shape == one_attention:
             old[name] = jnp.concatenate([old[name], array[1:].astype(old[name].dtype)])
             missing.append(f"{name} for attention to states")
         elif name in old and old[name].shape != array.shape:

@@ -51,7 +51,7 @@ class WindowEvaluator:
         ]
         self._store = evaluation.documents(self._config, request.dataset, request.split)
         self._edges = [0, *self.windows]  # Bits are reported by ranges of positions.
-        self.total = sum(one.total for one in self._evaluators)
+        self.total = sum(evaluator.total for evaluator in self._evaluators)
 
     def __call__(
         self, variables: Variables, control: Control = UNCONTROLLED, *, whole: bool = True
@@ -74,18 +74,18 @@ class WindowEvaluator:
     def _result(self, scores: Sequence[SplitScores], positions: np.ndarray) -> EvaluationResult:
         largest = scores[-1]
         sizes = np.asarray([score.bytes for score in largest.documents])
-        nats = np.asarray([[score.nats for score in one.documents] for one in scores])
+        nats = np.asarray([[score.nats for score in reading.documents] for reading in scores])
         counts = sums_by_position(map(np.ones, self._store.lengths), self._edges)
         tokens = counts.astype(int)
         rows = []
-        for window, one, own, by_position in zip(
+        for window, reading, own, by_position in zip(
             self.windows, scores, nats, positions, strict=True
         ):
             difference = paired_difference(own, nats[-1], sizes)
             bits = by_position / math.log(2) / np.maximum(tokens, 1)
             rows.append({
                 "window": window,
-                **one.totals,
+                **reading.totals,
                 "difference": difference.value,
                 "difference_95": difference.half_width,
                 "bits_per_token_by_position": [

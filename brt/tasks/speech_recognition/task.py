@@ -86,7 +86,7 @@ class TranscriptEvaluator(HeadEvaluator):
     inputs, rows = "frames", ("utterances", "utterances")
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """The function maps the parameters and a batch to the log probabilities of the tokens at
+        """Returns a function from parameters and a batch to the log probabilities of the tokens at
         each frame [B, X, C], and to -log p of each true transcript [B].
         """
 

@@ -133,14 +133,14 @@ def join_recordings(
 def _join(parts: Sequence[Recording], order: int, check: Check) -> Recording:
     def load() -> tuple[np.ndarray, int]:
         loaded = [part.read() for part in parts]
-        if len(kinds := {(one.features.shape[1], one.rate) for one in loaded}) > 1:
+        if len(kinds := {(part.features.shape[1], part.rate) for part in loaded}) > 1:
             raise DataError(
                 f"Speech.join cannot put {parts[0].id} and the {len(parts) - 1} after it together: "
                 f"their features and sample rates differ ({sorted(kinds)})"
             )
-        for one in loaded:
-            check(one)
-        return np.concatenate([one.features for one in loaded]), loaded[0].rate
+        for part in loaded:
+            check(part)
+        return np.concatenate([part.features for part in loaded]), loaded[0].rate
 
     first, words = parts[0], (part.transcript for part in parts)
     name = f"{first.id}+{len(parts) - 1}" + (f"/{order}" if order else "")

@@ -123,17 +123,17 @@ def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Scor
     reference and at most its occurrences in the prediction. Precision and recall are the number of
     hits, divided by the number of words of the prediction and of the reference.
     """
-    left = [Counter(word for words in text for word in words) for text in (reference, prediction)]
-    totals = [counts.total() for counts in left]
+    unused = [Counter(word for words in text for word in words) for text in (reference, prediction)]
+    totals = [counts.total() for counts in unused]
     hits = 0
     for sentence in reference:
         common = set().union(*(_common(sentence, other) for other in prediction))
         for index in sorted(common):
             word = sentence[index]
-            if left[0][word] > 0 and left[1][word] > 0:
+            if unused[0][word] > 0 and unused[1][word] > 0:
                 hits += 1
-                left[0][word] -= 1
-                left[1][word] -= 1
+                unused[0][word] -= 1
+                unused[1][word] -= 1
     return _score(hits, *totals)
 
 

@@ -189,9 +189,9 @@ class SummaryWriter(Writer):
             decoding = dataclasses.replace(decoding, beams=options.beams)
         if count is not None:
             # Decoding.max_length includes the start tokens, which max_tokens does not count.
-            around = 1 + len(self._tokenizer.begin)
+            starts = 1 + len(self._tokenizer.begin)
             least = min(decoding.min_length, count)
-            decoding = dataclasses.replace(decoding, max_length=count + around, min_length=least)
+            decoding = dataclasses.replace(decoding, max_length=count + starts, min_length=least)
         (source,) = Encoder(config.pairs, self._tokenizer).sources([prompt])
         if source.uncut > len(source.ids):
             output.say(

@@ -61,13 +61,12 @@ class SentenceEvaluator(HeadEvaluator):
     def score(self, order: list[int], predictions: Float[np.ndarray, "N C"]) -> HeadResult:
         """Compares the predictions with the true labels or numbers in the store.
 
-        The result has the metrics that follow from them alone, and each prediction.
-
-        `order` has the index in the store of each row of `predictions`.
+        The result has the metrics that need only these, and each prediction. `order` has the index
+        in the store of each row of `predictions`.
         """
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """The function returns the predictions, and -log p of each row's target."""
+        """Returns a function that computes the predictions, and -log p of each row's target."""
 
         def read(
             params: PyTree[Array], batch: TextBatch

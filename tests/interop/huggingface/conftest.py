@@ -18,16 +18,6 @@ def directory() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a directory with a tiny decoder in Hugging Face's format."""
-    from tiny_decoder import write_decoder
-
-    place = tmp_path_factory.mktemp("hub") / "tiny"
-    write_decoder(place)
-    return place
-
-
-@pytest.fixture(scope="session")
 def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Returns the library transformers, which keeps the code of exported models in a directory of
     the tests. transformers does not notice if the directory is changed while it runs.

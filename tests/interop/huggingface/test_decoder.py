@@ -26,18 +26,9 @@ from brt.types import Variables
 
 WINDOW = 4
 MODEL = Model(
-    layers=3,
-    model_dim=16,
-    heads=2,
-    head_dim=8,
-    mlp_dim=24,
-    window=WINDOW,
-    vocab_size=256,
-    relative_buckets=4,
-    relative_max_distance=16,
-    dtype="float32",
-    kinds=(Recurrence(states=3),),
-)
+    layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=24, window=WINDOW, vocab_size=256,
+    relative_buckets=4, relative_max_distance=16, dtype="float32", kinds=(Recurrence(states=3),),
+)  # fmt: skip
 RECURRENT = {"Recurrence.layers": (1,)}
 # Settings of typical pretrained decoders: grouped queries, biases, gated MLPs, rotary positions.
 PRETRAINED = {

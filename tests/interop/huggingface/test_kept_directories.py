@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_decoder import TEXT, write_decoder
+from tiny_decoder import TEXT
 from tokenizers import processors
 
 import brt
@@ -39,10 +39,9 @@ OTHERS = ("README.md", "consolidated.safetensors", "onnx/model.onnx")
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a directory of a chat model with everything that is found in such directories."""
-    place = tmp_path_factory.mktemp("hub") / "chat"
-    write_decoder(place)
+    place = shutil.copytree(base, tmp_path_factory.mktemp("hub") / "chat")
     for name, settings in SETTINGS.items():
         files.write_json(place / name, settings)
     described = files.read_json(place / "config.json")
@@ -110,6 +109,9 @@ def test_a_directory_is_given_back(
         assert path.name in kept or path.name.startswith("model-") or path.name in said
     assert "some_remark" in said and "repetition_penalty = 1.05" in said
     run("--from=brt", str(tmp_path / "run"), "--to=hf", str(tmp_path / "back"))
+    offered = "--plain writes LlamaForCausalLM instead" in capsys.readouterr().out
+    of_brt = files.read_json(tmp_path / "back/config.json")["model_type"] == "brt"
+    assert offered == of_brt == own_code
     assert_given_back(hub, tmp_path / "back", own_code=own_code)
 
 

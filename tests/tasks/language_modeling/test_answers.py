@@ -22,15 +22,9 @@ from brt.types import Variables
 
 WINDOW = 4
 MODEL = Model(
-    layers=2,
-    model_dim=16,
-    heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    window=WINDOW,
-    vocab_size=256,
-    kinds=(Recurrence(layers=(1,), states=4),),
-)
+    layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, vocab_size=256,
+    kinds=(Recurrence(layers=(0,), states=4),),
+)  # fmt: skip
 TASK = TASKS["language_modeling"]
 TEXTS = {  # documents of uneven length, from two memory tasks and from a novel without answers
     "memory:copy/test/9?distance=5&length=3#0": "=abc;...>abc<",
@@ -87,14 +81,21 @@ def evaluate(config: Config, dataset: Dataset, params: Any, **options: Any) -> E
     return result
 
 
+@pytest.fixture(scope="module")
+def evaluated(dataset: Dataset, params: Any) -> EvaluationResult:
+    return evaluate(config(), dataset, params, ablate="state")
+
+
 @pytest.mark.slow_cases("*1-4*", "*3-16*")
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (3, 16), (1, 4)])
 def test_answers_cost_what_their_tokens_cost(
-    dataset: Dataset, params: Any, batch_size: int, segment_length: int
-) -> None:
+    dataset: Dataset, params: Any, evaluated: EvaluationResult, batch_size: int,
+    segment_length: int,
+) -> None:  # fmt: skip
     """Documents lie next to each other or after each other in lanes, cut and padded."""
     c = config(segment_length, batch_size)
-    found = evaluate(c, dataset, params).metrics
+    read_before = (batch_size, segment_length) == (2, 8)
+    found = (evaluated if read_before else evaluate(c, dataset, params)).metrics
     score = TextScorer(c, bos_id=0)
     store = dataset.split("test")
     nats = {d: score(Variables(params), np.asarray(store.document(d), np.int32)) for d in range(3)}
@@ -151,12 +152,8 @@ def test_rows_are_windows_by_powers_of_two() -> None:
     assert found["rest_bits_per_byte"] == pytest.approx((100 - 32) / (50 - 16))
 
 
-def test_a_report_has_a_table_a_picture_and_figures_to_log(
-    dataset: Dataset, params: Any, tmp_path: Path
-) -> None:
-    result = DocumentEvaluator(EvaluationRequest(config(), dataset, "test", ablate="state"))(
-        Variables(params)
-    )
+def test_a_report_has_a_table_a_picture_and_figures_to_log(evaluated: EvaluationResult) -> None:
+    result = evaluated
     lines = evaluation.text(result.metrics).splitlines()
     (place,) = [i for i, line in enumerate(lines) if line.startswith("answers, by distance")]
     assert (
@@ -171,14 +168,14 @@ def test_a_report_has_a_table_a_picture_and_figures_to_log(
     logged = TASK.select_metrics(result.metrics)
     assert {"answers_exact", "answer_bits_per_byte", "bits_per_byte"} <= logged.keys()
     assert result.draw and result.draw().startswith(b"\x89PNG")
-    assert evaluate(config(plots=False), dataset, params).draw is None
 
 
 def test_documents_that_ask_for_nothing_are_read_as_ever(
     dataset: Dataset, params: Any, written: Callable
 ) -> None:
     alone = evaluate(config(), written({"novel.txt": TEXTS["novel.txt"]}), params)
-    beside = evaluate(config(), dataset, params)
+    beside = evaluate(config(plots=False), dataset, params)
+    assert beside.draw is None
     assert "answers" not in alone.metrics and alone.draw is None and "answers" not in alone.text
     bits = beside.rows["documents"][1]["bits"]
     assert alone.metrics["bits"] == pytest.approx(bits, rel=1e-6)

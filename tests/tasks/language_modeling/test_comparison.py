@@ -1,16 +1,16 @@
 """Tests `brt.evaluate --compare`, which compares two models on the same documents."""
 
 import dataclasses
-import functools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from model_settings import with_settings
 
 from brt import evaluate, tasks, train
 from brt.config import Config, Data, Evaluation, Model, Training
@@ -26,7 +26,6 @@ from brt.tasks.language_modeling.comparison import (
 )
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.training import evaluations, saved_model
-from brt.training.state import initial_params
 from brt.types import Variables
 
 MODEL = Model(
@@ -36,20 +35,7 @@ MODEL = Model(
 TEXTS = ("Alice met the Queen. <b> & x_1 = \\alpha. ", "Bob saw Alice, and alice saw Bob. ")
 
 
-@functools.cache
-def prepared(folder: Path, seed: int = 0, **data: object) -> tuple[Config, OtherModel]:
-    """Returns a config, and a random model of it with the opened test documents."""
-    config = Config(
-        model=MODEL,
-        data=Data(train=(str(folder / "other"),), test=(str(folder / "*.txt"),), **data),
-        training=Training(segment_length=32, seed=seed, plots=False),
-        evaluation=Evaluation(batch_size=2),
-    )
-    task = tasks.from_config(config)
-    dataset = task.open(config, progress=False)
-    config = task.resolve(config, dataset)
-    variables = Variables(nn.meta.unbox(initial_params(config)), {})
-    return config, OtherModel("runs/other", 7, config, dataset, variables)
+Prepared = Callable[..., OtherModel]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +47,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def prepared(random_params: Callable) -> Prepared:
+    """Returns a function that opens the test documents of a folder with a random model."""
+
+    def prepare(folder: Path, seed: int = 0, model: Model = MODEL, **data: object) -> OtherModel:
+        config = Config(
+            model=model,
+            data=Data(train=(str(folder / "other"),), test=(str(folder / "*.txt"),), **data),
+            training=Training(segment_length=32, seed=seed, plots=False),
+            evaluation=Evaluation(batch_size=2),
+        )
+        task = tasks.from_config(config)
+        dataset = task.open(config, progress=False)
+        config = task.resolve(config, dataset)
+        variables = Variables(random_params(config.model, seed))
+        return OtherModel("runs/other", 7, config, dataset, variables)
+
+    return prepare
+
+
 def compare(ours: OtherModel, theirs: OtherModel, ablate: str | None = None):  # noqa: ANN201
     request = EvaluationRequest(ours.config, ours.dataset, "test", ablate=ablate, other=theirs)
     result = ComparisonEvaluator(request)(ours.variables)
@@ -68,14 +74,17 @@ def compare(ours: OtherModel, theirs: OtherModel, ablate: str | None = None):  #
     return result
 
 
-def test_classes_add_up_to_the_bits_of_both_models(folder: Path) -> None:
-    (_, ours), (_, theirs) = prepared(folder), prepared(folder, seed=1)
-    metrics = compare(ours, theirs).metrics
-    for model, found in ((ours, metrics), (theirs, metrics["other"])):
-        alone = DocumentEvaluator(EvaluationRequest(model.config, model.dataset, "test"))
-        expected = alone(model.variables)
+def test_classes_add_up_to_the_bits_of_both_models(folder: Path, prepared: Prepared) -> None:
+    """The other model is read without its memory."""
+    ours, theirs = prepared(folder), prepared(folder, seed=1)
+    metrics = compare(ours, theirs, ablate="both").metrics
+    alone = DocumentEvaluator(EvaluationRequest(ours.config, ours.dataset, "test"))
+    for model, ablate, found in (
+        (ours, None, metrics), (theirs, "both", metrics["other"]),
+    ):  # fmt: skip
+        expected = alone.read(model.variables, ablate=ablate)
         assert expected is not None
-        assert found["bits"] == pytest.approx(expected.metrics["bits"], rel=1e-6)
+        assert found["bits"] == pytest.approx(expected.totals["bits"], rel=1e-6)
     rows = metrics["classes"]
     for name, column in (("bits", "bits_per_token"), ("other", "other_bits_per_token")):
         total = metrics["bits"] if name == "bits" else metrics["other"]["bits"]
@@ -91,27 +100,14 @@ def test_classes_add_up_to_the_bits_of_both_models(folder: Path) -> None:
     assert metrics["difference"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_model_does_not_differ_from_itself_but_from_itself_without_memory(folder: Path) -> None:
-    _, ours = prepared(folder)
-    same = compare(ours, ours).metrics
-    assert same["difference"] == 0 and all(row["difference"] == 0 for row in same["classes"])
-    without = compare(ours, ours, ablate="both").metrics
-    alone = DocumentEvaluator(
-        EvaluationRequest(ours.config, ours.dataset, "test", ablate="both")
-    )(ours.variables)  # fmt: skip
-    assert alone is not None and without["difference"] != 0
-    assert -without["difference"] == pytest.approx(
-        alone.metrics["ablation_costs_bits_per_byte"], rel=1e-5
-    )
-
-
 def test_models_with_other_tokenizers_are_compared_by_documents(
-    folder: Path, tmp_path: Path
+    folder: Path, prepared: Prepared, tmp_path: Path
 ) -> None:
-    _, ours = prepared(folder)
+    plain = with_settings(MODEL, {"Recurrence.layers": ()})
+    ours = prepared(folder, model=plain)
     tokenizer = tmp_path / "pieces.model"
     train_sentencepiece(["it was a dark and stormy night, it was"] * 20, 290, tokenizer, seed=0)
-    _, theirs = prepared(folder, tokenizer=str(tokenizer))
+    theirs = prepared(folder, model=plain, tokenizer=str(tokenizer))
     result = compare(ours, theirs)
     assert "classes" not in result.metrics and result.page is None
     assert "the tokenizers differ" in result.text and "bits per token" not in result.text
@@ -120,11 +116,11 @@ def test_models_with_other_tokenizers_are_compared_by_documents(
     assert result.metrics["difference_95"] > 0
 
 
-def test_other_documents_are_refused(folder: Path, tmp_path: Path) -> None:
-    _, ours = prepared(folder)
+def test_other_documents_are_refused(folder: Path, prepared: Prepared, tmp_path: Path) -> None:
+    ours = prepared(folder)
     for name in ("0.txt", "1.txt", "other"):
         (tmp_path / name).write_text((folder / name).read_text() + "More.")
-    _, theirs = prepared(tmp_path)
+    theirs = prepared(tmp_path)
     with pytest.raises(ConfigError, match=r"runs/other has other documents .* --gin\.Data\.test="):
         compare(ours, theirs)
     with pytest.raises(ConfigError, match="two measurements"):
@@ -183,8 +179,10 @@ def test_a_page_shows_the_text_of_every_token() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_report_a_plot_and_a_page(folder: Path, tmp_path: Path) -> None:
-    config, _ = prepared(folder)
+def test_the_command_writes_a_report_a_plot_and_a_page(
+    folder: Path, prepared: Prepared, tmp_path: Path
+) -> None:
+    config = prepared(folder).config
     for name in ("one", "two"):
         flags = [f"--workdir={tmp_path / name}", f"--gin.Data.train='{folder}/other'",
                  f"--gin.Data.test='{folder}/*.txt'", "--gin.Training.steps=2"]  # fmt: skip

@@ -1,3 +1,4 @@
+import dataclasses
 import lzma
 import math
 from collections.abc import Callable
@@ -32,18 +33,9 @@ RELATIVE = 1e-6  # relative tolerance of float32 sums
 LENGTHS = [1, 23, 4, 40, 9, 1]
 WINDOW = 4
 MODEL = Model(
-    layers=2,
-    model_dim=16,
-    heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    window=WINDOW,
-    vocab_size=256,
-    kinds=(
-        Recurrence(layers=(0,), states=6),
-        Memorizing(layers=(1,), size=48, neighbors=3),
-    ),
-)
+    layers=2, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, vocab_size=256,
+    kinds=(Recurrence(layers=(0,), states=6), Memorizing(layers=(1,), size=48, neighbors=3)),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +56,12 @@ def store(dataset: Dataset) -> token_store.TokenStore:
     return dataset.split("test")
 
 
-def evaluator(dataset: Dataset, batch_size: int, segment_length: int, **given: Any) -> Any:
+def evaluator(
+    dataset: Dataset, batch_size: int, segment_length: int, model: Model = MODEL, **given: Any
+) -> Any:
     """Returns an evaluator of the split test with this batch size and segment length."""
     config = Config(
-        model=MODEL,
+        model=model,
         training=Training(batch_size=1, segment_length=segment_length, loss_chunk=8),
         evaluation=Evaluation(batch_size=batch_size),
     )
@@ -188,12 +182,12 @@ def test_all_segments_of_both_readings_take_one_program(
     assert len(traces) == 1
 
 
-def test_a_reading_can_be_stopped(
-    two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore
-) -> None:
-    assert two_lanes.read(Variables(params), Control(lambda: True)) is None
-    assert two_lanes(Variables(params), Control(lambda: True)) is None
-    assert two_lanes.sample(Variables(params), 0, Control(lambda: True)) is None
+def test_a_reading_can_be_stopped(dataset: Dataset, random_params: Callable) -> None:
+    plain = dataclasses.replace(MODEL, layers=1, kinds=())
+    variables, stop = Variables(random_params(plain)), Control(lambda: True)
+    stopped = evaluator(dataset, 2, 8, plain)
+    assert stopped.read(variables, stop) is stopped(variables, stop) is None
+    assert stopped.sample(variables, 0, stop) is None
 
 
 def test_figures_are_the_same_nats_over_different_counts() -> None:

@@ -113,12 +113,8 @@ def test_the_union_over_sentences_is_that_of_the_paper() -> None:
 
 
 def test_protocols_say_what_they_do() -> None:
-    assert {name: p.name for name, p in PROTOCOLS.items()} == {n: n for n in PROTOCOLS}
-    assert get_protocol("hf").text == (
-        "ROUGE, protocol hf: lower-case words of a-z and 0-9, Porter stemmer, sentences for Lsum "
-        "at line breaks and by rules"
-    )
-    assert "protocol t5: " in get_protocol("t5").text and "no stemmer" in get_protocol("t5").text
+    for name, protocol in PROTOCOLS.items():
+        assert protocol.name == name and f"protocol {name}: " in protocol.text
     score = get_protocol("hf").score("Running dogs. Jumping cats.", "jump cat\nrun dog")
     assert score["rougeLsum"].f1 == 1.0 and score["rougeL"].f1 == 0.5
     assert get_protocol("t5").score("Running dogs.", "run dog")["rouge1"].f1 == 0.0

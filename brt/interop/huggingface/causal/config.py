@@ -83,7 +83,7 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-# The settings that brt and all families, also exports with own code, state in the same way.
+# These settings have the same keys in all families, and in exports with their own code.
 FIELDS = {
     "Model.layers": "num_hidden_layers", "Model.model_dim": "hidden_size",
     "Model.heads": "num_attention_heads", "Model.head_dim": "head_dim",
@@ -96,7 +96,7 @@ _ACTIVATIONS = {
     "silu": "silu", "relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }  # fmt: skip
-# The values of rope_type that brt has, and the keys of each.
+# The values of rope_type that brt supports, and the keys that each needs.
 _SCALINGS = {
     "linear": {"Rotary.factor": "factor"},
     "llama3": {
@@ -129,8 +129,8 @@ _STRUCTURE = {
     "sliding_window?": int, "use_sliding_window?": bool, "max_window_layers?": int,
     "sliding_window_pattern?": int, "_sliding_window_pattern?": int,
 }  # fmt: skip
-# These keys are read in every family. Another key that only some families have is refused where it
-# asks for something and the family does not have it.
+# These keys are read in every family. A key that only some families have is refused in the others
+# if it asks for something.
 _OF_ALL = {
     *FIELDS.values(), "hidden_act", "rope_theta", "rope_interleaved", "rope_parameters",
     "rope_scaling", "layer_types", "sliding_window", "use_sliding_window",
@@ -205,9 +205,9 @@ def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[s
         sections.setdefault(section, {})[field] = value
     model = _with_window(config_from_json(sections).model, keys, family, choice)
     known = {*_OF_ALL, *family.keys, *_READ_ELSEWHERE}
-    left = [name for name in config if name not in known]
-    unread.check(config, left)
-    return model, {name: config[name] for name in left}
+    unread_keys = [name for name in config if name not in known]
+    unread.check(config, unread_keys)
+    return model, {name: config[name] for name in unread_keys}
 
 
 def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def _with_window(
     else:
         window = choice.window or min(model.rotary.context, 2048)
         sinks = min(4 if choice.sinks is None else choice.sinks, window)
-        pattern = tuple(own if one else 0 for one in local) if own and any(local) else ()
+        pattern = tuple(own if is_local else 0 for is_local in local) if own and any(local) else ()
     # Blocks are short, because documents are padded to whole blocks.
     sliding = Window(block=min(window, 256), sinks=sinks, by_layer=pattern)
     return dataclasses.replace(model, window=window, sliding=sliding)
@@ -408,7 +408,7 @@ def _stated_windows(model: Model, keys: tuple[str, ...]) -> dict[str, Any]:
         if not any(local):
             return {"use_sliding_window": False}
         more = {"use_sliding_window": True, "max_window_layers": local.index(True)}
-    types = [_LOCAL if one else _GLOBAL for one in local]
+    types = [_LOCAL if is_local else _GLOBAL for is_local in local]
     return {"sliding_window": own or model.window, "layer_types": types, **more}
 
 

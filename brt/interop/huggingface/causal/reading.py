@@ -59,8 +59,7 @@ class PretrainedDecoder(NamedTuple):
       described: the content of config.json.
       sampling: brt's settings for sampling texts, from generation_config.json.
       tokenizer_file: the path of the file that the tokenizer was read from.
-      notes: what brt does not use or keep of the directory, and what the directory contradicts
-        itself in.
+      notes: what brt does not use or keep of the directory, and contradictions in the directory.
     """
 
     directory: Path
@@ -97,7 +96,7 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     adapter = directory if (directory / CONFIG).is_file() else None
     directory = base_of(adapter) if adapter else directory
     described = files.read_json(directory / "config.json")
-    model, left = config.read(described, choice)
+    model, unread_keys = config.read(described, choice)
     ids, sampling = generation_settings(directory, model.vocab_size)
     tokenizer, file, notes = _tokenizer(adapter if adapter and _files(adapter) else directory)
     if tokenizer.vocab_size > model.vocab_size:
@@ -111,7 +110,7 @@ def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> Pretrain
     notes = [
         *notes, *_adapter_notes(adapter, directory, file, kept), *tokenizer.notes, *unknown,
         *_beginning_notes(tokenizer),
-        *unread.notes(directory, left=left, applied=_APPLIED, used=used),
+        *unread.notes(directory, keys=unread_keys, applied=_APPLIED, used=used),
     ]  # fmt: skip
     model = dataclasses.replace(model, end_ids=ends)
     return PretrainedDecoder(

@@ -76,7 +76,7 @@ def _place(ours: str, leaf: jax.ShapeDtypeStruct, model: Model) -> Place:
         return Place(leaf, [_TOP[ours]], leaf.shape)
     _, run, *_, part = ours.split("/")
     theirs = (_LAYER | _OUTPUT_NORMS if model.norm.outputs else _LAYER)[part]
-    layers = [one.name for one in runs(model) for _ in range(one.layers)]
+    layers = [stack.name for stack in runs(model) for _ in range(stack.layers)]
     names = [f"model.layers.{i}.{theirs}" for i, name in enumerate(layers) if name == run]
     axes = len(leaf.shape) - 1
     # Kernels with an axis for heads have more than two axes; that of attention's output has four.
@@ -93,10 +93,10 @@ def import_arrays(arrays: Arrays, model: Model) -> dict[str, Any]:
     """
     used = {name: x for name, x in arrays.items() if not name.endswith("rotary_emb.inv_freq")}
     _drop_copy(used, model)
-    params, left = weights.import_arrays(used, places(model))
-    if left:
+    params, unused = weights.import_arrays(used, places(model))
+    if unused:
         raise CheckpointError(
-            f"the checkpoint has {listed(sorted(left))}, which have no place in the model that "
+            f"the checkpoint has {listed(sorted(unused))}, which have no place in the model that "
             "config.json describes"
         )
     return unflatten_dict(params, sep="/")

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
 from brt.config import Config
-from brt.data import losses
+from brt.data import lost_bytes
 from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.drawing import logarithmic, new_figure, png
@@ -61,7 +61,7 @@ def probe_report(
     `tokens` tokens are read; 0 reads all.
     """
     store, donor = dataset.split(split), dataset.splits.get("train")
-    if lost := losses.loss_message(store.lost_bytes, int(store.bytes.sum()), 0):
+    if lost := lost_bytes.loss_message(store.lost_bytes, int(store.bytes.sum()), 0):
         raise DataError(f"{split} cannot be probed by bits per byte: {lost}")
     if donor is store:
         donor = None
@@ -151,7 +151,7 @@ def layers(
     window = config.model.block_length
     decays = fixed_gate_decay(config.model, variables.params)
     rows = []
-    for layer, left in retention(config, variables, store).items():
+    for layer, remaining in retention(config, variables, store).items():
         gate = None
         if layer in decays:
             half_lives = half_life_tokens(decays[layer], window)
@@ -160,12 +160,12 @@ def layers(
                 "half_life_blocks": _distribution(np.asarray(half_lives) / window),
                 "half_life_tokens": _distribution(np.asarray(half_lives)),
             }
-        blocks = half_life_blocks(left) if left else None
+        blocks = half_life_blocks(remaining) if remaining else None
         rows.append(
             {
                 "layer": layer,
                 "gate": gate,
-                "retention": left,
+                "retention": remaining,
                 "half_life_blocks": blocks,
                 "half_life_tokens": None if blocks is None else blocks * window,
                 "state": result.states.get(layer),
@@ -327,10 +327,10 @@ def _plot_horizon(report: dict[str, Any]) -> Figure:
         "How long recurrent layers remember", "blocks", "share left of a disturbance of the states"
     )
     for row in report["layers"]:
-        left = [1.0, *row["retention"]]
-        (line,) = axes.plot(range(len(left)), left, "o-", label=f"layer {row['layer']}")
+        shares = [1.0, *row["retention"]]
+        (line,) = axes.plot(range(len(shares)), shares, "o-", label=f"layer {row['layer']}")
         if row["gate"] and (openness := row["gate"]["openness"]):
-            blocks = np.arange(len(left))
+            blocks = np.arange(len(shares))
             low, high = (openness[name] ** blocks for name in ("lower_quartile", "upper_quartile"))
             label = f"layer {row['layer']}: middle half of its gates"
             axes.fill_between(blocks, low, high, alpha=0.15, color=line.get_color(), label=label)

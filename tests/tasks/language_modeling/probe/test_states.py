@@ -28,18 +28,6 @@ from brt.types import Variables
 TOLERANCE = 1e-5  # relative tolerance of float32 values
 
 
-def test_equal_states_have_rank_one_and_orthogonal_ones_full_rank() -> None:
-    same = jnp.tile(jnp.asarray([[3.0, 4.0, 0.0]]), (4, 1))
-    axes = jnp.concatenate([2 * jnp.eye(3), jnp.zeros((1, 3))])
-    compiled = jax.jit(state_metrics)
-    metrics = compiled([jnp.stack([same, axes])])
-    np.testing.assert_allclose(metrics.norm, [5, 6 / 4], rtol=TOLERANCE)
-    np.testing.assert_allclose(metrics.rank, [1, 3], rtol=TOLERANCE)
-    assert metrics.similarity[0] == pytest.approx(1)
-    orthogonal = compiled([5 * jnp.eye(3)[None]])
-    assert orthogonal.rank[0] == pytest.approx(3) and abs(orthogonal.similarity[0]) < TOLERANCE
-
-
 @pytest.mark.parametrize("shape", [(2, 5, 8), (2, 8, 5)])
 def test_figures_are_those_of_a_decomposition(shape: tuple[int, ...]) -> None:
     vectors = np.random.default_rng(0).normal(1, 1, shape).astype(np.float32)

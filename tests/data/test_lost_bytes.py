@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 
 from brt import config
-from brt.data import losses, preparation, token_store, tokenizers
+from brt.data import lost_bytes, preparation, token_store, tokenizers
 from brt.data.documents import Document
 from brt.data.token_store import TokenStore
 from brt.errors import DataError
@@ -61,8 +61,8 @@ def test_lost_bytes_and_unknown_tokens_are_counted(
 
 def test_a_normalizer_that_eats_newlines_loses_them(tmp_path: Path) -> None:
     eats = model(tmp_path / "a.model", "nmt_nfkc")
-    assert losses.lost_bytes(eats, "the\nhouse") == 1
-    assert losses.lost_bytes(eats, "the house") == 0
+    assert lost_bytes.count(eats, "the\nhouse") == 1
+    assert lost_bytes.count(eats, "the house") == 0
 
 
 @pytest.mark.parametrize("name", ["bytes", "train:300"])
@@ -131,7 +131,7 @@ def test_a_tokenizer_that_drops_all_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_chunks_that_differ_count() -> None:
-    counter = losses.Losses(tokenizers.ByteTokenizer())
+    counter = lost_bytes.LostBytes(tokenizers.ByteTokenizer())
     for part, lost in (ENGLISH, 0), (CHINESE, 3), (ENGLISH, 0):
         data = part.encode()
         counter.add(data, np.frombuffer(data, np.uint8)[: len(data) - lost])

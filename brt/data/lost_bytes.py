@@ -12,7 +12,7 @@ from brt.data.tokenizers import Tokenizer
 REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 
 
-class Losses:
+class LostBytes:
     """Compares the bytes of a document with the bytes to which the document's tokens decode."""
 
     def __init__(self, tokenizer: Tokenizer):
@@ -49,9 +49,9 @@ def _counts(data: bytes) -> np.ndarray:
     return np.bincount(np.frombuffer(data, np.uint8), minlength=256)
 
 
-def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
+def count(tokenizer: Tokenizer, text: str) -> int:
     """Tokenizes a text, and returns the number of its bytes that the tokens do not reproduce."""
-    counter = Losses(tokenizer)
+    counter = LostBytes(tokenizer)
     counter.add(text.encode(), tokenizer.encode(text))
     return counter.lost
 
