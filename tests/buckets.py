@@ -469,8 +469,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--bucket", action="append", default=[], help="may be repeated")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds before each answer")
+    parser.add_argument("--errors", type=int, default=0, help="of 1,000 requests, answered by 503")
     flags = parser.parse_args()
     with BucketServer(*flags.bucket, port=flags.port) as process:
+        process.faults = lambda request: (
+            Fault(503)
+            if request.number % 1000 < flags.errors
+            else Fault("delay", seconds=flags.delay)
+        )
         print(process.port, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
