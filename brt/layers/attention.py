@@ -74,7 +74,7 @@ class TransformerBlock(nn.Module):
     `project` and `attend` are separate methods because between the two calls, the recurrent states
     attend to the tokens' keys and values. Weights have an axis of heads: [D, H, K] from tokens to
     heads, and [n, H, K, D] from the outputs of n attentions to tokens. If heads are sharded, a
-    device holds the same heads of all weights, so no data move between devices.
+    device holds the same heads of all weights: only the last product is summed over devices.
     """
 
     model: Model

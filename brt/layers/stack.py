@@ -117,8 +117,8 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> StackOutput:
-        # With feedback, the lowest layer attends to states of the recurrent layer after the
-        # previous block. Layers above the recurrent layer read the whole segment.
+        # All layers attend to the states that the recurrent layer has after the previous block. The
+        # layers up to it therefore read block after block; those above it read the whole segment.
         serial = self.feedback_source + 1
         scan = nn.scan(
             Stack._read_block,

@@ -530,8 +530,8 @@ class Costs(NamedTuple):
     unknown: tuple[str, ...] = ()  # names of Pallas kernels whose cycles are unknown
     instructions: tuple[InstructionGroup, ...] = ()  # most expensive first, without collectives
     overlaps: tuple[Overlap, ...] = ()  # collectives that run beside other instructions
-    # Cycles of the kernels whose products or bytes take longer at the chip's peak rates than their
-    # schedules.
+    # Those cycles in `parts` that are of kernels whose products or bytes need more cycles at the
+    # chip's peak rates than their schedules have. They are counted at the peak rates.
     cycles_at_peak: float = 0.0
 
     @property

@@ -270,7 +270,9 @@ class Mirror(Storage):
     def _confirm(self, keys: Iterable[str]) -> None:
         """Makes sure, before objects are changed, that no other trainer is there."""
         if self._lease:
-            if any(map(_CHECKPOINT.fullmatch, keys)):  # even if this machine was suspended
+            if any(map(_CHECKPOINT.fullmatch, keys)):
+                # `confirm` trusts the clock of this machine, which stands still while the machine
+                # is suspended. Before a checkpoint changes, the bucket itself is asked.
                 self._lease.renew()
             else:
                 self._lease.confirm()

@@ -189,6 +189,7 @@ def _call_backward(arguments: SlabArguments, inputs: SlabInputs, s: SlabSettings
 
 def _inputs(arguments: SlabArguments) -> SlabInputs:
     def parts(x: tuple[Array, ...]) -> tuple[Array, ...]:
+        # Of a window's segment, a step reads two blocks: that of the queries and the one before.
         return x if len(x) == 1 else (x[0], x[1], x[1])
 
     a, scale = arguments, arguments.scale

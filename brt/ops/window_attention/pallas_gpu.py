@@ -36,7 +36,8 @@ def window_attention(
     dropout = inputs.dropout
     return gpu.attend(
         queries, jnp.pad(keys, padding), jnp.pad(values, padding), spans,
-        # The strip hides keys outside of the window, but not those of other documents.
+        # The strip hides keys outside of the window. Spans hide those of other documents, and need
+        # not be applied to single logits if documents begin at whole tiles.
         whole_tiles=inputs.part % TILE == 0 and window % TILE == 0,
         bias=strip, by_distance=True, learned=inputs.bias is not None,
         factors=None if dropout is None else dropout.factors(jnp.dtype("float32")),
