@@ -115,7 +115,12 @@ def new_directory(name: str) -> str:
 
 
 def source(name: str) -> str:
-    """The value of a setting that names files."""
+    """A source of data, as a setting names it."""
+    return _local(storage.source, name)
+
+
+def setting(name: str) -> str:
+    """Another value of a setting that names files."""
     return _local(storage.settled, name)
 
 

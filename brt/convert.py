@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--from", choices=forms, required=True, dest="source_form", help="format of DIR"
     )
-    flags.add_argument("source", type=command_line.source, metavar="DIR|OWNER/NAME")
+    flags.add_argument("source", type=command_line.setting, metavar="DIR|OWNER/NAME")
     flags.add_argument(
         "--to", choices=forms, required=True, dest="target_form", help="format of OUT"
     )

@@ -69,8 +69,9 @@ def parser() -> argparse.ArgumentParser:
                       help="documents that are not UTF-8: strict (default) or replace; bad pairs: "
                       "refuse (default) or skip")  # fmt: skip
     documents = flags.add_argument_group("with --documents")
-    documents.add_argument("--tokenizer", type=source, help="bytes (default), path/to/file.model, "
-                           "path/to/tokenizer.json or train:VOCAB_SIZE")  # fmt: skip
+    documents.add_argument("--tokenizer", type=command_line.setting,
+                           help="bytes (default), path/to/file.model, path/to/tokenizer.json or "
+                           "train:VOCAB_SIZE")  # fmt: skip
     documents.add_argument("--text_field", help="default: text")
     documents.add_argument("--max_bad_records", type=int, metavar="N",
                            help="leave out up to N unreadable documents; default: 0")  # fmt: skip

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from brt import bounded, durable, storage, tree_utils
+from brt import bounded, durable, storage, tree_utils, untrusted
 from brt.checkpointing import manifest, reader, shards
 from brt.checkpointing.reader import (
     FORMAT,
@@ -347,7 +347,7 @@ class CheckpointWriter:
         for name, content in shards.merge(base, len(sums)).items():
             (partial / STATE / name).parent.mkdir(exist_ok=True)
             (partial / STATE / name).write_bytes(content)
-        return {name: digest for one in sums for name, digest in json.loads(one).items()}
+        return {name: digest for one in sums for name, digest in untrusted.parse_json(one).items()}
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Removes the files of a failed save, and returns an error that says why it failed."""

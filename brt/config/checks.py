@@ -155,7 +155,9 @@ def settle_paths(section: Any) -> None:
         if setting.path:
             value, asked = getattr(section, field), name_of(section, field)
             many = isinstance(value, tuple)
-            settle = places.local_only if setting.path == "written" else places.settled
+            settle = {"written": places.local_only, "data": places.source}.get(
+                setting.path, places.settled
+            )
             paths = tuple(settle(name, asked) for name in (value if many else (value,)))
             object.__setattr__(section, field, paths if many else paths[0])
 

@@ -19,8 +19,8 @@ cached under a hash of these settings. True hashes the value of the field itself
 property of the section hashes the value of this property instead.
 
 The argument `path` marks settings that name files or directories, because the config of a
-stranger's run may name any path. The argument is "read" if brt reads the files, and "written" if
-brt writes them, which only commands that train or prepare do.
+stranger's run may name any path. The argument is "read" if brt reads the files, "data" if they
+are sources of data, and "written" if brt writes them, which only commands that train or prepare do.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _SOURCES = "sources"  # This value of `cached` marks fields that name the source
 _USUAL = "usual"
 _NESTED = "nested"
 _AUTO: Any = ("auto",)  # This value stands for held-out sources that the user did not name.
-Path = Literal["", "read", "written"]
+Path = Literal["", "read", "data", "written"]
 GENERATED = "generated:"  # Sources with this prefix are generated instead of read.
 MEMORY = "memory:"  # Sources with this prefix are memory tasks (docs/memory.md).
 
@@ -47,7 +47,7 @@ class Setting(NamedTuple):
     warm_start: Literal["own", "inherited", "adaptable"]
     # True if the value determines prepared data; or the name of a property that does so instead.
     cached: bool | str
-    path: Path = ""  # "read" or "written" if the value names files that brt reads or writes
+    path: Path = ""  # how brt uses the files that the value names; "" if it names none
     derived: bool = False  # True if the data or converted weights determine the value
 
 
@@ -58,7 +58,7 @@ def free(default: T, *, cached: bool | str = False, path: Path = "") -> T:
 
 def sources(default: T) -> T:
     """Declares a field, which a resumed run may change, that names the sources of training data."""
-    return _field(default, Setting(True, "own", _SOURCES, "read"))
+    return _field(default, Setting(True, "own", _SOURCES, "data"))
 
 
 def held_out(usual: T) -> T:
@@ -67,7 +67,7 @@ def held_out(usual: T) -> T:
     The default of the field is ("auto",), which `fill_held_out` replaces when the section is made:
     by `usual` if the section's field `train` has its default or names only generated data.
     """
-    setting = {_DECLARED: Setting(True, "own", _SOURCES, "read"), _USUAL: usual}
+    setting = {_DECLARED: Setting(True, "own", _SOURCES, "data"), _USUAL: usual}
     return dataclasses.field(default=_AUTO, metadata=setting)
 
 

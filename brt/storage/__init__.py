@@ -5,7 +5,6 @@ which copies objects when they are needed, and copies back what has changed. `of
 `Storage` of a path, whose methods do nothing for other local files.
 """
 
-from brt.storage.inputs import RemoteFile as RemoteFile
 from brt.storage.inputs import matching as matching
 from brt.storage.inputs import tokenizer as tokenizer
 from brt.storage.mirror import Storage as Storage
@@ -18,3 +17,4 @@ from brt.storage.mirror import readable as readable
 from brt.storage.mirror import shown as shown
 from brt.storage.mirror import writable as writable
 from brt.storage.places import settled as settled
+from brt.storage.places import source as source

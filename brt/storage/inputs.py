@@ -1,14 +1,6 @@
-"""Files of data in buckets and on the Hugging Face Hub.
+"""Documents and tokenizers in buckets and on the Hugging Face Hub, which are copied."""
 
-Documents are copied whole. Of the tokens of a store, only the blocks that are read are copied, and
-a bounded number of them is kept in memory.
-"""
-
-import errno
 import re
-import threading
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import translate
 from glob import has_magic
 from pathlib import Path
@@ -16,11 +8,6 @@ from pathlib import Path
 from brt import formatting
 from brt.errors import DataError
 from brt.storage import hub, mirror, places
-from brt.storage.objects import Bucket
-
-_BLOCK = 1 << 20  # bytes
-_KEPT = 256  # This number of blocks of a file is kept.
-_THREADS = 8
 
 
 def matching(name: str) -> str:
@@ -29,9 +16,9 @@ def matching(name: str) -> str:
     What the name of a place in a bucket or on the hub matches is copied. Other names are returned
     as they are.
     """
-    place = places.parse(name)
+    place = places.parse(name, hub=True)
     if isinstance(place, str):
-        return place if place != name else name
+        return place
     if place.scheme == "hf":
         return _on_hub(place)
     if not has_magic(place.key):
@@ -77,41 +64,3 @@ def _regular_expression(pattern: str) -> re.Pattern[str]:
     ]
     joined = "".join(parts).replace(r"\Z", "").replace(r"\z", "").removesuffix("/")
     return re.compile(joined, re.DOTALL)
-
-
-class RemoteFile:
-    """A file in a bucket, of which blocks are copied when they are read, or are about to be."""
-
-    def __init__(self, bucket: Bucket, key: str, size: int):
-        self._bucket, self._key, self._size = bucket, key, size
-        self._generation: bytes | None = None
-        self._turn = threading.Lock()
-        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
-        self._pool = ThreadPoolExecutor(_THREADS, "blocks")
-
-    def read(self, start: int, count: int) -> bytes:
-        """Returns `count` bytes from `start`; an OSError says that they cannot be read."""
-        first, last = start // _BLOCK, (start + count - 1) // _BLOCK
-        wanted = [self._block(number) for number in range(first, last + 1)]
-        if (last + 1) * _BLOCK < self._size:
-            self._block(last + 1)  # A row of a batch goes on reading there.
-        content = b"".join(block.result() for block in wanted)
-        return content[start - first * _BLOCK :][:count]
-
-    def _block(self, number: int) -> Future[bytes]:
-        with self._turn:
-            if number not in self._blocks:
-                self._blocks[number] = self._pool.submit(self._fetch, number)
-                if len(self._blocks) > _KEPT:
-                    self._blocks.popitem(last=False)
-            self._blocks.move_to_end(number)
-            return self._blocks[number]
-
-    def _fetch(self, number: int) -> bytes:
-        start = number * _BLOCK
-        part = self._bucket.part(self._key, start, min(start + _BLOCK, self._size))
-        self._generation = self._generation or part.generation
-        if part.generation != self._generation:
-            url = self._bucket.url(self._key)
-            raise OSError(errno.ESTALE, "it was replaced while it was read", url)
-        return part.content

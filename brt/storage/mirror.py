@@ -17,16 +17,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from brt import durable, formatting, user_cache
 from brt.errors import BucketError, CheckpointError, ConfigError, closing
+from brt.storage.blocks import RemoteFile
 from brt.storage.lease import Lease
 from brt.storage.objects import Bucket
-from brt.storage.places import BUCKETS, Place, key_problem, parse
-
-if TYPE_CHECKING:
-    from brt.storage.inputs import RemoteFile
+from brt.storage.places import Place, key_problem, parse
 
 MANIFEST = "MANIFEST.sha256"
 CONTROL = "checkpoint_now", "stop_after_evaluation"
@@ -79,7 +77,7 @@ class Storage:
     def need(self, file: Path) -> None:
         """Copies a file, unless it is there."""
 
-    def remote(self, file: Path, size: int) -> "RemoteFile | None":
+    def remote(self, file: Path, size: int) -> RemoteFile | None:
         """Returns a file of `size` bytes that is read in parts; None if it is there."""
         return None
 
@@ -186,9 +184,7 @@ class Mirror(Storage):
             with self._turn:
                 self._fetch_one(self._key(file))
 
-    def remote(self, file: Path, size: int) -> "RemoteFile | None":
-        from brt.storage.inputs import RemoteFile
-
+    def remote(self, file: Path, size: int) -> RemoteFile | None:
         return None if file.exists() else RemoteFile(self.bucket, self._key(file), size)
 
     def _fetch_one(self, key: str) -> None:
@@ -405,9 +401,7 @@ def local(name: str | os.PathLike[str] | Place, asked: str = "") -> str:
 
 
 def opened(place: Place, *, refresh: bool = False) -> Mirror:
-    """Returns the mirror of a place in a bucket; ConfigError if it is on the hub."""
-    if place.scheme not in BUCKETS:
-        raise ConfigError(f"{place} is on the hub, from which brt only reads data here")
+    """Returns the mirror of a place in a bucket."""
     for mirror in _mirrors.values():
         if mirror.place == place:
             if refresh:

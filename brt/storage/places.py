@@ -34,8 +34,8 @@ class Place(NamedTuple):
         return f"{self.scheme}://{'/'.join(filter(None, (self.bucket, self.key)))}"
 
 
-def parse(name: str | os.PathLike[str], asked: str = "") -> Place | str:
-    """Returns the place in a bucket that a name says, or the local path.
+def parse(name: str | os.PathLike[str], asked: str = "", *, hub: bool = False) -> Place | str:
+    """Returns the place in a bucket, or with `hub` on the hub, that a name says, or the local path.
 
     Names of other kinds, such as tfds:NAME/SPLIT, count as paths. ConfigError, which names the
     setting or argument `asked`, is raised for other URLs and for names that no bucket has.
@@ -54,7 +54,7 @@ def parse(name: str | os.PathLike[str], asked: str = "") -> Place | str:
     scheme, rest, shown = match[1].lower(), match[2], redacted(text)
     if scheme == "file":
         return _local_path(text, where)
-    if scheme == "hf":
+    if scheme == "hf" and hub:
         return Place(scheme, "", rest.strip("/"))
     if scheme not in BUCKETS:
         raise ConfigError(
@@ -76,6 +76,11 @@ def parse(name: str | os.PathLike[str], asked: str = "") -> Place | str:
 def settled(name: str, asked: str = "") -> str:
     """Returns a name as it is kept in a config: a local path, or the URL of a place in a bucket."""
     return str(parse(name, asked))
+
+
+def source(name: str, asked: str = "") -> str:
+    """Returns what `settled` does; data may be on the hub, too."""
+    return str(parse(name, asked, hub=True))
 
 
 def local_only(name: str, asked: str = "") -> str:

@@ -107,8 +107,8 @@ _SCALINGS = {
     },
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-# These keys are not reported as unread: other parts of brt read them, or they say nothing about what
-# the model computes.
+# These keys are not reported as unread: other parts of brt read them, or they do not say what the
+# model computes.
 _READ_ELSEWHERE = {
     "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
     "model_type", "quantization_config", "torch_dtype",
