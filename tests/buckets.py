@@ -475,7 +475,7 @@ if __name__ == "__main__":
     with BucketServer(*flags.bucket, port=flags.port) as process:
         process.faults = lambda request: (
             Fault(503)
-            if request.number % 1000 < flags.errors
+            if flags.errors and request.number % (1000 // flags.errors) == 1
             else Fault("delay", seconds=flags.delay)
         )
         print(process.port, flush=True)

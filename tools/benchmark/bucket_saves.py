@@ -128,8 +128,9 @@ def main(args: argparse.Namespace) -> None:
     with server():
         rows = saved(args.saves) if args.saves else []
     storage.discard_all()
-    row = {"times": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
-    show(f"steps of {args.seconds:g} s in a bucket, times the steps in a directory", [row])
+    if ratios:
+        row = {"times": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+        show(f"steps of {args.seconds:g} s in a bucket, times the steps in a directory", [row])
     if rows:
         show("saves in a bucket", rows)
     report(args, {"ratios": ratios, "saves": rows})
