@@ -74,4 +74,4 @@ def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -
         )  # fmt: skip
         return json.loads(place.read_text())["peak_bytes"]
 
-    assert peak("auto") < 0.6 * peak("xla")
+    assert peak("auto") < 2 / 3 * peak("xla")
