@@ -8,6 +8,7 @@ A macro is a named value, which other values may contain.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,14 @@ from typing import Any, NamedTuple
 
 from brt.config import Config
 from brt.config.kinds import kind_sections
-from brt.config.names import default_of, field_types, fields_of, has_section, task_field
+from brt.config.names import (
+    declaration,
+    default_of,
+    field_types,
+    fields_of,
+    has_section,
+    task_field,
+)
 from brt.config.shared import TASK_SECTIONS, tasks_with
 from brt.config_io import (
     checked_value,
@@ -264,7 +272,11 @@ def _duplicate(first: Binding, second: Binding, remedy: str) -> ConfigError:
 def _checked(binding: Binding, task: str | None = None) -> Binding:
     """Returns a binding with its value converted; an error begins with the binding's origin."""
     try:
-        return binding._replace(value=checked_value(binding.name, binding.value, task))
+        value = checked_value(binding.name, binding.value, task)
+        if fields_of(binding.name) and declaration(binding.name).path:
+            many = isinstance(value, tuple)
+            value = tuple(map(os.path.expandvars, value)) if many else os.path.expandvars(value)
+        return binding._replace(value=value)
     except ConfigError as error:
         raise ConfigError(f"{binding.origin}: {error}") from error
 

@@ -50,7 +50,7 @@ def printable(text: str) -> str:
     Line ends and tabs are kept. The text is escaped where it leaves the process: in brt/output.py,
     in errors, in log.txt, and by the writers of reports. The paths in `SHOWN` are replaced.
     """
-    for path, url in SHOWN.items():
+    for path, url in tuple(SHOWN.items()):
         text = text.replace(path, url)
     if text.isascii() and text.isprintable():
         return text

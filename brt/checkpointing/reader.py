@@ -196,6 +196,7 @@ def find(
     while True:
         # While a trainer replaces its only checkpoint, a listing may show neither the old nor the
         # new one. If nothing is listed, the directory is therefore listed a second time.
+        storage.of(directory).refresh()
         listed = present(directory) or present(directory)
         candidates = [s for s in listed if s not in problems and step in (None, s)]
         if not candidates:
@@ -217,6 +218,7 @@ def find(
                 if problem not in warned:
                     warn(f"{directory}: {problem}; trying the next older one")
             return VerifiedCheckpoint(newest, meta, list(problems.values()), step)
+        storage.of(directory).refresh()
         if newest in present(directory):
             problems[newest] = f"checkpoint {newest} is damaged: {join(damage)}"
 
@@ -264,6 +266,7 @@ def restore(
         except Exception as error:
             if runtime.exhausted(error):
                 raise
+            storage.of(directory).refresh()
             if checkpoint.step in present(directory):
                 raise CheckpointError(
                     f"the arrays of {where} cannot be read: {error}; choose another"

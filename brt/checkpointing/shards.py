@@ -38,8 +38,8 @@ def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
     ]  # fmt: skip
 
 
-def directory_of(index: int) -> str:
-    return f"ocdbt.process_{index}"
+def directory_of(index: int, name: str) -> str:
+    return f"ocdbt.process_{index}_{name}"
 
 
 def write(directory: Path, parts: Sequence[Part]) -> None:
@@ -63,10 +63,10 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
     transaction.commit_async().result()
 
 
-def merge(base: Mapping[str, Any], count: int) -> dict[str, bytes]:
+def merge(base: Mapping[str, Any], parts: Sequence[str]) -> dict[str, bytes]:
     """Writes the store that refers to those of all processes; returns its files.
 
-    `base` is TensorStore's spec of the directory of all stores.
+    `base` is TensorStore's spec of the directory in which the `parts` are.
     """
 
     # Stores of one context can refer to each other's content.
@@ -78,7 +78,7 @@ def merge(base: Mapping[str, Any], count: int) -> dict[str, bytes]:
 
     transaction = tensorstore.Transaction(atomic=True)
     target = opened("").with_transaction(transaction)
-    children = [opened(f"{directory_of(index)}/") for index in range(count)]
+    children = [opened(f"{part}/") for part in parts]
     for copy in [child.experimental_copy_range_to(target) for child in children]:
         copy.result()
     transaction.commit_async().result()

@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -318,17 +319,22 @@ class CheckpointWriter:
                 _commit(partial)
                 self._frozen_step = step
                 durable.write(self._directory.parent / LAST, f"{step}\n".encode())
-                old = [one for one in steps(self._directory) if one <= step]
-                for one in old[: -self._keep]:
-                    if not self._keep_every or one % self._keep_every:
-                        _remove(self._directory / str(one))
+                old = [one for one in steps(self._directory) if one <= step][: -self._keep]
+                every = self._keep_every
+                doomed = [self._directory / str(n) for n in old if not every or n % every]
+                for path in doomed:
+                    _remove(path)
         except Exception as error:
             raise self._failure(step, error) from error
         try:
             storage.of(self._directory).publish()
+            for path in doomed:
+                storage.of(path).removed(path)
         except BrtError as error:
             self._last_step, self._failed = None, True
-            raise type(error)(f"saving step {step} to {self._directory} failed: {error}") from error
+            raise CheckpointError(
+                f"saving step {step} to {self._directory} failed: {error}"
+            ) from error
 
     def _write_apart(self, step: int, parts: list[shards.Part]) -> dict[str, str]:
         """Writes and uploads the shards of this process.
@@ -337,16 +343,24 @@ class CheckpointWriter:
         uploaded, too, what makes the arrays of all of them one store.
         """
         partial, place = self._directory / f"{step}.partial", storage.of(self._directory)
-        shards.write(partial / STATE / shards.directory_of(jax.process_index()), parts)
+        if (
+            processes.is_first()
+        ):  # The step may have been saved before, and does not count meanwhile.
+            place.removed(self._directory / str(step))
+        # The name is new, so that no other trainer writes to it.
+        name = processes.from_first(secrets.token_hex(4), "checkpoint name")
+        own = shards.directory_of(jax.process_index(), name)
+        shards.write(partial / STATE / own, parts)
         place.upload(partial, self._directory / str(step))
         sums = processes.gather("checkpoint files", json.dumps(manifest.checksums(partial)))
         if not processes.is_first():
             shutil.rmtree(partial)
             return {}
         base = place.kvstore(self._directory / str(step) / STATE)
-        for name, content in shards.merge(base, len(sums)).items():
-            (partial / STATE / name).parent.mkdir(exist_ok=True)
-            (partial / STATE / name).write_bytes(content)
+        parts_of = [shards.directory_of(index, name) for index in range(len(sums))]
+        for path, content in shards.merge(base, parts_of).items():
+            (partial / STATE / path).parent.mkdir(exist_ok=True)
+            (partial / STATE / path).write_bytes(content)
         return {name: digest for one in sums for name, digest in untrusted.parse_json(one).items()}
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:

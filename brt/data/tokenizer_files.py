@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import sentencepiece
 
 from brt import bounded, storage, untrusted
+from brt.data import originals
 from brt.data.special_tokens import Added
 from brt.errors import ConfigError, DataError
 
@@ -50,7 +51,13 @@ def load(name: str, readers: Mapping[str, Callable[[Path], T]]) -> T:
         raise ConfigError(
             f"Data.tokenizer = '{name}' is none of {', '.join(known)}, 'train:VOCAB_SIZE'"
         )
-    return readers[kind](Path(name if name == "bytes" else storage.tokenizer(name)))
+    return readers[kind](
+        Path(
+            name
+            if name == "bytes"
+            else storage.tokenizer(name, (*originals.TOKENIZER, *originals.MODEL))
+        )
+    )
 
 
 def read(path: Path) -> bytes:

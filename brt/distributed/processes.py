@@ -376,6 +376,7 @@ def check_shared(directory: Any) -> None:
     missing = [peer(index) for index, answer in enumerate(answers) if answer != "True"]
     if is_first():
         (directory / name).unlink(missing_ok=True)
+        place.removed(directory / name)
     if missing:
         raise ConfigError(
             f"{directory} is not the same directory for all processes: {', '.join(missing)} "

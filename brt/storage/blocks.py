@@ -33,7 +33,8 @@ class RemoteFile:
 
     def _block(self, number: int) -> Future[bytes]:
         with self._turn:
-            if number not in self._blocks:
+            old = self._blocks.get(number)
+            if old is None or (old.done() and old.exception()):  # It may be there again.
                 self._blocks[number] = self._pool.submit(self._fetch, number)
                 if len(self._blocks) > _KEPT:
                     self._blocks.popitem(last=False)

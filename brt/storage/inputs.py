@@ -1,9 +1,9 @@
 """Documents and tokenizers in buckets and on the Hugging Face Hub, which are copied."""
 
 import re
+from collections.abc import Collection
 from fnmatch import translate
 from glob import has_magic
-from pathlib import Path
 
 from brt import formatting
 from brt.errors import DataError
@@ -31,15 +31,16 @@ def matching(name: str) -> str:
     return str(copy.path / pattern)
 
 
-def tokenizer(name: str) -> str:
-    """Returns the local path of the file of a tokenizer; the small files beside it are copied."""
+def tokenizer(name: str, beside: Collection[str]) -> str:
+    """Returns the local path of the file of a tokenizer; the files `beside` it are copied, too."""
     place = places.parse(name)
     if isinstance(place, str):
         return place
     parent, _, last = place.key.rpartition("/")
-    copy = Path(mirror.local(place._replace(key=parent)))
-    mirror.of(copy).need(copy / last)
-    return str(copy / last)
+    copy = mirror.opened(place._replace(key=parent))
+    names = "|".join(map(re.escape, (last, *beside)))
+    copy.fetch_matching(re.compile(rf"{names}|additional_chat_templates/[^/]+\.jinja"))
+    return str(copy.path / last)
 
 
 def _on_hub(place: places.Place) -> str:

@@ -36,7 +36,7 @@ class Lease:
         self._bucket, self._place, self._warn = bucket, place, warn
         self._holder = {
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
-            "machine": _machine(), "pid": os.getpid(),
+            "machine": machine(), "pid": os.getpid(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "id": secrets.token_hex(8),
         }  # fmt: skip
         self._generation = ABSENT
@@ -62,7 +62,7 @@ class Lease:
 
     def confirm(self) -> None:
         """Renews the lock, unless nobody can have taken it over since it was renewed."""
-        if time.monotonic() - self._renewed > LEASE_SECONDS / 4:
+        if _now() - self._renewed > LEASE_SECONDS / 4:
             self.renew()
 
     def renew(self) -> None:
@@ -79,7 +79,7 @@ class Lease:
         return self._replace(replaces, json.dumps(self._holder).encode())
 
     def _replace(self, generation: bytes, content: bytes) -> bool:
-        begin = time.monotonic()
+        begin = _now()
         written = self._bucket.write(_KEY, content, replaces=generation)
         if written is None:
             # The last write may have failed here, and yet have been carried out.
@@ -95,7 +95,7 @@ class Lease:
         while not self.lost and not self._ended.wait(LEASE_SECONDS / 5):
             with contextlib.suppress(BrtError):
                 self.renew()
-            if time.monotonic() - self._renewed > LEASE_SECONDS:
+            if _now() - self._renewed > LEASE_SECONDS:
                 self.lost = (
                     f"the lock in {self._place} could not be renewed for {LEASE_SECONDS:.0f} s; "
                     "see to the network, then run again to go on from the newest checkpoint"
@@ -104,13 +104,13 @@ class Lease:
     def _wait_until_abandoned(self, generation: bytes, holder: dict[str, Any]) -> None:
         """Waits until the holder is known to have ended; ConfigError if it has not."""
         name = str(holder.get("holder", "unknown"))[:200]
-        end = time.monotonic() + LEASE_SECONDS
+        end = _now() + LEASE_SECONDS
         if not (dead := _has_ended(holder)):
             self._warn(
                 f"{self._place} was in use by {name}; looking for {LEASE_SECONDS:.0f} s whether it "
                 "still is"
             )
-        while not dead and time.monotonic() < end:
+        while not dead and _now() < end:
             time.sleep(min(1.0, LEASE_SECONDS / 10))
             found = self._bucket.read(_KEY)
             if not found or found.generation != generation:
@@ -124,6 +124,11 @@ class Lease:
         )
 
 
+def _now() -> float:
+    """Returns the seconds of a clock that goes on while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
         return untrusted.checked_json(content, {})
@@ -131,7 +136,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
         return {}
 
 
-def _machine() -> str:
+def machine() -> str:
     """Returns a text that only processes have in common which see each other's numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -142,7 +147,7 @@ def _machine() -> str:
 
 def _has_ended(holder: dict[str, Any]) -> bool:
     """Returns True if the holder was a process of this machine that is gone."""
-    if holder.get("machine") != _machine() or not isinstance(holder.get("pid"), int):
+    if holder.get("machine") != machine() or not isinstance(holder.get("pid"), int):
         return False
     try:
         os.kill(holder["pid"], 0)

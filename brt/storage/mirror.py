@@ -1,13 +1,16 @@
 """Local copies of places in buckets.
 
 A mirror copies small objects when it is opened or refreshed. What is large is copied when it is
-asked for (`fetch`): the arrays of checkpoints. `publish` copies back what has changed since.
+asked for (`fetch`): the arrays of checkpoints. `publish` copies back what has changed since, and
+deletes nothing: what was deleted here stays in the bucket unless `removed` says so.
 Objects cannot be renamed, so a checkpoint counts when its manifest is there, which is written last
 and deleted first. The copy is deleted when the process ends, or, if the process was killed, by the
 next one that makes a copy.
 """
 
+import atexit
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -20,17 +23,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt import durable, formatting, user_cache
-from brt.errors import BucketError, CheckpointError, ConfigError, closing
+from brt.errors import BrtError, BucketError, CheckpointError, ConfigError, closing
 from brt.storage.blocks import RemoteFile
-from brt.storage.lease import Lease
+from brt.storage.lease import Lease, machine
 from brt.storage.objects import Bucket
 from brt.storage.places import Place, key_problem, parse
 
 MANIFEST = "MANIFEST.sha256"
 CONTROL = "checkpoint_now", "stop_after_evaluation"
-# What a run only adds to, and arrays: they are not copied before somebody asks for them.
+# What a run only adds to, arrays, and what need not be small: they are not copied before somebody
+# asks for them.
 _ON_DEMAND = re.compile(
-    r"(.*/)?(checkpoints/\d+/(state|frozen)|tensorboard|wandb)/.*|.*\.(safetensors|bin|npz)",
+    r"(.*/)?(checkpoints/\d+/(state|frozen)|tensorboard|wandb)/.*"
+    r"|(?!.*\.(json|jsonl|txt|gin|md|csv|png|html|model|jinja|sha256)$).*\.[^/]*",
     re.DOTALL,
 )
 # What is written once, and does not change afterwards.
@@ -44,6 +49,7 @@ _IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
 # What a run has after its first save, and lists would show in this order.
 _ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
+_HELD = ".held by brt"  # beside a copy; no object's name is taken for it
 _THREADS = 4  # This number of files is copied at a time.
 # A trainer copies back every _PUBLISH_SECONDS, and less often if a copy takes long: it is to take
 # at most a twentieth of the time.
@@ -84,6 +90,9 @@ class Storage:
     def publish(self) -> None:
         """Copies back what has changed."""
 
+    def removed(self, path: Path) -> None:
+        """Deletes what was deleted locally: a file, or a checkpoint, its manifest first."""
+
     @contextlib.contextmanager
     def held(self, warn: Callable[[str], None]) -> Iterator[None]:
         """Context in which this process alone may write to a run directory, and does so.
@@ -112,15 +121,21 @@ class Mirror(Storage):
     apart = True
 
     def __init__(self, place: Place, path: Path):
-        self.place, self.path = place, path
+        self.place, self.path, self.process = place, path, os.getpid()
         self.bucket = Bucket(place)
         self._known: dict[str, _Stamp | None] = {}  # what was copied, in either direction
         self._generations: dict[str, bytes] = {}
         self._uploaded: dict[str, _Stamp | None] = {}  # under keys of files that are not there yet
         self._turn = threading.RLock()
         self._lease: Lease | None = None
+        self._lost = ""
 
     def refresh(self) -> None:
+        if self._lease:  # What is here is newer than what is in the bucket.
+            return
+        self._refresh()
+
+    def _refresh(self) -> None:
         with self._turn:
             keys = _without_halves(self._all_keys())
             small = [key for key in keys if not _ON_DEMAND.fullmatch(key)]
@@ -142,14 +157,10 @@ class Mirror(Storage):
                     self._store(key, found.generation, [found.content])
 
     def _all_keys(self) -> list[str]:
-        """Returns all keys; ConfigError if the list was refused, or broken off, which looks alike.
-
-        As lists are sorted, what is missing in one that was broken off is behind its last key.
-        """
+        """Returns all keys; ConfigError if the list was refused, which looks like an empty one."""
         for again in False, True:  # An object may have been written since the list was made.
             keys = self._keys()
-            behind = {k for k in (*self._known, *_ALWAYS) if not keys or k > keys[-1]}
-            if not any(map(self.bucket.exists, sorted(behind))):
+            if keys or not any(map(self.bucket.exists, sorted({*self._known, *_ALWAYS}))):
                 break
             if again:
                 raise ConfigError(
@@ -190,44 +201,43 @@ class Mirror(Storage):
     def _fetch_one(self, key: str) -> None:
         # What is missing in the bucket is missing in the copy, where a reader notices it.
         with contextlib.suppress(FileNotFoundError):
-            self._store(key, b"", self.bucket.chunks(key))
+            if not (self.path / key).exists():
+                self._store(key, b"", self.bucket.chunks(key))
 
     def file(self, key: str) -> Path | None:
         """Copies one object, and returns its path; None if there is none."""
-        with self._turn:
-            if found := self.bucket.read(key):
-                self._store(key, found.generation, [found.content])
-        return self.path / key if found else None
+        self.need(self.path / key)
+        return self.path / key if (self.path / key).exists() else None
 
     def publish(self) -> None:
         with self._turn:
-            # A checkpoint may be removed while its files are found. Its manifest then has no stamp.
             found = [(key, _stamp(path)) for key, path in list(self._files())]
             stamps = {key: stamp for key, stamp in found if stamp}
             self._known |= {k: s for k, s in self._uploaded.items() if stamps.get(k) == s}
             changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
-            gone = self._known.keys() - stamps.keys()
             manifests = {key for key in self._known if _CHECKPOINT.fullmatch(key)}
             # A checkpoint that is written anew does not count meanwhile.
             self._delete(sorted(manifests.intersection(changed)))
             for batch in _in_order(changed):
-                self._confirm(batch)
                 with ThreadPoolExecutor(_THREADS, "publishing") as pool:
-                    for key, generation in zip(batch, pool.map(self._upload, batch), strict=True):
+                    paths = (self.path / key for key in batch)
+                    generations = pool.map(self._upload, batch, paths)
+                    for key, generation in zip(batch, generations, strict=True):
                         if generation is not None:
                             self._known[key], self._generations[key] = stamps[key], generation
-            for key in sorted(gone & manifests):
-                self._delete([key])
-                self._delete(self.bucket.keys(key.removesuffix(MANIFEST)))
-            self._delete(sorted(gone & self._known.keys()))
+
+    def removed(self, path: Path) -> None:
+        with self._turn:
+            key = self._key(path)
+            self._delete([key for key in (f"{key}/{MANIFEST}", key) if key in self._known])
+            self._delete(self.bucket.keys(f"{key}/"))
 
     def upload(self, source: Path, target: Path) -> None:
         with self._turn, ThreadPoolExecutor(_THREADS, "publishing") as pool:
             paths = [path for path in source.rglob("*") if path.is_file()]
             keys = [self._key(target / path.relative_to(source)) for path in paths]
             self._uploaded = dict(zip(keys, map(_stamp, paths), strict=True))
-            contents = (path.read_bytes() for path in paths)
-            for _ in pool.map(self.bucket.write, keys, contents):
+            for _ in pool.map(self._upload, keys, paths):
                 pass
 
     def kvstore(self, directory: Path) -> dict[str, Any]:
@@ -241,9 +251,10 @@ class Mirror(Storage):
                 self._known.pop(key, None)
                 self._generations.pop(key, None)
 
-    def _upload(self, key: str) -> bytes | None:
+    def _upload(self, key: str, path: Path) -> bytes | None:
+        self._confirm([key])
         try:
-            content = (self.path / key).read_bytes()
+            content = path.read_bytes()
         except FileNotFoundError:  # It was removed since, as old samples and checkpoints are.
             return None
         return self.bucket.write(key, content)
@@ -252,15 +263,18 @@ class Mirror(Storage):
     def held(self, warn: Callable[[str], None]) -> Iterator[None]:
         with Lease(self.bucket, str(self.place), warn) as self._lease:
             try:
-                self.refresh()
+                self._refresh()
                 self._remove_half_checkpoints()
                 with closing(self.publish), self._published_regularly(warn):
                     yield
             finally:
-                self._lease = None
+                # A copy that another trainer's objects have replaced is of no use any more.
+                self._lost, self._lease = self._lease.lost, None
+                if self._lost:
+                    _mirrors.pop(self.path, None)
 
     def check(self) -> None:
-        if self._lease and (lost := self._lease.lost):
+        if lost := self._lost or (self._lease.lost if self._lease else ""):
             raise CheckpointError(lost)
 
     def _confirm(self, keys: Iterable[str]) -> None:
@@ -272,7 +286,7 @@ class Mirror(Storage):
                 self._lease.renew()
             else:
                 self._lease.confirm()
-            self.check()
+        self.check()
 
     def _remove_half_checkpoints(self) -> None:
         """Deletes what killed trainers have left: checkpoints without a manifest."""
@@ -458,7 +472,7 @@ def new_directory(name: str | os.PathLike[str], asked: str = "") -> str:
 def shown(path: str | os.PathLike[str]) -> str:
     """Returns the URL of a path in a local copy, or the path itself."""
     text = os.fspath(path)
-    for copy, url in formatting.SHOWN.items():
+    for copy, url in tuple(formatting.SHOWN.items()):
         text = text.replace(copy, url)
     return text
 
@@ -470,17 +484,27 @@ def of(path: Path) -> Storage:
 
 
 def publish_all() -> None:
-    """Copies back what has changed in all mirrors."""
-    for mirror in _mirrors.values():
-        mirror.publish()
+    """Copies back what has changed in all mirrors. If that fails, the copy is kept, and named."""
+    for mirror in list(_mirrors.values()):
+        try:
+            mirror.publish()
+        except BrtError as error:
+            kept = user_cache.writable() / "unpublished" / mirror.path.parent.name
+            user_cache.make(kept.parent)
+            os.replace(mirror.path.parent, kept)
+            raise type(error)(f"{error} (what was written is in {kept})") from error
 
 
 def discard_all() -> None:
-    """Deletes all copies."""
-    for path in list(_mirrors):
-        shutil.rmtree(path.parent, ignore_errors=True)
-        del _mirrors[path]
+    """Deletes all copies of this process."""
+    for path, mirror in list(_mirrors.items()):
+        if mirror.process == os.getpid():
+            shutil.rmtree(path.parent, ignore_errors=True)
+        _mirrors.pop(path, None)
         formatting.SHOWN.pop(str(path), None)
+
+
+atexit.register(discard_all)
 
 
 def _new_root() -> Path:
@@ -489,12 +513,14 @@ def _new_root() -> Path:
     user_cache.make(place)
     with (place / ".lock").open("ab") as turn:  # No other process looks before `root` is locked.
         durable.acquire_lock(turn, wait=True)
-        for old in place.iterdir():
-            with contextlib.suppress(OSError), (old / ".lock").open("rb") as file:
+        # The locks of other machines may not be seen in a directory that several share.
+        own = hashlib.sha256(machine().encode()).hexdigest()[:8]
+        for old in place.glob(f"{own}-*"):
+            with contextlib.suppress(OSError), (old / _HELD).open("ab") as file:
                 if durable.acquire_lock(file):
                     shutil.rmtree(old, ignore_errors=True)
-        root = place / secrets.token_hex(8)
+        root = place / f"{own}-{secrets.token_hex(8)}"
         root.mkdir(mode=0o700)
         # The open file is held until the process ends.
-        durable.acquire_lock(os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC))
+        durable.acquire_lock(os.open(root / _HELD, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC))
     return root

@@ -135,18 +135,23 @@ class Bucket:
         return result.state == "value"
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Returns the keys that begin with a text.
+        """Returns the keys that begin with a text; none may mean that no list is permitted.
 
-        For gs://, TensorStore returns what it has found so far if a list is refused. So a key that
-        is missing need not mean that the object is.
+        For gs://, TensorStore returns what it has found so far if a list is refused. Therefore what
+        follows the last key is listed again, until that is the only answer.
         """
         begin = prefix.encode()
-        span = self._key_range(begin, begin[:-1] + bytes([begin[-1] + 1]) if begin else b"")
+        end = begin[:-1] + bytes([begin[-1] + 1]) if begin else b""
+        found: list[bytes] = []
         with self._explained(prefix):
-            found = [
-                key.decode("utf-8", "surrogateescape") for key in self._store.list(span).result()
-            ]
-        return sorted(found)
+            while (more := sorted(self._store.list(self._key_range(begin, end)).result())) != found[
+                -1:
+            ]:
+                if not more:
+                    raise ValueError(f"PERMISSION_DENIED: the list ends after {len(found):,} keys")
+                found += more[bool(found) :]
+                begin = found[-1]
+        return [key.decode("utf-8", "surrogateescape") for key in found]
 
     def url(self, key: str = "") -> str:
         return f"{self.place}/{key}" if key else str(self.place)

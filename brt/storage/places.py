@@ -20,6 +20,7 @@ BUCKETS = {"gs": "gcs", "s3": "s3"}  # The drivers of TensorStore by the scheme 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _SLASHLESS = re.compile(r"\s*(gs|s3|file):", re.IGNORECASE)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_LONGEST_PART = 200  # of the name of a file, which has at most 255 with what brt adds
 _LONGEST_KEY = 1024  # bytes, the limit of both services
 
 
@@ -34,15 +35,18 @@ class Place(NamedTuple):
         return f"{self.scheme}://{'/'.join(filter(None, (self.bucket, self.key)))}"
 
 
-def parse(name: str | os.PathLike[str], asked: str = "", *, hub: bool = False) -> Place | str:
+def parse(
+    name: str | os.PathLike[str], asked: str = "", *, hub: bool = False, saved: bool = False
+) -> Place | str:
     """Returns the place in a bucket, or with `hub` on the hub, that a name says, or the local path.
 
     Names of other kinds, such as tfds:NAME/SPLIT, count as paths. ConfigError, which names the
-    setting or argument `asked`, is raised for other URLs and for names that no bucket has.
+    setting or argument `asked`, is raised for other URLs and for names that no bucket has. In a
+    name that may be `saved` with a run, and so be a stranger's, no $VARIABLE is expanded.
     """
     text, where = os.fspath(name), f"{asked}: " if asked else ""
     if not _URL.match(text):
-        text = _expanded(text, where)
+        text = _expanded(text if saved else os.path.expandvars(text), where)
     match = _URL.match(text)
     if not match:
         if _SLASHLESS.match(text):
@@ -75,17 +79,17 @@ def parse(name: str | os.PathLike[str], asked: str = "", *, hub: bool = False) -
 
 def settled(name: str, asked: str = "") -> str:
     """Returns a name as it is kept in a config: a local path, or the URL of a place in a bucket."""
-    return str(parse(name, asked))
+    return str(parse(name, asked, saved=True))
 
 
 def source(name: str, asked: str = "") -> str:
     """Returns what `settled` does; data may be on the hub, too."""
-    return str(parse(name, asked, hub=True))
+    return str(parse(name, asked, hub=True, saved=True))
 
 
 def local_only(name: str, asked: str = "") -> str:
     """Returns a local path; ConfigError for a place in a bucket."""
-    place = parse(name, asked)
+    place = parse(name, asked, saved=True)
     if isinstance(place, Place):
         where = f"{asked}: " if asked else ""
         raise ConfigError(f"{where}{place} is in a bucket, and this must be a local path")
@@ -98,6 +102,8 @@ def key_problem(key: str) -> str:
         return f"is longer than {_LONGEST_KEY} bytes"
     if any(part in ("", ".", "..") for part in key.split("/")):
         return "has an empty part, or . or .. as one"
+    if max(len(part.encode("utf-8", "replace")) for part in key.split("/")) > _LONGEST_PART:
+        return f"has a part of more than {_LONGEST_PART} bytes"
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in key):
         return "has control characters"
     return ""
@@ -116,7 +122,7 @@ def _local_path(url: str, where: str) -> str:
 
 
 def _expanded(text: str, where: str) -> str:
-    path = text if "\0" in text else os.path.expandvars(os.path.expanduser(text))
+    path = text if "\0" in text else os.path.expanduser(text)
     if path.partition("/")[0] == "~":
         raise ConfigError(f"{where}{text!r} needs a home directory; name the whole path")
     return path

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from brt import storage
 from brt.checkpointing import reader
 from brt.distributed import processes
 from brt.distributed.processes import AgreedRequest
@@ -85,4 +86,5 @@ class Requests:
 
     def _fulfil(self, name: str, message: str) -> None:
         (self._place / name).unlink(missing_ok=True)
+        storage.of(self._place).removed(self._place / name)
         self._say(message)

@@ -1,5 +1,6 @@
 """Documents, tokenizers and stores in buckets and on the hub are those of local files."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from buckets import BucketServer, Sparse
 from tiny_decoder import write_decoder
 
+import brt
 from brt import config, storage
 from brt.data import documents, preparation, sources, tokenizers
 from brt.data.stores import OnDisk
@@ -115,8 +117,11 @@ def test_a_tokenizer_is_read_with_the_files_beside_it(server: BucketServer, tmp_
 
 
 def test_a_config_keeps_urls_and_refuses_them_where_brt_writes() -> None:
-    section = config.Data(train=("gs://bucket/a.txt", "$HOME/b.txt"))
-    assert section.train[0] == "gs://bucket/a.txt" and "$" not in section.train[1]
+    # What a stranger's config names must not become the value of a variable here.
+    names = "gs://bucket/a.txt", "/a/$HOME/b.txt"
+    assert config.Data(train=names).train == names
+    bound = "Data.train = ('$HOME/b.txt',)"
+    assert brt.config_from_gin((), [bound]).data.train == (f"{os.environ['HOME']}/b.txt",)
     with pytest.raises(ConfigError, match="Data.cache_dir: gs://bucket/cache is in a bucket"):
         config.Data(train=("a.txt",), cache_dir="gs://bucket/cache")
     with pytest.raises(BrtError, match="names no data set"):

@@ -54,7 +54,7 @@ def test_a_trainer_that_was_killed_is_replaced(
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         dead.wait()
-    holder = {"holder": "process 7 on a", "machine": lease._machine() if here else "", "id": "x"}
+    holder = {"holder": "process 7 on a", "machine": lease.machine() if here else "", "id": "x"}
     content = json.dumps(holder | {"pid": dead.pid})
     server.put("bucket", LOCK, content.encode())
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1000.0 if here else 0.5)
@@ -73,7 +73,7 @@ def test_a_lock_that_brt_did_not_write_is_waited_for(
     server: BucketServer, fresh: Fresh, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
-    content = content.replace("{", f'{{"machine": "{lease._machine()}", ').replace(", }", "}")
+    content = content.replace("{", f'{{"machine": "{lease.machine()}", ').replace(", }", "}")
     server.put("bucket", LOCK, content.encode())
     with fresh().held(lambda _: None):
         pass
@@ -166,5 +166,6 @@ def test_requests_and_logs_are_exchanged_while_a_run_trains(
         while time.monotonic() < end and not (one.path / "checkpoint_now").exists():
             time.sleep(0.01)
         (one.path / "checkpoint_now").unlink()
+        one.removed(one.path / "checkpoint_now")
     assert "runs/a/checkpoint_now" not in server.buckets["bucket"]
     assert len(said) == 1 and said[0].endswith("(the next save tries again)")

@@ -4,14 +4,13 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from bucket_copies import found, save, tree, write
 from buckets import BucketServer, Fault, Request
 
 from brt.checkpointing import reader
-from brt.errors import BrtError, BucketError, ConfigError
+from brt.errors import BrtError, BucketError, CheckpointError, ConfigError
 from brt.storage import objects
 from brt.storage.mirror import MANIFEST, Mirror
 
@@ -47,7 +46,7 @@ def test_refresh_sees_what_others_change_and_keeps_what_is_changed_here(
     other.refresh()
     write(one, "log.txt", "12"), write(one, "new.txt", "1"), write(one, "mine.txt", "theirs")
     (one.path / "gone.txt").unlink()
-    one.publish()
+    one.publish(), one.removed(one.path / "gone.txt")
     for name in ("mine.txt", "new.txt"):
         write(other, name, "mine")
     other.refresh()
@@ -74,8 +73,11 @@ def lives(fresh: Fresh) -> Iterator[tuple[Mirror, set[tuple[tuple[int, str], ...
     yield made, {((2, "old"),), ((2, "old"), (4, "new"))}
     made = fresh()
     made.refresh()
-    shutil.rmtree(made.path / "checkpoints/2")
+    old = made.path / "checkpoints/2"
+    shutil.rmtree(old)
     save(made, 6, "new")
+    publish = made.publish
+    made.publish = lambda: (publish(), made.removed(old))  # type: ignore[method-assign]
     yield made, {((2, "old"),), ((2, "old"), (6, "new")), ((6, "new"),)}
     made = fresh()
     made.refresh()
@@ -121,25 +123,32 @@ def test_a_publish_that_is_killed_leaves_whole_checkpoints(
     assert tuple(sorted(found(fresh()).items())) in allowed
 
 
-def test_a_checkpoint_that_is_removed_during_a_publish_is_never_half_removed(
-    server: BucketServer, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror, files = fresh(), Mirror._files
-    save(mirror, 2, "x"), save(mirror, 4, "x")
-    mirror.publish()
-
-    def removed(self: Mirror) -> Iterator[tuple[str, Path]]:
-        for key, path in files(self):
-            if key == f"checkpoints/2/{MANIFEST}":
-                shutil.rmtree(path.parent)
-            yield key, path
-
-    monkeypatch.setattr(Mirror, "_files", removed)
-    mirror.publish()
+def test_what_is_missing_here_is_not_deleted_there(server: BucketServer, fresh: Fresh) -> None:
+    one, reader = fresh(), fresh()
+    save(one, 2, "x"), write(one, "log.txt", "1")
+    one.publish(), reader.refresh()
+    before = dict(server.buckets["bucket"])
+    for mirror in (one, reader):
+        shutil.rmtree(mirror.path)
+        mirror.publish()
+    assert server.buckets["bucket"] == before
+    one.removed(one.path / "checkpoints/2")
     deleted = [r.key for r in server.requests if r.operation == "delete"]
-    assert deleted[0] == f"runs/a/checkpoints/2/{MANIFEST}"
-    assert len(deleted) == 4
-    assert found(fresh()) == {4: "x"}
+    assert deleted[0] == f"runs/a/checkpoints/2/{MANIFEST}" and len(deleted) == 4
+    assert found(fresh()) == {}
+
+
+def test_a_trainer_that_lost_the_lock_changes_nothing_in_a_second_life(
+    server: BucketServer, fresh: Fresh
+) -> None:
+    one = fresh()
+    with pytest.raises(CheckpointError, match="taken over"), one.held(print):
+        server.put("bucket", "runs/a/.lock", b'{"id": "other"}')
+        save(one, 2, "x")
+        one.publish()
+    with pytest.raises(CheckpointError, match="taken over"):
+        one.publish()
+    assert not [key for key in server.buckets["bucket"] if "checkpoints/2/MANIFEST" in key]
 
 
 @pytest.mark.parametrize("page", [1000, 3])
@@ -161,7 +170,7 @@ def test_a_list_that_is_refused_or_broken_off_removes_nothing(
                 if request.operation == "list" and (page > 3 or next(lists) % 2 == last)
                 else None
             )
-            with pytest.raises(ConfigError, match="gs://.*listed|s3://.*denied") as error:
+            with pytest.raises(ConfigError, match="gs://.*listed|denied") as error:
                 mirror.refresh()
             assert error.value.exit_code == 2
             with pytest.raises(ConfigError), mirror.held(print):
