@@ -361,7 +361,7 @@ def check_shared(directory: Any) -> None:
 
     For the check, process 0 writes a file to the directory and removes the file again.
     """
-    name = from_first(f".shared_{secrets.token_hex(8)}", "shared")
+    name = from_first(f"shared_{secrets.token_hex(8)}", "shared")
     place = storage.of(directory)
     if is_first():
         durable.open_file(directory / name, "x").close()
@@ -380,7 +380,8 @@ def check_shared(directory: Any) -> None:
     if missing:
         raise ConfigError(
             f"{directory} is not the same directory for all processes: {', '.join(missing)} "
-            "cannot see what process 0 writes there; put --workdir on a shared file system"
+            "cannot see what process 0 writes there; put --workdir in a bucket or on a shared "
+            "file system"
         )
 
 
