@@ -27,7 +27,7 @@ Hook: TypeAlias = Callable[[Session], None]
 
 
 def stop_if_requested(session: Session) -> None:
-    """Saves a checkpoint and raises Preempted if a signal (SIGTERM or Ctrl-C) has arrived."""
+    """Saves a checkpoint and raises Preempted if a signal or another reason requires it."""
     if session.requests.stop():
         session.save(wait=True)
         raise _preempted(session)

@@ -32,7 +32,7 @@ from brt.errors import NonFiniteError, Preempted, closing
 from brt.ops import dispatch
 from brt.redaction import redacted
 from brt.tasks.arguments import EvaluationRequest, Evaluator
-from brt.training import data_manifest, optimizer, run_summary, saved_model
+from brt.training import data_manifest, maintenance, optimizer, run_summary, saved_model
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.bad_steps import BadStep, BadSteps
@@ -111,6 +111,7 @@ class Session:
             run = runs.build(config, resumed=checkpoint and (Workdir(path), checkpoint))
         with (
             StopSignal(uninterruptible=lambda: phases.uninterruptible) as stop,
+            maintenance.watching(stop.request),
             contextlib.ExitStack() as stack,
         ):
             workdir = enter_workdir(workdirs.create(path), stack)
