@@ -84,6 +84,9 @@ class Storage:
     def publish(self) -> None:
         """Copies back what has changed."""
 
+    def publish_file(self, file: Path) -> None:
+        """Copies back a file, even if `publish` leaves it out, or another thread is copying."""
+
     @contextlib.contextmanager
     def held(self, warn: Callable[[str], None]) -> Iterator[None]:
         """Context in which this process alone may write to a run directory, and does so.
@@ -220,6 +223,9 @@ class Mirror(Storage):
                 self._delete([key])
                 self._delete(self.bucket.keys(key.removesuffix(MANIFEST)))
             self._delete(sorted(gone & self._known.keys()))
+
+    def publish_file(self, file: Path) -> None:
+        self.bucket.write(self._key(file), file.read_bytes())
 
     def upload(self, source: Path, target: Path) -> None:
         with self._turn, ThreadPoolExecutor(_THREADS, "publishing") as pool:
