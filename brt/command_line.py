@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -293,6 +294,7 @@ def main(
         # imported the command and calls it.
         if function.__module__ == "__main__":
             runtime.use_huge_pages()
+            runtime.began = time.monotonic() - runtime.age()
         runtime.keep_memory()
         runtime.disable_async_dispatch()
         code = function(arguments) or 0

@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -40,6 +41,8 @@ _COMPILERS = {
     "jax_cuda13_plugin": _NVIDIA,
 }
 _hanging: list[threading.Thread] = []
+# If this process is a command, the value of `time.monotonic()` when it began.
+began: float | None = None
 # A thread may hang in code of a library, or of a file system. Code that waits for its end waits at
 # most this many seconds.
 JOIN_SECONDS = 5.0
@@ -78,6 +81,17 @@ def _huge_pages() -> bool:
     with contextlib.suppress(OSError):
         return "[never]" not in _HUGE_PAGES.read_text()
     return False
+
+
+def age() -> float:
+    """Returns the seconds since this process was started; 0.0 where the system has no /proc."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # The name of the program, in parentheses, may contain anything. The first field behind it
+        # is the third of all; the 22nd is the time of the start, in ticks since the system's.
+        fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+        started = int(fields[22 - 3]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    return 0.0
 
 
 def disable_async_dispatch() -> None:

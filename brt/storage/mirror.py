@@ -93,6 +93,9 @@ class Storage:
     def removed(self, path: Path) -> None:
         """Deletes what was deleted locally: a file, or a checkpoint, its manifest first."""
 
+    def publish_file(self, file: Path) -> None:
+        """Copies back a file, even if `publish` leaves it out, or another thread is copying."""
+
     @contextlib.contextmanager
     def held(self, warn: Callable[[str], None]) -> Iterator[None]:
         """Context in which this process alone may write to a run directory, and does so.
@@ -231,6 +234,9 @@ class Mirror(Storage):
             key = self._key(path)
             self._delete([key for key in (f"{key}/{MANIFEST}", key) if key in self._known])
             self._delete(self.bucket.keys(f"{key}/"))
+
+    def publish_file(self, file: Path) -> None:
+        self.bucket.write(self._key(file), file.read_bytes())
 
     def upload(self, source: Path, target: Path) -> None:
         with self._turn, ThreadPoolExecutor(_THREADS, "publishing") as pool:

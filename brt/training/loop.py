@@ -18,7 +18,7 @@ from brt.training import evaluations
 from brt.training import workdir as workdirs
 from brt.training.bad_steps import BadStep
 from brt.training.evaluations import SPLIT
-from brt.training.progress import utilization
+from brt.training.progress import until_first_step, utilization
 from brt.training.run import Run
 from brt.training.session import Session
 from brt.training.workdir import Workdir
@@ -27,7 +27,7 @@ Hook: TypeAlias = Callable[[Session], None]
 
 
 def stop_if_requested(session: Session) -> None:
-    """Saves a checkpoint and raises Preempted if a signal (SIGTERM or Ctrl-C) has arrived."""
+    """Saves a checkpoint and raises Preempted if a signal or another reason requires it."""
     if session.requests.stop():
         session.save(wait=True)
         raise _preempted(session)
@@ -77,6 +77,13 @@ def report(session: Session) -> None:
         tokens_per_second=speed.tokens_per_second,
         seconds_left=session.throughput.seconds_left(session.steps - step),
     )
+
+
+def report_start(session: Session) -> None:
+    """Says how long this process took until the end of its first step, for which `report` waits."""
+    if not session.started:
+        session.started = True
+        session.progress.message(until_first_step(session.phases.seconds()))
 
 
 def probe(session: Session) -> None:
@@ -179,7 +186,7 @@ def _preempted(session: Session) -> Preempted:
 WHEN_RESUMED: tuple[Hook, ...] = (evaluate, sample)
 BEFORE_STEP: tuple[Hook, ...] = (stop_if_requested, start_profile)
 AFTER_STEP: tuple[Hook, ...] = (
-    stop_profile, report, probe, evaluate, sample, save, answer_requests,
+    stop_profile, report, report_start, probe, evaluate, sample, save, answer_requests,
 )  # fmt: skip
 # The loop calls these hooks if the run leaves out its last batches after a bad step.
 AFTER_LAST_SKIP: tuple[Hook, ...] = (evaluate, sample, save)

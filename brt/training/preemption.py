@@ -58,8 +58,17 @@ class StopSignal:
 
     @property
     def requested(self) -> str | None:
-        """Name of the first signal, such as "SIGTERM"; None before a signal arrives."""
+        """Name of the first signal, such as "SIGTERM", or of another reason; None before one."""
         return self._requested
+
+    def request(self, reason: str) -> None:
+        """Requests a stop as a signal does; any thread may call it."""
+        if self._requested is None:
+            self._requested = reason
+            after = f", after {phase}" if (phase := self._uninterruptible()) else ""
+            self._announce(
+                f"{reason}: saving at the next step boundary{after} (Ctrl-C quits at once)"
+            )
 
     def __enter__(self) -> "StopSignal":
         self._active = threading.current_thread() is threading.main_thread()
@@ -92,12 +101,7 @@ class StopSignal:
             if received[0] not in _SIGNALS:
                 continue
             if self._requested is None:
-                self._requested = signal.Signals(received[0]).name
-                after = f", after {phase}" if (phase := self._uninterruptible()) else ""
-                self._announce(
-                    f"{self._requested}: saving at the next step boundary{after} "
-                    "(Ctrl-C quits at once)"
-                )
+                self.request(signal.Signals(received[0]).name)
             elif received[0] == signal.SIGINT:
                 self._announce("SIGINT: quitting without saving")
                 os._exit(QUIT_AT_ONCE)

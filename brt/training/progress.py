@@ -13,7 +13,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -48,18 +48,20 @@ class RunStatus(NamedTuple):
 
 
 class PhaseTracker:
-    """Holds the current status of a run, and notifies listeners of new phases.
+    """Holds the current status of a run, notifies listeners of phases, and adds up their times.
 
     The main thread changes the status. Every thread may read the status (`now`), because it is a
     single value that is replaced as a whole. A `step` of None leaves the number of completed steps
-    as it is.
+    as it is. `began` is the time at which the process began, if it did so to train.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, clock: Callable[[], float] = time.monotonic, began: float | None = None):
         self._clock = clock
         self._listeners: list[Callable[[RunStatus], None]] = []
         self._background = ""
-        self._status = RunStatus("starting", 0, clock())
+        self._counted = now = clock()
+        self._status = RunStatus("starting", 0, now)
+        self._seconds = {} if began is None else {"imports and settings": now - began}
 
     @property
     def now(self) -> RunStatus:
@@ -71,7 +73,7 @@ class PhaseTracker:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         completed = self._status.step if step is None else step
-        self._status = RunStatus(phase, completed, self._clock())
+        self._status = RunStatus(phase, completed, self._count(self._status.phase))
         self._notify()
 
     @contextlib.contextmanager
@@ -84,6 +86,23 @@ class PhaseTracker:
         self.enter(phase, step)
         yield
         self.enter(previous)
+
+    @contextlib.contextmanager
+    def counting(self, name: str) -> Iterator[None]:
+        """Context whose time is added to that of `name`, and not to that of the phase."""
+        self._count(self._status.phase)
+        yield
+        self._count(name)
+
+    def seconds(self) -> Mapping[str, float]:
+        """Returns the time spent so far in each phase, and on what was counted by other names."""
+        self._count(self._status.phase)
+        return self._seconds
+
+    def _count(self, name: str) -> float:
+        before, self._counted = self._counted, self._clock()
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._counted - before
+        return self._counted
 
     @contextlib.contextmanager
     def in_background(self, phase: str) -> Iterator[None]:
@@ -109,6 +128,15 @@ class PhaseTracker:
     def _notify(self) -> None:
         for listener in self._listeners:
             listener(self.now)
+
+
+def until_first_step(seconds: Mapping[str, float]) -> str:
+    """Returns a line about the time before the end of the first step, as `seconds` divides it."""
+    names = {"stepping": "first step", "starting": "other"}
+    tenths = {names.get(name, name): round(10 * time) for name, time in seconds.items()}
+    tenths["other"] = tenths.pop("other", 0)  # It comes last.
+    parts = ", ".join(f"{name} {time / 10:.1f} s" for name, time in tenths.items() if time)
+    return f"first step {sum(tenths.values()) / 10:.1f} s after the start: {parts or '0.0 s'}"
 
 
 # The beginning of these phases is not announced, because other messages report it.

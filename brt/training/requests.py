@@ -51,7 +51,7 @@ class Requests:
             stack.callback(agreed.close)
 
     def stop(self) -> str | None:
-        """Returns the name of the signal that asks the run to stop now; None without a signal."""
+        """Returns the signal or other reason for which the run must stop now; None without one."""
         self._phases.progressed()
         return self._to_stop.reason_if_due()
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from brt import storage, tree_utils
+from brt import runtime, storage, tree_utils
 from brt.checkpointing import reader
 from brt.checkpointing.reader import VerifiedCheckpoint
 from brt.checkpointing.writer import CheckpointWriter, check_disk
@@ -32,7 +32,7 @@ from brt.errors import NonFiniteError, Preempted, closing
 from brt.ops import dispatch
 from brt.redaction import redacted
 from brt.tasks.arguments import EvaluationRequest, Evaluator
-from brt.training import data_manifest, optimizer, run_summary, saved_model
+from brt.training import data_manifest, maintenance, optimizer, run_summary, saved_model
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.bad_steps import BadStep, BadSteps
@@ -81,6 +81,7 @@ class Session:
     provenance: dict[str, object]  # versions, machine, command, config changes: provenance.json
     throughput: Throughput = dataclasses.field(default_factory=Throughput)
     program: CompiledStep | None = None  # None before `compile`
+    started: bool = False  # True after the first step of this process was reported
     cut_short: bool = False  # True if a request to stop interrupted evaluation or sample
 
     def __post_init__(self) -> None:
@@ -97,15 +98,20 @@ class Session:
         settings that may differ from its config, although a run with another value is a different
         run.
         """
+        phases = PhaseTracker(began=runtime.began)
         # This call raises an error if a tracking service cannot be used. It comes first, because
         # preparing the data may take long.
         requested_trackers(config, reader.warn_on_stderr)
         saved_model.check_allowed_names(allowed)
-        checkpoint = saved_model.newest_checkpoint(path)
-        run = runs.build(config, resumed=checkpoint and (Workdir(path), checkpoint))
-        phases = PhaseTracker()
+        with phases.counting("restoring"):
+            checkpoint = saved_model.newest_checkpoint(path)
+        with phases.counting("devices"):
+            jax.devices()  # The first call connects to them, which may take long.
+        with phases.counting("data"):
+            run = runs.build(config, resumed=checkpoint and (Workdir(path), checkpoint))
         with (
             StopSignal(uninterruptible=lambda: phases.uninterruptible) as stop,
+            maintenance.watching(stop.request),
             contextlib.ExitStack() as stack,
         ):
             workdir = enter_workdir(workdirs.create(path), stack)
@@ -336,6 +342,11 @@ def open_files(
     # Without held-out data, the evaluator only draws samples.
     split = SPLIT if SPLIT in run.dataset.splits else "train"
     request = EvaluationRequest(config, run.dataset, split, compare_exact=True)
+    if restored:
+        state = restored.state
+    else:
+        with phases.counting("initial state"):
+            state = runs.new_state(run, progress.message)
     return Session(
         run=run, workdir=workdir, completed=start, resumed=start > 0,
         writer=writer, metrics=metrics, progress=progress, phases=phases, profile=profile,
@@ -346,7 +357,7 @@ def open_files(
         ),
         requests=Requests(stop, workdir, phases, evaluates, progress.message, stack),
         evaluator=run.task.evaluator(request), probe=run.task.probe(config),
-        state=restored.state if restored else runs.new_state(run, progress.message),
+        state=state,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from brt import durable, output, runtime
+from brt import durable, output, runtime, storage
 from brt.distributed import processes
 from brt.training.progress import WITHOUT_PROGRESS, PhaseTracker, RunStatus
 from brt.training.workdir import Workdir
@@ -80,6 +80,8 @@ _LONGEST_PAUSE = 5.0
 # Before the watchdog ends its process, it announces the reason to the other processes of the run,
 # and waits at most this number of seconds for the announcement.
 _GOODBYE_SECONDS = 5.0
+# It also waits at most this number of seconds until the stacks are copied to the bucket of the run.
+_PUBLISHING_SECONDS = 20.0
 # A timer outside of Python ends the process this number of seconds later than otherwise necessary,
 # because a busy machine may delay the thread that restarts the timer.
 _SLACK = 10.0
@@ -157,7 +159,8 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
     with contextlib.suppress(OSError):  # A full disk must not keep the process alive.
         with durable.open_file(stacks, "w", below=stacks.parent.parent) as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        where += f" and in {stacks}"
+        if _published(stacks):
+            where += f" and in {stacks}"
     beats = processes.heartbeat
     others = "".join(f"; {words}" for words in beats.last_activities()) if beats else ""
     output.say(
@@ -166,6 +169,24 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
     )
     goodbye.join(_GOODBYE_SECONDS)
     os._exit(HUNG)
+
+
+def _published(stacks: Path) -> bool:
+    """Returns True if the file is where the run is, and False if its bucket does not answer."""
+    done = threading.Event()
+
+    def publish() -> None:
+        with contextlib.suppress(Exception):
+            storage.of(stacks).publish_file(stacks)
+            done.set()
+
+    # The timer was set without regard to this work.
+    limit = _PUBLISHING_SECONDS + _GOODBYE_SECONDS + _SLACK
+    faulthandler.dump_traceback_later(limit, exit=True, file=_STDERR)
+    thread = threading.Thread(target=publish, name="stacks", daemon=True)
+    thread.start()
+    thread.join(_PUBLISHING_SECONDS)
+    return done.is_set()
 
 
 def _described(now: RunStatus) -> str:

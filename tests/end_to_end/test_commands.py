@@ -25,6 +25,8 @@ def test_training_leaves_what_its_summary_names(
     assert records[-1]["train/loss"] < records[0]["train/loss"]
     evaluated = [r["step"] for r in records if "eval/validation/bits_per_byte" in r]
     assert evaluated == [12, 24]
+    log = (trained / "log.txt").read_text()
+    assert log.count("first step ") == 2 and ", compiling " in log, "a line, which says it twice"
     samples = sorted(path.name for path in (trained / "samples").iterdir())
     assert samples == ["00000012.txt", "00000024.txt"]
     assert reader.steps(trained / "checkpoints") == [16, 20, 24]

@@ -85,8 +85,8 @@ def strike(phase: str, count: int, fault: object) -> None:
                 print(f"struck: {phase} after step {now.step}", file=sys.stderr, flush=True)
                 fault()
 
-    def struck(self: PhaseTracker) -> None:
-        make(self)
+    def struck(self: PhaseTracker, **began: float | None) -> None:
+        make(self, **began)
         self.listen(heard)
         heard(self.now)
 

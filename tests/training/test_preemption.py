@@ -23,6 +23,7 @@ import sys, time
 from brt.training.preemption import StopSignal
 with StopSignal() as stop:
     print("ready", flush=True)
+    time.sleep(float(sys.argv[1]))
     while not stop.requested:
         time.sleep(float(sys.argv[1]))
     print("saved after", stop.requested, flush=True)

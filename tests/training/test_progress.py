@@ -15,7 +15,7 @@ import pytest
 
 from brt import durable
 from brt.formatting import clock, counted, short
-from brt.training.progress import PhaseTracker, Progress, RunStatus
+from brt.training.progress import PhaseTracker, Progress, RunStatus, until_first_step
 
 
 def figures(progress: Progress, step: int) -> None:
@@ -116,7 +116,7 @@ def test_numbers_and_times_for_people() -> None:
 
 
 def test_a_phase_with_an_end_gives_way_to_the_one_before() -> None:
-    ticks = iter(range(100)).__next__
+    ticks = map(float, range(100)).__next__
     phases, heard = PhaseTracker(ticks), []
     phases.listen(heard.append)
     phases.enter("stepping", 3)
@@ -140,6 +140,30 @@ def test_a_phase_with_an_end_gives_way_to_the_one_before() -> None:
     with pytest.raises(KeyError), phases.during("restoring"):
         raise KeyError
     assert phases.now.phase == "restoring", "what fails stays in its phase"
+
+
+def test_the_times_until_the_first_step_add_up() -> None:
+    now = 6.14
+    phases = PhaseTracker(lambda: now, began=0.0)
+
+    def takes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    takes(0.4)
+    with phases.counting("data"):
+        takes(4.0)
+    for phase, seconds in (("restoring", 12.0), ("seeking", 0.01), ("compiling", 15.2)):
+        with phases.during(phase):
+            takes(seconds)
+        takes(0.1)
+    phases.enter("stepping", 3)
+    takes(3.1)
+    assert until_first_step(phases.seconds()) == (
+        "first step 41.1 s after the start: imports and settings 6.1 s, data 4.0 s, "
+        "restoring 12.0 s, compiling 15.2 s, first step 3.1 s, other 0.7 s"
+    )
+    assert until_first_step(PhaseTracker(lambda: now).seconds()).endswith("start: 0.0 s")
 
 
 @pytest.fixture
