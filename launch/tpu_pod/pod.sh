@@ -2,7 +2,8 @@
 # Creates TPU slices, trains and evaluates on them, and deletes them. Set the variables below; then
 #   bash pod.sh create     requests the slices and waits until they are active
 #   bash pod.sh install    installs brt on all of their hosts
-#   bash pod.sh train --gin_file=configs/base/paper.gin --gin_file=configs/models/rec_fixed_skip.gin \
+#   bash pod.sh train --gin_file=configs/base/paper.gin \
+#     --gin_file=configs/models/rec_fixed_skip.gin \
 #     --gin_bindings="Data.train = 'gs://my-bucket/books'"   trains, on all hosts
 #   bash pod.sh stop       makes the training save a checkpoint and end
 #   bash pod.sh evaluate --split=test
@@ -15,7 +16,7 @@ PROJECT="${PROJECT:-my-project}"
 ZONE="${ZONE:-us-central2-b}"
 NAME="${NAME:-brt}"
 TYPE="${TYPE:-v4-64}"                     # 32 chips; brt.plan says whether the run fits
-SLICES="${SLICES:-1}"                     # number of slices of this type
+SLICES="${SLICES:-1}"                     # their chips together divide Training.batch_size
 RUNTIME="${RUNTIME:-tpu-ubuntu2204-base}" # the image of the hosts
 WORKDIR="${WORKDIR:-gs://my-bucket/runs/$NAME}" # in a bucket in the region of the slices
 PACKAGE="${PACKAGE:-}"                    # a wheel of brt (dist/brt-*.whl) or its URL; gs:// also
