@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,32 +44,77 @@ def test_a_run_on_nodes_is_one_process_a_node() -> None:
     out = dry("slurm/train_nodes.sh", "--workdir=runs/a", PYTHON="python3")
     assert out == (
         "srun --kill-on-bad-exit=1 python3 -m brt.train --distributed "
-        "--gin_bindings=Mesh.data = -1 --workdir=runs/a\n"
+        r"--gin_bindings=Mesh.data\ =\ -1 --workdir=runs/a "
+        "\n"
     )
 
 
 def test_a_run_on_gpus_takes_all_of_them() -> None:
     out = dry("gpus/train.sh", "--workdir=runs/a", PYTHON="python3")
-    assert out == "python3 -m brt.train --gin_bindings=Mesh.data = -1 --workdir=runs/a\n"
+    words = ["python3", "-m", "brt.train", "--gin_bindings=Mesh.data = -1", "--workdir=runs/a"]
+    assert shlex.split(out) == words
 
 
-SLICE = {"PROJECT": "p", "ZONE": "z", "NAME": "n", "WORKDIR": "gs://b/a b"}
+SLICE = {
+    "PROJECT": "p", "ZONE": "z", "NAME": "n", "WORKDIR": "gs://b/a b",
+    "PACKAGE": "https://h/brt-1-py3-none-any.whl",
+}  # fmt: skip
 PLACE = "--project=p --zone=z\n"
 SSH = "gcloud compute tpus queued-resources ssh n --node=all --worker=all --batch-size=all "
+
+
+def commands(printed: str) -> list[str]:
+    """Returns what a shell that gets these lines would run on the hosts."""
+    script = f'gcloud() {{ for word in "$@"; do printf "%s\\0" "$word"; done; }}\n{printed}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    words = done.stdout.split("\0")
+    return [word.removeprefix("--command=") for word in words if word.startswith("--command=")]
+
+
+def installs(package: str) -> list[str]:
+    """Returns the lines that `pod.sh install` prints, the last one as it runs on the hosts."""
+    out = dry("tpu_pod/pod.sh", "install", **SLICE | {"PACKAGE": package})
+    return [*out.splitlines()[:-1], *commands(out)]
+
+
+def test_a_wheel_gets_to_the_hosts(tmp_path: Path) -> None:
+    wheel = tmp_path / "brt-1-py3-none-any.whl"
+    for package in ("", str(wheel)):
+        refused = subprocess.run(
+            ["bash", LAUNCH / "tpu_pod/pod.sh", "install"],
+            env=os.environ | SLICE | {"PACKAGE": package}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert refused.returncode == 2 and "`make wheel`" in refused.stderr
+    wheel.touch()
+    copied, installed = installs(str(wheel))
+    assert copied == (
+        f"gcloud compute tpus queued-resources scp {wheel} n: --node=all --worker=all "
+        f"--batch-size=all {PLACE.strip()}"
+    )
+    assert f"brt-env/bin/python ./{wheel.name} 'jax[tpu]'" in installed
+    (installed,) = installs(f"gs://b/{wheel.name}")
+    assert installed.startswith(f"gcloud storage cp gs://b/{wheel.name} . && ")
+    assert f"brt-env/bin/python ./{wheel.name} 'jax[tpu]'" in installed
 
 
 def test_a_slice_from_nothing_to_bits() -> None:
     created = dry("tpu_pod/pod.sh", "create", **SLICE, SPOT="--spot")
     assert created.startswith("gcloud compute tpus queued-resources create n --node-id=n ")
     assert "--spot " in created and created.endswith(PLACE)
-    assert "--python brt-env/bin/python brt 'jax[tpu]'" in dry("tpu_pod/pod.sh", "install", **SLICE)
+    assert installs(SLICE["PACKAGE"])[-1].endswith(
+        f"brt-env/bin/python {SLICE['PACKAGE']} 'jax[tpu]'"
+    )
     flags = "--gin_file=a.gin", "--gin_bindings=A.b = 1"
     trained = dry("tpu_pod/pod.sh", "train", *flags, **SLICE)
-    assert trained.startswith(f"{SSH}--command=keep_training ()")
-    assert r"follow --distributed --workdir=gs://b/a\ b " in trained
-    assert r"--gin_bindings=A.b\ =\ 1 --project=p" in trained
+    assert trained.startswith(SSH)
+    assert commands(trained)[0].startswith("keep_training ()")
+    flags = r"--workdir=gs://b/a\ b --gin_bindings=Mesh.data\ =\ -1 --gin_file=a.gin"
+    assert rf"follow --distributed {flags} --gin_bindings=A.b\ =\ 1" in commands(trained)[0]
+    fsdp = dry("tpu_pod/pod.sh", "train", **SLICE, MESH="Mesh.fsdp = -1")
+    assert r"=Mesh.fsdp\ =\ -1" in commands(fsdp)[0] and "Mesh.data" not in fsdp
     evaluated = dry("tpu_pod/pod.sh", "evaluate", "--split=test", **SLICE)
-    assert r"brt evaluate --distributed --workdir=gs://b/a\ b --split=test" in evaluated
+    (command,) = commands(evaluated)
+    assert command.endswith(r"brt evaluate --distributed --workdir=gs://b/a\ b --split=test")
     deleted = dry("tpu_pod/pod.sh", "delete", **SLICE)
     assert deleted == f"gcloud compute tpus queued-resources delete n --force --quiet {PLACE}"
     asked = subprocess.run(["bash", LAUNCH / "tpu_pod/pod.sh"], capture_output=True, text=True)
@@ -168,18 +214,24 @@ def test_training_outlives_the_terminal_and_stops_when_asked(tmp_path: Path) -> 
     environment = pretended(tmp_path, "wait 0")
     words = ["bash", str(LAUNCH / "tpu_pod/pod.sh")]
 
-    def start() -> subprocess.Popen:
-        return subprocess.Popen([*words, "train"], env=environment, start_new_session=True)
+    def start(*flags: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*words, "train", *flags], env=environment, start_new_session=True,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     first = start()
     started = tmp_path / "host/brt-env/bin/started"
     wait_for(started.exists)
     os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
-    second = start()
+    first.communicate()
+    second = start("--gin_bindings=A.b = 1")
     wait_for(lambda: (tmp_path / "asked").read_text().count("ssh") == 2)
     subprocess.run([*words, "stop"], env=environment, check=True)
-    assert second.wait(60) == 75
+    shown, _ = second.communicate(timeout=60)
+    assert second.returncode == 75
+    running = r"brt train --distributed --workdir=gs://b/a\ b --gin_bindings=Mesh.data\ =\ -1"
+    assert f"pod.sh: other flags are ignored while this runs: {running}\n" in shown
     assert len(started.read_text().splitlines()) == 1
 
 
@@ -245,8 +297,8 @@ def test_the_task_of_skypilot_is_one(tmp_path: Path) -> None:
         ["bash", "-c", found["run"]], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == (
-        "train --gin_bindings=Mesh.data = -1 --workdir=s3://my-bucket/runs/brt "
-        "--gin_file=configs/runs/books.gin\n"
+        "train --gin_bindings=Mesh.data = -1 --gin_bindings=Data.train = 's3://my-bucket/books' "
+        "--workdir=s3://my-bucket/runs/brt --gin_file=configs/runs/books.gin\n"
     )
 
 

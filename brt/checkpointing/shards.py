@@ -50,16 +50,24 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
         "target_data_file_size": _FILE_BYTES,
     }  # fmt: skip
     codec = tensorstore.CodecSpec({"driver": "zarr", "compressor": {"id": "zstd", "level": 1}})
-    transaction = tensorstore.Transaction()
-    for part in parts:
-        array = tensorstore.open(
+    # With a context in common, all arrays are opened and written at once.
+    context, transaction = tensorstore.Context(), tensorstore.Transaction()
+    opened = [
+        tensorstore.open(
             {"driver": "zarr", "kvstore": {**kvstore, "path": f"{part.name}/"}},
             create=True, open=True, shape=part.shape, dtype=tensorstore.dtype(part.dtype.name),
             chunk_layout=tensorstore.ChunkLayout(chunk_shape=part.chunk), codec=codec,
-            transaction=transaction,
-        ).result()  # fmt: skip
-        for index, values in part.shards:
-            array[index].write(values).result()
+            context=context, transaction=transaction,
+        )
+        for part in parts
+    ]  # fmt: skip
+    written = [
+        array.result()[index].write(values)
+        for array, part in zip(opened, parts, strict=True)
+        for index, values in part.shards
+    ]
+    for write_of_shard in written:
+        write_of_shard.copy.result()
     transaction.commit_async().result()
 
 

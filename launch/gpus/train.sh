@@ -9,7 +9,7 @@
 GPUS="${GPUS:-}" # such as 0,1,2,3; all GPUs if empty
 MESH="${MESH:-Mesh.data = -1}"
 
-run() { if [ -n "${DRY_RUN:-}" ]; then echo "$*"; else "$@"; fi; }
+run() { if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
 
 if [ -n "$GPUS" ]; then
   export CUDA_VISIBLE_DEVICES="$GPUS"

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Trains on several nodes. Copy this file, set the resources below, and submit it:
-#   sbatch train_nodes.sh --gin_file=configs/base/paper.gin ... --workdir=/shared/runs/a
+#   sbatch train_nodes.sh --gin_file=configs/runs/books.gin --workdir=/shared/runs/a
 # DRY_RUN=1 bash train_nodes.sh ... prints the command instead of running it.
 
 #SBATCH --job-name=train
@@ -18,7 +18,7 @@
 # Each node has one process, which uses all GPUs of the node. The processes find each other through
 # SLURM's environment variables. Five minutes before the job's time limit, all of them stop at the
 # same step.
-run() { if [ -n "${DRY_RUN:-}" ]; then echo "$*"; else "$@"; fi; }
+run() { if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
 
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM # signals the job's processes, but not this script
 run srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m brt.train --distributed \

@@ -2,36 +2,39 @@
 # Creates TPU slices, trains and evaluates on them, and deletes them. Set the variables below; then
 #   bash pod.sh create     requests the slices and waits until they are active
 #   bash pod.sh install    installs brt on all of their hosts
-#   bash pod.sh train --gin_file=configs/base/paper.gin ...   trains, on all hosts
+#   bash pod.sh train --gin_file=configs/base/paper.gin \
+#     --gin_file=configs/models/rec_fixed_skip.gin \
+#     --gin_bindings="Data.train = 'gs://my-bucket/books'"   trains, on all hosts
 #   bash pod.sh stop       makes the training save a checkpoint and end
 #   bash pod.sh evaluate --split=test
 #   bash pod.sh delete     deletes the slices; the bucket keeps the run
 # The training goes on if this terminal is closed or loses the connection; the same command then
-# shows its output again. If spot slices are preempted, `train` deletes them, requests new ones,
-# installs brt and trains again. DRY_RUN=1 prints the commands instead of running them.
+# shows its output again. If spot slices are preempted while `train` runs, it deletes them, requests
+# new ones, installs brt and trains again. DRY_RUN=1 prints the commands instead of running them.
 
 PROJECT="${PROJECT:-my-project}"
 ZONE="${ZONE:-us-central2-b}"
 NAME="${NAME:-brt}"
 TYPE="${TYPE:-v4-64}"                     # 32 chips; brt.plan says whether the run fits
-SLICES="${SLICES:-1}"                     # number of slices of this type
+SLICES="${SLICES:-1}"                     # their chips together divide Training.batch_size
 RUNTIME="${RUNTIME:-tpu-ubuntu2204-base}" # the image of the hosts
 WORKDIR="${WORKDIR:-gs://my-bucket/runs/$NAME}" # in a bucket in the region of the slices
-PACKAGE="${PACKAGE:-brt}"                 # or the URL of a wheel, or git+https://...
+PACKAGE="${PACKAGE:-}"                    # a wheel of brt (dist/brt-*.whl) or its URL; gs:// also
+MESH="${MESH:-Mesh.data = -1}"            # or Mesh.fsdp = -1; further axes are flags of train
 SPOT="${SPOT:-}"                          # --spot: cheaper, but may be preempted at any time
 PAUSE="${PAUSE:-60}"                      # seconds, after which a preemption is visible
 
 set -eu
 
-run() { if [ -n "${DRY_RUN:-}" ]; then echo "$*"; else "$@"; fi; }
+quoted() { printf ' %q' "$@"; }
+
+run() { if [ -n "${DRY_RUN:-}" ]; then quoted "$@" | sed '1s/^ //'; echo; else "$@"; fi; }
 
 slice() { run gcloud compute tpus "$@" --project="$PROJECT" --zone="$ZONE"; }
 
 on_all_hosts() { # at the same time, because each waits for all others
   slice queued-resources ssh "$NAME" --node=all --worker=all --batch-size=all --command="$1"
 }
-
-quoted() { printf ' %q' "$@"; }
 
 # The next two functions run on the hosts.
 
@@ -65,6 +68,9 @@ follow() {
       >>brt-train.txt 2>&1 </dev/null &
     group=$!
     echo "$group" >brt-train.group
+    printf ' %q' "$@" >brt-train.flags
+  elif [ "$(printf ' %q' "$@")" != "$(cat brt-train.flags)" ]; then
+    echo "pod.sh: other flags are ignored while this runs: brt train$(cat brt-train.flags)"
   fi
   tail --pid="$group" -n +1 -f brt-train.txt
   return "$(cat brt-train.code 2>/dev/null || echo 75)"
@@ -112,18 +118,43 @@ preempted() { # An answer that is missing, because the network fails, is no pree
   return 1
 }
 
+need_package() {
+  case "$PACKAGE" in
+  *://*) return ;;
+  *.whl) if [ -f "$PACKAGE" ]; then return; fi ;;
+  ?*) return ;;
+  esac
+  echo "pod.sh: make a wheel with \`make wheel\` in brt's repository and set PACKAGE to the file" \
+    "(dist/brt-*.whl), or copy it to a bucket or a server and set PACKAGE to its URL" >&2
+  exit 2
+}
+
 install() { # uv provides a version of Python that brt supports.
-  on_all_hosts "python3 -m pip install --user --upgrade uv && \
+  local package="$PACKAGE" fetch=
+  case "$PACKAGE" in
+  gs://*)
+    package="./${PACKAGE##*/}"
+    fetch="gcloud storage cp$(quoted "$PACKAGE") . && "
+    ;;
+  *)
+    if [ -f "$PACKAGE" ]; then
+      package="./${PACKAGE##*/}"
+      slice queued-resources scp "$PACKAGE" "$NAME:" --node=all --worker=all --batch-size=all
+    fi
+    ;;
+  esac
+  on_all_hosts "${fetch}python3 -m pip install --user --upgrade uv && \
 python3 -m uv venv --clear --python 3.12 brt-env && \
-python3 -m uv pip install --python brt-env/bin/python$(quoted "$PACKAGE") 'jax[tpu]'"
+python3 -m uv pip install --python brt-env/bin/python$(quoted "$package") 'jax[tpu]'"
 }
 
 delete() { slice queued-resources delete "$NAME" --force --quiet; }
 
 train() {
   local code command
+  need_package # for new slices after a preemption
   command="$(declare -f keep_training follow)
-follow --distributed$(quoted --workdir="$WORKDIR" --gin_bindings='Mesh.data = -1' "$@")"
+follow --distributed$(quoted --workdir="$WORKDIR" --gin_bindings="$MESH" "$@")"
   while true; do
     code=0
     on_all_hosts "$command" || code=$?
@@ -150,7 +181,10 @@ action="${1:-help}"
 shift || true
 case "$action" in
 create) create ;;
-install) install ;;
+install)
+  need_package
+  install
+  ;;
 train) train "$@" ;;
 stop) on_all_hosts "kill -TERM -- -\"\$(cat brt-train.group)\"" ;;
 evaluate)
