@@ -18,6 +18,7 @@ from huggingface_hub.utils import disable_progress_bars
 import brt
 from brt import convert
 from brt.config import Config, Training
+from brt.data import documents
 from brt.errors import ConfigError
 from brt.interop.huggingface import hub
 from brt.training.run import find_weights
@@ -53,7 +54,9 @@ class Request(BaseHTTPRequestHandler):
 
     def _answer(self, has_body: bool) -> None:
         path = self.path.partition("?")[0]
-        name = next((n for n in NAMES if re.match(rf"(/api/models)?{n}(/|$)", path)), "")
+        name = next(
+            (n for n in NAMES if re.match(rf"(/api/models|(/api)?/datasets)?{n}(/|$)", path)), ""
+        )
         if NAMES.get(name, 404) != 200:
             code = "GatedRepo" if NAMES.get(name) == 403 else "RepoNotFound"
             return self._send(NAMES.get(name, 404), b"{}", {"X-Error-Code": code})
@@ -112,6 +115,20 @@ def server(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     yield server
     server.shutdown()
     server.server_close()
+
+
+def test_documents_of_a_data_set_are_read_by_url(server: Hub, tmp_path: Path) -> None:
+    server.directory = tmp_path / "texts"
+    server.directory.mkdir()
+    (server.directory / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (server.directory / "b.txt").write_text("three")
+    place = "hf://datasets/team/tiny"
+    found = {one.name: "".join(one.chunks) for one in documents.read([f"{place}/*.jsonl"])}
+    assert found == {f"{place}/a.jsonl:1": "one", f"{place}/a.jsonl:2": "two"}
+    assert server.fetched == ["a.jsonl"]
+    assert next(iter(documents.read([f"{place}@main/b.txt"]))).name == f"{place}/b.txt"
+    with pytest.raises(ConfigError, match="has no dataset team/none that everybody may read"):
+        [*documents.read(["hf://datasets/team/none/*"])]
 
 
 def test_a_model_of_the_hub_is_the_same_as_its_files(server: Hub, original: Path) -> None:

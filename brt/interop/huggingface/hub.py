@@ -23,8 +23,10 @@ def directory(name: str, on_hub: bool = True) -> Path:
     """
     if not on_hub or not (repository := repository_of(name)):
         path = Path(storage.local(name))
-        if not (path / "checkpoints").is_dir():
-            storage.of(path).fetch(path)
+        # What is no model, such as a directory of many runs, is not copied.
+        if any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
+            if not (path / "checkpoints").is_dir():
+                storage.of(path).fetch(path)
         return path
     revision = name[len(repository) + 1 :] or None
     fetched = hub.fetch(name, repository, revision, _FILES, without=["*/*"])
