@@ -8,6 +8,7 @@ import sys
 import time
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -94,42 +95,21 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
-# Every flag of a file or directory has one of these types, which return local paths.
-def path(name: str) -> str:
-    """A file or directory that is read."""
-    return _local(storage.readable, name)
-
-
-def directory(name: str) -> str:
-    """A run, or the directory of a model."""
-    return _local(storage.local, name)
-
-
-def new_path(name: str) -> str:
-    """A file or directory that is written."""
-    return _local(storage.writable, name)
-
-
-def new_directory(name: str) -> str:
-    """A directory that is written; in a bucket, nothing may be there."""
-    return _local(storage.new_directory, name)
-
-
-def source(name: str) -> str:
-    """A source of data, as a setting names it."""
-    return _local(storage.source, name)
-
-
-def setting(name: str) -> str:
-    """Another value of a setting that names files."""
-    return _local(storage.settled, name)
-
-
 def _local(find: Callable[[str], str], name: str) -> str:
     try:
         return find(name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# Every flag of a file or directory has one of these types, which return local paths, or, for
+# sources and settings, what a config keeps.
+path = partial(_local, storage.readable)  # a file or directory that is read
+directory = partial(_local, storage.local)  # a run, or the directory of a model
+new_path = partial(_local, storage.writable)
+new_directory = partial(_local, storage.new_directory)  # in a bucket, nothing may be there
+source = partial(_local, storage.source)  # a source of data, which may be on the hub
+setting = partial(_local, storage.settled)  # another value of a setting that names files
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
