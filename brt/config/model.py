@@ -13,12 +13,19 @@ from brt.config.kinds import KindSection, layer_kinds
 class Embedding:
     """Settings of the decoder's token embeddings and of the projection to logits."""
 
-    # True multiplies token embeddings by the square root of model_dim, as Gemma does.
-    scaled: bool = inherited(False)
+    # Token embeddings are multiplied by this number; Gemma's is the square root of model_dim.
+    factor: float = inherited(1.0)
     tied: bool = inherited(True)  # True also uses the embedding as the weights of the logits.
     # Logits are divided by the square root of model_dim ('model_dim'), by the square root of the
     # size of the vocabulary ('vocab'), or by 1 ('one').
     logit_scale: Literal["model_dim", "vocab", "one"] = inherited("model_dim")
+    # Logits are also divided by this number, as in Granite.
+    logit_divisor: float = inherited(1.0)
+    # A positive number c replaces each logit x by c * tanh(x / c), as in Gemma 2; 0 changes none.
+    soft_cap: float = inherited(0.0)
+
+    def __post_init__(self) -> None:
+        check_section(self, positive=["factor", "logit_divisor"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,20 +39,32 @@ class MLP:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
-    """Settings of the RMS normalization of the decoder (Zhang and Sennrich 2019)."""
+    """Settings of the decoder's norms."""
 
+    # 'rms' divides a vector by its root mean square and multiplies it by learned weights (Zhang and
+    # Sennrich 2019). 'layer' also subtracts the mean before, and adds a learned bias (Ba et al.
+    # 2016).
+    kind: Literal["rms", "layer"] = inherited("rms")
+    # The norm is of the input of attention and of the MLP ('before'), of their output before it is
+    # added to the residual stream ('after', as in OLMo 2), or of both ('both', as in Gemma 2).
+    place: Literal["before", "after", "both"] = inherited("before")
     epsilon: float = inherited(1e-6)  # This number is added to the mean square of a vector.
     # True multiplies normalized vectors by 1 + weight instead of by the weight, as Gemma does.
     offset: bool = inherited(False)
-    # True also normalizes the output of attention and of the MLP before it is added to the residual
-    # stream, as Gemma does.
-    outputs: bool = inherited(False)
-    # True normalizes the queries and keys of each head, with learned weights, as Qwen3 and Gemma 3
-    # do. It needs SelfAttention.normalize_qk = False.
-    queries_keys: bool = inherited(False)
+    # Norms of queries and keys with learned weights: none, of each head ('head', as in Qwen3), or
+    # of all heads together ('heads', as in OLMo 2). They need SelfAttention.normalize_qk = False.
+    queries_keys: Literal["none", "head", "heads"] = inherited("none")
 
     def __post_init__(self) -> None:
         check_section(self, positive=["epsilon"])
+
+    @property
+    def before(self) -> bool:
+        return self.place != "after"
+
+    @property
+    def after(self) -> bool:
+        return self.place != "before"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,42 +82,34 @@ class Rotary:
     # True multiplies all angles by pi, as the authors' code of Block-Recurrent Transformers does.
     # The decoders of Hugging Face need False.
     times_pi: bool = inherited(True)
-    # Scaling of the angles for contexts longer than in pretraining: no angles are scaled ('none'),
-    # all are divided by Rotary.factor ('linear'), or only those of slow pairs are ('llama3').
-    scaling: Literal["none", "linear", "llama3"] = inherited("none")
-    factor: float = inherited(1.0)  # Scaling divides angles per token by this number.
-    # Each pair of channels turns at its own speed. With 'llama3', the number of full turns over
-    # original_length tokens decides how a pair is scaled. The angles of a pair with fewer than
-    # low_frequency turns are divided by `factor`, the angles of a pair with more than
-    # high_frequency turns are unchanged, and the angles of all other pairs are divided by a number
-    # between 1 and `factor`.
-    low_frequency: float = inherited(1.0)
-    high_frequency: float = inherited(4.0)
-    original_length: int = inherited(8192)  # Number of tokens of the context before scaling.
+    # The number of first channels of each head that are rotated, 2 P; 0 rotates all.
+    channels: int = inherited(0)
+    # The angles of pair i are divided by number i, because the context is longer than that of the
+    # first pretraining. One number stands for all pairs, and an empty tuple for 1.
+    divisors: tuple[float, ...] = inherited(())
+    # Rotated channels of queries and keys are multiplied by this number, as in YaRN.
+    attention_factor: float = inherited(1.0)
+    # Layers whose queries and keys are not rotated: True at their place in this pattern, which
+    # repeats up to the highest layer (SmolLM3). An empty pattern rotates in all layers.
+    skipped: tuple[bool, ...] = inherited(())
     # A pretrained model was trained for contexts of at most this number of tokens; 0 means unknown.
     context: int = inherited(0)
 
     def __post_init__(self) -> None:
-        check_section(
-            self, positive=["base", "factor", "original_length"],
-            any_sign=["low_frequency", "high_frequency"],
-        )  # fmt: skip
+        check_section(self, positive=["base", "attention_factor"])
         check(
-            self.scaling != "llama3" or 0 < self.low_frequency < self.high_frequency,
-            f"Rotary.low_frequency = {self.low_frequency} must be above 0 and below "
-            f"Rotary.high_frequency = {self.high_frequency}",
+            all(number > 0 for number in self.divisors),
+            f"Rotary.divisors = {self.divisors} must be above 0",
         )
-        check(
-            self.scaling != "none" or self.factor == 1,
-            f"Rotary.factor = {self.factor} does nothing unless Rotary.scaling is 'linear' or "
-            "'llama3'",
-        )
+        check(self.channels % 2 == 0, f"Rotary.channels = {self.channels} must be even")
 
     def local(self) -> "Rotary":
         """Returns the settings of layers whose window Window.by_layer sets."""
         if not self.local_base:
             return self
-        return Rotary(base=self.local_base, times_pi=self.times_pi, context=self.context)
+        return dataclasses.replace(
+            self, base=self.local_base, local_base=0.0, divisors=(), attention_factor=1.0
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +132,9 @@ class SelfAttention:
     # True computes logits as (q.k + position bias) * scale, as the authors' code of Block-Recurrent
     # Transformers does. False computes them as q.k * scale + position bias.
     bias_before_scale: bool = inherited(False)
+    # A positive number c replaces each logit x of tokens in the window and of sinks by
+    # c * tanh(x / c), as in Gemma 2; 0 changes none.
+    soft_cap: float = inherited(0.0)
 
     def __post_init__(self) -> None:
         check_section(self, positive=["scale_init"])
@@ -194,14 +208,21 @@ class Model:
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = inherited("relu")
     # Number of tokens that a token attends to, including itself.
     window: int = adaptable(512)
+    # True computes attention and the MLP from the same input of a layer, as in GPT-NeoX.
+    parallel: bool = inherited(False)
+    # The outputs of attention and of the MLP are multiplied by this number, as in Granite.
+    residual_factor: float = inherited(1.0)
     # True lets all layers attend to the states of the last recurrent layer.
     feedback: bool = adaptable(False)
     vocab_size: int = inherited(0)  # Size of the vocabulary; 0 takes it from the tokenizer.
     # Generation ends after one of these token ids. They come from the configuration of a pretrained
     # model; models that brt trains from random weights have none.
     end_ids: tuple[int, ...] = derived(())
-    # How positions are encoded: T5's relative bias, rotary embeddings, ALiBi, or not at all.
-    positions: Literal["t5", "rotary", "alibi", "none"] = inherited("t5")
+    # How positions are encoded: T5's relative bias, rotary embeddings, ALiBi, not at all, or by
+    # learned vectors that are added to token embeddings ('learned', as in GPT-2). There are
+    # Rotary.context learned vectors. A block takes the first of them, so blocks must not see each
+    # other's tokens: set Window.cache = False.
+    positions: Literal["t5", "rotary", "alibi", "learned", "none"] = inherited("t5")
     relative_buckets: int = inherited(32)  # Number of buckets of T5's relative position bias.
     # Distance in tokens from which all keys share the last bucket of T5's bias.
     relative_max_distance: int = inherited(128)
@@ -233,7 +254,8 @@ class Model:
 
     def __post_init__(self) -> None:
         sizes = "layers", "model_dim", "heads", "head_dim", "mlp_dim", "window"
-        check_section(self, positive=[*sizes, "relative_max_distance"], shares=["dropout"])
+        positive = [*sizes, "relative_max_distance", "residual_factor"]
+        check_section(self, positive=positive, shares=["dropout"])
         half = self.relative_buckets // 2
         check(
             half >= 1 and self.relative_max_distance > half,
@@ -244,8 +266,31 @@ class Model:
             self.positions != "rotary" or self.head_dim % 2 == 0,
             f"Model.head_dim = {self.head_dim} must be even where Model.positions = 'rotary'",
         )
+        self._check_rotary()
         self._check_heads()
         self._check_kinds()
+
+    def _check_rotary(self) -> None:
+        learned = self.positions == "learned"
+        check(
+            not learned or not (self.sliding.cache or self.sliding.sinks),
+            "Model.positions = 'learned' needs Window.cache = False and Window.sinks = 0",
+        )
+        check(
+            not learned or self.block_length <= self.rotary.context,
+            f"Model.positions = 'learned' has Rotary.context = {self.rotary.context} positions, "
+            f"too few for blocks of {self.block_length} tokens",
+        )
+        channels, divisors = self.rotary.channels or self.head_dim, self.rotary.divisors
+        check(
+            channels <= self.head_dim,
+            f"Rotary.channels = {channels} must not exceed Model.head_dim = {self.head_dim}",
+        )
+        check(
+            len(divisors) in (0, 1, channels // 2),
+            f"Rotary.divisors has {len(divisors)} numbers; {channels} channels need 1 or "
+            f"{channels // 2}",
+        )
 
     def _check_heads(self) -> None:
         check(
@@ -254,8 +299,9 @@ class Model:
             f"{self.heads}",
         )
         check(
-            not (self.norm.queries_keys and self.attention.normalize_qk),
-            "Norm.queries_keys = True needs SelfAttention.normalize_qk = False",
+            self.norm.queries_keys == "none" or not self.attention.normalize_qk,
+            f"Norm.queries_keys = {self.norm.queries_keys!r} needs "
+            "SelfAttention.normalize_qk = False",
         )
 
     def _check_kinds(self) -> None:
@@ -309,6 +355,11 @@ class Model:
             f"{self.heads} for layers of {', '.join(names)}",
         )
         check(
+            not self.attention.soft_cap or (not names and self.sliding.mask_empty_cache),
+            f"SelfAttention.soft_cap = {self.attention.soft_cap} needs Window.mask_empty_cache = "
+            f"True, and no layers of {', '.join(names) or 'some kinds'}",
+        )
+        check(
             not names or not sinks,
             f"Window.sinks = {sinks} must be 0 for layers of {', '.join(names)}",
         )
@@ -352,10 +403,18 @@ class Model:
 
         In the copy, `window` is the window of the layer; the length of a block does not change. If
         Window.by_layer sets the window of the layer, the copy has no sinks, and rotary angles with
-        the base `Rotary.local_base` (unless this base is 0).
+        the base `Rotary.local_base` (unless this base is 0). If
+        Rotary.skipped names the layer, the copy has no positions.
         """
+        skipped = self.rotary.skipped
+        model = self
+        if skipped and self.positions == "rotary":
+            silent = skipped[layer % len(skipped)]
+            rotary = dataclasses.replace(self.rotary, skipped=())
+            positions = "none" if silent else "rotary"
+            model = dataclasses.replace(self, positions=positions, rotary=rotary)
         if not self.sliding.by_layer:
-            return self
+            return model
         own = self.has_own_window(layer)
         sliding = dataclasses.replace(
             self.sliding,
@@ -364,10 +423,10 @@ class Model:
             sinks=0 if own else self.sliding.sinks,
         )
         return dataclasses.replace(
-            self,
+            model,
             window=self.windows[layer],
             sliding=sliding,
-            rotary=self.rotary.local() if own else self.rotary,
+            rotary=model.rotary.local() if own else model.rotary,
         )
 
     @property

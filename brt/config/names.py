@@ -70,7 +70,7 @@ def has_section(config: Config, name: str) -> bool:
     positions.
     """
     if name in SECTIONS or name in PARTS:
-        return name != "Rotary" or config.model.positions == "rotary"
+        return name != "Rotary" or config.model.positions in ("rotary", "learned")
     return any(type(own).__name__ == name for own in config.model.kinds)
 
 

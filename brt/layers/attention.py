@@ -20,12 +20,14 @@ from brt.layers.basic import (
     ONES,
     SHARED,
     ZEROS,
+    NormWeights,
     dropout,
     kernel_init,
-    norm_parameter,
+    norm_parameters,
     normed,
     parameter,
     product_kernel,
+    residual,
     zero_for_states,
 )
 from brt.layers.cache import (
@@ -86,7 +88,8 @@ class TransformerBlock(nn.Module):
         m = self.model
         by_head = (m.model_dim, m.heads, m.head_dim)
         by_key_head = (m.model_dim, m.key_heads, m.head_dim)
-        self.norm = norm_parameter(self, m, "norm")
+        if m.norm.before:
+            self.norm = norm_parameters(self, m, "norm")
         self.queries = product_kernel(self, m, "queries", by_head, INTO_HEADS)
         self.keys = product_kernel(self, m, "keys", by_key_head, INTO_KEY_HEADS)
         self.values = product_kernel(self, m, "values", by_key_head, INTO_KEY_HEADS)
@@ -97,11 +100,15 @@ class TransformerBlock(nn.Module):
             self.values_bias = parameter(self, "values_bias", shape, axes, ZEROS)
         if m.attention.bias == "all":
             self.output_bias = parameter(self, "output_bias", (m.model_dim,), ("embed",), ZEROS)
-        if m.norm.queries_keys:
-            self.queries_norm = norm_parameter(self, m, "queries_norm", m.head_dim, "head_dim")
-            self.keys_norm = norm_parameter(self, m, "keys_norm", m.head_dim, "head_dim")
-        if m.norm.outputs:
-            self.output_norm = norm_parameter(self, m, "output_norm")
+        if m.norm.queries_keys != "none":
+            first = 0 if m.norm.queries_keys == "heads" else 1
+            shapes = (by_head[1:], INTO_HEADS[1:]), (by_key_head[1:], INTO_KEY_HEADS[1:])
+            self.queries_norm, self.keys_norm = (
+                norm_parameters(self, m, name, shape[first:], axes[first:])
+                for name, (shape, axes) in zip(("queries_norm", "keys_norm"), shapes, strict=True)
+            )
+        if m.norm.after:
+            self.output_norm = norm_parameters(self, m, "output_norm")
         scale = nn.initializers.constant(m.attention.scale_init)
         if m.attention.normalize_qk:
             self.scale = parameter(self, "scale", (m.heads,), ("heads",), scale)
@@ -126,7 +133,9 @@ class TransformerBlock(nn.Module):
 
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns x after norm and dropout: the input of the projections."""
-        return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
+        if self.model.norm.before:
+            x = normed(self.model, x, self.norm)
+        return dropout(self, x, self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"]) -> TokenProjections:
         """Projects the layer's inputs x; queries and keys are not yet normalised."""
@@ -152,16 +161,17 @@ class TransformerBlock(nn.Module):
         """Returns keys (normalised) and values of vectors that are not tokens, such as summaries of
         blocks. `learns` = False treats the weights as constants.
         """
-        weights = self.norm, self.keys, self.values
+        weights = self.norm if self.model.norm.before else None, self.keys, self.values
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
-        h = dropout(self, normed(self.model, z, norm), self.model.dropout)
+        h = z if norm is None else normed(self.model, z, norm)
+        h = dropout(self, h, self.model.dropout)
         return StateKV(self.normalized_keys(dense(h, of_keys)), dense(h, of_values))
 
     def normalized_keys(self, keys: Float[Array, "*B G K"]) -> Float[Array, "*B G K"]:
         """Normalises keys if the settings ask for it; does not apply rotary positions."""
         m = self.model
-        if m.norm.queries_keys:
-            return normed(m, keys, self.keys_norm)
+        if m.norm.queries_keys != "none":
+            return _normed_heads(m, keys, self.keys_norm)
         return l2_normalize(keys) if m.attention.normalize_qk else keys
 
     def by_query_head(
@@ -190,8 +200,8 @@ class TransformerBlock(nn.Module):
         m = self.model
         if m.attention.normalize_qk:
             return scaled_unit(queries, self.query_scale(name))
-        if m.norm.queries_keys:
-            queries = normed(m, queries, self.queries_norm)
+        if m.norm.queries_keys != "none":
+            queries = _normed_heads(m, queries, self.queries_norm)
         return queries * self.query_scale(name).astype(queries.dtype)[None, None, :, None]
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
@@ -280,6 +290,7 @@ class TransformerBlock(nn.Module):
         return with_sinks(
             part, self.scaled_queries(queries), self.normalized_keys(sinks.keys), sinks.values,
             places, bias, farthest=m.window - 1 if m.sliding.attend_to_self else m.window,
+            soft_cap=m.attention.soft_cap,
             speeds=speeds_of(m) if m.positions == "rotary" else None,
         )  # fmt: skip
 
@@ -331,7 +342,7 @@ class TransformerBlock(nn.Module):
             read = cache_is_readable(m, window) * m.window + position
         part = ring_attention(
             queries, ring, (keys, own.values), self.bias(), read, position,
-            attend_to_self=m.sliding.attend_to_self,
+            attend_to_self=m.sliding.attend_to_self, soft_cap=m.attention.soft_cap,
             null_keys=isinstance(window, WindowState) and has_null_keys(m),
         )  # fmt: skip
         slot, sinks = position % m.window, block.sinks
@@ -370,7 +381,17 @@ class TransformerBlock(nn.Module):
             y = dense(jnp.stack(attended, axis=-3), self.output, 3)
         if self.model.attention.bias == "all":
             y = add_shared(y, self.output_bias)
-        if self.model.norm.outputs:
+        if self.model.norm.after:
             y = normed(self.model, y, self.output_norm)
-        x = constrain(x + y, "lanes", tokens, None)
-        return constrain(self.mlp(x, tokens), "lanes", tokens, None)
+        after = constrain(x + residual(self.model, y), "lanes", tokens, None)
+        added = self.mlp(x if self.model.parallel else after, tokens)
+        return constrain(after + added, "lanes", tokens, None)
+
+
+def _normed_heads(
+    model: Model, x: Float[Array, "*B H K"], weights: NormWeights
+) -> Float[Array, "*B H K"]:
+    if weights.scale.ndim == 1:
+        return normed(model, x, weights)
+    flat = jax.tree.map(jnp.ravel, weights)
+    return normed(model, x.reshape(*x.shape[:-2], -1), flat).reshape(x.shape)

@@ -6,7 +6,7 @@ In shapes, *B stands for any leading axes, and D is the width of a vector.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -20,7 +20,7 @@ from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.ops.dense import LayerKernel, activation, dense
 from brt.ops.dropout import Dropout
-from brt.ops.normalization import rms_norm
+from brt.ops.normalization import layer_norm, rms_norm
 from brt.ops.reductions import add_shared
 
 Initializer = Callable[..., Array]
@@ -183,19 +183,40 @@ def product_kernel(
     return gathered(parameter(module, name, shape, axes, init), compute_dtype(model), axes)
 
 
-def norm_parameter(
-    module: nn.Module, model: Model, name: str, size: int = 0, axis: str = "embed"
-) -> Float[Array, " D"]:
-    """Creates the weights of an RMS norm, and returns them; `size` = 0 takes `Model.model_dim`."""
-    init = ZEROS if model.norm.offset else ONES
-    return parameter(module, name, (size or model.model_dim,), (axis,), init)
+class NormWeights(NamedTuple):
+    """The weights of a norm, and the bias of a layer norm."""
+
+    scale: Float[Array, "*D"]
+    bias: Float[Array, "*D"] | None
 
 
-def normed(
-    model: Model, x: Float[Array, "*B D"], weights: Float[Array, " D"]
-) -> Float[Array, "*B D"]:
-    """Returns x divided by its root mean square over the last axis, times the weights."""
-    return rms_norm(x, weights + 1 if model.norm.offset else weights, model.norm.epsilon)
+def norm_parameters(
+    module: nn.Module, model: Model, name: str,
+    shape: tuple[int, ...] = (), axes: tuple[str, ...] = ("embed",),
+) -> NormWeights:  # fmt: skip
+    """Creates the parameters of a norm, and returns them; an empty shape takes `Model.model_dim`.
+
+    The name of the bias, if there is one, is `name` with "_bias".
+    """
+    shape, init = shape or (model.model_dim,), ZEROS if model.norm.offset else ONES
+    scale, bias = parameter(module, name, shape, axes, init), None
+    if model.norm.kind == "layer":
+        bias = parameter(module, f"{name}_bias", shape, axes, ZEROS)
+    return NormWeights(scale, bias)
+
+
+def normed(model: Model, x: Float[Array, "*B D"], weights: NormWeights) -> Float[Array, "*B D"]:
+    """Returns x after the norm of the settings `Norm`, over the last axis."""
+    scale = weights.scale + 1 if model.norm.offset else weights.scale
+    if weights.bias is not None:
+        return layer_norm(x, scale, weights.bias, model.norm.epsilon)
+    return rms_norm(x, scale, model.norm.epsilon)
+
+
+def residual(model: Model, y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """Returns the output of attention or of an MLP as it is added to the residual stream."""
+    factor = model.residual_factor
+    return y if factor == 1 else y * jnp.asarray(factor, y.dtype)
 
 
 def dropout_rngs(key: Array) -> dict[str, Array]:
@@ -221,7 +242,7 @@ INTO_MLP, FROM_MLP = ("embed", "mlp"), ("mlp", "embed")
 
 
 class MLP(nn.Module):
-    """A norm, a projection to `Model.mlp_dim`, an activation, and a projection back.
+    """A projection to `Model.mlp_dim`, an activation, and a projection back.
 
     In gated MLPs, the activation is applied to a second projection `mlp_gate` of the input, and the
     first projection is multiplied by the result.
@@ -233,12 +254,13 @@ class MLP(nn.Module):
     def setup(self) -> None:
         m = self.model
         wide = m.model_dim, m.mlp_dim
-        self.mlp_norm = norm_parameter(self, m, "mlp_norm")
+        if m.norm.before:
+            self.mlp_norm = norm_parameters(self, m, "mlp_norm")
         self.mlp_in = product_kernel(self, m, "mlp_in", wide, INTO_MLP)
         if m.mlp.gated:
             self.mlp_gate = product_kernel(self, m, "mlp_gate", wide, INTO_MLP)
-        if m.norm.outputs:
-            self.mlp_output_norm = norm_parameter(self, m, "mlp_output_norm")
+        if m.norm.after:
+            self.mlp_output_norm = norm_parameters(self, m, "mlp_output_norm")
         self.mlp_out = product_kernel(self, m, "mlp_out", wide[::-1], FROM_MLP)
         if m.mlp.bias:
             self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
@@ -247,13 +269,14 @@ class MLP(nn.Module):
                 self.mlp_gate_bias = parameter(self, "mlp_gate_bias", (m.mlp_dim,), ("mlp",), ZEROS)
 
     def __call__(self, x: Float[Array, "B T D"], tokens: str | None) -> Float[Array, "B T D"]:
-        """Returns x plus the MLP's output; `tokens` names the axis of tokens if it is sharded."""
+        """Returns the MLP's output, which is to be added to the residual stream. `tokens` names the
+        axis of tokens if it is sharded.
+        """
         m = self.model
-        h = normed(m, x, self.mlp_norm)
-        y = self._products(h, tokens)
-        if m.norm.outputs:
+        y = self._products(normed(m, x, self.mlp_norm) if m.norm.before else x, tokens)
+        if m.norm.after:
             y = normed(m, y, self.mlp_output_norm)
-        return x + dropout(self, y, m.dropout)
+        return residual(m, dropout(self, y, m.dropout))
 
     def _products(self, h: Float[Array, "B T D"], tokens: str | None) -> Float[Array, "B T D"]:
         m = self.model

@@ -157,9 +157,8 @@ def speeds_of(model: Model) -> RotarySpeeds:
     """Returns the angles, in radians per token, by which each pair of channels is rotated."""
     r = model.rotary
     return rotary_speeds(
-        model.head_dim, base=r.base, times_pi=r.times_pi, scaling=r.scaling, factor=r.factor,
-        low_frequency=r.low_frequency, high_frequency=r.high_frequency,
-        original_length=r.original_length,
+        r.channels or model.head_dim, base=r.base, times_pi=r.times_pi, divisors=r.divisors,
+        factor=r.attention_factor,
     )  # fmt: skip
 
 
@@ -187,13 +186,13 @@ def window_part(
         cached = rotate(cached, Rotation(*(part[: m.window] for part in table)))
         queries, keys = rotate(queries, own), rotate(keys, own)
     inputs = (cached, past.values), keys, tokens.values
-    if not m.window_is_block:
-        # The window and the block have different lengths. In this case, the function `with_cache`,
-        # which made `past`, has set `first`, the place where each block's document begins.
+    if not m.window_is_block or m.attention.soft_cap:
+        # For these models, the function `with_cache`, which made `past`, has set `first`, the place
+        # where each block's document begins.
         assert past.first is not None
         return local_attention(
             queries, *inputs, bias, past.first, dropout, attend_to_self=m.sliding.attend_to_self,
-            scale=scale, implementation=kernels.window_attention,
+            soft_cap=m.attention.soft_cap, scale=scale, implementation=kernels.window_attention,
         )  # fmt: skip
 
     # As in the authors' code of Block-Recurrent Transformers, all rows and blocks share one dropout

@@ -102,7 +102,7 @@ def window_state(model: Model) -> Any:
     """Describes the state of a sliding-window layer, a `WindowState` or a `LocalState`."""
     names = (None, "kv_heads", None)
     keys = state_array((model.window, model.key_heads, model.head_dim), names)
-    if model.window_is_block and not model.sliding.sinks:
+    if model.window_is_block and not model.sliding.sinks and not model.attention.soft_cap:
         return WindowState(keys, keys, state_array((), (), "bool"))
     sink = state_array((model.sliding.sinks, model.key_heads, model.head_dim), names)
     sinks = Sinks(sink, sink) if model.sliding.sinks else None

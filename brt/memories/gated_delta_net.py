@@ -30,7 +30,7 @@ from brt.layers.basic import (
     dropout,
     kernel_init,
     mlp_flops,
-    norm_parameter,
+    norm_parameters,
     normed,
     parameter,
     unrolled,
@@ -348,7 +348,7 @@ class DeltaMemory(nn.Module):
             setattr(self, name, parameter(self, name, (m.model_dim, heads), INTO_HEADS[:2]))
         self.step_bias = parameter(self, "step_bias", (heads,), ("heads",), _step_init)
         self.rate = parameter(self, "rate", (heads,), ("heads",), _rate_init)
-        self.read_norm = norm_parameter(self, m, "read_norm", value, "head_dim")
+        self.read_norm = norm_parameters(self, m, "read_norm", (value,), ("head_dim",))
         init = ZEROS if self.zero_output else kernel_init(inputs=2)
         shape = (heads, value, m.model_dim)
         self.output = parameter(self, "output", shape, FROM_HEADS[1:], init)
@@ -401,7 +401,7 @@ class GatedDeltaNetLayer(TokenStateLayer):
     """A layer that consists of a norm, a `DeltaMemory` (in place of attention) and an MLP."""
 
     def setup(self) -> None:
-        self.norm = norm_parameter(self, self.model, "norm")
+        self.norm = norm_parameters(self, self.model, "norm")
         self.memory = DeltaMemory(self.model)
         self.mlp = MLP(self.model, self.training)
         nn.share_scope(self, self.mlp)  # The MLP's parameters become parameters of this module.

@@ -25,7 +25,7 @@ from brt.layers.basic import (
     ZEROS,
     kernel_init,
     mlp_flops,
-    norm_parameter,
+    norm_parameters,
     parameter,
 )
 from brt.layers.kinds import LayerKind, register_kind
@@ -183,7 +183,7 @@ class RGLRULayer(TokenStateLayer):
     def setup(self) -> None:
         m = self.model
         channels = _channels(m)
-        self.norm = norm_parameter(self, m, "norm")
+        self.norm = norm_parameters(self, m, "norm")
         self.branch = parameter(self, "branch", (m.model_dim, *channels), INTO_HEADS)
         self.input = parameter(self, "input", (m.model_dim, *channels), INTO_HEADS)
         self.convolution = parameter(

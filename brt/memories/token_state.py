@@ -85,12 +85,15 @@ class TokenStateLayer(nn.Module):
     kernels: Kernels = Kernels()
 
     def _normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return dropout(self, normed(self.model, x, self.norm), self.model.dropout)
+        if self.model.norm.before:
+            x = normed(self.model, x, self.norm)
+        return dropout(self, x, self.model.dropout)
 
     def _finish(
         self, x: Float[Array, "B T D"], read: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        return self.mlp(x + dropout(self, read, self.model.dropout), None)
+        x = x + dropout(self, read, self.model.dropout)
+        return x + self.mlp(x, None)
 
     def begin_block(self, x: None, given: Given) -> LayerOutput:
         return LayerOutput(x, given.state)

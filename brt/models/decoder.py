@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.basic import compute_dtype, dropout, norm_parameter, normed, parameter
+from brt.layers.basic import compute_dtype, dropout, norm_parameters, normed, parameter
 from brt.layers.runs import (
     ModelState,
     StackBlock,
@@ -28,6 +28,7 @@ from brt.layers.runs import (
 from brt.layers.stack import Stack
 from brt.ops.lookup import lookup
 from brt.ops.products import transposed_product
+from brt.ops.softmax import soft_capped
 from brt.types import Tokens
 
 
@@ -70,18 +71,29 @@ class Decoder(nn.Module):
             self, "embedding", (m.vocab_size, m.model_dim), ("vocab", "embed"),
             nn.initializers.normal(1.0),
         )  # fmt: skip
+        if m.positions == "learned":
+            self.positions = parameter(
+                self, "positions", (m.rotary.context, m.model_dim), ("buckets", "embed"),
+                nn.initializers.normal(0.02),
+            )  # fmt: skip
         self.stack = Stack(m, self.training, self.kernels)
-        self.norm = norm_parameter(self, m, "norm")
+        self.norm = norm_parameters(self, m, "norm")
         if not m.embedding.tied:
             self.output = parameter(
                 self, "output", (m.vocab_size, m.model_dim), ("vocab", "embed"),
                 nn.initializers.normal(1.0),
             )  # fmt: skip
 
-    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed(
+        self, tokens: Int[Array, "B T"], position: Int[Array, ""] | int = 0
+    ) -> Float[Array, "B T D"]:
+        """Returns the embeddings of tokens, the first of which is at `position` in its block."""
         x = lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
-        if self.model.embedding.scaled:
-            x *= jnp.asarray(self.model.model_dim**0.5, x.dtype)
+        factor = self.model.embedding.factor
+        x = x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+        if self.model.positions == "learned":
+            places = (position + jnp.arange(tokens.shape[1])) % self.model.block_length
+            x += jnp.take(self.positions, places, axis=0).astype(x.dtype)[None]
         return x
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -126,7 +138,7 @@ class Decoder(nn.Module):
         tokens must have a position that T divides. Returns the float32 logits of the token after
         the last one, and the open blocks with the tokens added.
         """
-        x = self.embed(tokens.reshape(len(tokens), -1))
+        x = self.embed(tokens.reshape(len(tokens), -1), position)
         x, block = self.stack.decode_step(x, state, block, position, model_state or {})
         return self.next_logits(x), block
 
@@ -158,18 +170,17 @@ def output_weights(model: Model, params: Mapping[str, Any]) -> Float[Array, "V D
 
 def logit_scale(model: Model) -> float:
     """Returns the factor of the products of hidden vectors and output weights."""
-    if model.embedding.logit_scale == "one":
-        return 1.0
-    return (
-        model.model_dim if model.embedding.logit_scale == "model_dim" else model.vocab_size
-    ) ** -0.5
+    e = model.embedding
+    sizes = {"one": 1, "model_dim": model.model_dim, "vocab": model.vocab_size}
+    return sizes[e.logit_scale] ** -0.5 / e.logit_divisor
 
 
 def logits(
     model: Model, weights: Float[Array, "V D"], hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
     """Returns the float32 logits of `DecoderOutput.hidden` for the matrix `output_weights`."""
-    return transposed_product(hidden, weights.astype(hidden.dtype)) * logit_scale(model)
+    products = transposed_product(hidden, weights.astype(hidden.dtype)) * logit_scale(model)
+    return soft_capped(products, model.embedding.soft_cap)
 
 
 def forward_flops_per_token(model: Model) -> int:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from brt.distributed.rules import constrain
 from brt.ops.cross_entropy.chunks import chunk_length, split_chunks
+from brt.ops.softmax import soft_capped
 
 Logits = Float[Array, "B T V"]
 
@@ -29,13 +30,15 @@ def summed_divergence(
     teacher_weights: Float[Array, "V D"],
     *,
     scale: float,
+    soft_cap: float = 0.0,
     temperature: float,
     chunk: int,
 ) -> Float[Array, ""]:
     """Returns the sum of `divergence` over the tokens where `mask` is True.
 
     Each token has its last hidden vector in both models, and its logits are scale * vector @
-    weights.T. At most `chunk` tokens of a row have logits at once. The teacher gets no gradient.
+    weights.T, capped by `softmax.soft_capped`. At most `chunk` tokens of a row have logits at
+    once. The teacher gets no gradient.
     """
     teacher, teacher_weights = jax.lax.stop_gradient((teacher, teacher_weights))
     chunk = chunk_length(student.shape[1], chunk)
@@ -43,7 +46,8 @@ def summed_divergence(
     def logits(vectors: Float[Array, "B C D"], weights: Float[Array, "V D"]) -> Logits:
         weights = weights.astype(vectors.dtype)
         products = jnp.einsum("bcd,vd->bcv", vectors, weights, preferred_element_type=jnp.float32)
-        return constrain(scale * products, "lanes", "tokens", "vocab")
+        logits = soft_capped(scale * products, soft_cap)
+        return constrain(logits, "lanes", "tokens", "vocab")
 
     @jax.checkpoint
     def chunk_divergence(

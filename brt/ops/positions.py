@@ -153,7 +153,8 @@ def alibi_bias(
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles by which rotary embeddings rotate R pairs of channels.
+    """Cosines and sines of the angles by which rotary embeddings rotate R pairs of channels, times
+    `RotarySpeeds.factor`.
 
     The axis B exists only if the positions differ between the rows of a batch.
     """
@@ -163,65 +164,58 @@ class Rotation(NamedTuple):
 
 
 class RotarySpeeds(NamedTuple):
-    """The angles in radians by which rotary embeddings rotate a head's pairs of channels per token.
+    """The angles in radians by which rotary embeddings rotate pairs of channels per token, and the
+    number by which rotated channels are multiplied.
 
-    They are a tuple, so that equal angles compare as equal as a static argument of a program.
+    The angles are a tuple, so that equal angles compare as equal as a static argument of a program.
     """
 
     radians: tuple[float, ...]
+    factor: float = 1.0
 
 
 def rotary_speeds(
-    size: int, *, base: float = 10_000.0, times_pi: bool = False, scaling: str = "none",
-    factor: float = 1.0, low_frequency: float = 1.0, high_frequency: float = 4.0,
-    original_length: int = 8192,
+    size: int, *, base: float = 10_000.0, times_pi: bool = False,
+    divisors: tuple[float, ...] = (), factor: float = 1.0,
 ) -> RotarySpeeds:  # fmt: skip
-    """Returns the angles per token of rotary embeddings, for heads with `size` channels.
+    """Returns the angles per token of rotary embeddings, for heads with `size` rotated channels.
 
-    Without scaling, pair i of R = size / 2 pairs rotates by base ** (-i / R) radians (Su et al.
-    2021).
-
-    Args:
-      scaling: "none"; "linear", which divides all angles by `factor`; or "llama3" (as in Hugging
-        Face's transformers), which divides the angles of slow pairs, leaves fast pairs as they are,
-        and interpolates between them.
-      low_frequency, high_frequency: the numbers of turns within `original_length` tokens up to
-        which a pair is slow, and from which on it is fast, in "llama3".
+    Pair i of R = size / 2 pairs rotates by base ** (-i / R) radians (Su et al. 2021), divided by
+    number i of `divisors`. A single number is for all pairs, and an empty tuple stands for 1.
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
     # The pretrained decoders of Hugging Face were trained with speeds that are rounded to float32.
     # The original code of the block-recurrent transformer, which multiplies by pi, uses float64.
     speeds = np.pi * speeds if times_pi else speeds.astype(np.float32).astype(np.float64)
-    if scaling == "linear":
-        speeds = speeds / factor
-    if scaling == "llama3":
-        turns = original_length * speeds / (2 * np.pi)
-        kept = np.clip((turns - low_frequency) / (high_frequency - low_frequency), 0.0, 1.0)
-        speeds = kept * speeds + (1 - kept) * speeds / factor
-    return RotarySpeeds(tuple(speeds.tolist()))
+    return RotarySpeeds(tuple((speeds / np.asarray(divisors or 1.0)).tolist()), factor)
 
 
 def rotations(first: int, count: int, speeds: RotarySpeeds) -> Rotation:
     """Returns the cosines and sines of `count` positions from `first` on, which may be negative."""
     # The angles of a long segment are thousands of turns. float32 would be too coarse for them.
     angles = np.outer(np.arange(first, first + count), np.asarray(speeds.radians, np.float64))
-    return Rotation(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    cosines, sines = np.cos(angles) * speeds.factor, np.sin(angles) * speeds.factor
+    return Rotation(cosines.astype(np.float32), sines.astype(np.float32))
 
 
 def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T H K"]:
-    """Returns x, with each pair of channels (i, i + K / 2) rotated by the angle of its position.
+    """Returns x, in which each pair of channels (i, i + R) is rotated by the angle of its position.
+    Channels from 2 R on are not changed.
 
     The dot product of a rotated query and a rotated key depends on their positions only through the
     distance.
     """
+    size = 2 * rotation.cosines.shape[-1]
     cosines, sines = (
         jnp.expand_dims(jnp.concatenate([part, part], axis=-1), -2)
         for part in map(jnp.asarray, rotation)
     )
     if cosines.ndim < x.ndim:
         cosines, sines = cosines[None], sines[None]
-    whole = x.astype(jnp.float32) * cosines + _quarter_turn(x).astype(jnp.float32) * sines
-    return whole.astype(x.dtype)
+    turned = x[..., :size].astype(jnp.float32) * cosines
+    turned += _quarter_turn(x[..., :size]).astype(jnp.float32) * sines
+    turned = turned.astype(x.dtype)
+    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 
 # The custom gradient hides the product from rematerialization, which would otherwise store it.

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import RotarySpeeds, rotate, rotations, take_positions
-from brt.ops.softmax import MASKED
+from brt.ops.softmax import MASKED, soft_capped
 
 
 def with_sinks(
@@ -27,6 +27,7 @@ def with_sinks(
     bias: Float[Array, " H"] | None,
     *,
     farthest: int,
+    soft_cap: float = 0.0,
     speeds: RotarySpeeds | None = None,
 ) -> AttentionPart:
     """Returns the attention to the window and the sinks beyond it, in the dtype of `part.output`.
@@ -54,6 +55,7 @@ def with_sinks(
     rows = queries.reshape(batch, blocks, -1, heads, size)
     # The axes of `logits` are [B, N, H, S, tokens of a block].
     logits = jnp.einsum("bnshk,bnlhk->bnhsl", keys, rows, preferred_element_type=jnp.float32)
+    logits = soft_capped(logits, soft_cap)
     if bias is not None:
         logits += bias.reshape(1, 1, heads, 1, 1)
     order = jnp.arange(count).reshape(1, 1, 1, count, 1)

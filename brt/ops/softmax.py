@@ -30,6 +30,11 @@ def softmax_and_lse(
     return weights / sums, (top + jnp.log(sums))[..., 0]
 
 
+def soft_capped(logits: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """Returns cap * tanh(logits / cap), or the logits if `cap` is 0."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
 def masked_softmax(
     logits: Float[Array, "*B S"], mask: Bool[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:

@@ -98,8 +98,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     # These are settings of pretrained decoders. Heads have 4 channels, so that a model has four
     # heads.
     "grouped queries": {
-        **_GROUPED, "MLP.gated": True, "activation": "silu", "Rotary.scaling": "linear",
-        "Rotary.factor": 2.0,
+        **_GROUPED, "MLP.gated": True, "activation": "silu", "Rotary.divisors": (2.0,),
+        "Rotary.attention_factor": 1.2,
     },
     "grouped queries, sinks": {
         **_GROUPED, "Window.sinks": 3, "window": 6, "Window.block": 4,
@@ -109,14 +109,31 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "sinks, windows by layer": {
         "window": 8, "Window.block": 4, "Window.by_layer": (3, 0), "Window.sinks": 2,
         "positions": "rotary",
-        "Rotary.local_base": 100.0, "Embedding.scaled": True,
+        "Rotary.local_base": 100.0, "Embedding.factor": 4.0, "Rotary.skipped": (False, True),
     },
     "recurrent, grouped queries, sinks": {
         **_RECURRENT, "Recurrence.layers": (1,), "heads": 4, "SelfAttention.kv_heads": 1,
         "head_dim": 4,
-        "Window.sinks": 2, "SelfAttention.normalize_qk": False, "Norm.queries_keys": True,
-        "Norm.outputs": True,
+        "Window.sinks": 2, "SelfAttention.normalize_qk": False, "Norm.queries_keys": "head",
+        "Norm.place": "both",
         "Norm.offset": True,
+    },
+    "norms of outputs and of all heads": {
+        **_GROUPED, "Window.sinks": 2, "window": 6, "Window.block": 4, "positions": "rotary",
+        "SelfAttention.normalize_qk": False, "Norm.queries_keys": "heads", "Norm.place": "after",
+        "residual_factor": 0.5, "Embedding.logit_divisor": 2.0,
+    },
+    "layer norms, parallel": {
+        "Norm.kind": "layer", "parallel": True, "positions": "rotary", "Rotary.channels": 2,
+        "SelfAttention.normalize_qk": False, "SelfAttention.bias": "all", "MLP.bias": True,
+    },
+    "capped logits": {
+        **_GROUPED, "SelfAttention.soft_cap": 2.0, "SelfAttention.normalize_qk": False,
+        "Embedding.soft_cap": 3.0, "Window.by_layer": (3, 0), "Window.sinks": 2,
+    },
+    "learned positions": {
+        "positions": "learned", "Rotary.context": 40, "Window.cache": False,
+        "Norm.kind": "layer",
     },
     "recurrent": {**_RECURRENT, "Recurrence.layers": (0,)},
     "recurrent, above": {**_RECURRENT, "Recurrence.layers": (1, 2), "layers": 3},
@@ -200,7 +217,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gated dense memory, grouped queries, sinks": {
         **_GROUPED, "DenseMemory.layers": (1,), "DenseMemory.size": 11, "DenseMemory.gate": "tanh",
         "Window.sinks": 2, "window": 6, "Window.block": 4, "SelfAttention.normalize_qk": False,
-        "Norm.queries_keys": True,
+        "Norm.queries_keys": "head",
     },
     "routing": {
         "Routing.layers": (0, 2), "layers": 3, "Routing.heads": 1, "Routing.clusters": 3,
@@ -224,7 +241,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gated delta rule beside grouped queries, sinks": {
         **_GROUPED, "GatedDeltaNet.window_layers": (0,), "Window.sinks": 3, "window": 6,
         "Window.block": 4,
-        "SelfAttention.normalize_qk": False, "SelfAttention.bias": "all", "Norm.outputs": True,
+        "SelfAttention.normalize_qk": False, "SelfAttention.bias": "all", "Norm.place": "both",
         "Norm.offset": True,
     },
     "gated delta rule, feedback": {

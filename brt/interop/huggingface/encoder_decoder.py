@@ -18,7 +18,7 @@ from brt.config import Config, CrossAttention, Seq2Seq
 from brt.config_io import config_from_json, config_json
 from brt.errors import CheckpointError
 from brt.interop.huggingface import unread
-from brt.interop.huggingface.causal.config import FAMILIES
+from brt.interop.huggingface.causal.families import FAMILIES
 from brt.interop.huggingface.fields import array_names, convert_fields
 from brt.interop.huggingface.weights import Arrays
 from brt.models import seq2seq

@@ -16,7 +16,7 @@ from brt.data.tokenizers import BYTE_OF_CHARACTER, ByteTokenizer, Tokenizer
 from brt.errors import CheckpointError
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
-from brt.interop.huggingface.causal import config
+from brt.interop.huggingface.causal import config, rotary
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.interop.huggingface.encoder_decoder import WRITTEN
 
@@ -28,7 +28,10 @@ _SAME = (
 )  # fmt: skip
 # If these keys of a decoder's original config.json are equal to those of the export, the export is
 # the same model, perhaps trained further, and not a new model with the same tokenizer.
-_SAME_DECODER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SAME_DECODER = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer",
+    "n_head",
+)  # fmt: skip
 # The exported byte tokenizer has this name for BOS. The id of BOS is 0, the byte NUL, which never
 # occurs in a text.
 _BYTES_BOS = "<|bos|>"
@@ -82,6 +85,11 @@ def read_json(beside: Mapping[str, bytes], name: str) -> dict[str, Any]:
         raise CheckpointError(f"{name} beside the tokenizer is damaged: {error}") from error
 
 
+def family(tokenizer: Tokenizer) -> str | None:
+    """Returns the model_type in the original config.json beside the tokenizer of a decoder."""
+    return config.text_part(read_json(tokenizer.beside, CONFIG)).get("model_type")
+
+
 def with_decoder_settings(
     content: ExportFormat, model: Model, tokenizer: Tokenizer
 ) -> ExportFormat:
@@ -90,10 +98,12 @@ def with_decoder_settings(
     """
     ours, notes = dict(content.settings[CONFIG]), []
     theirs, generation = (read_json(tokenizer.beside, n) for n in (CONFIG, GENERATION))
-    if any(theirs.get(name) != ours[name] for name in _SAME_DECODER):
+    theirs = config.text_part(theirs)
+    sizes = [name for name in _SAME_DECODER if name in ours]
+    if not sizes or any(theirs.get(name) != ours[name] for name in sizes):
         return content
     try:
-        unread = config.read(theirs, WindowChoice())[1]
+        original, unread = config.read(theirs, WindowChoice(model.window))
     except CheckpointError:  # The run directory has a config.json that belongs to no decoder.
         return content
     ids = config.end_ids(generation, model.vocab_size) or config.end_ids(theirs, model.vocab_size)
@@ -110,6 +120,10 @@ def with_decoder_settings(
         notes.append(f"config.json: bos_token_id = {ours['bos_token_id']}, with which texts begin")
     elif other_bos:
         original_ids["bos_token_id"] = None
+    if original.rotary == model.rotary and ours["model_type"] == theirs["model_type"]:
+        # The original says which scaling it is, of which `ours` has only the numbers.
+        ours = {name: value for name, value in ours.items() if name not in rotary.KEYS}
+        unread |= {name: theirs[name] for name in rotary.KEYS if name in theirs}
     # The original ids of BOS and EOS replace those of the export, unless they are in `changes`.
     described: dict[str, Any] = {**unread, **ours, **original_ids, **changes}
     written = {**content.settings, CONFIG: described}

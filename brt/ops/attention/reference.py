@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.softmax import MASKED, masked_softmax, softmax_and_lse
+from brt.ops.softmax import MASKED, masked_softmax, soft_capped, softmax_and_lse
 
 
 def attend(
@@ -16,13 +16,15 @@ def attend(
     dropout: None = None,
     *,
     factors: Float[Array, "H Q S"] | None = None,
+    soft_cap: float = 0.0,
 ) -> AttentionPart:
     """Returns the attention of every query to the keys where the mask is True.
 
-    The logits are q.k + bias, and `factors` multiply the weights. The result for a query that sees
-    no key is zeros and `softmax.FLOOR`.
+    The logits are q.k, capped by `soft_cap`, + bias, and `factors` multiply the weights. The result
+    for a query that sees no key is zeros and `softmax.FLOOR`.
     """
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
+    logits = soft_capped(logits, soft_cap)
     if bias is not None:
         logits += jnp.expand_dims(bias, range(logits.ndim - bias.ndim))
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))[..., None, :, :]

@@ -1,8 +1,8 @@
 """Cross-entropy loss and token scores over a vocabulary, without storing all logits at once.
 
 In shapes, D is the number of numbers of a token's vector, and V of tokens of the vocabulary. The
-logits are scale * hidden @ embedding.T + bias. At most `chunk` tokens of a row have logits at once
-on a device; the TPU kernels ignore this number.
+logits are scale * hidden @ embedding.T, capped by `softmax.soft_capped`, + bias. At most `chunk`
+tokens of a row have logits at once on a device; the TPU kernels ignore this number.
 """
 
 from jaxtyping import Array, Bool, Float, Int
@@ -18,7 +18,7 @@ SCORES = Op(
         Implementation("pallas_tpu", pallas_tpu.token_scores, pallas_tpu.refusal),
         Implementation("xla_cpu", xla_cpu.token_scores, xla_cpu.refusal),
         Implementation("xla", xla.token_scores),
-        Implementation("pallas_interpret", pallas_tpu.interpreted_scores, pallas_tpu.bias_refusal),
+        Implementation("pallas_interpret", pallas_tpu.interpreted_scores, pallas_tpu.form_refusal),
         Implementation("reference", reference.token_scores),
     ),
 )
@@ -27,7 +27,7 @@ LOSS = Op(
     (
         Implementation("pallas_tpu", pallas_tpu.cross_entropy, pallas_tpu.refusal),
         Implementation("xla", xla.cross_entropy),
-        Implementation("pallas_interpret", pallas_tpu.interpreted, pallas_tpu.bias_refusal),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, pallas_tpu.form_refusal),
         Implementation("reference", reference.cross_entropy),
     ),
 )
@@ -40,12 +40,14 @@ def token_scores(
     bias: Float[Array, " V"] | None = None,
     *,
     scale: float,
+    soft_cap: float = 0.0,
     chunk: int,
     implementation: str | None = None,
 ) -> TokenScores:
     """Returns the scores of the targets, for evaluation; there are no gradients."""
     inputs = Targets(hidden, embedding, targets, bias)
-    return dispatch.run(SCORES, implementation, inputs, scale=scale, chunk=chunk)
+    options = {"scale": scale, "chunk": chunk} | ({"soft_cap": soft_cap} if soft_cap else {})
+    return dispatch.run(SCORES, implementation, inputs, **options)
 
 
 def cross_entropy(
@@ -56,6 +58,7 @@ def cross_entropy(
     bias: Float[Array, " V"] | None = None,
     *,
     scale: float,
+    soft_cap: float = 0.0,
     chunk: int,
     smoothing: float = 0.0,
     implementation: str | None = None,
@@ -68,4 +71,5 @@ def cross_entropy(
     """
     inputs = Targets(hidden, embedding, targets, bias, mask)
     options = {"scale": scale, "chunk": chunk, "smoothing": smoothing}
+    options |= {"soft_cap": soft_cap} if soft_cap else {}
     return dispatch.run(LOSS, implementation, inputs, **options)

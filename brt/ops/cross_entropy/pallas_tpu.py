@@ -42,16 +42,18 @@ _ROWS, _COLUMNS = (512, 256, 128), (640, 512, 256)
 Interpret = bool | pltpu.InterpretParams
 
 
-def bias_refusal(inputs: Targets, **_: Any) -> str | None:
-    """Returns why the kernels refuse the bias of the logits, or None."""
+def form_refusal(inputs: Targets, soft_cap: float = 0.0, **_: Any) -> str | None:
+    """Returns why the kernels refuse the form of the logits, or None."""
+    if soft_cap:
+        return "does not cap logits; set Embedding.soft_cap to 0"
     return None if inputs.bias is None else "adds no bias to logits"
 
 
-def refusal(inputs: Targets, **_: Any) -> str | None:
+def refusal(inputs: Targets, **options: Any) -> str | None:
     """Returns why the kernels do not support these inputs, or None."""
     hidden, (tokens, width) = inputs.hidden, inputs.hidden.shape[1:]
     vocabulary = len(inputs.embedding)
-    if reason := bias_refusal(inputs):
+    if reason := form_refusal(inputs, **options):
         return reason
     if tokens % tpu.LANES or vocabulary % tpu.LANES:
         return (

@@ -26,6 +26,7 @@ from brt.ops.cross_entropy.chunks import (
 from brt.ops.dense import weight_gradient
 from brt.ops.layout import transposed
 from brt.ops.reductions import sum_leading
+from brt.ops.softmax import soft_capped
 
 
 class _ChunkLogits(NamedTuple):
@@ -60,8 +61,9 @@ def _logits(
     targets: Int[Array, "B C"],
     bias: Float[Array, " V"] | None,
     scale: float,
+    soft_cap: float,
 ) -> _ChunkLogits:
-    logits = scale * products
+    logits = soft_capped(scale * products, soft_cap)
     if bias is not None:
         logits += bias[None, None]
     logits = constrain(logits, "lanes", "tokens", "vocab")
@@ -70,13 +72,15 @@ def _logits(
     return _ChunkLogits(logits, lse, chosen)
 
 
-def token_scores(inputs: Targets, *, scale: float, chunk: int) -> TokenScores:
+def token_scores(
+    inputs: Targets, *, scale: float, chunk: int, soft_cap: float = 0.0
+) -> TokenScores:
     hidden, embedding, targets, bias, _ = inputs
     chunk = chunk_length(hidden.shape[1], chunk)
     product = _embedding_product(embedding, hidden.dtype)
 
     def score_chunk(piece: tuple[Array, Array]) -> TokenScores:
-        results = _logits(product(piece[0]), piece[1], bias, scale)
+        results = _logits(product(piece[0]), piece[1], bias, scale, soft_cap)
         others = jnp.where(results.is_target(piece[1]), -jnp.inf, results.all)
         return TokenScores(results.nats, results.chosen > jnp.max(others, axis=-1))
 
@@ -84,25 +88,25 @@ def token_scores(inputs: Targets, *, scale: float, chunk: int) -> TokenScores:
 
 
 def cross_entropy(
-    inputs: Targets, *, scale: float, chunk: int, smoothing: float
+    inputs: Targets, *, scale: float, chunk: int, smoothing: float, soft_cap: float = 0.0
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     chunk = chunk_length(inputs.hidden.shape[1], chunk)
-    return _cross_entropy(inputs, scale, chunk, smoothing)
+    return _cross_entropy(inputs, scale, soft_cap, chunk, smoothing)
 
 
 def _pieces(inputs: Targets, chunk: int) -> tuple[Array, ...]:
     return tuple(split_chunks(x, chunk) for x in (inputs.hidden, inputs.targets, inputs.mask))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _cross_entropy(
-    inputs: Targets, scale: float, chunk: int, smoothing: float
+    inputs: Targets, scale: float, soft_cap: float, chunk: int, smoothing: float
 ) -> tuple[Array, Array]:
     product = _embedding_product(inputs.embedding, inputs.hidden.dtype)
 
     def add_chunk(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
-        results = _logits(product(h), target, inputs.bias, scale)
+        results = _logits(product(h), target, inputs.bias, scale, soft_cap)
         return total + _sums(results, counts, smoothing), None
 
     total, _ = jax.lax.scan(add_chunk, jnp.zeros((2,), jnp.float32), _pieces(inputs, chunk))
@@ -118,7 +122,7 @@ def _sums(results: _ChunkLogits, counts: Array, smoothing: float) -> Float[Array
 
 
 def _forward(
-    inputs: Targets, scale: float, chunk: int, smoothing: float
+    inputs: Targets, scale: float, soft_cap: float, chunk: int, smoothing: float
 ) -> tuple[tuple[Array, Array], Targets]:
     """Returns the sums and, as the residuals, the gradients of the first."""
     embedding, bias = inputs.embedding, inputs.bias
@@ -127,11 +131,15 @@ def _forward(
     def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry
         h, target, counts = piece
-        results = _logits(product(h), target, bias, scale)
+        results = _logits(product(h), target, bias, scale, soft_cap)
         probabilities = jnp.exp(results.all - results.lse[..., None])
         smoothed = (1 - smoothing) * results.is_target(target) + smoothing / results.all.shape[-1]
         d_biased = jnp.where(counts[..., None], probabilities - smoothed, 0.0)
-        d_logits = (d_biased * scale).astype(h.dtype)
+        d_products = d_biased * scale
+        if soft_cap:  # The slope of the cap at a logit y, before its bias, is 1 - (y / cap)^2.
+            capped = results.all if bias is None else results.all - bias[None, None]
+            d_products *= 1 - jnp.square(capped / soft_cap)
+        d_logits = d_products.astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
         d_embedding += weight_gradient(d_logits, h).astype(embedding.dtype)
         d_bias = None if d_bias is None else d_bias + sum_leading(d_biased, 2)
@@ -147,7 +155,7 @@ def _forward(
 
 @jax.named_scope("cross_entropy")
 def _backward(
-    scale: float, chunk: int, smoothing: float, gradients: Targets,
+    scale: float, soft_cap: float, chunk: int, smoothing: float, gradients: Targets,
     cotangents: tuple[Array, Array],
 ) -> tuple[Targets]:  # fmt: skip
     cotangent, _ = cotangents

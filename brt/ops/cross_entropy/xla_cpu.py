@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 from brt.distributed.rules import partitioned
 from brt.ops.cross_entropy.chunks import Targets, TokenScores, chunk_length, scores_by_chunk
 from brt.ops.layout import row_major, transposed
+from brt.ops.softmax import soft_capped
 
 # The tokens of a tile. Tiles of 512 to 1,024 tokens take the least time.
 _TILE = 512
@@ -38,7 +39,9 @@ def refusal(inputs: Targets, **_: object) -> str | None:
     return None
 
 
-def token_scores(inputs: Targets, *, scale: float, chunk: int) -> TokenScores:
+def token_scores(
+    inputs: Targets, *, scale: float, chunk: int, soft_cap: float = 0.0
+) -> TokenScores:
     hidden, embedding, targets, bias, _ = inputs
     chunk = chunk_length(hidden.shape[1], chunk)
     table, tiles = embedding.astype(hidden.dtype), len(embedding) // _TILE
@@ -48,7 +51,7 @@ def token_scores(inputs: Targets, *, scale: float, chunk: int) -> TokenScores:
     ) -> _Sums:
         vectors = jax.lax.dynamic_slice_in_dim(table, start, tokens)
         products = jnp.matmul(x, transposed(vectors), preferred_element_type=jnp.float32)
-        logits = scale * row_major(products)
+        logits = soft_capped(scale * row_major(products), soft_cap)
         if bias is not None:
             logits += jax.lax.dynamic_slice_in_dim(bias, start, tokens)[None, None]
         return _added(sums, logits, jnp.arange(tokens)[None, None] == (own - start)[..., None])

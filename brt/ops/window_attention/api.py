@@ -36,10 +36,11 @@ _SEQUENCE_AXIS, _HEADS_AXIS = "sequence", "tensor"
 _Cached = tuple[Float[Array, "B W G K"], Float[Array, "B W G K"]]
 
 
-def _by_xla(inputs: WindowInputs, **options: Any) -> AttentionPart:
-    by_tiles = inputs.part % inputs.window == 0 and not isinstance(inputs.dropout, Dropout)
-    attend = xla.window_attention if by_tiles else chunks.window_attention
-    return attend(inputs, **options)
+def _by_xla(inputs: WindowInputs, *, attend_to_self: bool, soft_cap: float = 0.0) -> AttentionPart:
+    drawn = isinstance(inputs.dropout, Dropout)
+    if inputs.part % inputs.window or drawn or soft_cap:
+        return chunks.window_attention(inputs, attend_to_self=attend_to_self, soft_cap=soft_cap)
+    return xla.window_attention(inputs, attend_to_self=attend_to_self)
 
 
 def _drawn_refusal(inputs: WindowInputs, **_: Any) -> str | None:
@@ -47,25 +48,27 @@ def _drawn_refusal(inputs: WindowInputs, **_: Any) -> str | None:
     return dispatch.dropout_refusal(dropout=inputs.dropout if drawn else None)
 
 
-def _kernel_refusal(inputs: WindowInputs) -> str | None:
+def _kernel_refusal(inputs: WindowInputs, soft_cap: float = 0.0, **_: Any) -> str | None:
+    if soft_cap:
+        return "does not cap logits; set SelfAttention.soft_cap to 0"
     if rules.is_sharded("blocks"):
         return "reads segments that each device has as a whole; set Mesh.sequence to 1"
     return _drawn_refusal(inputs)
 
 
-def _interpreter_refusal(inputs: WindowInputs, **_: Any) -> str | None:
+def _interpreter_refusal(inputs: WindowInputs, **options: Any) -> str | None:
     tokens, window = inputs.queries.shape[1], inputs.window
     if tokens % window:
         return f"reads segments of a multiple of the window of {window} tokens, not of {tokens}"
-    return _kernel_refusal(inputs)
+    return _kernel_refusal(inputs, **options)
 
 
-def _tpu_refusal(inputs: WindowInputs, **_: Any) -> str | None:
-    return pallas_tpu.refusal(inputs) or _kernel_refusal(inputs)
+def _tpu_refusal(inputs: WindowInputs, **options: Any) -> str | None:
+    return pallas_tpu.refusal(inputs) or _kernel_refusal(inputs, **options)
 
 
-def _gpu_refusal(inputs: WindowInputs, **_: Any) -> str | None:
-    return pallas_gpu.refusal(inputs) or _kernel_refusal(inputs)
+def _gpu_refusal(inputs: WindowInputs, **options: Any) -> str | None:
+    return pallas_gpu.refusal(inputs) or _kernel_refusal(inputs, **options)
 
 
 OP = Op(
@@ -90,13 +93,14 @@ def local_attention(
     dropout: Dropout | None = None,
     *,
     attend_to_self: bool = True,
+    soft_cap: float = 0.0,
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
     """Returns the attention output of every token over the token's window.
 
-    The logits are q.k + bias. The output is 0 where a token sees no key. Dropout does not affect
-    the log-sum-exp.
+    The logits are q.k, capped by `softmax.soft_capped`, + bias. The output is 0 where a token sees
+    no key. Dropout does not affect the log-sum-exp.
 
     Args:
       queries: already multiplied by any scale, unless `scale` is given.
@@ -109,7 +113,8 @@ def local_attention(
         scale[h].
     """
     inputs = WindowInputs(queries, cached, keys, values, bias, first, dropout, scale)
-    attend = functools.partial(dispatch.run, OP, implementation, attend_to_self=attend_to_self)
+    options = {"attend_to_self": attend_to_self} | ({"soft_cap": soft_cap} if soft_cap else {})
+    attend = functools.partial(dispatch.run, OP, implementation, **options)
     # With dropout or with sharded blocks no kernel is used, and XLA partitions the whole program.
     if dropout is not None or rules.is_sharded("blocks"):
         return attend(inputs)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from brt.ops.dropout import Dropout
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.products import matmul_nt
-from brt.ops.softmax import MASKED, softmax_and_lse
+from brt.ops.softmax import MASKED, soft_capped, softmax_and_lse
 from brt.ops.window_attention.inputs import WindowInputs
 
 # A chunk has at most this many queries. This limits the memory for the logits of a chunk to
@@ -20,7 +20,9 @@ from brt.ops.window_attention.inputs import WindowInputs
 CHUNK = 256
 
 
-def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> AttentionPart:
+def window_attention(
+    inputs: WindowInputs, *, attend_to_self: bool, soft_cap: float = 0.0
+) -> AttentionPart:
     """Implements `api.local_attention`; its dropout is None or of class `Dropout`."""
     queries, keys, values = inputs.joined()
     bias, dropout, length = inputs.bias, inputs.dropout, queries.shape[1]
@@ -59,7 +61,7 @@ def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> Attention
         places = n * chunk - window + jnp.arange(chunk + window)
         seen = jnp.asarray(in_window)[None] & (places[None, None] >= begin[..., None])
         own, near_keys, near_values = (x.swapaxes(1, 2) for x in (own, near_keys, near_values))
-        logits = by_query_head(matmul_nt(by_key_head(own), near_keys))
+        logits = soft_capped(by_query_head(matmul_nt(by_key_head(own), near_keys)), soft_cap)
         if tile is not None:
             logits += tile[None]
         weights, lse = softmax_and_lse(jnp.where(seen[:, None], logits, MASKED))

@@ -7,7 +7,9 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.window_attention.inputs import WindowInputs
 
 
-def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> AttentionPart:
+def window_attention(
+    inputs: WindowInputs, *, attend_to_self: bool, soft_cap: float = 0.0
+) -> AttentionPart:
     """Implements `api.local_attention`; its dropout is None or a `DropoutMask`."""
     queries, keys, values = inputs.joined()
     length, window, factors = queries.shape[1], inputs.window, None
@@ -21,4 +23,4 @@ def window_attention(inputs: WindowInputs, *, attend_to_self: bool) -> Attention
     if inputs.dropout is not None:
         factors = inputs.dropout.factors(jnp.dtype("float32"))
         factors = factors[:, token % window, place % window]
-    return reference.attend(queries, keys, values, bias, seen, factors=factors)
+    return reference.attend(queries, keys, values, bias, seen, factors=factors, soft_cap=soft_cap)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.products import stacked_products
-from brt.ops.softmax import MASKED, softmax_and_lse
+from brt.ops.softmax import MASKED, soft_capped, softmax_and_lse
 
 
 class ReadyRing(NamedTuple):
@@ -44,6 +44,7 @@ def ring_attention(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
+    soft_cap: float = 0.0,
 ) -> AttentionPart:
     """Returns the attention output of T tokens, at most W, over their windows.
 
@@ -73,6 +74,7 @@ def ring_attention(
     in_window = (distances >= nearest) & (distances < window + nearest)
     readable = read[:, None, None] + ahead[None, :, None]
     hidden = (distances[None] > readable)[:, None, None]
+    logits = soft_capped(logits, soft_cap)
     if null_keys:
         logits = jnp.where(hidden, 0.0, logits)
     if bias is not None:

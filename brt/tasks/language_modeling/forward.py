@@ -46,7 +46,8 @@ def segment_scores(
     hidden, carry, *_ = predict(config, variables, carry, batch)
     nats, right = token_scores(
         hidden, output_weights(config.model, variables.params), batch.targets,
-        scale=logit_scale(model), chunk=config.training.loss_chunk,
+        scale=logit_scale(model), soft_cap=model.embedding.soft_cap,
+        chunk=config.training.loss_chunk,
         implementation=config.kernels.token_scores,
     )  # fmt: skip
     return jnp.where(batch.scored, nats, 0.0), right, carry

@@ -137,8 +137,9 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
     output = predict(config, Variables(params, model_state), carry, batch, inputs.key)
     total, nats = cross_entropy(
         output.hidden, output_weights(config.model, params), batch.targets, batch.scored,
-        scale=logit_scale(config.model), chunk=training.loss_chunk,
-        smoothing=training.label_smoothing, implementation=config.kernels.cross_entropy,
+        scale=logit_scale(config.model), soft_cap=config.model.embedding.soft_cap,
+        chunk=training.loss_chunk, smoothing=training.label_smoothing,
+        implementation=config.kernels.cross_entropy,
     )  # fmt: skip
     count = count_scored(batch.scored)
     # Auxiliary losses are means over tokens. Multiplying them by the number of all tokens, scored
@@ -153,8 +154,8 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
         divergence = summed_divergence(
             output.hidden, read.hidden, batch.scored,
             output_weights(config.model, params), output_weights(config.model, frozen),
-            scale=logit_scale(config.model), temperature=config.distillation.temperature,
-            chunk=training.loss_chunk,
+            scale=logit_scale(config.model), soft_cap=config.model.embedding.soft_cap,
+            temperature=config.distillation.temperature, chunk=training.loss_chunk,
         )  # fmt: skip
         total += config.distillation.weight * divergence
         losses["loss/divergence"] = divergence / jnp.maximum(count, 1.0)

@@ -30,7 +30,7 @@ from brt.interop.exporting import ExportFormat, ExportSource
 from brt.interop.huggingface import files, hub, kept
 from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
-from brt.interop.huggingface.causal.config import FAMILIES
+from brt.interop.huggingface.causal.families import FAMILIES
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.runs import (
     ModelState,
@@ -70,7 +70,7 @@ def export(source: ExportSource) -> ExportFormat:
     the result includes PyTorch code that computes the function of the decoder.
     """
     opened, model = source.tokenizer(), source.config.model
-    family = causal.family_of(model)
+    family = causal.family_of(model, kept.family(opened))
     if source.adapters:
         return _adapter(source, opened, family)
     if source.plain and not family:
@@ -80,7 +80,7 @@ def export(source: ExportSource) -> ExportFormat:
         )
     decoder = TrainedDecoder(source.params, model, opened.bos_id)
     if family and (source.plain or causal.is_same_function(model, family)):
-        content = causal.to_format(decoder)
+        content = causal.to_format(decoder, family)
     else:
         content = to_format(decoder)
     if opened.beside:  # Original settings are kept if neither training nor brt changed them.
@@ -111,7 +111,7 @@ def _adapter(source: ExportSource, tokenizer: Any, family: str | None) -> Export
     start = source.config.training.init_from
     base = start if reading.is_decoder(Path(start)) else hub.repository_of(start)
     decoder = TrainedDecoder(source.params, source.config.model, tokenizer.bos_id)
-    content = causal.to_adapter(source.config.adapter, source.adapters, base, decoder)
+    content = causal.to_adapter(source.config.adapter, source.adapters, base, decoder, family)
     notes = content.notes if base else (*content.notes, _base_note(start))
     copy = partial(kept.write_tokenizer, tokenizer, own_code=False)
     return content._replace(notes=notes, copy_tokenizer=copy)

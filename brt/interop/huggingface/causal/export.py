@@ -1,5 +1,5 @@
-"""Export of a decoder of brt as a model of one of transformers' classes (Llama, Mistral, Qwen,
-Gemma), and a comparison of what brt and transformers compute.
+"""Export of a decoder of brt as a model of one of transformers' classes, and a comparison of what
+brt and transformers compute.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,10 +10,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from brt.config import Adapter, Model
+from brt.errors import CheckpointError
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
 from brt.interop.huggingface.causal import reading, weights
-from brt.interop.huggingface.causal.config import family_of, is_same_function, to_theirs
+from brt.interop.huggingface.causal.config import is_same_function, to_theirs
+from brt.interop.huggingface.causal.families import FAMILIES, own_arrays, own_name
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, segment_logits
 from brt.interop.huggingface.verify import check_logits, compare_arrays, transformers_output
 from brt.interop.huggingface.weights import Arrays
@@ -22,18 +24,19 @@ from brt.interop.pretrained import parameter_count
 _LONGEST = 256  # The compared document has at most this number of tokens.
 
 
-def to_format(trained: TrainedDecoder) -> ExportFormat:
-    """Returns the content of a directory that transformers reads with one of its own classes.
-    `family_of` must not return None for the model.
+def to_format(trained: TrainedDecoder, family: str) -> ExportFormat:
+    """Returns the content of a directory that transformers reads with its class of the family,
+    which `family_of` returned for the model.
     """
     model, params = trained.model, trained.params
-    exported = dict(weights.export_arrays(params, model))
-    settings = to_theirs(model, trained.bos_id)
+    plain = dict(weights.export_arrays(params, model))
+    exported = own_arrays(plain, FAMILIES[family], model.heads)
+    settings = to_theirs(model, trained.bos_id, family)
 
     def verify(directory: Path) -> Iterator[str]:
         return compare(params, model, directory, exported, files.read_tensors(directory))
 
-    family, notes = settings["model_type"], _notes(model)
+    notes = _notes(model, family)
     summary = (
         f"{family} of {model.layers} layers, width {model.model_dim}, "
         f"{parameter_count(params):,} parameters"
@@ -43,8 +46,8 @@ def to_format(trained: TrainedDecoder) -> ExportFormat:
     return ExportFormat(summary, described, exported, verify, notes=notes)
 
 
-def _notes(model: Model) -> tuple[str, ...]:
-    if is_same_function(model, str(family_of(model))):
+def _notes(model: Model, family: str) -> tuple[str, ...]:
+    if is_same_function(model, family):
         return ()
     context = model.rotary.context or model.window
     return (
@@ -54,16 +57,17 @@ def _notes(model: Model) -> tuple[str, ...]:
 
 
 def to_adapter(
-    settings: Adapter, changed: Mapping[str, Any], base: str, trained: TrainedDecoder
+    settings: Adapter, changed: Mapping[str, Any], base: str, trained: TrainedDecoder, family: str
 ) -> ExportFormat:
     """Returns the content of a directory from which PEFT reads the adapters of a model.
 
     Args:
       changed: the factors of the adapters, and other trained parameters.
       base: the directory of the model that was trained, in Hugging Face's format; or "".
-      trained: the model with the adapters added; `family_of` is not None for its settings.
+      trained: the model with the adapters added.
+      family: the family that `family_of` returned for the model.
     """
-    arrays = _adapter_arrays(changed, trained.params, trained.model)
+    arrays = _adapter_arrays(changed, trained.params, trained.model, family)
     config = _adapter_config(settings, arrays, base)
 
     def verify(directory: Path) -> Iterator[str]:
@@ -78,26 +82,38 @@ def to_adapter(
     if whole := len(arrays) - 2 * matrices:
         summary += f", {whole} arrays that were trained as a whole"
     return ExportFormat(
-        summary, {reading.CONFIG: config}, arrays, verify, notes=_notes(trained.model),
+        summary, {reading.CONFIG: config}, arrays, verify,
+        notes=_notes(trained.model, family),
         file=reading.FILE,
     )  # fmt: skip
 
 
 def _adapter_arrays(
-    trained: Mapping[str, Any], params: Mapping[str, Any], model: Model
+    trained: Mapping[str, Any], params: Mapping[str, Any], model: Model, family: str
 ) -> dict[str, np.ndarray]:
     # Returns the arrays of an adapter by PEFT's names. `trained` has the factors of brt's adapters
     # by the names of their kernels, and the parameters that were trained as a whole; `params` are
     # the parameters of the model, with the adapters added.
-    arrays, all_arrays = {}, dict(weights.export_arrays(params, model))
-    places = weights.places(model)
+    table, plain = FAMILIES[family], dict(weights.export_arrays(params, model))
+    arrays, places = {}, weights.places(model)
+
+    def own(name: str) -> str:
+        fused = any(f".{part}." in name for one in table.fused for part in one.parts)
+        if fused or table.transposed:
+            raise CheckpointError(
+                f"the adapter of {name.removesuffix('.weight')} cannot be exported for "
+                f"{table.name}, whose matrices have another layout; export the whole model, "
+                "without --adapter"
+            )
+        return own_name(name, table)
+
     for path, array in flatten_dict(dict(trained), sep="/").items():
         kernel, _, factor = path.rpartition("/")
         if factor not in ("a", "b"):
-            arrays |= {reading.PREFIX + name: all_arrays[name] for name in places[path].names}
+            arrays |= {reading.PREFIX + own(name): plain[name] for name in places[path].names}
             continue
         for name, row in zip(places[kernel].names, np.asarray(array), strict=True):
-            module = name.removesuffix(".weight")
+            module = own(name).removesuffix(".weight")
             theirs = f"{reading.PREFIX}{module}.lora_{factor.upper()}.weight"
             arrays[theirs] = np.ascontiguousarray(row.T)
     return arrays

@@ -1,5 +1,5 @@
-"""Reads decoders (Llama, Mistral, Qwen, Gemma), and low-rank adapters of decoders in PEFT's format,
-from directories in Hugging Face's format.
+"""Reads decoders, and low-rank adapters of decoders in PEFT's format, from directories in Hugging
+Face's format.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from brt.errors import CheckpointError, DataError
 from brt.interop.huggingface import files, unread
 from brt.interop.huggingface.causal import config, weights
 from brt.interop.huggingface.causal.config import WindowChoice
+from brt.interop.huggingface.causal.families import FAMILIES, llama_arrays
 from brt.interop.huggingface.weights import Arrays
 
 # An adapter is adapter_config.json, and the matrices A and B of each adapted matrix in FILE.
@@ -71,10 +72,16 @@ class PretrainedDecoder(NamedTuple):
     tokenizer_file: Path
     notes: tuple[str, ...]
 
+    @property
+    def family(self) -> str:
+        return config.text_part(self.described)["model_type"]
+
     def arrays(self) -> Arrays:
-        """Reads the arrays by Hugging Face's names, with the adapter added."""
-        arrays = weights.plain_names(files.read_tensors(self.directory))
-        return added(arrays, self.adapter) if self.adapter else arrays
+        """Reads the arrays by the names and in the layout of Llama, with the adapter added."""
+        family, model = FAMILIES[self.family], self.model
+        arrays = weights.plain_names(files.read_tensors(self.directory), family)
+        arrays = added(arrays, self.adapter) if self.adapter else arrays
+        return llama_arrays(arrays, family, model.heads, model.key_heads)
 
     def params(self) -> dict[str, Any]:
         """Reads the weights as parameters of `brt.models.decoder.Decoder`."""
@@ -86,7 +93,9 @@ def is_decoder(directory: Path) -> bool:
     path = directory / "config.json"
     if not path.is_file() and (directory / CONFIG).is_file():
         return True
-    return path.is_file() and files.read_json(path).get("model_type") in config.FAMILIES
+    if not path.is_file():
+        return False
+    return config.text_part(files.read_json(path)).get("model_type") in FAMILIES
 
 
 def describe(directory: Path, choice: WindowChoice = WindowChoice()) -> PretrainedDecoder:  # noqa: B008

@@ -17,6 +17,7 @@ from .layers_brt import (
     StateCell,
     attend,
     by_query_head,
+    capped,
     l2_normalize,
     linear,
     mlp,
@@ -25,6 +26,7 @@ from .layers_brt import (
     part,
     read,
     register_mlp,
+    register_norm,
     rotate,
 )
 
@@ -50,11 +52,13 @@ class Layer(nn.Module):
 
     def __init__(self, config, index):
         super().__init__()
-        self.config, self.kind, width = config, config.kinds[index], config.hidden_size
+        self.config, self.kind = config, config.kinds[index]
         self.window, self.sinks = config.windows[index], config.sinks[index]
-        self.speeds = config.rotary_speeds[config.rotary[index]] if config.rotary else None
+        self.speeds = config.rotary_speeds[config.rotary[index]] if config.rotary else []
+        self.rotary_factor = config.rotary_factors[index]
         self.attends = self.kind != "gated_delta_net"
-        parameters(self, norm=(width,))
+        if config.norm_place != "after":
+            register_norm(self, config, "norm")
         if self.attends:
             self._add_attention()
         register_mlp(self, config)
@@ -77,10 +81,12 @@ class Layer(nn.Module):
         )  # fmt: skip
         linear(self, config.attention_bias == "all", o_proj=(read, width))
         parameters(self, scale=(heads,))
-        if config.query_key_norms:
-            parameters(self, queries_norm=(size,), keys_norm=(size,))
-        if config.output_norms:
-            parameters(self, output_norm=(width,))
+        if (of := config.query_key_norms) != "none":
+            for name, count in (("queries", heads), ("keys", config.num_key_value_heads)):
+                shape = (count, size) if of == "heads" else (size,)
+                register_norm(self, config, f"{name}_norm", *shape)
+        if config.norm_place != "before":
+            register_norm(self, config, "output_norm")
         if attends_twice:
             linear(self, cross_q_proj=(width, heads * size))
             parameters(self, cross_scale=(heads,))
@@ -112,20 +118,23 @@ class Layer(nn.Module):
         attend to, or None. `places` [B, T] has the number of tokens before each token in its text;
         it is negative for padding."""
         config = self.config
-        h = model_norm(config, x, self.norm)
+        h = x
+        if config.norm_place != "after":
+            h = model_norm(self, config, "norm", x)
         if self.memory is not None:
             remembered, delta = self.memory(h * (places >= 0)[..., None], state.delta)
             x, state = x + remembered, state._replace(delta=delta)
+        inputs = x
         if self.attends:
             x, state = self._attend(x, h, state, feedback, places)
-        return x + mlp(self, config, x), state
+        return x + mlp(self, config, inputs if config.parallel else x), state
 
     def _project(self, h, name):
         y = getattr(self, f"{name}_proj")(h).unflatten(-1, (-1, self.config.head_dim))
         if name == "v":
             return y
-        if self.config.query_key_norms:
-            y = model_norm(self.config, y, self.keys_norm if name == "k" else self.queries_norm)
+        if self.config.query_key_norms != "none":
+            y = model_norm(self, self.config, "keys_norm" if name == "k" else "queries_norm", y)
         if self.config.normalize_qk:
             y = l2_normalize(y)
         if name == "k":
@@ -150,9 +159,9 @@ class Layer(nn.Module):
         if memory is not None:
             attended.append(attend(self._project(h, "cross_q"), *memory))
         y = self.o_proj(torch.stack(attended, dim=2).flatten(2))
-        if self.config.output_norms:
-            y = model_norm(self.config, y, self.output_norm)
-        return x + y, state
+        if self.config.norm_place != "before":
+            y = model_norm(self, self.config, "output_norm", y)
+        return x + y * self.config.residual_factor, state
 
     def _attend_to_tokens(self, queries, state, places):
         """Returns attention [B, T, H, K] to the window, the sinks and the memory of past tokens."""
@@ -172,13 +181,14 @@ class Layer(nn.Module):
             bias = table[:, (distances - near).clamp(0, self.window - 1)]
             far_bias = table[:, -1:, None]
         turned, keys = self._rotated(queries, columns[-length:]), self._rotated(state.keys, columns)
-        parts = [part(turned, keys, state.values, seen, bias)]
+        parts = [part(turned, keys, state.values, seen, bias, config.soft_cap)]
         if self.sinks:
             first_places = torch.arange(self.sinks, device=queries.device)
             left = places[..., None] - first_places > farthest
             turned = self._rotated(queries, places.clamp(max=farthest + self.sinks))
             keys = self._rotated(state.sinks.keys, first_places)
-            parts.append(part(turned, keys, state.sinks.values, left, far_bias))
+            cap = config.soft_cap
+            parts.append(part(turned, keys, state.sinks.values, left, far_bias, cap))
         attended = read(parts)
         if not self.memory_size:
             return attended
@@ -190,7 +200,7 @@ class Layer(nn.Module):
         return (attended.float() + gate * (both.float() - attended.float())).to(attended)
 
     def _rotated(self, x, places):
-        return x if self.speeds is None else rotate(x, places, self.speeds)
+        return rotate(x, places, self.speeds, self.rotary_factor) if self.speeds else x
 
     def end(self, state, position):
         """Returns the LayerState after tokens, of which `position` [B] were read: keys and values
@@ -223,7 +233,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, width = config, config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        parameters(self, norm=(width,))
+        if config.learned_positions:
+            parameters(self, positions=(config.learned_positions, width))
+        register_norm(self, config, "norm")
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -238,7 +250,8 @@ class Decoder(nn.Module):
 
     def logits(self, vectors):
         """Returns the logits [B, T, V] for the last entry of the list that `read` returns."""
-        return self.lm_head(vectors).float() * self.config.logit_scale
+        logits = self.lm_head(vectors).float() * self.config.logit_scale
+        return capped(logits, self.config.logit_soft_cap)
 
     def read(self, input_ids, state=None, padding=None, all_layers=False):
         """Returns a list of vectors [B, T, D] for ids [B, T], and the State after them. The last
@@ -263,18 +276,19 @@ class Decoder(nn.Module):
 
     def _read(self, input_ids, state):
         x, config, feedback, layers = self.embed_tokens(input_ids), self.config, None, []
-        if config.embedding_scaled:
-            x = x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
+        x = x * torch.tensor(config.embedding_factor, dtype=x.dtype)
         if config.feedback:  # Every layer attends to the memory of the last recurrent layer.
             last = max(i for i, kind in enumerate(config.kinds) if kind == "recurrent")
             feedback = state.layers[last].memory
         places = state.position[:, None] + torch.arange(x.shape[1], device=x.device)
+        if config.learned_positions:  # A block takes the first positions.
+            x = x + self.positions[places % config.block].to(x)
         vectors, position = [x], state.position + x.shape[1]
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             x, layer_state = layer(x, layer_state, feedback, places)
             layers.append(layer.end(layer_state, position))
             vectors.append(x)
-        vectors[-1] = model_norm(config, x, self.norm)
+        vectors[-1] = model_norm(self, config, "norm", x)
         return vectors, State(tuple(layers), position)
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from brt.errors import CheckpointError
 from brt.interop.exporting import ExportFormat
 from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
-from brt.interop.huggingface.causal.config import FIELDS
+from brt.interop.huggingface.causal.families import FIELDS
 from brt.interop.pretrained import parameter_count
 from brt.layers.attention import TransformerBlock
 from brt.layers.cache import speeds_of
@@ -122,7 +122,11 @@ def settings(trained: TrainedDecoder) -> dict[str, Any]:
         else recurrence.gate == "lstm"
     )
     by_layer, values = [m.for_layer(i) for i in range(m.layers)], model_settings(Config(model=m))
-    speeds = [speeds_of(own).radians for own in by_layer] if m.positions == "rotary" else []
+    speeds = (
+        [speeds_of(own).radians if own.positions == "rotary" else () for own in by_layer]
+        if m.positions == "rotary"
+        else []
+    )
     tables = list(dict.fromkeys(speeds))
     module = CODE[0].stem
     return {
@@ -140,9 +144,14 @@ def settings(trained: TrainedDecoder) -> dict[str, Any]:
         "gated_mlp": m.mlp.gated,
         "attention_bias": m.attention.bias,
         "norm_offset": m.norm.offset,
-        "output_norms": m.norm.outputs,
+        "norm_kind": m.norm.kind,
+        "norm_place": m.norm.place,
         "query_key_norms": m.norm.queries_keys,
-        "embedding_scaled": m.embedding.scaled,
+        "parallel": m.parallel,
+        "embedding_factor": m.embedding.factor,
+        "residual_factor": m.residual_factor,
+        "soft_cap": m.attention.soft_cap,
+        "logit_soft_cap": m.embedding.soft_cap,
         "max_position_embeddings": _LONGEST,
         "logit_scale": logit_scale(m),
         "block": m.block_length,
@@ -151,6 +160,8 @@ def settings(trained: TrainedDecoder) -> dict[str, Any]:
         "sinks": [own.sliding.sinks for own in by_layer],
         "rotary": [tables.index(own) for own in speeds],
         "rotary_speeds": [list(own) for own in tables],
+        "rotary_factors": [own.rotary.attention_factor for own in by_layer],
+        "learned_positions": m.rotary.context if m.positions == "learned" else 0,
         "position_bias": m.positions in ("t5", "alibi"),
         "attend_to_self": m.sliding.attend_to_self,
         "normalize_qk": m.attention.normalize_qk,
@@ -173,9 +184,9 @@ def arrays(trained: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
     every distance between a query and a key in the window, the nearest key first.
     """
     params, model, first = trained.params, trained.model, 0
-    tops = {"embedding": "embed_tokens.weight", "norm": "norm", "output": "lm_head.weight"}
-    for name in list(tops)[: 2 if model.embedding.tied else 3]:
-        yield f"decoder.{tops[name]}", np.asarray(params[name], np.float32)
+    tops = {"embedding": "embed_tokens.weight", "output": "lm_head.weight"}
+    for name in params.keys() - {"stack"}:
+        yield f"decoder.{tops.get(name, name)}", np.asarray(params[name], np.float32)
     for run in runs(model):
         for i in range(run.layers):
             layer_params = jax.tree.map(lambda rows, i=i: rows[i], params["stack"][run.name])

@@ -55,9 +55,30 @@ def rms_norm(x, scale, epsilon=1e-6, offset=0.0):
     return (wide * inverse * (offset + scale.float())).to(x)
 
 
-def model_norm(config, x, scale):
-    """Returns x normalised as `config` describes the norms of the model, with the scale `scale`."""
-    return rms_norm(x, scale, config.rms_norm_eps, float(config.norm_offset))
+def register_norm(module, config, name, *shape):
+    """Registers the scale of a norm, and the bias of a layer norm, in a module; `config` has the
+    settings of the model."""
+    parameters(module, **{name: shape or (config.hidden_size,)})
+    if config.norm_kind == "layer":
+        parameters(module, **{f"{name}_bias": shape or (config.hidden_size,)})
+
+
+def model_norm(module, config, name, x):
+    """Returns x after the norm of a module that `register_norm` registered with this name."""
+    scale, offset = getattr(module, name), float(config.norm_offset)
+    if scale.dim() == 2:  # A norm of all heads together.
+        flat = model_norm_of(module, config, name, x.flatten(-2), scale.flatten(), offset)
+        return flat.unflatten(-1, scale.shape)
+    return model_norm_of(module, config, name, x, scale, offset)
+
+
+def model_norm_of(module, config, name, x, scale, offset):
+    """Returns x after a norm with this scale, and with the bias of the norm `name`, if any."""
+    if config.norm_kind == "rms":
+        return rms_norm(x, scale, config.rms_norm_eps, offset)
+    bias = getattr(module, f"{name}_bias").flatten().float()
+    wide, size = x.float(), scale.shape
+    return F.layer_norm(wide, size, offset + scale.float(), bias, config.rms_norm_eps).to(x)
 
 
 def l2_normalize(x):
@@ -66,14 +87,17 @@ def l2_normalize(x):
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x)
 
 
-def rotate(x, places, speeds):
+def rotate(x, places, speeds, factor=1.0):
     """Returns x [B, T, H, K] with rotary embeddings: for the token at `places` [T] or [B, T], the
-    pair of channels i and i + K / 2 is rotated by place * speeds[i] radians."""
+    pair of channels i and i + R is rotated by place * speeds[i] radians, for R speeds, and
+    multiplied by `factor`. Channels from 2 R on are not changed."""
+    x, rest = x[..., : 2 * len(speeds)], x[..., 2 * len(speeds) :]
     speeds = torch.tensor(speeds, dtype=torch.float64, device=x.device)
     angles = (places.to(torch.float64)[..., None] * speeds)[..., None, :]
-    cosines, sines = angles.cos().float(), angles.sin().float()
+    cosines, sines = (angles.cos() * factor).float(), (angles.sin() * factor).float()
     a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cosines - b * sines, a * sines + b * cosines], dim=-1).to(x)
+    turned = torch.cat([a * cosines - b * sines, a * sines + b * cosines], dim=-1).to(x)
+    return torch.cat([turned, rest], dim=-1)
 
 
 def by_query_head(x, heads):
@@ -91,12 +115,18 @@ class Part(NamedTuple):
     values: torch.Tensor
 
 
-def part(queries, keys, values, seen, bias=0.0):
+def capped(logits, cap):
+    """Returns cap * tanh(logits / cap), or the logits if the cap is 0."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def part(queries, keys, values, seen, bias=0.0, cap=0.0):
     """Returns the `Part` of queries [B, T, H, K] and of keys and values [B, X, G, K]. The mask
-    `seen` [B, T, X] is True for keys that a token sees, and `bias` is added to the logits."""
+    `seen` [B, T, X] is True for keys that a token sees, and `bias` is added to the logits after
+    they were `capped`."""
     heads = queries.shape[2]
     logits = torch.einsum("bqhk,bxhk->bhqx", queries, by_query_head(keys, heads)).float()
-    return Part(logits + bias, seen, by_query_head(values, heads))
+    return Part(capped(logits, cap) + bias, seen, by_query_head(values, heads))
 
 
 def read(parts):
@@ -238,8 +268,9 @@ class DeltaMemory(nn.Module):
         )  # fmt: skip
         parameters(
             self, convolution=(CONVOLVED, heads, 2 * key + value), step_bias=(heads,),
-            rate=(heads,), read_norm=(value,),
+            rate=(heads,),
         )  # fmt: skip
+        register_norm(self, config, "read_norm", value)
 
     def new_state(self, batch):
         """Returns the `DeltaState` before the first token of `batch` texts."""
@@ -274,7 +305,7 @@ class DeltaMemory(nn.Module):
             wrong = v - torch.einsum("bhk,bhkv->bhv", k, matrices)
             matrices = matrices + k[..., None] * (strength[:, t, :, None] * wrong)[..., None, :]
             outputs.append(torch.einsum("bhk,bhkv->bhv", q, matrices))
-        y = model_norm(self.config, torch.stack(outputs, dim=1), self.read_norm).to(h)
+        y = model_norm(self, self.config, "read_norm", torch.stack(outputs, dim=1)).to(h)
         y = self.o_proj(y.flatten(-2) * F.silu(self.g_proj(h)))
         return y, DeltaState(matrices, inputs[:, length:])
 
@@ -287,19 +318,22 @@ def register_mlp(module, config):
     if config.gated_mlp:
         sizes["gate_proj"] = (width, hidden)
     linear(module, config.mlp_bias, **sizes)
-    parameters(module, mlp_norm=(width,))
-    if config.output_norms:
-        parameters(module, mlp_output_norm=(width,))
+    if config.norm_place != "after":
+        register_norm(module, config, "mlp_norm")
+    if config.norm_place != "before":
+        register_norm(module, config, "mlp_output_norm")
 
 
 def mlp(module, config, x):
     """Returns the output of the MLP for x [B, T, D]; `module` has the parameters of the MLP, which
     `register_mlp` has registered, and `config` has the settings of the model."""
-    h = model_norm(config, x, module.mlp_norm)
+    h = x if config.norm_place == "after" else model_norm(module, config, "mlp_norm", x)
     activation, hidden = ACTIVATIONS[config.hidden_act], module.up_proj(h)
     if config.gated_mlp:
         hidden = hidden * activation(module.gate_proj(h))
     else:
         hidden = activation(hidden)
     y = module.down_proj(hidden)
-    return model_norm(config, y, module.mlp_output_norm) if config.output_norms else y
+    if config.norm_place != "before":
+        y = model_norm(module, config, "mlp_output_norm", y)
+    return y * config.residual_factor

@@ -1,0 +1,338 @@
+"""The families of decoders that brt reads and writes: a table of what distinguishes them.
+
+All families are settings of one decoder (`brt.models.decoder`). A new family is an entry of
+`FAMILIES`: its settings, the keys of its config.json, and the names of its arrays where they are
+not those of Llama.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from brt.errors import CheckpointError
+from brt.interop.huggingface.weights import Arrays
+
+# A setting that depends on others is a function of all settings by name.
+Setting = Any | Callable[[Mapping[str, Any]], Any]
+
+
+class Fused(NamedTuple):
+    """A module whose matrix consists of the matrices of several of Llama's modules.
+
+    Attributes:
+      name: the name of the module, in a layer.
+      parts: Llama's names of the modules.
+      by_head: True if the rows of each head are together, with those of all parts.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    by_head: bool = False
+
+
+class Family(NamedTuple):
+    """What distinguishes the models of one model_type of transformers.
+
+    Attributes:
+      name: transformers' class of the models.
+      settings: settings of brt that all models have, where they differ from `SETTINGS`.
+      defaults: the values that the class uses for keys that config.json lacks, where they differ
+        from `DEFAULTS`.
+      keys: those keys of config.json that stand for a setting of brt, and that not every family
+        has. A key in `fields` need not be repeated.
+      fields: keys by brt's setting, where they differ from `FIELDS`; "" for a setting that has no
+        key, because `settings` or the number of heads say it.
+      required: keys whose other values ask for a part that brt does not have.
+      names: parts of names of arrays by those in Llama's names.
+      fused: modules that stand for several of Llama's modules.
+      transposed: True if matrices are stored as [in, out].
+      ignored: beginnings or ends of names of arrays that are no parameters.
+      rope_by_layer: True if layers with a window have rotary positions of their own.
+      scalings: names of scalings of rotary positions, where they differ from the usual ones.
+    """
+
+    name: str
+    settings: Mapping[str, Setting] = {}
+    defaults: Mapping[str, Any] = {}
+    keys: tuple[str, ...] = ()
+    fields: Mapping[str, str] = {}
+    required: Mapping[str, Any] = {}
+    names: Mapping[str, str] = {}
+    fused: tuple[Fused, ...] = ()
+    transposed: bool = False
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    rope_by_layer: bool = False
+    scalings: Mapping[str, str] = {}
+
+    def all_fields(self) -> dict[str, str]:
+        """Returns the key of config.json of each setting that is one key in this family."""
+        return {ours: key for ours, key in {**FIELDS, **self.fields}.items() if key}
+
+    def fixed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings that all models of the family have; `values` has all settings."""
+        settings = {**SETTINGS, **self.settings}
+        own = {name: x for name, x in settings.items() if name not in self.all_fields()}
+        return {name: x(values) if callable(x) else x for name, x in own.items()}
+
+
+# These settings have the same keys in most families, and in exports with their own code.
+FIELDS = {
+    "Model.layers": "num_hidden_layers", "Model.model_dim": "hidden_size",
+    "Model.heads": "num_attention_heads", "Model.head_dim": "head_dim",
+    "Model.mlp_dim": "intermediate_size", "Model.vocab_size": "vocab_size",
+    "SelfAttention.kv_heads": "num_key_value_heads", "MLP.bias": "mlp_bias",
+    "Embedding.tied": "tie_word_embeddings", "Norm.epsilon": "rms_norm_eps",
+    "Rotary.context": "max_position_embeddings",
+}  # fmt: skip
+SETTINGS: dict[str, Setting] = {
+    "Model.positions": "rotary", "Rotary.times_pi": False, "SelfAttention.normalize_qk": False,
+    "MLP.gated": True, "Embedding.factor": 1.0, "Embedding.logit_scale": "one",
+    "Embedding.logit_divisor": 1.0, "Embedding.soft_cap": 0.0, "SelfAttention.soft_cap": 0.0,
+    "Model.residual_factor": 1.0, "Model.parallel": False, "Norm.kind": "rms",
+    "Norm.place": "before", "Norm.offset": False, "Norm.queries_keys": "none",
+    "Window.attend_to_self": True, "Window.cache": True,
+}  # fmt: skip
+DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+_QWEN = {
+    "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
+    "max_window_layers": 28,
+}  # fmt: skip
+_QWEN_KEYS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+
+
+def _width_root(values: Mapping[str, Any]) -> float:
+    return values["Model.model_dim"] ** 0.5
+
+
+def _tanh_gelu(values: Mapping[str, Any]) -> str:
+    # Configs of the first Gemma say 'gelu', and mean its approximation.
+    name = values["Model.activation"]
+    return "gelu_tanh" if name == "gelu" else name
+
+
+_GEMMA = {
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+_GEMMA_SETTINGS = {
+    "Embedding.factor": _width_root, "Norm.offset": True, "Model.activation": _tanh_gelu,
+}  # fmt: skip
+_CAPS = {
+    "SelfAttention.soft_cap": "attn_logit_softcapping",
+    "Embedding.soft_cap": "final_logit_softcapping",
+}
+_OLMO = {"Norm.place": "after", "Norm.queries_keys": "heads"}
+_BIASES = {"Norm.kind": "layer", "MLP.gated": False, "MLP.bias": True}
+_QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# The keys are values of model_type. A model that did not come from a directory is exported as the
+# first family that has all of its settings.
+FAMILIES: dict[str, Family] = {
+    "mistral": Family(
+        "MistralForCausalLM",
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8,
+            "max_position_embeddings": 131072},
+        keys=("sliding_window",),
+    ),
+    "llama": Family("LlamaForCausalLM", keys=("attention_bias", "mlp_bias")),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", {"SelfAttention.bias": "qkv"}, _QWEN, keys=_QWEN_KEYS,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {"Norm.queries_keys": "head"}, {**_QWEN, "head_dim": 128},
+        keys=("attention_bias", *_QWEN_KEYS),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4,
+            "tie_word_embeddings": True, "rope_theta": 2_000_000.0, "use_sliding_window": False,
+            "no_rope_layer_interval": 4},
+        keys=("attention_bias", "mlp_bias", "layer_types", "no_rope_layers",
+            "no_rope_layer_interval", "use_sliding_window", "sliding_window"),
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM", _GEMMA_SETTINGS, {**_GEMMA, "num_key_value_heads": 16},
+        keys=("attention_bias", "hidden_activation"),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", {**_GEMMA_SETTINGS, "Norm.place": "both"},
+        {**_GEMMA, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "_sliding_window_pattern": 2, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0},
+        keys=("attention_bias", "hidden_activation", "layer_types", "query_pre_attn_scalar",
+            "sliding_window"),
+        fields=_CAPS,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {**_GEMMA_SETTINGS, "Norm.place": "both", "Norm.queries_keys": "head"},
+        {**_GEMMA, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "_sliding_window_pattern": 6, "max_position_embeddings": 131072,
+            "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0,
+            "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+        keys=("attention_bias", "hidden_activation", "layer_types", "query_pre_attn_scalar",
+            "rope_local_base_freq", "sliding_window"),
+        fields=_CAPS,
+        ignored=("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
+        rope_by_layer=True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        keys=("sliding_window", "partial_rotary_factor", "original_max_position_embeddings"),
+        fused=(
+            Fused("self_attn.qkv_proj", _QUERIES_KEYS_VALUES),
+            Fused("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+        ),
+        scalings={"su": "longrope", "yarn": "longrope"},
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        defaults={"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0},
+        keys=("attention_bias", "mlp_bias"),
+        fields={"Embedding.factor": "embedding_multiplier",
+            "Embedding.logit_divisor": "logits_scaling",
+            "Model.residual_factor": "residual_multiplier",
+            "SelfAttention.query_scale": "attention_multiplier"},
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", _OLMO, {"rms_norm_eps": 1e-5}, keys=("attention_bias",),
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM", _OLMO,
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "_sliding_window_pattern": 4,
+            "rope_theta": 500_000.0},
+        keys=("attention_bias", "layer_types", "sliding_window"),
+        rope_by_layer=True,
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM", _BIASES,
+        {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "attention_bias": True,
+            "use_parallel_residual": True, "rotary_pct": 0.25, "rotary_emb_base": 10_000.0},
+        keys=("attention_bias", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"),
+        fields={"Norm.epsilon": "layer_norm_eps", "Model.parallel": "use_parallel_residual",
+            "MLP.bias": "", "SelfAttention.kv_heads": "", "Model.head_dim": ""},
+        names={
+            "model.embed_tokens": "gpt_neox.embed_in", "model.norm": "gpt_neox.final_layer_norm",
+            "model.layers": "gpt_neox.layers", "lm_head": "embed_out",
+            "self_attn.o_proj": "attention.dense", "mlp.up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        },
+        fused=(Fused("attention.query_key_value", _QUERIES_KEYS_VALUES, by_head=True),),
+        ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {**_BIASES, "Model.positions": "learned", "SelfAttention.bias": "all",
+            "Window.cache": False},
+        {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024,
+            "tie_word_embeddings": True},
+        keys=("activation_function",),
+        fields={
+            "Model.layers": "n_layer", "Model.model_dim": "n_embd", "Model.heads": "n_head",
+            "Model.mlp_dim": "n_inner", "Norm.epsilon": "layer_norm_epsilon",
+            "Rotary.context": "n_positions", "MLP.bias": "", "SelfAttention.kv_heads": "",
+            "Model.head_dim": "",
+        },
+        required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        names={
+            "model.embed_tokens": "transformer.wte", "model.positions": "transformer.wpe",
+            "model.norm": "transformer.ln_f", "model.layers": "transformer.h",
+            "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+            "self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc",
+            "mlp.down_proj": "mlp.c_proj",
+        },
+        fused=(Fused("attn.c_attn", _QUERIES_KEYS_VALUES),),
+        transposed=True,
+        ignored=("attn.bias", "attn.masked_bias"),
+    ),
+}  # fmt: skip
+
+
+def llama_arrays(arrays: Arrays, family: Family, heads: int, key_heads: int) -> dict[str, Any]:
+    """Returns the arrays of a checkpoint by the names and in the layout of Llama.
+
+    Raises CheckpointError if a matrix that stands for several cannot be divided into them.
+    """
+    found, result = _with_transposed(arrays, family), {}
+    for name, array in found.items():
+        fused = next((one for one in family.fused if f".{one.name}." in name), None)
+        plain = _llama_name(name, family)
+        if fused is None:
+            result[plain] = array
+            continue
+        parts = _split(name, array, fused, heads, key_heads)
+        for part, rows in zip(fused.parts, parts, strict=True):
+            result[plain.replace(fused.name, part)] = rows
+    return result
+
+
+def own_arrays(arrays: Arrays, family: Family, heads: int) -> dict[str, np.ndarray]:
+    """Returns arrays by Llama's names in the names and in the layout of a family."""
+    result: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        fused = next(
+            (f for f in family.fused if any(f".{part}." in name for part in f.parts)), None
+        )
+        if fused is None:
+            result[own_name(name, family)] = array
+            continue
+        first = fused.parts[0]
+        if f".{first}." in name:
+            rows = [arrays[name.replace(first, part)] for part in fused.parts]
+            if fused.by_head:
+                rows = [x.reshape(heads, -1, *x.shape[1:]) for x in rows]
+            joined = np.concatenate(rows, axis=1 if fused.by_head else 0)
+            theirs = own_name(name, family).replace(first, fused.name)
+            result[theirs] = joined.reshape(-1, *array.shape[1:])
+    return _with_transposed(result, family)
+
+
+def own_name(name: str, family: Family) -> str:
+    """Returns the name of an array in a family, from its name in Llama."""
+    for llama, own in family.names.items():
+        if name.startswith(f"{llama}.") or f".{llama}." in name:
+            name = name.replace(llama, own, 1)
+    return name
+
+
+def _llama_name(name: str, family: Family) -> str:
+    for llama, own in family.names.items():
+        if name.startswith(f"{own}.") or f".{own}." in name:
+            name = name.replace(own, llama, 1)
+    return name
+
+
+def _with_transposed(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:
+    # The matrices of layers, not those of embeddings.
+    layers = f"{family.names.get('model.layers', 'model.layers')}."
+    return {
+        name: x.T if family.transposed and x.ndim == 2 and name.startswith(layers) else x
+        for name, x in arrays.items()
+    }
+
+
+def _split(
+    name: str, array: np.ndarray, fused: Fused, heads: int, key_heads: int
+) -> list[np.ndarray]:
+    if fused.by_head:
+        shares = [1] * len(fused.parts)
+        rows = (
+            array.reshape(heads, -1, *array.shape[1:]) if len(array) % heads == 0 else array[None]
+        )
+    else:
+        # The parts of attention are as long as their heads, and those of an MLP equally long.
+        shares = [heads, key_heads, key_heads] if len(fused.parts) == 3 else [1] * len(fused.parts)
+        rows = array[None]
+    if rows.shape[1] % sum(shares):
+        raise CheckpointError(
+            f"{name} is {array.shape}, which {heads} heads of queries and {key_heads} of keys do "
+            "not divide"
+        )
+    unit = rows.shape[1] // sum(shares)
+    ends = np.cumsum(shares)[:-1] * unit
+    return [x.reshape(-1, *array.shape[1:]) for x in np.split(rows, ends, axis=1)]
