@@ -53,7 +53,7 @@ def write_decoder(place: Path) -> None:
     )
     arrays = jax.tree.map(np.asarray, nn.meta.unbox(params)["params"])
     files.write_tensors(place, dict(weights.export_arrays(arrays, MODEL)), shard_bytes=20_000)
-    files.write_json(place / "config.json", config.to_theirs(MODEL, bos_id=1))
+    files.write_json(place / "config.json", config.to_theirs(MODEL, 1, "llama"))
 
 
 def write_chain(place: Path, follows: Mapping[str, str], end_ids: tuple[int, ...] = (2,)) -> None:
@@ -84,4 +84,4 @@ def write_chain(place: Path, follows: Mapping[str, str], end_ids: tuple[int, ...
     for file in [*place.glob("*.safetensors*")]:
         file.unlink()
     files.write_tensors(place, arrays)
-    files.write_json(place / "config.json", config.to_theirs(model, bos_id=1))
+    files.write_json(place / "config.json", config.to_theirs(model, 1, "llama"))

@@ -17,7 +17,7 @@ from model_settings import with_settings
 
 from brt.config import Model
 from brt.errors import CheckpointError
-from brt.interop.huggingface.causal import config, weights
+from brt.interop.huggingface.causal import config, families, weights
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.models.decoder import Decoder, logits, new_state, output_weights
 
@@ -45,9 +45,20 @@ def case(family: str) -> Case:
 
 
 def model_of(described: dict[str, Any]) -> Model:
-    """Returns the float32 model for a Hugging Face config, with blocks of 8 tokens."""
+    """Returns the float32 model for a Hugging Face config, with blocks of 8 tokens unless positions
+    are learned.
+    """
     model = config.read(described, WindowChoice(sinks=0))[0]
-    return with_settings(model, {"dtype": "float32", "Window.block": 8})
+    blocks = {} if model.positions == "learned" else {"Window.block": 8}
+    return with_settings(model, {"dtype": "float32", **blocks})
+
+
+def params_of(described: dict[str, Any], arrays: dict[str, np.ndarray], model: Model) -> Any:
+    """Returns the parameters of brt's decoder from arrays by the names of their family."""
+    family = families.FAMILIES[described["model_type"]]
+    plain = weights.plain_names(arrays, family)
+    named = families.llama_arrays(plain, family, model.heads, model.key_heads)
+    return weights.import_arrays(named, model)
 
 
 def read(model: Model, params: Any, ids: np.ndarray, cuts: tuple[int, ...] = ()) -> np.ndarray:
@@ -67,12 +78,22 @@ def assert_equal_logits(actual: np.ndarray, expected: np.ndarray) -> None:
     assert np.abs(actual - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
-@pytest.mark.slow_cases("llama_biases", "linear_scaling", "mistral")
+@pytest.mark.slow_cases(
+    "llama_biases",
+    "linear_scaling",
+    "mistral",
+    "yarn_scaling",
+    "gemma",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "pythia_in_sequence",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str) -> None:
     described, arrays, ids, expected = case(family)
     model = model_of(described)
-    params = weights.import_arrays(arrays, model)
+    params = params_of(described, arrays, model)
     assert_equal_logits(read(model, params, ids), expected)
 
 
@@ -81,8 +102,9 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 def test_logits_in_segments_and_token_by_token(family: str) -> None:
     described, arrays, ids, expected = case(family)
     model = model_of(described)
-    params = weights.import_arrays(arrays, model)
-    assert_equal_logits(read(model, params, ids, cuts=(8, 40)), expected)
+    params = params_of(described, arrays, model)
+    cuts = (8, 40) if model.block_length == 8 else ()
+    assert_equal_logits(read(model, params, ids, cuts), expected)
     decoder, variables = Decoder(model), {"params": params}
     step = jax.jit(lambda *inputs: decoder.apply(*inputs, method=Decoder.decode_step))
     state, rows = new_state(model, 1), []
@@ -101,12 +123,19 @@ def test_logits_in_segments_and_token_by_token(family: str) -> None:
 def test_the_way_back_is_bit_equal(family: str) -> None:
     described, arrays, *_ = case(family)
     model = config.read(described, WindowChoice(sinks=0))[0]
-    exported = dict(weights.export_arrays(weights.import_arrays(arrays, model), model))
+    kind = described["model_type"]
+    params = params_of(described, arrays, model)
+    plain = dict(weights.export_arrays(params, model))
+    exported = families.own_arrays(plain, families.FAMILIES[kind], model.heads)
+    head = "lm_head.weight"  # Files of GPT-NeoX call it `embed_out`.
+    arrays = {
+        "embed_out.weight" if kind == "gpt_neox" and n == head else n: x for n, x in arrays.items()
+    }
     assert exported.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(exported[name], array.astype(np.float32))
-    again = config.to_theirs(model, bos_id=1)
-    assert again["model_type"] == described["model_type"]
+    assert config.family_of(model, kind) == kind
+    again = config.to_theirs(model, 1, kind)
     assert config.read(again, WindowChoice(sinks=0))[0] == model
 
 
@@ -132,17 +161,19 @@ def test_scaling_of_gemma_is_for_layers_without_a_window() -> None:
     described["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
     model = model_of(described)
     local, without_window = model.for_layer(0).rotary, model.for_layer(1).rotary
-    assert (local.base, local.scaling) == (10_000.0, "none")
-    assert (without_window.scaling, without_window.factor) == ("linear", 8.0)
+    assert (local.base, local.divisors) == (10_000.0, ())
+    assert without_window.divisors == (8.0,)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type = 'gpt2' is none of the decoders"),
+        ({"model_type": "mamba"}, "model_type = 'mamba' is none of the decoders"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 asks for"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 asks for soft caps"),
         ({"hidden_act": "relu2"}, "hidden_act = 'relu2' is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope scaling 'ntk' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor = 0 must be above 0"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks 'factor'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"hidden_size": "32"}, "hidden_size is '32', which is no int"),

@@ -47,7 +47,7 @@ class Family(NamedTuple):
       names: parts of names of arrays by those in Llama's names.
       fused: modules that stand for several of Llama's modules.
       transposed: True if matrices are stored as [in, out].
-      ignored: beginnings or ends of names of arrays that are no parameters.
+      ignored: parts of names of arrays that are no parameters of the decoder.
       rope_by_layer: True if layers with a window have rotary positions of their own.
       scalings: names of scalings of rotary positions, where they differ from the usual ones.
     """

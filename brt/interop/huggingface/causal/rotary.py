@@ -71,7 +71,8 @@ def _yarn(scaling: Mapping[str, Any], c: _Context) -> Scaling:
         length = c.original / (turns * 2 * math.pi)
         return c.channels * math.log(length) / (2 * math.log(c.base))
 
-    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    low = pair(float(scaling.get("beta_fast") or 32))
+    high = pair(float(scaling.get("beta_slow") or 1))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, c.channels - 1)

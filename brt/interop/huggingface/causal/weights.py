@@ -125,11 +125,10 @@ def plain_names(arrays: Arrays, family: Family) -> dict[str, np.ndarray]:
         name = name.removeprefix(wrapper)
         known = inside or name.startswith((inner, head, f"{_TOP['output']}."))
         plain[name if known else f"{inner}{name}"] = array
-    ignored = family.ignored
     return {
         name: x
         for name, x in plain.items()
-        if not name.endswith(ignored) and not any(f".{part}" in f".{name}" for part in ignored)
+        if not any(f".{part}" in f".{name}" for part in family.ignored)
     }
 
 
