@@ -30,6 +30,7 @@ from brt.interop.exporting import ExportFormat, ExportSource
 from brt.interop.huggingface import files, hub, kept
 from brt.interop.huggingface.causal import export as causal
 from brt.interop.huggingface.causal import reading
+from brt.interop.huggingface.causal.config import family_of, is_same_function
 from brt.interop.huggingface.causal.families import FAMILIES
 from brt.interop.huggingface.decoder.export_format import TrainedDecoder, to_format
 from brt.layers.runs import (
@@ -70,7 +71,7 @@ def export(source: ExportSource) -> ExportFormat:
     the result includes PyTorch code that computes the function of the decoder.
     """
     opened, model = source.tokenizer(), source.config.model
-    family = causal.family_of(model, kept.family(opened))
+    family = family_of(model, kept.family(opened))
     if source.adapters:
         return _adapter(source, opened, family)
     if source.plain and not family:
@@ -79,7 +80,7 @@ def export(source: ExportSource) -> ExportFormat:
             "without --plain"
         )
     decoder = TrainedDecoder(source.params, model, opened.bos_id)
-    if family and (source.plain or causal.is_same_function(model, family)):
+    if family and (source.plain or is_same_function(model, family)):
         content = causal.to_format(decoder, family)
     else:
         content = to_format(decoder)
