@@ -37,6 +37,9 @@ SIZES = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"sliding_window": 64}, "qwen2": {}, "qwen3": {},
+    "gpt_neox": {"rotary_pct": 0.5}, "olmo2": {}, "phi3": {},
+    "gemma2": {"sliding_window": 32, "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {
         "sliding_window": 32, "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention"],

@@ -20,10 +20,23 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+GPT2 = {
+    "vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 LOCAL, FULL = "sliding_attention", "full_attention"
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.2, 2.0, 4.0], "original_max_position_embeddings": 16, "factor": 4.0,
+    "partial_rotary_factor": 0.75,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
@@ -37,6 +50,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {
         "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24,
         "layer_types": [LOCAL, FULL, LOCAL]}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "attention_bias": True}),
+    "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", {
+        "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24,
+        "layer_types": [LOCAL, FULL, LOCAL]}),
+    "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3 in windows": ("Phi3", {"sliding_window": 16}),
+    "granite": ("Granite", {
+        "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3, "attention_bias": True, "mlp_bias": True}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 16, "layer_types": [LOCAL, FULL, LOCAL],
+        "rope_parameters": {LOCAL: {"rope_type": "default", "rope_theta": 500.0}, FULL: YARN}}),
+    "pythia": ("GPTNeoX", {"rotary_pct": 0.5}),
+    "pythia in sequence": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt2": ("GPT2", {}),
 }  # fmt: skip
 T5 = {
     "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
@@ -77,14 +107,16 @@ def test_a_family_goes_through_brt(
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     family, settings = FAMILIES[case]
     kind = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, kind)(**SIZES, **settings)
+    config = getattr(transformers, kind)(**(GPT2 if family == "GPT2" else SIZES) | settings)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{head}")(config)
     model.generation_config.update(do_sample=True, temperature=0.6, repetition_penalty=1.05)
     hub, ours, back = (tmp_path / part for part in ("hub", "ours", "back"))
     model.save_pretrained(hub)
     save_tokenizer(transformers, base / "tokenizer.json", hub)
-    arguments = ("--window=8", "--sinks=2") if own_code else ()
+    arguments = ("--window=8", "--sinks=2") if own_code and family != "GPT2" else ()
+    own_code = bool(arguments)
     run("--from=hf", str(hub), "--to=brt", str(ours), *arguments)
     plain = () if own_code else ("--plain",)
     run("--from=brt", str(ours), "--to=hf", str(back), "--verify", *plain)
