@@ -5,11 +5,6 @@ from typing import Literal
 
 from brt.config.checks import check, check_items, check_section, check_shares
 from brt.config.fields import derived, fixed, free, inherited
-from brt.errors import ConfigError
-
-# With CrossAttention.raf_parameters = 'bounded', the thresholds at which neurons fire are above
-# this value.
-SMALLEST_THRESHOLD = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,62 +102,26 @@ class CrossAttention:
     segment_size: int = fixed(64)
     # The segments of a source are distributed over this number of target tokens.
     q_ref: int = fixed(128)
-    # The rule by which a target position finds its segment of the source: 'fixed' distributes the
-    # segments over q_ref target positions, 'batch' over the padded target length of the batch as
-    # the authors' code does in training, and 'stride' moves on by one segment every `stride`
-    # positions.
-    index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
-    stride: int = fixed(8)  # With index_mode = 'stride', a segment serves this many target tokens.
-    # Padding counts as tokens, as in the authors' code, in the number of segments of a source
-    # ('segments'), in the sums of the recurrence ('sums'), or in both. () never counts padding.
-    count_padding_in: tuple[str, ...] = fixed(())
+    # True computes as the authors' code: padding counts as tokens in the number of segments of a
+    # source and in the sums of the recurrence, the segments are distributed over the padded target
+    # length of the batch in training, and BART's sums are clipped to an absolute value of 2.
+    as_authors: bool = fixed(False)
     # These parts of srformer are left out (ablations I to IV of the paper): attention to the
     # segment ('segment'), the division by the norm of each key feature ('norm'), the recurrent
     # accumulate-and-fire neurons ('raf'), or the other segments, so that the recurrence sums only
     # the segment of the position itself ('remaining').
     without: tuple[str, ...] = fixed(())
-    # The square of this constant is added to the squared norm of a key feature, by which the
-    # recurrence divides.
-    norm_epsilon: float = fixed(1e-6)
-    # The sums of the recurrence have at most this absolute value; 0 sets no limit, and the authors'
-    # BART has 2.
-    clamp: float = fixed(0.0)
     # Attention to the segment and the recurrence are added directly ('sum'), with learned weights
     # ('sigma'), or with a gate on the recurrence that is closed initially ('gated').
     mix: Literal["sum", "sigma", "gated"] = fixed("sum")
-    leak_init: float = fixed(0.1)  # The neurons have this initial leak. The authors' BART has 0.5.
-    threshold_init: float = fixed(0.1)  # A neuron has this initial threshold at which it fires.
-    # 'bounded' keeps the neurons' leak in (0, 1) and their threshold above 0; 'raw' does not
-    # restrict them.
-    raf_parameters: Literal["raw", "bounded"] = fixed("raw")
-    # The initial weights of the recurrence are uniform within +-head_dim ** -0.5, or normal with
-    # standard deviation 0.02 as in the authors' BART.
-    kernel_init: Literal["uniform", "normal"] = fixed("uniform")
-    raf_bias: bool = fixed(False)  # True adds a bias to the input of the recurrence.
-    # A decode step takes the recurrent states from a table with the states of all segments
-    # ('table'), or from the state that the previous step hands to it ('carry'). 'auto' chooses the
-    # one that needs less memory.
-    cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
-        positive = "segment_size", "q_ref", "stride", "threshold_init"
-        check_section(self, positive=positive, any_sign=["leak_init"])
+        check_section(self, positive=["segment_size", "q_ref"])
         check_items(self, "without", ("segment", "norm", "raf", "remaining"))
-        check_items(self, "count_padding_in", ("segments", "sums"))
         check(
             "segment" not in self.without or self.mix == "sum",
             f"CrossAttention.without = {self.without} leaves nothing to mix; "
             "set CrossAttention.mix = 'sum'",
-        )
-        check(
-            self.raf_parameters == "raw" or 0 < self.leak_init < 1,
-            f"CrossAttention.leak_init = {self.leak_init} must be above 0 and below 1 where "
-            "CrossAttention.raf_parameters = 'bounded'",
-        )
-        check(
-            self.raf_parameters == "raw" or self.threshold_init > SMALLEST_THRESHOLD,
-            f"CrossAttention.threshold_init = {self.threshold_init} must be above "
-            f"{SMALLEST_THRESHOLD} where CrossAttention.raf_parameters = 'bounded'",
         )
 
     def check_lengths(self, max_source_length: int, max_target_length: int) -> None:
@@ -175,24 +134,17 @@ class CrossAttention:
         if self.kind == "full":
             return
         check(
-            self.index_mode == "stride" or max_target_length <= self.q_ref,
+            max_target_length <= self.q_ref,
             f"a target of {max_target_length} tokens is longer than CrossAttention.q_ref = "
             f"{self.q_ref}, over which the segments are spread; set CrossAttention.q_ref = "
             f"{max_target_length}, or Pairs.max_target_length = {self.q_ref}",
         )
-        positions = self.q_ref
-        if self.index_mode == "stride":
-            positions = -(-max_target_length // self.stride)
         segments = -(-max_source_length // self.segment_size)
-        if segments <= positions:
-            return
-        size = -(-max_source_length // positions)
-        stride = self.index_mode == "stride"
-        more = "a smaller CrossAttention.stride" if stride else f"CrossAttention.q_ref = {segments}"
-        raise ConfigError(
-            f"a source of {max_source_length} tokens has {segments} segments, of which the "
-            f"decoder would read only {positions}; set CrossAttention.segment_size = {size} or "
-            f"{more}"
+        check(
+            segments <= self.q_ref,
+            f"a source of {max_source_length} tokens has {segments} segments, of which the decoder "
+            f"would read only {self.q_ref}; set CrossAttention.segment_size = "
+            f"{-(-max_source_length // self.q_ref)} or CrossAttention.q_ref = {segments}",
         )
 
 

@@ -101,9 +101,6 @@ class Clustered(KindSection):
     # A centroid is the vector that stands for a cluster of queries. Each centroid keeps this many
     # keys of the past, and a weighted sum of the values of all other keys.
     top_k: int = adaptable(16)
-    # Each centroid keeps a sum of values. True corrects the weight of this sum for the variance of
-    # the queries around their centroid (Jensen's inequality).
-    jensen: bool = adaptable(True)
 
     def check_model(self, model: Model) -> None:
         name, layers = "Clustered.layers", self.layers

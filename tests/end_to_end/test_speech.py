@@ -17,7 +17,6 @@ Model.positions = 'sinusoidal'
 Model.dropout = 0.1
 Attention.kind = 'improved_clustered'
 Attention.clusters = 4
-Attention.iterations = 2
 Attention.top_k = 4
 Data.train = 'generated:train/10'
 Data.validation = 'generated:validation/3'

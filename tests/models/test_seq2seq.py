@@ -31,7 +31,7 @@ KINDS = {
     "full": {},
     "segmented": {"kind": "segmented"},
     "srformer": {"kind": "srformer"},
-    "srformer, carried": {"kind": "srformer", "cache": "carry", "mix": "sigma"},
+    "srformer, carried": {"kind": "srformer", "segment_size": 1, "mix": "sigma"},
     "xl_memory": {"kind": "xl_memory"},
     "transformer_xl": {"kind": "transformer_xl"},
     "local_global": {"kind": "local_global"},

@@ -92,7 +92,7 @@ UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight
 # Hugging Face has no layer of recurrent attention fusion (the accumulate-and-fire neurons of
 # Segmented Recurrent Transformer), so its parameters get the names of that paper's code.
 _RAF = {
-    "raf/kernel": "SNN_kv.weight", "raf/bias": "SNN_kv.bias", "raf/leak": "leak",
+    "raf/kernel": "SNN_kv.weight", "raf/leak": "leak",
     "raf/threshold": "threshold", "raf/sigma": "sigma", "raf/gate": "gate",
 }  # fmt: skip
 _LONG_ATTENTION = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlobal"}
