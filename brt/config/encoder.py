@@ -37,7 +37,7 @@ class Encoder:
     max_positions: int = inherited(4096)
     # True normalises before each part of a layer; False normalises after it, as RoBERTa does.
     norm_first: bool = inherited(True)
-    norm_epsilon: float = inherited(1e-5)  # Layer norms add this constant to the variance.
+    norm_epsilon: float = derived(1e-5)  # Layer norms add this constant to the variance.
     # The MLPs have this activation. 'gelu' is the exact function, not the tanh approximation.
     activation: Literal["gelu", "relu"] = inherited("gelu")
     # True uses one projection for queries and keys, as shared_full and reformer need.

@@ -14,7 +14,7 @@ class Embedding:
     """Settings of the decoder's token embeddings and of the projection to logits."""
 
     # True multiplies token embeddings by the square root of model_dim, as Gemma does.
-    scaled: bool = inherited(False)
+    scaled: bool = derived(False)
     tied: bool = inherited(True)  # True also uses the embedding as the weights of the logits.
     # Logits are divided by the square root of model_dim ('model_dim'), by the square root of the
     # size of the vocabulary ('vocab'), or by 1 ('one').
@@ -36,7 +36,7 @@ class Norm:
 
     epsilon: float = inherited(1e-6)  # This number is added to the mean square of a vector.
     # True multiplies normalized vectors by 1 + weight instead of by the weight, as Gemma does.
-    offset: bool = inherited(False)
+    offset: bool = derived(False)
     # True also normalizes the output of attention and of the MLP before it is added to the residual
     # stream, as Gemma does.
     outputs: bool = inherited(False)
@@ -52,17 +52,13 @@ class Norm:
 class Rotary:
     """Settings of rotary position embeddings (Su et al. 2021), for Model.positions = 'rotary'.
 
-    Pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token,
-    or by pi times this angle if `times_pi` is True.
+    Pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token.
     """
 
     base: float = inherited(10_000.0)  # The base of the angles, rope_theta in Hugging Face.
     # Base of the angles in layers that have a window of their own in Window.by_layer. These
     # layers then use no scaling. 0 gives all layers the same angles.
-    local_base: float = inherited(0.0)
-    # True multiplies all angles by pi, as the authors' code of Block-Recurrent Transformers does.
-    # The decoders of Hugging Face need False.
-    times_pi: bool = inherited(True)
+    local_base: float = derived(0.0)
     # Scaling of the angles for contexts longer than in pretraining: no angles are scaled ('none'),
     # all are divided by Rotary.factor ('linear'), or only those of slow pairs are ('llama3').
     scaling: Literal["none", "linear", "llama3"] = inherited("none")
@@ -72,9 +68,9 @@ class Rotary:
     # low_frequency turns are divided by `factor`, the angles of a pair with more than
     # high_frequency turns are unchanged, and the angles of all other pairs are divided by a number
     # between 1 and `factor`.
-    low_frequency: float = inherited(1.0)
-    high_frequency: float = inherited(4.0)
-    original_length: int = inherited(8192)  # Number of tokens of the context before scaling.
+    low_frequency: float = derived(1.0)
+    high_frequency: float = derived(4.0)
+    original_length: int = derived(8192)  # Number of tokens of the context before scaling.
     # A pretrained model was trained for contexts of at most this number of tokens; 0 means unknown.
     context: int = inherited(0)
 
@@ -98,7 +94,7 @@ class Rotary:
         """Returns the settings of layers whose window Window.by_layer sets."""
         if not self.local_base:
             return self
-        return Rotary(base=self.local_base, times_pi=self.times_pi, context=self.context)
+        return Rotary(base=self.local_base, context=self.context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +110,7 @@ class SelfAttention:
     scale_init: float = adaptable(1.0)
     # Queries are multiplied by this factor if SelfAttention.normalize_qk = False. 0 takes
     # 1 / sqrt(head_dim).
-    query_scale: float = inherited(0.0)
+    query_scale: float = derived(0.0)
     # Projections that add a bias: none ('none'), those of queries, keys and values ('qkv'), or also
     # the output projection ('all').
     bias: Literal["none", "qkv", "all"] = inherited("none")

@@ -42,13 +42,11 @@ class Seq2Seq:
     relative_max_distance: int = inherited(128)
     # BART has this number of learned positions, which limits the length of texts.
     max_positions: int = inherited(1024)
-    norm_epsilon: float = inherited(1e-6)  # Norms add this constant to the variance. BART has 1e-5.
+    norm_epsilon: float = derived(1e-6)  # Norms add this constant to the variance. BART has 1e-5.
     # Embeddings, attention weights, MLPs and residuals have this dropout rate.
     dropout: float = free(0.1)
     # Attention weights have this dropout rate; -1 takes the value of dropout.
     attention_dropout: float = free(-1.0)
-    # The hidden layer of the MLP has this dropout rate; -1 takes the value of dropout.
-    activation_dropout: float = free(-1.0)
     # Activations have this dtype; 'auto' is bfloat16 on accelerators and float32 on CPUs.
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
     # True recomputes a layer's activations in the backward pass, which saves memory.
@@ -56,13 +54,14 @@ class Seq2Seq:
 
     def __post_init__(self) -> None:
         layers = "encoder_layers", "decoder_layers"
-        rates = "attention_dropout", "activation_dropout"
         sizes = (
             "model_dim", "heads", "head_dim", "mlp_dim", "encoder_radius", "global_block",
             "max_positions", "norm_epsilon", "relative_max_distance",
         )  # fmt: skip
-        check_section(self, positive=layers + sizes, shares=["dropout"], any_sign=rates)
-        check_shares(self, *rates, like="Model.dropout")
+        check_section(
+            self, positive=layers + sizes, shares=["dropout"], any_sign=["attention_dropout"]
+        )
+        check_shares(self, "attention_dropout", like="Model.dropout")
         check(
             self.relative_buckets >= 4 and self.relative_max_distance > self.relative_buckets // 2,
             f"Model.relative_buckets = {self.relative_buckets} must be at least 4, and "
@@ -163,11 +162,8 @@ class Decoding:
     """
 
     beams: int = free(1)  # Beam search has this number of beams; 1 is greedy decoding.
-    # This rule computes the score of a text of n tokens from its log-probability log p: 'hf'
-    # computes log p / n ** length_penalty, and 't5x' computes log p / ((5 + n) / 6) **
-    # length_penalty.
-    penalty: Literal["hf", "t5x"] = free("hf")
-    # The length in the formula of the score has this exponent. Larger values favour longer texts.
+    # The score of a text of n tokens is its log-probability divided by n ** length_penalty. Larger
+    # values favour longer texts.
     length_penalty: float = free(1.0)
     # This rule determines when beam search ends a document; the docstring explains the rules.
     early_stopping: Literal["yes", "heuristic", "never"] = free("yes")

@@ -157,7 +157,7 @@ def speeds_of(model: Model) -> RotarySpeeds:
     """Returns the angles, in radians per token, by which each pair of channels is rotated."""
     r = model.rotary
     return rotary_speeds(
-        model.head_dim, base=r.base, times_pi=r.times_pi, scaling=r.scaling, factor=r.factor,
+        model.head_dim, base=r.base, scaling=r.scaling, factor=r.factor,
         low_frequency=r.low_frequency, high_frequency=r.high_frequency,
         original_length=r.original_length,
     )  # fmt: skip

@@ -172,7 +172,7 @@ class RotarySpeeds(NamedTuple):
 
 
 def rotary_speeds(
-    size: int, *, base: float = 10_000.0, times_pi: bool = False, scaling: str = "none",
+    size: int, *, base: float = 10_000.0, scaling: str = "none",
     factor: float = 1.0, low_frequency: float = 1.0, high_frequency: float = 4.0,
     original_length: int = 8192,
 ) -> RotarySpeeds:  # fmt: skip
@@ -190,8 +190,7 @@ def rotary_speeds(
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
     # The pretrained decoders of Hugging Face were trained with speeds that are rounded to float32.
-    # The original code of the block-recurrent transformer, which multiplies by pi, uses float64.
-    speeds = np.pi * speeds if times_pi else speeds.astype(np.float32).astype(np.float64)
+    speeds = speeds.astype(np.float32).astype(np.float64)
     if scaling == "linear":
         speeds = speeds / factor
     if scaling == "llama3":

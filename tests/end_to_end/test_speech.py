@@ -22,9 +22,8 @@ Data.train = 'generated:train/10'
 Data.validation = 'generated:validation/3'
 Data.test = 'generated:test/5'
 Speech.stack = 3
-Speech.stride = 3
-Speech.time_masks = 1
-Speech.feature_masks = 1
+Speech.time_masks = (1, 20)
+Speech.feature_masks = (1, 8)
 Evaluation.batch_size = 3
 """
 

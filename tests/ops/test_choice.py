@@ -103,7 +103,7 @@ def recurrent(x: jax.Array, states: int = 128, **option: Any) -> Any:
     weights = weights._replace(output=jnp.zeros((2, *x.shape[2:], width)))
     weights = weights._replace(output_gate=GateWeights(jnp.zeros(width)))
     return state_scan(
-        weights, vectors[0], vectors, (x, x), x, x, flags, flags, kind="fixed", tanh="paper",
+        weights, vectors[0], vectors, (x, x), x, x, flags, flags, kind="fixed",
         normalize_qk=True, null_keys=False, **option,
     )  # fmt: skip
 

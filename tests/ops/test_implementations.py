@@ -21,17 +21,17 @@ from brt.ops.dispatch import Op
 
 # Relative to the largest magnitude of an array; the terms of a scale's gradient cancel.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
-# Every kind of gate and layout, each with different options.
+# Every kind of gate and layout, some with options.
 CELLS: dict[tuple[str, str], dict[str, Any]] = {
     ("fixed", "dual"): {},
-    ("fixed", "single"): {"tanh": "paper"},
+    ("fixed", "single"): {},
     ("fixed", "skip"): {"null_keys": True, "normalize_qk": False},
-    ("lstm", "dual"): {"tanh": "paper"},
+    ("lstm", "dual"): {},
     ("lstm", "single"): {"null_keys": True},
     ("lstm", "skip"): {},
     ("gru", "dual"): {"normalize_qk": False},
     ("gru", "single"): {"unroll": 3},
-    ("gru", "skip"): {"tanh": "paper"},
+    ("gru", "skip"): {},
 }
 CASES: dict[tuple[str, str], Callable[[], Case]] = {
     ("window_attention", "null keys"): partial(

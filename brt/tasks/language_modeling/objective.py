@@ -153,8 +153,7 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
         divergence = summed_divergence(
             output.hidden, read.hidden, batch.scored,
             output_weights(config.model, params), output_weights(config.model, frozen),
-            scale=logit_scale(config.model), temperature=config.distillation.temperature,
-            chunk=training.loss_chunk,
+            scale=logit_scale(config.model), chunk=training.loss_chunk,
         )  # fmt: skip
         total += config.distillation.weight * divergence
         losses["loss/divergence"] = divergence / jnp.maximum(count, 1.0)

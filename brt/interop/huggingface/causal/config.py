@@ -74,7 +74,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 _SETTINGS: dict[str, Any] = {
-    "Model.positions": "rotary", "Rotary.times_pi": False, "SelfAttention.normalize_qk": False,
+    "Model.positions": "rotary", "SelfAttention.normalize_qk": False,
     "MLP.gated": True, "Embedding.scaled": False, "Embedding.logit_scale": "one",
     "Norm.offset": False, "Norm.outputs": False, "Norm.queries_keys": False,
     "Window.attend_to_self": True, "Window.cache": True,

@@ -116,11 +116,6 @@ def settings(trained: TrainedDecoder) -> dict[str, Any]:
     the names that are usual there.
     """
     m, recurrence = trained.model, trained.model.of(Recurrence)
-    bounded = (
-        recurrence.gate_layout == "single"
-        if recurrence.gate_tanh == "original"
-        else recurrence.gate == "lstm"
-    )
     by_layer, values = [m.for_layer(i) for i in range(m.layers)], model_settings(Config(model=m))
     speeds = [speeds_of(own).radians for own in by_layer] if m.positions == "rotary" else []
     tables = list(dict.fromkeys(speeds))
@@ -159,7 +154,6 @@ def settings(trained: TrainedDecoder) -> dict[str, Any]:
         "states": recurrence.states,
         "gate": recurrence.gate,
         "gate_layout": recurrence.gate_layout,
-        "bounded_updates": bounded,
         "feedback": m.feedback,
         "memory_size": m.of(DenseMemory).size,
         "delta_sizes": list(m.of(GatedDeltaNet).sizes(m)),
