@@ -28,10 +28,10 @@ class Seq2Seq:
     # 'scaled' multiplies the decoder's output by model_dim ** -0.5 first. T5 v1.0 has
     # 'tied_scaled', T5 v1.1 'own', and BART 'tied'.
     logits: Literal["tied_scaled", "tied", "own_scaled", "own"] = inherited("tied_scaled")
-    # The encoder has this attention. 'full' leaves the choice to Attention.kind. With 'local', a
-    # token attends to its neighbours, and 'sliding' means the same. 'transient_global' is the
-    # attention of LongT5 to neighbours and to global tokens, which are sums of blocks of tokens.
-    encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
+    # The encoder has this attention. 'full' leaves the choice to Attention.kind. With 'sliding', a
+    # token attends to its neighbours. 'transient_global' is the attention of LongT5 to neighbours
+    # and to global tokens, which are sums of blocks of tokens.
+    encoder_attention: Literal["full", "sliding", "transient_global"] = inherited("full")
     # A token sees this number of tokens to each side, if encoder_attention is not 'full'.
     encoder_radius: int = inherited(127)
     # A global token of 'transient_global' summarises this number of tokens; converted weights may

@@ -345,8 +345,8 @@ def test_sections_that_clash_are_refused() -> None:
         ),
         ({"attention": Attention(kind="reformer")}, "'reformer' is not for Seq2Seq.family = 't5'"),
         (
-            {"attention": clustered, "seq2seq": dataclasses.replace(T5, encoder_attention="local")},
-            "Seq2Seq.encoder_attention = 'local'; remove one of them",
+            {"attention": clustered, "seq2seq": MODELS["sliding"]},
+            "Seq2Seq.encoder_attention = 'sliding'; remove one of them",
         ),
     ):
         with pytest.raises(ConfigError, match=sentence):

@@ -84,7 +84,7 @@ _READ = {
     },
 }  # fmt: skip
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gated_gelu"}
-_ENCODERS = {"local": "local", "transient-global": "transient_global"}
+_ENCODERS = {"local": "sliding", "transient-global": "transient_global"}
 # Arrays with these names may be copies of the embedding. Newer files omit such copies.
 _TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 # The oldest files of T5 contain an array of this name, which no model uses.
@@ -95,7 +95,7 @@ _RAF = {
     "raf/kernel": "SNN_kv.weight", "raf/leak": "leak",
     "raf/threshold": "threshold", "raf/sigma": "sigma", "raf/gate": "gate",
 }  # fmt: skip
-_LONG_ATTENTION = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlobal"}
+_LONG_ATTENTION = {"sliding": "Local", "transient_global": "TransientGlobal"}
 
 
 class EncoderDecoder(NamedTuple):
@@ -381,10 +381,9 @@ def _to_t5(model: Seq2Seq) -> dict[str, Any]:
     config["scale_decoder_outputs"] = config["tie_word_embeddings"] = model.scale_logits
     if model.encoder_attention == "full":
         return {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **config}
+    kinds = {ours: theirs for theirs, ours in _ENCODERS.items()}
     long = {
-        "encoder_attention_type": model.encoder_attention.replace("_", "-").replace(
-            "sliding", "local"
-        ),
+        "encoder_attention_type": kinds[model.encoder_attention],
         "local_radius": model.encoder_radius,
         "global_block_size": model.global_block,
     }

@@ -75,7 +75,7 @@ def test_a_silent_config_takes_their_defaults() -> None:
     assert (model.decoder_layers, model.activation, model.relative_max_distance) == (6, "relu", 128)
     longt5 = theirs({**T5_SMALL, "model_type": "longt5"}).model
     assert (longt5.encoder_attention, longt5.encoder_radius, longt5.global_block) == (
-        "local", 127, 16,
+        "sliding", 127, 16,
     )  # fmt: skip
 
 
