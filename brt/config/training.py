@@ -207,9 +207,9 @@ class Evaluation:
     batch_size: int = free(8)  # This number of documents or rows is evaluated in parallel.
     # Evaluation reads this number of tokens of a document at once; 0 takes Training.segment_length.
     segment_length: int = free(0)
-    # ROUGE is tokenized and averaged as in Hugging Face's `evaluate` ('hf'), as in T5's code, or as
-    # in LongT5's code.
-    rouge: Literal["hf", "t5", "longt5"] = free("hf")
+    # ROUGE is tokenized and averaged as in Hugging Face's `evaluate` ('hf'), or as in the code of
+    # T5 and LongT5 ('t5').
+    rouge: Literal["hf", "t5"] = free("hf")
     # Before the last step, evaluation reads only this number of tokens of each document; 0 reads
     # all.
     tokens_per_document: int = free(0)

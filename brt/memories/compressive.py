@@ -7,7 +7,7 @@ other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +55,6 @@ class Compressive(KindSection):
     # The memory has this many slots. A slot is a vector into which `rate` tokens were compressed.
     slots: int = adaptable(512)
     rate: int = adaptable(2)  # This many tokens are compressed into one slot.
-    # A slot is the mean of its tokens ("mean"), their maximum ("max"), or the output of a learned
-    # convolution ("conv"), which learns slots to which attention gives the same result as attention
-    # to the tokens.
-    compressor: Literal["mean", "max", "conv"] = adaptable("conv")
 
     def check_model(self, model: Model) -> None:
         """Requires that the rate divides the window, no rotary positions, and a cache."""
@@ -79,17 +75,13 @@ class Convolution(NamedTuple):
 
 
 def compress(
-    x: Float[Array, "*B W D"], rate: int, how: Literal["mean", "max"] | Convolution
+    x: Float[Array, "*B W D"], rate: int, convolution: Convolution
 ) -> Float[Array, "*B S D"]:
-    """Returns the S = W / `rate` slots of a block, oldest first, in float32, each of `rate`
-    neighbouring tokens: their mean, their maximum, or the output of a learned convolution.
+    """Returns the S = W / `rate` slots of a block, oldest first, in float32, each the output of the
+    convolution of `rate` neighbouring tokens.
     """
     groups = x.reshape(*x.shape[:-2], -1, rate, x.shape[-1])
-    if isinstance(how, Convolution):
-        return add_shared(dense(groups, how.kernel, 2).astype(jnp.float32), how.bias)
-    if how == "max":
-        return jnp.max(groups, axis=-2).astype(jnp.float32)
-    return jnp.mean(groups, axis=-2, dtype=jnp.float32)
+    return add_shared(dense(groups, convolution.kernel, 2).astype(jnp.float32), convolution.bias)
 
 
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
@@ -153,9 +145,9 @@ def compressive_flops(model: Model) -> int:
     # As many keys of the previous block left a token's window as keys of its own block entered it.
     passed_keys = keys_before(m, m.window)
     keys = 4 * m.model_dim * width * section.slots // m.window
-    # The FLOPs of the auxiliary loss that trains a learned compression are not included.
-    learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
-    return window_flops(m) + 4 * width * (section.slots + passed_keys) + keys + learned
+    # The FLOPs of the auxiliary loss that trains the compression are not included.
+    reads = 4 * width * (section.slots + passed_keys)
+    return window_flops(m) + reads + keys + 2 * m.model_dim**2
 
 
 class CompressiveLayer(WindowLayer):
@@ -166,23 +158,20 @@ class CompressiveLayer(WindowLayer):
     slot stands for `Compressive.rate` tokens. When the memory is full, new slots replace the oldest
     slots. Position biases treat all keys that left the window like the farthest key of the window.
 
-    The loss of the language model gives the compression no gradient. A learned compression is
-    trained by an auxiliary loss: attention to the slots of a block should equal attention to the
-    block.
+    The loss of the language model gives the compression no gradient. It is trained by an auxiliary
+    loss: attention to the slots of a block should equal attention to the block.
     """
 
     def setup(self) -> None:
         super().setup()
         m, section = self.model, self.model.of(Compressive)
         self.section = section
-        self.compressor: Any = section.compressor
-        if section.compressor == "conv":
-            shape = (section.rate, m.model_dim, m.model_dim)
-            kernel = parameter(
-                self, "compressor_kernel", shape, (None, "embed", None), kernel_init(inputs=2)
-            )
-            bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
-            self.compressor = Convolution(kernel, bias)
+        shape = (section.rate, m.model_dim, m.model_dim)
+        kernel = parameter(
+            self, "compressor_kernel", shape, (None, "embed", None), kernel_init(inputs=2)
+        )
+        bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
+        self.compressor = Convolution(kernel, bias)
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """All blocks attend at once, each to its own slice of all slots and of all tokens."""
@@ -272,8 +261,6 @@ class CompressiveLayer(WindowLayer):
     ) -> LayerAux:
         # The loss is over the blocks that can read the block before them.
         m = self.model
-        if self.section.compressor != "conv":
-            return LayerAux()
         rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
         slots = (_by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False))
         queries = _by_block(queries, made.shape[1])

@@ -180,7 +180,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "compressive, feedback": {
         **_RECURRENT, "Compressive.layers": (0,), "Compressive.slots": 3, "Compressive.rate": 4,
-        "Compressive.compressor": "max", "positions": "alibi", "Recurrence.layers": (1,),
+        "positions": "alibi", "Recurrence.layers": (1,),
         "feedback": True,
     },
     "summary": {

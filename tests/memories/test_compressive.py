@@ -39,10 +39,6 @@ def params(random_params: Callable) -> Any:
 
 def test_neighbours_become_one_by_hand() -> None:
     x = np.random.default_rng(0).normal(size=(3, 6, 2)).astype(np.float32)
-    for kind, by_hand in (("mean", np.mean), ("max", np.max)):
-        slots = [by_hand(x[:, i : i + 3], axis=1) for i in (0, 3)]
-        found = compress(jnp.asarray(x), 3, kind)
-        np.testing.assert_allclose(found, np.stack(slots, axis=1), atol=1e-6)
     kernel, bias = np.random.default_rng(1).normal(size=(3, 2, 2)), np.array([1.0, -2.0])
     learned = Convolution(jnp.asarray(kernel, jnp.float32), jnp.asarray(bias, jnp.float32))
     slots = [bias + sum(x[:, 3 * j + i] @ kernel[i] for i in range(3)) for j in range(2)]
@@ -138,15 +134,10 @@ def test_weights_learn_from_the_slots_they_read(params: Any) -> None:
 
 @pytest.mark.slow
 def test_the_loss_is_of_tokens_that_have_a_block_before_theirs(params: Any) -> None:
-    def losses(start: np.ndarray = NOWHERE, **changes: Any) -> dict[str, float]:
-        model = with_settings(MODEL, {f"Compressive.{name}": x for name, x in changes.items()})
-        found = read(model, params, inputs(), start=start).aux.losses
-        return {name: float(loss) for name, loss in found.items()}
+    def loss(start: np.ndarray) -> float:
+        return float(read(MODEL, params, inputs(), start=start).aux.losses["compression"])
 
-    assert losses(np.ones_like(NOWHERE)) == {"compression": 0}
-    assert losses()["compression"] == pytest.approx(2 * losses(loss_weight=0.5)["compression"])
-    assert losses()["compression"] > 0
-    assert losses(loss_weight=0.0) == losses(compressor="mean") == {}
+    assert loss(np.ones_like(NOWHERE)) == 0 < loss(NOWHERE)
 
 
 def test_slots_cannot_be_read_if_the_block_after_them_is_missing(params: Any) -> None:
