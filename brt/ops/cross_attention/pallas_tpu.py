@@ -138,7 +138,11 @@ class _Arguments(NamedTuple):
 
 
 def _local(
-    keys: Array, values: Array, counts: Array, learned: tuple, settings: NeuronKernelSettings
+    keys: Array,
+    values: Array,
+    counts: Array,
+    learned: tuple[Array, Array],
+    settings: NeuronKernelSettings,
 ) -> tuple[Float[Array, "M B H K K"], Float[Array, "B H K"], Float[Array, "B H"]]:
     """Returns the states, the sums of squared keys, and the number of states above 0."""
     segments, batch, heads, _, width = keys.shape
