@@ -6,21 +6,14 @@ from brt import tasks
 from brt.config import Attention, Config, CrossAttention, Encoder, Evaluation, Seq2Seq, Training
 from brt.errors import ConfigError
 
-BOUNDED = {"raf_parameters": "bounded"}
-
 
 @pytest.mark.parametrize(
     ("section", "settings", "message"),
     [
         (Attention, {"clusters": 0}, "Attention.clusters = 0 must be above 0"),
         (Attention, {"top_k": -1}, "Attention.top_k = -1 must be above 0"),
-        (Attention, {"min_length": -1}, "Attention.min_length = -1 must not be negative"),
-        (Attention, {"fit_queries": 50}, "queries = 50 must not be below Attention.clusters = 100"),
         (Attention, {"buckets": 7}, "Attention.buckets = 7 must be even"),
         (CrossAttention, {"segment_size": 0}, "CrossAttention.segment_size = 0 must be above 0"),
-        (CrossAttention, {"clamp": -2.0}, "CrossAttention.clamp = -2.0 must not be negative"),
-        (CrossAttention, {**BOUNDED, "leak_init": 1.0}, "leak_init = 1.0 must be above 0 and"),
-        (CrossAttention, {**BOUNDED, "threshold_init": 1e-4}, "= 0.0001 must be above 0.001"),
         (CrossAttention, {"without": ("segment",), "mix": "sigma"}, "nothing to mix; set Cross"),
         (
             CrossAttention,
@@ -75,7 +68,5 @@ def test_numbers_that_nothing_reads_may_be_any() -> None:
     for settings in (
         {"kind": "clustered", "clusters": 9, "top_k": 65},
         {"kind": "full", "clusters": 65, "top_k": 65},
-        # Sequences shorter than min_length use exact attention.
-        {"kind": "improved_clustered", "clusters": 65, "min_length": 65},
     ):
         tasks.check(Config(training=MASKED, attention=Attention(**settings)))

@@ -40,7 +40,7 @@ TEXTS = {
 }  # fmt: skip
 # These settings have texts that are no files.
 TEXT_SETTINGS = {
-    "Adapter.kernels", "CrossAttention.count_padding_in", "CrossAttention.without", "Data.columns",
+    "Adapter.kernels", "CrossAttention.without", "Data.columns",
     "Kernels.use", "Logging.mlflow_experiment", "Logging.wandb_project", "Pairs.prefix",
     "Sentences.header", "Sentences.labels", "Training.task", "Training.trainable",
 }  # fmt: skip

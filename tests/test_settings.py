@@ -128,7 +128,7 @@ def test_what_a_field_is_declared_with_is_its_default() -> None:
         (
             Data(columns=("text=x",)),
             {"columns": ("text=x",), "tokenizer": "bytes"},
-            {"train", "max_document_bytes"},
+            {"train", "score_ends"},
         ),
         (Speech(buckets=(50, 80)), {"longest": 80, "join": 1}, {"buckets", "beams", "cache_dir"}),
         (Speech(buckets=(80,)), {"longest": 80}, {"test"}),

@@ -21,7 +21,7 @@ MODEL = Model(
     layers=3, model_dim=32, heads=4, head_dim=8, mlp_dim=48, activation="silu", window=64,
     positions="rotary", attention=SelfAttention(kv_heads=2, normalize_qk=False),
     mlp=MLP(gated=True), embedding=Embedding(logit_scale="one"),
-    rotary=Rotary(base=10_000.0, times_pi=False, context=64), norm=Norm(epsilon=1e-5),
+    rotary=Rotary(base=10_000.0, context=64), norm=Norm(epsilon=1e-5),
     vocab_size=300, end_ids=(2,), dtype="float32",
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ import re
 from typing import Literal
 
 from brt.config.checks import check, check_columns, check_rows, check_section, column
-from brt.config.fields import MEMORY, fill_held_out, fixed, free, held_out, sources
+from brt.config.fields import MEMORY, derived, fill_held_out, fixed, free, held_out, sources
 
 SPECIAL = 4  # A window has at most this number of special tokens, such as separators.
 
@@ -44,8 +44,6 @@ class Data:
     # This number of unreadable documents may be left out. They are listed in quarantine.jsonl. More
     # unreadable documents are an error.
     max_bad_records: int = free(0, cached=True)
-    # A record, and the content of a compressed file, has at most this number of bytes.
-    max_document_bytes: int = free(1 << 30)
     # This share of the training documents is held out if validation names no source.
     validation_fraction: float = free(0.05, cached=True)
     # This share of the training documents is held out if test names no source.
@@ -63,7 +61,7 @@ class Data:
 
     def __post_init__(self) -> None:
         shares = "validation_fraction", "test_fraction"
-        check_section(self, positive=["max_document_bytes"], shares=shares)
+        check_section(self, shares=shares)
         check_columns(self, "text")
         fill_held_out(self, ())
         for split in ("validation", "test"):
@@ -130,13 +128,10 @@ class Pairs:
     tokenizer: str = free("train:4000", cached=True, path="read")
     # This text is put before every document. T5 has "summarize: ".
     prefix: str = fixed("", cached=True)
-    # A document has at most this number of tokens, including the end token.
+    # A document has at most this number of tokens, including the end token; the rest is not read.
     max_source_length: int = fixed(1024, cached=True)
     # A summary has at most this number of tokens, including the end token.
     max_target_length: int = fixed(128, cached=True)
-    # If a document is longer than max_source_length, it is an error, only the head is read, or only
-    # the head and the tail are read. Summaries always keep their head.
-    truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
     # Batches are padded to one of these ascending source lengths in tokens; () pads all batches to
     # max_source_length.
     buckets: tuple[int, ...] = fixed(())
@@ -305,49 +300,41 @@ class Speech:
     join: int = fixed(1, cached=True)
     # All training recordings are joined in this number of random orders, if join is above 1.
     join_orders: int = fixed(1, cached=True)
-    # WAV files must have this number of samples per second; other files are refused. 0 takes the
-    # rate of the training data.
-    sample_rate: int = fixed(0, cached=True)
+    # The WAV files of the training data have this number of samples per second; others are refused.
+    sample_rate: int = derived(0, inherited=False, cached=True)
     # A frame of a WAV file has this number of mel bands as its features.
     mel_bands: int = fixed(40, cached=True)
-    # A frame of a WAV file covers this number of milliseconds.
-    window_ms: float = fixed(25.0, cached=True)
-    # A frame starts this number of milliseconds after the frame before. This is also true of
-    # features that are read from files.
-    shift_ms: float = fixed(10.0, cached=True)
     # Each feature is normalised to mean 0 and deviation 1 over the frames of an utterance or of a
     # speaker, or not at all.
     normalization: Literal["none", "utterance", "speaker"] = fixed("utterance", cached=True)
-    # This number of consecutive normalised frames is concatenated to one frame.
+    # This number of consecutive normalised frames becomes one frame.
     stack: int = fixed(1, cached=True)
-    # Of this number of consecutive stacked frames, only the first is read.
-    stride: int = fixed(1, cached=True)
     # Batches are padded to one of these ascending lengths, which count the frames that remain after
-    # `stack` and `stride`. () pads all batches to the longest utterance.
+    # `stack`. () pads all batches to the longest utterance.
     buckets: tuple[int, ...] = fixed((), cached="longest")
     # If utterances are too short for CTC, or too long, the file is refused or the utterances are
     # skipped.
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    # SpecAugment masks this number of intervals of time in an utterance; 0 masks none.
-    time_masks: int = free(0)
-    # An interval of time that SpecAugment masks has at most this number of frames.
-    time_mask_frames: int = free(20)
-    # SpecAugment masks this number of bands of features; 0 masks none.
-    feature_masks: int = free(0)
-    # A band that SpecAugment masks has at most this number of features.
-    feature_mask_width: int = free(8)
+    # SpecAugment masks this number of intervals of time in an utterance, each of at most this
+    # number of frames: (2, 40).
+    time_masks: tuple[int, int] = free((0, 0))
+    # SpecAugment masks this number of bands of features, each of at most this number of features.
+    feature_masks: tuple[int, int] = free((0, 0))
     # Prefix beam search has this number of beams; 1 takes the most probable token of every frame.
     beams: int = free(1)
     # Prepared data are written to this directory; '' means $XDG_CACHE_HOME/brt or ~/.cache/brt.
     cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:
-        positive = (
-            "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
-            "time_mask_frames", "feature_mask_width", "beams",
-        )  # fmt: skip
-        check_section(self, positive=positive)
+        check_section(self, positive=["join", "join_orders", "mel_bands", "stack", "beams"])
         check_rows(self)
+        for name in ("time_masks", "feature_masks"):
+            count, widest = masks = getattr(self, name)
+            check(
+                count >= 0 and widest >= 0 and bool(count) == bool(widest),
+                f"Speech.{name} = {masks} must be the number of masks and the largest width of "
+                "one, both above 0; or (0, 0) for none",
+            )
         check(
             self.join > 1 or self.join_orders == 1,
             f"Speech.join_orders = {self.join_orders} is the number of orders in which recordings "
@@ -357,5 +344,5 @@ class Speech:
     @property
     def longest(self) -> int:
         """Number of frames of the longest utterance that is read; 0 means no limit."""
-        # Buckets count the frames after `stack` and `stride`.
+        # Buckets count the frames after `stack`.
         return self.buckets[-1] if self.buckets else 0

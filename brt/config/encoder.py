@@ -37,7 +37,7 @@ class Encoder:
     max_positions: int = inherited(4096)
     # True normalises before each part of a layer; False normalises after it, as RoBERTa does.
     norm_first: bool = inherited(True)
-    norm_epsilon: float = inherited(1e-5)  # Layer norms add this constant to the variance.
+    norm_epsilon: float = derived(1e-5)  # Layer norms add this constant to the variance.
     # The MLPs have this activation. 'gelu' is the exact function, not the tanh approximation.
     activation: Literal["gelu", "relu"] = inherited("gelu")
     # True uses one projection for queries and keys, as shared_full and reformer need.
@@ -97,19 +97,14 @@ class Attention:
     kind: Literal[
         "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
     ] = free("full")
-    min_length: int = free(0)  # Sequences with a padded length below this use exact attention.
     clusters: int = free(100)  # A head has at most this number of clusters.
-    iterations: int = free(5)  # K-means has this number of iterations. The authors' code has 10.
-    # K-means learns its centroids from this number of random queries; 0 uses all queries.
-    fit_queries: int = free(0)
     # This number of keys has exact logits: for each cluster with improved_clustered, and for each
     # query with oracle_top_k.
     top_k: int = free(32)
     # This rule determines the share of attention that improved_clustered gives to the keys with
     # exact logits. 'paper' computes the share as in the paper. 'paper_constant' does so without a
-    # gradient, as in the authors' code. 'lse_jensen' corrects the share for the spread of the
-    # queries in a cluster.
-    mass_rule: Literal["paper", "paper_constant", "lse_jensen"] = free("paper")
+    # gradient, as in the authors' code.
+    mass_rule: Literal["paper", "paper_constant"] = free("paper")
     rounds: int = free(1)  # Number of hashing rounds of reformer; more are slower and more exact.
     buckets: int = free(64)  # A round of Reformer has this number of hash buckets.
     # A chunk of Reformer has this number of sorted queries. A query attends to its chunk and to the
@@ -117,13 +112,7 @@ class Attention:
     chunk: int = free(32)
 
     def __post_init__(self) -> None:
-        positive = "clusters", "iterations", "top_k", "rounds", "buckets", "chunk"
-        check_section(self, positive=positive)
-        check(
-            self.fit_queries == 0 or self.fit_queries >= self.clusters,
-            f"Attention.fit_queries = {self.fit_queries} must not be below Attention.clusters = "
-            f"{self.clusters}; 0 takes all queries",
-        )
+        check_section(self, positive=["clusters", "top_k", "rounds", "buckets", "chunk"])
         check(
             self.buckets % 2 == 0,
             f"Attention.buckets = {self.buckets} must be even: a hash has two signs",
@@ -134,9 +123,6 @@ class Attention:
 
         `phrase` names this length and its origin, for the error message.
         """
-        # Sequences shorter than `min_length` use exact attention, which reads neither setting.
-        if length < self.min_length:
-            return
         clustered = self.kind in ("clustered", "improved_clustered")
         chosen = self.kind in ("improved_clustered", "oracle_top_k")
         for name, number, read in (

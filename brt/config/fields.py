@@ -99,9 +99,10 @@ def adaptable(default: T) -> T:
     return _field(default, Setting(False, "adaptable", False))
 
 
-def derived(default: T, *, inherited: bool = True) -> T:
+def derived(default: T, *, inherited: bool = True, cached: bool = False) -> T:
     """Declares a field that no .gin file binds, because data or converted weights determine it."""
-    return _field(default, Setting(False, "inherited" if inherited else "own", False, derived=True))
+    warm_start: Literal["own", "inherited"] = "inherited" if inherited else "own"
+    return _field(default, Setting(False, warm_start, cached, derived=True))
 
 
 def nested(default: T) -> T:

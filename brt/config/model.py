@@ -14,15 +14,15 @@ class Embedding:
     """Settings of the decoder's token embeddings and of the projection to logits."""
 
     # Token embeddings are multiplied by this number; Gemma's is the square root of model_dim.
-    factor: float = inherited(1.0)
+    factor: float = derived(1.0)
     tied: bool = inherited(True)  # True also uses the embedding as the weights of the logits.
     # Logits are divided by the square root of model_dim ('model_dim'), by the square root of the
     # size of the vocabulary ('vocab'), or by 1 ('one').
     logit_scale: Literal["model_dim", "vocab", "one"] = inherited("model_dim")
     # Logits are also divided by this number, as in Granite.
-    logit_divisor: float = inherited(1.0)
+    logit_divisor: float = derived(1.0)
     # A positive number c replaces each logit x by c * tanh(x / c), as in Gemma 2; 0 changes none.
-    soft_cap: float = inherited(0.0)
+    soft_cap: float = derived(0.0)
 
     def __post_init__(self) -> None:
         check_section(self, positive=["factor", "logit_divisor"])
@@ -50,7 +50,7 @@ class Norm:
     place: Literal["before", "after", "both"] = inherited("before")
     epsilon: float = inherited(1e-6)  # This number is added to the mean square of a vector.
     # True multiplies normalized vectors by 1 + weight instead of by the weight, as Gemma does.
-    offset: bool = inherited(False)
+    offset: bool = derived(False)
     # Norms of queries and keys with learned weights: none, of each head ('head', as in Qwen3), or
     # of all heads together ('heads', as in OLMo 2). They need SelfAttention.normalize_qk = False.
     queries_keys: Literal["none", "head", "heads"] = inherited("none")
@@ -71,27 +71,23 @@ class Norm:
 class Rotary:
     """Settings of rotary position embeddings (Su et al. 2021), for Model.positions = 'rotary'.
 
-    Pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token,
-    or by pi times this angle if `times_pi` is True.
+    Pair i of the P = head_dim / 2 pairs of channels turns by base ** (-i / P) radians per token.
     """
 
     base: float = inherited(10_000.0)  # The base of the angles, rope_theta in Hugging Face.
     # Base of the angles in layers that have a window of their own in Window.by_layer. These
     # layers then use no scaling. 0 gives all layers the same angles.
-    local_base: float = inherited(0.0)
-    # True multiplies all angles by pi, as the authors' code of Block-Recurrent Transformers does.
-    # The decoders of Hugging Face need False.
-    times_pi: bool = inherited(True)
+    local_base: float = derived(0.0)
     # The number of first channels of each head that are rotated, 2 P; 0 rotates all.
-    channels: int = inherited(0)
+    channels: int = derived(0)
     # The angles of pair i are divided by number i, because the context is longer than that of the
     # first pretraining. One number stands for all pairs, and an empty tuple for 1.
-    divisors: tuple[float, ...] = inherited(())
+    divisors: tuple[float, ...] = derived(())
     # Rotated channels of queries and keys are multiplied by this number, as in YaRN.
-    attention_factor: float = inherited(1.0)
+    attention_factor: float = derived(1.0)
     # Layers whose queries and keys are not rotated: True at their place in this pattern, which
     # repeats up to the highest layer (SmolLM3). An empty pattern rotates in all layers.
-    skipped: tuple[bool, ...] = inherited(())
+    skipped: tuple[bool, ...] = derived(())
     # A pretrained model was trained for contexts of at most this number of tokens; 0 means unknown.
     context: int = inherited(0)
 
@@ -125,7 +121,7 @@ class SelfAttention:
     scale_init: float = adaptable(1.0)
     # Queries are multiplied by this factor if SelfAttention.normalize_qk = False. 0 takes
     # 1 / sqrt(head_dim).
-    query_scale: float = inherited(0.0)
+    query_scale: float = derived(0.0)
     # Projections that add a bias: none ('none'), those of queries, keys and values ('qkv'), or also
     # the output projection ('all').
     bias: Literal["none", "qkv", "all"] = inherited("none")
@@ -134,7 +130,7 @@ class SelfAttention:
     bias_before_scale: bool = inherited(False)
     # A positive number c replaces each logit x of tokens in the window and of sinks by
     # c * tanh(x / c), as in Gemma 2; 0 changes none.
-    soft_cap: float = inherited(0.0)
+    soft_cap: float = derived(0.0)
 
     def __post_init__(self) -> None:
         check_section(self, positive=["scale_init"])
@@ -211,7 +207,7 @@ class Model:
     # True computes attention and the MLP from the same input of a layer, as in GPT-NeoX.
     parallel: bool = inherited(False)
     # The outputs of attention and of the MLP are multiplied by this number, as in Granite.
-    residual_factor: float = inherited(1.0)
+    residual_factor: float = derived(1.0)
     # True lets all layers attend to the states of the last recurrent layer.
     feedback: bool = adaptable(False)
     vocab_size: int = inherited(0)  # Size of the vocabulary; 0 takes it from the tokenizer.

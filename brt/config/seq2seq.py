@@ -5,11 +5,6 @@ from typing import Literal
 
 from brt.config.checks import check, check_items, check_section, check_shares
 from brt.config.fields import derived, fixed, free, inherited
-from brt.errors import ConfigError
-
-# With CrossAttention.raf_parameters = 'bounded', the thresholds at which neurons fire are above
-# this value.
-SMALLEST_THRESHOLD = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +28,10 @@ class Seq2Seq:
     # 'scaled' multiplies the decoder's output by model_dim ** -0.5 first. T5 v1.0 has
     # 'tied_scaled', T5 v1.1 'own', and BART 'tied'.
     logits: Literal["tied_scaled", "tied", "own_scaled", "own"] = inherited("tied_scaled")
-    # The encoder has this attention. 'full' leaves the choice to Attention.kind. With 'local', a
-    # token attends to its neighbours, and 'sliding' means the same. 'transient_global' is the
-    # attention of LongT5 to neighbours and to global tokens, which are sums of blocks of tokens.
-    encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
+    # The encoder has this attention. 'full' leaves the choice to Attention.kind. With 'sliding', a
+    # token attends to its neighbours. 'transient_global' is the attention of LongT5 to neighbours
+    # and to global tokens, which are sums of blocks of tokens.
+    encoder_attention: Literal["full", "sliding", "transient_global"] = inherited("full")
     # A token sees this number of tokens to each side, if encoder_attention is not 'full'.
     encoder_radius: int = inherited(127)
     # A global token of 'transient_global' summarises this number of tokens; converted weights may
@@ -47,13 +42,11 @@ class Seq2Seq:
     relative_max_distance: int = inherited(128)
     # BART has this number of learned positions, which limits the length of texts.
     max_positions: int = inherited(1024)
-    norm_epsilon: float = inherited(1e-6)  # Norms add this constant to the variance. BART has 1e-5.
+    norm_epsilon: float = derived(1e-6)  # Norms add this constant to the variance. BART has 1e-5.
     # Embeddings, attention weights, MLPs and residuals have this dropout rate.
     dropout: float = free(0.1)
     # Attention weights have this dropout rate; -1 takes the value of dropout.
     attention_dropout: float = free(-1.0)
-    # The hidden layer of the MLP has this dropout rate; -1 takes the value of dropout.
-    activation_dropout: float = free(-1.0)
     # Activations have this dtype; 'auto' is bfloat16 on accelerators and float32 on CPUs.
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
     # True recomputes a layer's activations in the backward pass, which saves memory.
@@ -61,13 +54,14 @@ class Seq2Seq:
 
     def __post_init__(self) -> None:
         layers = "encoder_layers", "decoder_layers"
-        rates = "attention_dropout", "activation_dropout"
         sizes = (
             "model_dim", "heads", "head_dim", "mlp_dim", "encoder_radius", "global_block",
             "max_positions", "norm_epsilon", "relative_max_distance",
         )  # fmt: skip
-        check_section(self, positive=layers + sizes, shares=["dropout"], any_sign=rates)
-        check_shares(self, *rates, like="Model.dropout")
+        check_section(
+            self, positive=layers + sizes, shares=["dropout"], any_sign=["attention_dropout"]
+        )
+        check_shares(self, "attention_dropout", like="Model.dropout")
         check(
             self.relative_buckets >= 4 and self.relative_max_distance > self.relative_buckets // 2,
             f"Model.relative_buckets = {self.relative_buckets} must be at least 4, and "
@@ -107,62 +101,26 @@ class CrossAttention:
     segment_size: int = fixed(64)
     # The segments of a source are distributed over this number of target tokens.
     q_ref: int = fixed(128)
-    # The rule by which a target position finds its segment of the source: 'fixed' distributes the
-    # segments over q_ref target positions, 'batch' over the padded target length of the batch as
-    # the authors' code does in training, and 'stride' moves on by one segment every `stride`
-    # positions.
-    index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
-    stride: int = fixed(8)  # With index_mode = 'stride', a segment serves this many target tokens.
-    # Padding counts as tokens, as in the authors' code, in the number of segments of a source
-    # ('segments'), in the sums of the recurrence ('sums'), or in both. () never counts padding.
-    count_padding_in: tuple[str, ...] = fixed(())
+    # True computes as the authors' code: padding counts as tokens in the number of segments of a
+    # source and in the sums of the recurrence, the segments are distributed over the padded target
+    # length of the batch in training, and BART's sums are clipped to an absolute value of 2.
+    as_authors: bool = fixed(False)
     # These parts of srformer are left out (ablations I to IV of the paper): attention to the
     # segment ('segment'), the division by the norm of each key feature ('norm'), the recurrent
     # accumulate-and-fire neurons ('raf'), or the other segments, so that the recurrence sums only
     # the segment of the position itself ('remaining').
     without: tuple[str, ...] = fixed(())
-    # The square of this constant is added to the squared norm of a key feature, by which the
-    # recurrence divides.
-    norm_epsilon: float = fixed(1e-6)
-    # The sums of the recurrence have at most this absolute value; 0 sets no limit, and the authors'
-    # BART has 2.
-    clamp: float = fixed(0.0)
     # Attention to the segment and the recurrence are added directly ('sum'), with learned weights
     # ('sigma'), or with a gate on the recurrence that is closed initially ('gated').
     mix: Literal["sum", "sigma", "gated"] = fixed("sum")
-    leak_init: float = fixed(0.1)  # The neurons have this initial leak. The authors' BART has 0.5.
-    threshold_init: float = fixed(0.1)  # A neuron has this initial threshold at which it fires.
-    # 'bounded' keeps the neurons' leak in (0, 1) and their threshold above 0; 'raw' does not
-    # restrict them.
-    raf_parameters: Literal["raw", "bounded"] = fixed("raw")
-    # The initial weights of the recurrence are uniform within +-head_dim ** -0.5, or normal with
-    # standard deviation 0.02 as in the authors' BART.
-    kernel_init: Literal["uniform", "normal"] = fixed("uniform")
-    raf_bias: bool = fixed(False)  # True adds a bias to the input of the recurrence.
-    # A decode step takes the recurrent states from a table with the states of all segments
-    # ('table'), or from the state that the previous step hands to it ('carry'). 'auto' chooses the
-    # one that needs less memory.
-    cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
-        positive = "segment_size", "q_ref", "stride", "threshold_init"
-        check_section(self, positive=positive, any_sign=["leak_init"])
+        check_section(self, positive=["segment_size", "q_ref"])
         check_items(self, "without", ("segment", "norm", "raf", "remaining"))
-        check_items(self, "count_padding_in", ("segments", "sums"))
         check(
             "segment" not in self.without or self.mix == "sum",
             f"CrossAttention.without = {self.without} leaves nothing to mix; "
             "set CrossAttention.mix = 'sum'",
-        )
-        check(
-            self.raf_parameters == "raw" or 0 < self.leak_init < 1,
-            f"CrossAttention.leak_init = {self.leak_init} must be above 0 and below 1 where "
-            "CrossAttention.raf_parameters = 'bounded'",
-        )
-        check(
-            self.raf_parameters == "raw" or self.threshold_init > SMALLEST_THRESHOLD,
-            f"CrossAttention.threshold_init = {self.threshold_init} must be above "
-            f"{SMALLEST_THRESHOLD} where CrossAttention.raf_parameters = 'bounded'",
         )
 
     def check_lengths(self, max_source_length: int, max_target_length: int) -> None:
@@ -175,24 +133,17 @@ class CrossAttention:
         if self.kind == "full":
             return
         check(
-            self.index_mode == "stride" or max_target_length <= self.q_ref,
+            max_target_length <= self.q_ref,
             f"a target of {max_target_length} tokens is longer than CrossAttention.q_ref = "
             f"{self.q_ref}, over which the segments are spread; set CrossAttention.q_ref = "
             f"{max_target_length}, or Pairs.max_target_length = {self.q_ref}",
         )
-        positions = self.q_ref
-        if self.index_mode == "stride":
-            positions = -(-max_target_length // self.stride)
         segments = -(-max_source_length // self.segment_size)
-        if segments <= positions:
-            return
-        size = -(-max_source_length // positions)
-        stride = self.index_mode == "stride"
-        more = "a smaller CrossAttention.stride" if stride else f"CrossAttention.q_ref = {segments}"
-        raise ConfigError(
-            f"a source of {max_source_length} tokens has {segments} segments, of which the "
-            f"decoder would read only {positions}; set CrossAttention.segment_size = {size} or "
-            f"{more}"
+        check(
+            segments <= self.q_ref,
+            f"a source of {max_source_length} tokens has {segments} segments, of which the decoder "
+            f"would read only {self.q_ref}; set CrossAttention.segment_size = "
+            f"{-(-max_source_length // self.q_ref)} or CrossAttention.q_ref = {segments}",
         )
 
 
@@ -211,11 +162,8 @@ class Decoding:
     """
 
     beams: int = free(1)  # Beam search has this number of beams; 1 is greedy decoding.
-    # This rule computes the score of a text of n tokens from its log-probability log p: 'hf'
-    # computes log p / n ** length_penalty, and 't5x' computes log p / ((5 + n) / 6) **
-    # length_penalty.
-    penalty: Literal["hf", "t5x"] = free("hf")
-    # The length in the formula of the score has this exponent. Larger values favour longer texts.
+    # The score of a text of n tokens is its log-probability divided by n ** length_penalty. Larger
+    # values favour longer texts.
     length_penalty: float = free(1.0)
     # This rule determines when beam search ends a document; the docstring explains the rules.
     early_stopping: Literal["yes", "heuristic", "never"] = free("yes")

@@ -29,7 +29,7 @@ SHARED: dict[str, frozenset[str]] = {
     "Model": frozenset((
         "layers", "model_dim", "heads", "head_dim", "mlp_dim", "vocab_size", "positions",
         "max_positions", "relative_buckets", "relative_max_distance", "activation",
-        "norm_epsilon", "dropout", "attention_dropout", "dtype", "remat",
+        "dropout", "attention_dropout", "dtype", "remat",
     )),
     "Data": frozenset((
         "train", "validation", "test", "tokenizer", "max_length", "buckets", "errors", "columns",

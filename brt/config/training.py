@@ -59,8 +59,6 @@ class Training:
     gradient_accumulation: int = free(1)
     # This share of the target's probability is distributed over all tokens.
     label_smoothing: float = free(0.0)
-    # Masked language modeling hides and predicts this share of the tokens.
-    mask_share: float = fixed(0.15)
     # Logits are computed for this number of tokens of a lane at once. Smaller values need less
     # memory.
     loss_chunk: int = free(1024)
@@ -94,7 +92,7 @@ class Training:
     def __post_init__(self) -> None:
         sizes = "batch_size", "segment_length", "gradient_accumulation", "loss_chunk"
         positive, shares = ("steps", "log_every", *sizes), ["label_smoothing"]
-        others = "seed", "mask_share", "spike_factor"
+        others = "seed", "spike_factor"
         check_section(self, positive=positive, shares=shares, any_sign=others)
         check(
             not self.spike_factor or self.spike_factor > 1,
@@ -111,10 +109,6 @@ class Training:
             or (len(self.profile_at) == 2 and 0 < self.profile_at[0] <= self.profile_at[1]),
             f"Training.profile_at = {self.profile_at} must be two steps, the first and the last: "
             "(20, 25)",
-        )
-        check(
-            0 < self.mask_share <= 1,
-            f"Training.mask_share = {self.mask_share} must be above 0 and at most 1",
         )
         check(
             self.batch_size % self.gradient_accumulation == 0,
@@ -213,9 +207,9 @@ class Evaluation:
     batch_size: int = free(8)  # This number of documents or rows is evaluated in parallel.
     # Evaluation reads this number of tokens of a document at once; 0 takes Training.segment_length.
     segment_length: int = free(0)
-    # ROUGE is tokenized and averaged as in Hugging Face's `evaluate` ('hf'), as in T5's code, or as
-    # in LongT5's code.
-    rouge: Literal["hf", "t5", "longt5"] = free("hf")
+    # ROUGE is tokenized and averaged as in Hugging Face's `evaluate` ('hf'), or as in the code of
+    # T5 and LongT5 ('t5').
+    rouge: Literal["hf", "t5"] = free("hf")
     # Before the last step, evaluation reads only this number of tokens of each document; 0 reads
     # all.
     tokens_per_document: int = free(0)
@@ -314,12 +308,9 @@ class Distillation:
     # The teacher has this window in tokens, at least Model.window. 0 turns distillation off.
     window: int = fixed(0)
     weight: float = free(1.0)  # The KL divergence is multiplied by this weight.
-    # The logits of both models are divided by this temperature before the KL divergence is
-    # computed, and the divergence is multiplied by the square of the temperature.
-    temperature: float = free(1.0)
 
     def __post_init__(self) -> None:
-        check_section(self, positive=["temperature"])
+        check_section(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -112,10 +112,7 @@ def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) 
 
 
 def too_large(name: str, max_bytes: int) -> DataError:
-    return DataError(
-        f"{name} is larger than {max_bytes:,} bytes; split it, or raise Data.max_document_bytes if "
-        "it is a document"
-    )
+    return DataError(f"{name} is larger than {max_bytes:,} bytes; split it")
 
 
 def _decompressed(file: File, raw: BufferedIOBase) -> Iterator[bytes]:

@@ -171,17 +171,17 @@ class LaneReader(Reader):
 
 
 class BatchIterator(Iterator[Any]):
-    """Iterator over the batches of a reader, which a thread builds `prefetch` batches in advance.
+    """Iterator over the batches of a reader, of which a thread builds two in advance.
 
     Its state, which checkpoints contain, is a small JSON object: the next step and
     `Reader.identity`.
     """
 
-    def __init__(self, reader: Reader, start_step: int = 0, prefetch: int = 2):
+    def __init__(self, reader: Reader, start_step: int = 0):
         # Importing grain takes 1.5 seconds, which commands without training need not wait for.
         import grain
 
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         self._reader = reader
         self._batches = iter(grain.MapDataset.source(reader).to_iter_dataset(options))
         self._batches.set_state({"next_index": start_step})

@@ -83,8 +83,7 @@ class Plan:
     def _read(self, split: str) -> Iterator[Document]:
         return documents.read(
             getattr(self._data, split), text_field=column(self._data, "text", "text"),
-            errors=self._data.errors, max_bytes=self._data.max_document_bytes,
-            bad=self.bad,
+            errors=self._data.errors, bad=self.bad,
         )  # fmt: skip
 
 

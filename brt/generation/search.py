@@ -52,14 +52,12 @@ def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
     """Returns the length penalty for each number of written tokens, float32 [L].
 
     Summed log probabilities are divided by the length penalty. Entry n is the penalty of a text of
-    n tokens without the start token. It is n ** p if `decoding.penalty` is "hf", and
-    ((5 + n) / 6) ** p if it is "t5x" (Wu et al. 2016, equation 14), where p is
-    `decoding.length_penalty`. Entry 0 is not used.
+    n tokens without the start token. It is n ** `decoding.length_penalty`. Entry 0 is
+    not used.
     """
     written = np.arange(decoding.max_length, dtype=np.float64)
     written[0] = 1
-    base = written if decoding.penalty == "hf" else (5 + written) / 6
-    return (base**decoding.length_penalty).astype(np.float32)
+    return (written**decoding.length_penalty).astype(np.float32)
 
 
 def constrain(

@@ -45,7 +45,7 @@ def attend(
       bias: the bias of each head by distance (position of the key minus position of the query), for
         `clustered` and `improved_clustered` only: O = 2 T - 1 distances from 1 - T to T - 1.
     """
-    kind = kind_of_length(config, queries.shape[1])
+    kind = config.kind
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     if kind in ("clustered", "improved_clustered"):
         return clustered_attention.attend(
@@ -81,18 +81,6 @@ def clustered_config(config: Attention) -> clustered_attention.ClusteredConfig:
     return clustered_attention.ClusteredConfig(
         kind=config.kind,
         clusters=config.clusters,
-        iterations=config.iterations,
-        fit_queries=config.fit_queries,
         top_k=config.top_k,
-        mass_rule="lse_jensen" if config.mass_rule == "lse_jensen" else "paper",
         mass_stop_gradient=config.mass_rule == "paper_constant",
     )
-
-
-def kind_of_length(config: Attention, length: int) -> str:
-    """Returns the kind of attention for a sequence of `length` tokens, including padding: sequences
-    shorter than `config.min_length` have exact attention.
-    """
-    if length >= config.min_length:
-        return config.kind
-    return "shared_full" if config.kind in KEYS_ARE_QUERIES else "full"

@@ -157,7 +157,7 @@ def speeds_of(model: Model) -> RotarySpeeds:
     """Returns the angles, in radians per token, by which each pair of channels is rotated."""
     r = model.rotary
     return rotary_speeds(
-        r.channels or model.head_dim, base=r.base, times_pi=r.times_pi, divisors=r.divisors,
+        r.channels or model.head_dim, base=r.base, divisors=r.divisors,
         factor=r.attention_factor,
     )  # fmt: skip
 

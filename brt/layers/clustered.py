@@ -8,7 +8,6 @@ letters of shapes are those of `brt.layers.state`.
 from typing import NamedTuple
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.config import Model
@@ -110,17 +109,14 @@ class ClusteredLayer(WindowLayer):
         # The learned standard deviations of the queries around each centroid correct the logits of
         # the centroid for the keys that it does not keep, because the centroid attends to these
         # keys in place of queries that differ from it (Jensen's inequality).
-        if section.jensen:
-            self.deviations = parameter(
-                self, "deviations", (m.heads, section.clusters), ("heads", "clusters"),
-                nn.initializers.constant(spread),
-            )  # fmt: skip
+        self.deviations = parameter(
+            self, "deviations", (m.heads, section.clusters), ("heads", "clusters"),
+            nn.initializers.constant(spread),
+        )  # fmt: skip
 
     def _centroids(self) -> Centroids:
-        section = self.model.of(Clustered)
-        m, scale = self.model, self.tokens.query_scale()[:, None]
-        deviations = self.deviations if section.jensen else jnp.zeros((m.heads, section.clusters))
-        return Centroids(self.centroids * scale[..., None], (deviations * scale) ** 2)
+        scale = self.tokens.query_scale()[:, None]
+        return Centroids(self.centroids * scale[..., None], (self.deviations * scale) ** 2)
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """Computes the memories of all blocks first; then all tokens attend at once."""

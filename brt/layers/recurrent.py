@@ -196,7 +196,6 @@ class RecurrentLayer(WindowLayer):
         section, m = self.model.of(Recurrence), self.model
         return {
             "kind": section.gate,
-            "tanh": section.gate_tanh,
             "normalize_qk": m.attention.normalize_qk,
             "null_keys": has_null_keys(m),
             "attention": self.kernels.softmax_attention,

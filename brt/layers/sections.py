@@ -70,9 +70,6 @@ class Recurrence(KindSection):
     # At the start of training, a channel keeps its state for a number of blocks that is drawn
     # between 1 and this number (chrono initialisation). 0 uses gate_bias for all channels instead.
     gate_horizon: float = adaptable(0.0)
-    # Some gates bound their update by tanh: the gates of the layout single, as in the authors' code
-    # of Block-Recurrent Transformers (original), or lstm gates, as in their paper (paper).
-    gate_tanh: Literal["original", "paper"] = adaptable("original")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,9 +98,6 @@ class Clustered(KindSection):
     # A centroid is the vector that stands for a cluster of queries. Each centroid keeps this many
     # keys of the past, and a weighted sum of the values of all other keys.
     top_k: int = adaptable(16)
-    # Each centroid keeps a sum of values. True corrects the weight of this sum for the variance of
-    # the queries around their centroid (Jensen's inequality).
-    jensen: bool = adaptable(True)
 
     def check_model(self, model: Model) -> None:
         name, layers = "Clustered.layers", self.layers

@@ -4,9 +4,8 @@ In shapes, B is the number of sources, S and T of (padded) source and target tok
 source, and L of layers. Masks are True for source tokens, False for padding.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,9 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Attention, CrossAttention, Kernels, Seq2Seq
-from brt.config.seq2seq import SMALLEST_THRESHOLD
 from brt.errors import ConfigError
-from brt.layers.attention_kinds import kind_of_length
 from brt.layers.basic import dropout, parameter
 from brt.layers.transformer import (
     DEVIATION,
@@ -77,20 +74,21 @@ class DecoderAttention(Projections):
         return self.o(y[:, :, 0]), cache
 
 
-def cross_config(config: CrossAttention) -> CrossConfig:
+def cross_config(config: CrossAttention, family: Literal["t5", "bart"] = "t5") -> CrossConfig:
     """Translates the settings of the section `CrossAttention` into the configuration of the op."""
-    translated: dict[str, Any] = {
-        "use_segment": "segment" not in config.without,
-        "use_raf": "raf" not in config.without,
-        "norm": "none" if "norm" in config.without else "feature",
-        "kv_source": "segment" if "remaining" in config.without else "remaining",
-        "segment_count": "static" if "segments" in config.count_padding_in else "per_example",
-        "mask_kv": "sums" not in config.count_padding_in,
-        "smallest_threshold": SMALLEST_THRESHOLD,
-        "training_form": "auto",
-    }
-    names = {field.name for field in dataclasses.fields(CrossConfig)} - translated.keys()
-    return CrossConfig(**translated, **{name: getattr(config, name) for name in names})
+    return CrossConfig(
+        kind=config.kind,
+        segment_size=config.segment_size,
+        q_ref=config.q_ref,
+        counts_padding=config.as_authors,
+        use_segment="segment" not in config.without,
+        use_raf="raf" not in config.without,
+        kv_source="segment" if "remaining" in config.without else "remaining",
+        norm="none" if "norm" in config.without else "feature",
+        clamp=2.0 if config.as_authors and family == "bart" else 0.0,
+        mix=config.mix,
+        family=family,
+    )
 
 
 class ExtraParameters(nn.Module):
@@ -118,10 +116,13 @@ class SourceAttention(Projections):
     def setup(self) -> None:
         super().setup()
         heads, width = self.block.heads, self.block.head_dim
-        groups = cross_attention.specifications(cross_config(self.cross), heads, width)
+        groups = cross_attention.specifications(self._config(), heads, width)
         self.groups = tuple(groups)
         for name, specifications in groups.items():
             setattr(self, name, ExtraParameters(specifications))
+
+    def _config(self) -> CrossConfig:
+        return cross_config(self.cross, "t5" if self.block.norm == "rms" else "bart")
 
     def _extra_parameters(self) -> cross_attention.CrossParameters:
         return cross_attention.parameters_from(
@@ -140,7 +141,7 @@ class SourceAttention(Projections):
         """
         y, aux = cross_attention.attend(
             self.queries(x), self.k(encoded), self.v(encoded), mask, self._extra_parameters(),
-            cross_config(self.cross),
+            self._config(),
             target_length=x.shape[1] if self.training else None, dropout=self.drop(),
             implementation=self.block.kernels.cross_attention,
         )  # fmt: skip
@@ -150,15 +151,13 @@ class SourceAttention(Projections):
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
         """Returns the cache of each source, which `step` reads for all beams of the source."""
         keys, values = self.k(encoded), self.v(encoded)
-        return cross_attention.prefill(
-            keys, values, mask, self._extra_parameters(), cross_config(self.cross)
-        )
+        return cross_attention.prefill(keys, values, mask, self._extra_parameters(), self._config())
 
     def step(
         self, x: Float[Array, "B N D"], cache: CrossCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], CrossCache]:
         """Reads the token of every beam at `position`, and returns the cache for the next step."""
-        config = cross_config(self.cross)
+        config = self._config()
         cache = cross_attention.advance(cache, position, config)
         y = cross_attention.step(self.queries(x)[:, :, None], cache, position, config)
         return self.o(y[:, :, 0]), cache
@@ -256,7 +255,7 @@ class Encoder(Ends):
             return SharedInputs(mask)
         table, tokens = self.rel_bias.embedding, mask.shape[1]
         options = {"max_distance": m.relative_max_distance, "both_ways": True}
-        if m.encoder_attention == "full" and kind_of_length(self.attention, tokens) != "full":
+        if m.encoder_attention == "full" and self.attention.kind != "full":
             distances = np.arange(1 - tokens, tokens)
             return SharedInputs(mask, distance_bias=offset_bias(table, distances, **options))
         if m.encoder_attention == "full":

@@ -7,7 +7,7 @@ other letters of shapes are those of `brt.layers.state`.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
 from brt.config.checks import check
-from brt.config.fields import adaptable, free
+from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.attention import Mix
@@ -50,21 +50,11 @@ class Compressive(KindSection):
 
     kind: ClassVar[str] = "compressive"
     positive: ClassVar[tuple[str, ...]] = ("slots", "rate")
-    not_negative: ClassVar[tuple[str, ...]] = ("loss_weight",)
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
     # The memory has this many slots. A slot is a vector into which `rate` tokens were compressed.
     slots: int = adaptable(512)
     rate: int = adaptable(2)  # This many tokens are compressed into one slot.
-    # A slot is the mean of its tokens ("mean"), their maximum ("max"), or the output of a learned
-    # convolution ("conv").
-    compressor: Literal["mean", "max", "conv"] = adaptable("conv")
-    # The convolution learns slots to which attention gives the same result as attention to the
-    # tokens ("attention"), or slots from which the tokens can be reconstructed ("autoencoding").
-    loss: Literal["attention", "autoencoding"] = adaptable("attention")
-    # The loss of the convolution is multiplied by this weight and added to the model's loss. 0
-    # leaves the convolution untrained.
-    loss_weight: float = free(1.0)
 
     def check_model(self, model: Model) -> None:
         """Requires that the rate divides the window, no rotary positions, and a cache."""
@@ -78,26 +68,20 @@ class Compressive(KindSection):
 
 
 class Convolution(NamedTuple):
-    """Weights of a convolution whose stride equals its width. The kernel is [R, D, E] if it
-    compresses R tokens to a slot, and [D, R, E] if it restores R tokens from a slot.
-    """
+    """Weights of a convolution that compresses R tokens to a slot; its stride equals its width."""
 
     kernel: Float[Array, "R D E"]
     bias: Float[Array, " E"]
 
 
 def compress(
-    x: Float[Array, "*B W D"], rate: int, how: Literal["mean", "max"] | Convolution
+    x: Float[Array, "*B W D"], rate: int, convolution: Convolution
 ) -> Float[Array, "*B S D"]:
-    """Returns the S = W / `rate` slots of a block, oldest first, in float32, each of `rate`
-    neighbouring tokens: their mean, their maximum, or the output of a learned convolution.
+    """Returns the S = W / `rate` slots of a block, oldest first, in float32, each the output of the
+    convolution of `rate` neighbouring tokens.
     """
     groups = x.reshape(*x.shape[:-2], -1, rate, x.shape[-1])
-    if isinstance(how, Convolution):
-        return add_shared(dense(groups, how.kernel, 2).astype(jnp.float32), how.bias)
-    if how == "max":
-        return jnp.max(groups, axis=-2).astype(jnp.float32)
-    return jnp.mean(groups, axis=-2, dtype=jnp.float32)
+    return add_shared(dense(groups, convolution.kernel, 2).astype(jnp.float32), convolution.bias)
 
 
 def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
@@ -107,23 +91,12 @@ def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: 
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 
 
-def reconstruction_error(
-    x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
-) -> Float[Array, "*B"]:
-    """Returns the loss "autoencoding" of a learned compression: the mean squared error of the
-    tokens' vectors (which get no gradient) that `decoder` restores from a block's slots.
-    """
-    decoded = add_shared(dense(slots, decoder.kernel), decoder.bias).astype(jnp.float32)
-    errors = decoded.reshape(x.shape) - jax.lax.stop_gradient(x).astype(jnp.float32)
-    return jnp.mean(jnp.square(errors), axis=(-2, -1))
-
-
 def attention_reconstruction_error(
     queries: Float[Array, "B N Q H K"],
     exact: tuple[Float[Array, "B N W H K"], Float[Array, "B N W H K"]],
     slots: tuple[Float[Array, "B N S H K"], Float[Array, "B N S H K"]],
 ) -> Float[Array, "B N"]:
-    """Returns the loss "attention" of a learned compression: the mean squared difference between
+    """Returns the loss of a learned compression: the mean squared difference between
     attention to a block's tokens (`exact`) and attention to its slots.
 
     Logits are products of queries and keys without a bias. Only `slots` receives a gradient.
@@ -172,9 +145,9 @@ def compressive_flops(model: Model) -> int:
     # As many keys of the previous block left a token's window as keys of its own block entered it.
     passed_keys = keys_before(m, m.window)
     keys = 4 * m.model_dim * width * section.slots // m.window
-    # The FLOPs of the auxiliary loss that trains a learned compression are not included.
-    learned = 2 * m.model_dim**2 if section.compressor == "conv" else 0
-    return window_flops(m) + 4 * width * (section.slots + passed_keys) + keys + learned
+    # The FLOPs of the auxiliary loss that trains the compression are not included.
+    reads = 4 * width * (section.slots + passed_keys)
+    return window_flops(m) + reads + keys + 2 * m.model_dim**2
 
 
 class CompressiveLayer(WindowLayer):
@@ -185,29 +158,20 @@ class CompressiveLayer(WindowLayer):
     slot stands for `Compressive.rate` tokens. When the memory is full, new slots replace the oldest
     slots. Position biases treat all keys that left the window like the farthest key of the window.
 
-    The loss of the language model gives the compression no gradient. A learned compression is
-    trained by an auxiliary loss: attention to the slots of a block should equal attention to the
-    block, or a transposed convolution should reconstruct the block from the slots.
+    The loss of the language model gives the compression no gradient. It is trained by an auxiliary
+    loss: attention to the slots of a block should equal attention to the block.
     """
 
     def setup(self) -> None:
         super().setup()
         m, section = self.model, self.model.of(Compressive)
         self.section = section
-        self.restores = section.compressor == "conv" and section.loss == "autoencoding"
-        self.compressor: Any = section.compressor
-        if section.compressor == "conv":
-            shape = (section.rate, m.model_dim, m.model_dim)
-            kernel = parameter(
-                self, "compressor_kernel", shape, (None, "embed", None), kernel_init(inputs=2)
-            )
-            bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
-            self.compressor = Convolution(kernel, bias)
-        if self.restores:
-            shape = (m.model_dim, section.rate, m.model_dim)
-            kernel = parameter(self, "decompressor_kernel", shape, ("embed", None, None))
-            bias = parameter(self, "decompressor_bias", (m.model_dim,), ("embed",), ZEROS)
-            self.decompressor = Convolution(kernel, bias)
+        shape = (section.rate, m.model_dim, m.model_dim)
+        kernel = parameter(
+            self, "compressor_kernel", shape, (None, "embed", None), kernel_init(inputs=2)
+        )
+        bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
+        self.compressor = Convolution(kernel, bias)
 
     def __call__(self, x: Float[Array, "B T D"], given: Given) -> LayerOutput:
         """All blocks attend at once, each to its own slice of all slots and of all tokens."""
@@ -236,7 +200,7 @@ class CompressiveLayer(WindowLayer):
         y = self.tokens.attend(projections, past, given.feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
         queries = self.tokens.scaled_queries(projections.queries)
-        return LayerOutput(y, after, self._aux(queries, tokens, before, made, past))
+        return LayerOutput(y, after, self._aux(queries, tokens, made, past))
 
     def _nearest(self) -> int:
         return 0 if self.model.sliding.attend_to_self else 1
@@ -292,24 +256,16 @@ class CompressiveLayer(WindowLayer):
         self,
         queries: Float[Array, "B T H K"],
         before: StateKV,
-        inputs: Float[Array, "B N W D"],
         made: Float[Array, "B N S D"],
         past: KVCache,
     ) -> LayerAux:
         # The loss is over the blocks that can read the block before them.
-        m, section = self.model, self.section
-        if section.compressor != "conv" or section.loss_weight == 0:
-            return LayerAux()
-        if self.restores:
-            errors = reconstruction_error(inputs, made, self.decompressor)
-        else:
-            rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
-            slots = (
-                _by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False)
-            )
-            queries = _by_block(queries, made.shape[1])
-            errors = attention_reconstruction_error(queries, tuple(before), tuple(slots))
-        loss = section.loss_weight * jnp.mean(jnp.where(past.cache_mask, errors, 0))
+        m = self.model
+        rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
+        slots = (_by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False))
+        queries = _by_block(queries, made.shape[1])
+        errors = attention_reconstruction_error(queries, tuple(before), tuple(slots))
+        loss = jnp.mean(jnp.where(past.cache_mask, errors, 0))
         return LayerAux(losses={"compression": loss})
 
     def begin_block(self, x: None, given: Given) -> LayerOutput:

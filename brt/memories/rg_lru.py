@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from brt.config import Model
 from brt.config.checks import check
-from brt.config.fields import adaptable, inherited
+from brt.config.fields import adaptable
 from brt.config.kinds import KindSection
 from brt.distributed.rules import constrain
 from brt.layers.basic import (
@@ -49,22 +49,15 @@ class RGLRU(KindSection):
     kind: ClassVar[str] = "rg_lru"
     any_window: ClassVar[bool] = True
     grouped_keys: ClassVar[bool] = True
-    not_negative: ClassVar[tuple[str, ...]] = ("width",)
 
     layers: tuple[int, ...] = adaptable(())  # The layers with these indices are of this kind.
-    # Number of channels of the recurrence, a multiple of Model.heads; 0 takes Model.model_dim.
-    width: int = inherited(0)
-
-    def width_of(self, model: Model) -> int:
-        return self.width or model.model_dim
 
     def check_model(self, model: Model) -> None:
         """Requires heads that divide the width, and no feedback, to which nothing would attend."""
-        width = self.width_of(model)
         check(
-            not self.layers or width % model.heads == 0,
-            f"RGLRU.width = {width} must be a multiple of Model.heads = {model.heads}, because "
-            "each head has gates of its own",
+            not self.layers or model.model_dim % model.heads == 0,
+            f"Model.model_dim = {model.model_dim} must be a multiple of Model.heads = "
+            f"{model.heads}, because each head of the layers in RGLRU.layers has gates of its own",
         )
         refuse_feedback(model, "RGLRU.layers", self.layers)
 
@@ -162,7 +155,7 @@ def rg_lru_flops(model: Model) -> int:
 
 def _channels(model: Model) -> tuple[int, int]:
     # Returns the number of heads, and the number of channels of a head.
-    return model.heads, model.of(RGLRU).width_of(model) // model.heads
+    return model.heads, model.model_dim // model.heads
 
 
 def _rate_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

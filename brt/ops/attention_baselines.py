@@ -105,7 +105,6 @@ def attend_in_chunks(
     *,
     chunk: int,
     scale: float,
-    causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Returns Reformer's attention, averaged over the rounds, for the known buckets `ids`.

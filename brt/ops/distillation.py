@@ -16,10 +16,10 @@ from brt.ops.softmax import soft_capped
 Logits = Float[Array, "B T V"]
 
 
-def divergence(student: Logits, teacher: Logits, temperature: float) -> Float[Array, "B T"]:
-    """Returns KL(teacher || student) in nats, times temperature^2 (Hinton et al. 2015)."""
-    ours, theirs = (jax.nn.log_softmax(logits / temperature) for logits in (student, teacher))
-    return temperature**2 * jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
+def divergence(student: Logits, teacher: Logits) -> Float[Array, "B T"]:
+    """Returns KL(teacher || student) in nats (Hinton et al. 2015)."""
+    ours, theirs = (jax.nn.log_softmax(logits) for logits in (student, teacher))
+    return jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
 
 
 def summed_divergence(
@@ -31,7 +31,6 @@ def summed_divergence(
     *,
     scale: float,
     soft_cap: float = 0.0,
-    temperature: float,
     chunk: int,
 ) -> Float[Array, ""]:
     """Returns the sum of `divergence` over the tokens where `mask` is True.
@@ -54,7 +53,7 @@ def summed_divergence(
         piece: tuple[Array, Array, Array], weights: Float[Array, "V D"]
     ) -> Float[Array, ""]:
         ours, theirs, counts = piece
-        nats = divergence(logits(ours, weights), logits(theirs, teacher_weights), temperature)
+        nats = divergence(logits(ours, weights), logits(theirs, teacher_weights))
         return jnp.sum(jnp.where(counts, nats, 0.0))
 
     def add_chunk(total: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:

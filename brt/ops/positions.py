@@ -175,8 +175,7 @@ class RotarySpeeds(NamedTuple):
 
 
 def rotary_speeds(
-    size: int, *, base: float = 10_000.0, times_pi: bool = False,
-    divisors: tuple[float, ...] = (), factor: float = 1.0,
+    size: int, *, base: float = 10_000.0, divisors: tuple[float, ...] = (), factor: float = 1.0,
 ) -> RotarySpeeds:  # fmt: skip
     """Returns the angles per token of rotary embeddings, for heads with `size` rotated channels.
 
@@ -185,8 +184,7 @@ def rotary_speeds(
     """
     speeds = base ** (-np.arange(size // 2) / (size // 2))
     # The pretrained decoders of Hugging Face were trained with speeds that are rounded to float32.
-    # The original code of the block-recurrent transformer, which multiplies by pi, uses float64.
-    speeds = np.pi * speeds if times_pi else speeds.astype(np.float32).astype(np.float64)
+    speeds = speeds.astype(np.float32).astype(np.float64)
     return RotarySpeeds(tuple((speeds / np.asarray(divisors or 1.0)).tolist()), factor)
 
 

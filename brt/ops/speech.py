@@ -37,17 +37,16 @@ def spec_augment(
     valid: Bool[Array, "B X"],
     key: Array,
     *,
-    time_masks: int,
-    time_mask_frames: int,
-    feature_masks: int,
-    feature_mask_width: int,
+    time_masks: tuple[int, int],
+    feature_masks: tuple[int, int],
 ) -> Float[Array, "B X F"]:
     """Returns the features of a spectrogram with random bands of time and of features set to 0,
     which is the mean of normalized features (SpecAugment, Park et al., 2019).
 
-    Each row of the batch draws its own bands. The width of a band is drawn uniformly from 0 to its
-    maximum, and a band covers at most half of the row's valid frames or of the features. The
-    position is drawn uniformly from all positions where the band fits.
+    Each row of the batch draws its own bands: `time_masks` and `feature_masks` are their number and
+    their largest width. The width of a band is drawn uniformly from 0 to this width, and a band
+    covers at most half of the row's valid frames or of the features. The position is drawn
+    uniformly from all positions where the band fits.
     """
     keys = lane_keys(key, len(features))
     frames, width = features.shape[1:]
@@ -55,9 +54,9 @@ def spec_augment(
 
     def row_mask(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
         time_key, feature_key = jax.random.split(key)
-        in_time = random_bands(time_key, length, frames, time_masks, time_mask_frames)
+        in_time = random_bands(time_key, length, frames, *time_masks)
         whole = jnp.asarray(width)
-        in_features = random_bands(feature_key, whole, width, feature_masks, feature_mask_width)
+        in_features = random_bands(feature_key, whole, width, *feature_masks)
         return in_time[:, None] | in_features[None]
 
     return jnp.where(jax.vmap(row_mask)(keys, lengths), 0, features)

@@ -60,7 +60,7 @@ def of_data(place: Path) -> Example:
     return Example(preparation.DocumentPreparation, section, {
         "train": some[:1], "validation": other, "test": other, "store": str(written.directory),
         "tokenizer": "train:290", "columns": ("text=other",), "errors": "strict",
-        "max_document_bytes": 1 << 20, "max_bad_records": 0,
+        "max_bad_records": 0,
         "validation_fraction": 0.4, "test_fraction": 0.4,
         "curriculum": (),  # Only memory tasks can have a curriculum.
         "score_ends": "no",
@@ -84,7 +84,7 @@ def of_pairs(place: Path) -> Example:
         "train": others[1], "validation": (), "test": others[1],
         "columns": ("source=longer", "target=headline", "id=number"), "tokenizer": "train:300",
         "prefix": "dogs: ", "max_source_length": 20, "max_target_length": 6,
-        "truncation": "head_tail", "buckets": (12, 24), "errors": "refuse",
+        "buckets": (12, 24), "errors": "refuse",
     })  # fmt: skip
 
 
@@ -106,10 +106,9 @@ def of_speech(place: Path) -> Example:
     )
     return Example(speech.SpeechPreparation, section, {
         "train": split["y"], "validation": (), "test": split["y"], "unit": "words", "join": 1,
-        "join_orders": 2, "sample_rate": 16_000, "mel_bands": 10, "window_ms": 30.0,
-        "shift_ms": 12.0, "normalization": "none", "stack": 2, "stride": 2, "buckets": (60, 100),
-        "errors": "refuse", "time_masks": 1, "time_mask_frames": 3, "feature_masks": 1,
-        "feature_mask_width": 3, "beams": 4,
+        "join_orders": 2, "sample_rate": 16_000, "mel_bands": 10, "normalization": "none",
+        "stack": 2, "buckets": (60, 100), "errors": "refuse", "time_masks": (1, 3),
+        "feature_masks": (1, 3), "beams": 4,
     })  # fmt: skip
 
 

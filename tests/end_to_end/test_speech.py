@@ -17,15 +17,13 @@ Model.positions = 'sinusoidal'
 Model.dropout = 0.1
 Attention.kind = 'improved_clustered'
 Attention.clusters = 4
-Attention.iterations = 2
 Attention.top_k = 4
 Data.train = 'generated:train/10'
 Data.validation = 'generated:validation/3'
 Data.test = 'generated:test/5'
 Speech.stack = 3
-Speech.stride = 3
-Speech.time_masks = 1
-Speech.feature_masks = 1
+Speech.time_masks = (1, 20)
+Speech.feature_masks = (1, 8)
 Evaluation.batch_size = 3
 """
 

@@ -189,7 +189,7 @@ def test_every_setting_of_a_path_says_so() -> None:
         Logging.wandb_project Logging.mlflow_experiment
         Data.columns Pairs.columns Pairs.prefix Sentences.columns
         Sentences.header Sentences.labels Kernels.use
-        CrossAttention.without CrossAttention.count_padding_in
+        CrossAttention.without
     """.split()
     silent = {name for name in filter(is_text, class_field_types()) if not path_of(name)}
     assert silent <= {*no_paths}, f"{silent - {*no_paths}}: say path='read' or 'written'"

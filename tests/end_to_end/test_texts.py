@@ -23,7 +23,6 @@ Evaluation.batch_size = 4
 CLUSTERED = """
 Attention.kind = 'improved_clustered'
 Attention.clusters = 4
-Attention.iterations = 2
 Attention.top_k = 4
 Data.tokenizer = 'train:320'
 Data.max_length = 128

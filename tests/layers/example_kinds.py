@@ -75,7 +75,6 @@ PLAIN = Model(
 _RECURRENT = {"Recurrence.states": 4}
 _GROUPED = {
     "heads": 4, "SelfAttention.kv_heads": 2, "head_dim": 4, "positions": "rotary",
-    "Rotary.times_pi": False,
 }  # fmt: skip
 _SETTINGS: dict[str, dict[str, Any]] = {
     "window": {},
@@ -155,7 +154,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "recurrent, GRU gate, single": {
         **_RECURRENT, "Recurrence.layers": (0,), "Recurrence.gate": "gru",
-        "Recurrence.gate_layout": "single", "Recurrence.gate_tanh": "paper",
+        "Recurrence.gate_layout": "single",
         "SelfAttention.normalize_qk": False, "Window.attend_to_self": False,
     },
     "recurrent, fixed gate, dual": {
@@ -198,7 +197,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "compressive, feedback": {
         **_RECURRENT, "Compressive.layers": (0,), "Compressive.slots": 3, "Compressive.rate": 4,
-        "Compressive.compressor": "max", "positions": "alibi", "Recurrence.layers": (1,),
+        "positions": "alibi", "Recurrence.layers": (1,),
         "feedback": True,
     },
     "summary": {
@@ -223,7 +222,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "Routing.layers": (0, 2), "layers": 3, "Routing.heads": 1, "Routing.clusters": 3,
         "Routing.keep": 5,
     },
-    "gated linear recurrence": {"RGLRU.layers": (0, 2), "layers": 3, "RGLRU.width": 24},
+    "gated linear recurrence": {"RGLRU.layers": (0, 2), "layers": 3},
     "gated linear recurrence, blocks of a token": {
         "RGLRU.layers": (1,), "window": 7, "Window.block": 1,
     },

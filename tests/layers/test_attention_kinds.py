@@ -85,16 +85,3 @@ def test_settings_reach_their_kind() -> None:
     y = reformer(**without, planes=planes)
     y = jnp.where(x["valid"][..., None, None], y, 0)
     np.testing.assert_allclose(attend(section("reformer"), x), y, atol=1e-6)
-
-
-def test_short_sequences_are_attended_to_exactly() -> None:
-    """The length with padding, which is static, decides whether a sequence is short. `reformer`
-    then still uses the queries as keys.
-    """
-    x = arrays()
-    for kind, exact in (("clustered", "full"), ("reformer", "shared_full")):
-        y = attend(section(exact), x)
-        np.testing.assert_array_equal(attend(section(kind, min_length=TOKENS + 1), x), y)
-        longer = attend(section(kind, min_length=TOKENS), x)
-        np.testing.assert_array_equal(longer, attend(section(kind), x))
-        assert not np.array_equal(longer, y)

@@ -75,14 +75,6 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     assert_close(read(narrow, params, inputs()).x, read(wide, params, inputs()).x)
 
 
-def test_without_jensens_term_there_is_no_variance(params: Any) -> None:
-    model = with_settings(MODEL, {"Clustered.jensen": False})
-    without = {name: leaf for name, leaf in params.items() if name != "deviations"}
-    y = read(model, without, inputs()).x
-    assert_close(y, read(MODEL, {**params, "deviations": 0 * params["deviations"]}, inputs()).x)
-    assert np.abs(read(MODEL, params, inputs()).x - y).max() > 1e-3
-
-
 def test_a_causal_model_is_refused_attention_that_looks_ahead() -> None:
     message = "'improved_clustered' attends to a whole .* name layers in Clustered.layers"
     with pytest.raises(ConfigError, match=message):

@@ -57,8 +57,6 @@ def test_a_gate_costs_a_kernel_of_one_state_per_token() -> None:
          2 * 1024 * 64 + 4 * 1024 * (256 + 16) + 4 * 1024 * 64 + 4 * 1024 * 64 * 16 // 512),
         # The slots and the keys that have left the window; keys and values of slots; compression.
         ({"Compressive.layers": (5,)}, 4 * 1024 * (512 + 256) + 4 * 1024**2 + 2 * 1024**2),
-        ({"Compressive.layers": (5,), "Compressive.compressor": "max"},
-         4 * 1024 * (512 + 256) + 4 * 1024**2),
         (DENSE, 4 * 1024 * (8192 + 256 - 512)),
         ({**DENSE, "DenseMemory.gate": "tanh"}, 4 * 1024 * (8192 + 256 - 512)),
         # Two heads with clusters have neither a window nor keys of their own.

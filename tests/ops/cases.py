@@ -120,7 +120,7 @@ def local_window(size: int = 256, block: int = 128, lanes: int = 1, heads: int =
 
 
 def recurrent(
-    kind: str, layout: str, lanes: int = LANES, *, tanh: str = "original", null_keys: bool = False,
+    kind: str, layout: str, lanes: int = LANES, *, null_keys: bool = False,
     normalize_qk: bool = True, **options: Any,
 ) -> Case:  # fmt: skip
     d, s, f, heads = 8, 3, 12, (HEADS, SIZE)
@@ -146,7 +146,7 @@ def recurrent(
         *first, keys, values = x
         cached, own = ([y[:, part] for y in (keys, values)] for part in np.s_[:6, 6:])
         return state_scan(
-            *first, tuple(cached), *own, cache_mask, ~cache_mask, kind=kind, tanh=tanh,
+            *first, tuple(cached), *own, cache_mask, ~cache_mask, kind=kind,
             normalize_qk=normalize_qk, null_keys=null_keys, implementation=name, **options,
         )  # fmt: skip
 

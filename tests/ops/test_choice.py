@@ -70,10 +70,9 @@ def cross(
 
 
 def clustered(
-    x: jax.Array, values: int = 0, kind: str = "improved_clustered", mass_rule: Any = "paper",
-    **option: Any,
+    x: jax.Array, values: int = 0, kind: str = "improved_clustered", **option: Any,
 ) -> Any:  # fmt: skip
-    config = Attention(kind=kind, clusters=5, top_k=6, mass_rule=mass_rule)
+    config = Attention(kind=kind, clusters=5, top_k=6)
     valid, labels = jnp.ones(x.shape[:2], bool), jnp.zeros((len(x), x.shape[2], x.shape[1]), int)
     return clustered_attention.attend_by_label(
         x, x, x[..., : values or None], valid, labels, clustered_config(config), scale=1.0,
@@ -104,7 +103,7 @@ def recurrent(x: jax.Array, states: int = 128, **option: Any) -> Any:
     weights = weights._replace(output=jnp.zeros((2, *x.shape[2:], width)))
     weights = weights._replace(output_gate=GateWeights(jnp.zeros(width)))
     return state_scan(
-        weights, vectors[0], vectors, (x, x), x, x, flags, flags, kind="fixed", tanh="paper",
+        weights, vectors[0], vectors, (x, x), x, x, flags, flags, kind="fixed",
         normalize_qk=True, null_keys=False, **option,
     )  # fmt: skip
 
@@ -187,7 +186,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     *((backend, "clustered", {"width": 128} | changes, reason)
       for backend in ("tpu", "gpu") for changes, reason in (
         ({"values": 64}, "has keys and values of one size, not of 128 and 64"),
-        ({"mass_rule": "lse_jensen"}, "does not have Attention.mass_rule = 'lse_jensen'"),
         ({"dropout": DROPOUT}, "has no dropout; set its rate to 0"),
         ({"bias": jnp.zeros((2, 255))}, "has no bias of distances"),
     )),
@@ -196,7 +194,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("tpu", "recurrent", {"states": 1024, "tokens": 1024, "width": 128}, "at most, not 24"),
     ("tpu", "recurrent", {"attention": "xla"}, "not by 'xla' of softmax_attention"),
     ("tpu", "cross", {"config": {"kind": "xl_memory"}}, r"with its neurons \(use_raf"),
-    ("tpu", "cross", {"config": {"clamp": 2.0}}, "has no CrossAttention.clamp, which is 2"),
+    ("tpu", "cross", {"config": {"clamp": 2.0}}, "does not clamp sums"),
     ("tpu", "cross", {"width": 32}, "has heads of 64 or 128, not of 32"),
     ("tpu", "cross", {"heads": 3}, "takes heads of 64 in pairs; a device has 3"),
     ("tpu", "cross", {"config": {"segment_size": 10}}, "a multiple of 8 tokens, not of 10"),

@@ -13,8 +13,6 @@ from brt.ops.clustered_attention import ClusteredConfig, attend, attend_by_label
 from brt.ops.clustered_attention.members import build_tiles
 from brt.ops.dropout import Dropout
 
-pytestmark = pytest.mark.slow_cases("lse_jensen")
-
 BATCH, TOKENS, HEADS, WIDTH, SCALE = 3, 24, 2, 8, 0.5
 LENGTHS = np.array([24, 17, 0])
 VALID = np.arange(TOKENS)[None] < LENGTHS[:, None]
@@ -22,16 +20,10 @@ COMMON: dict[str, Any] = {"clusters": 5, "top_k": 6}
 CONFIGS = {
     "clustered": clustered_config(Attention(kind="clustered", **COMMON)),
     "paper": clustered_config(Attention(kind="improved_clustered", **COMMON)),
-    "lse_jensen": clustered_config(
-        Attention(kind="improved_clustered", mass_rule="lse_jensen", **COMMON)
-    ),
 }
 TOLERANCE = 1e-5  # absolute, float32; the compared values have magnitude 1
 
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-each_improved = pytest.mark.parametrize(
-    "config", [CONFIGS["paper"], CONFIGS["lse_jensen"]], ids=["paper", "lse_jensen"]
-)
 STATIC = ("config", "scale", "implementation")
 run = partial(jax.jit(attend, static_argnames=STATIC), scale=SCALE)
 run_by_label = partial(jax.jit(attend_by_label, static_argnames=STATIC), scale=SCALE)
@@ -156,9 +148,9 @@ def test_a_bias_of_distances_is_exact_where_every_query_is_a_cluster(
     np.testing.assert_allclose(found, expected, atol=3 * TOLERANCE)
 
 
-@each_improved
-def test_equals_full_attention_where_all_keys_are_best(config: ClusteredConfig) -> None:
+def test_equals_full_attention_where_all_keys_are_best() -> None:
     """Tests every number of valid keys from 0 to `top_k`."""
+    config = CONFIGS["paper"]
     q, k, v = arrays()
     for lengths in np.arange(9).reshape(3, 3):
         lengths = np.minimum(lengths, config.top_k)
@@ -286,7 +278,6 @@ def test_queries_that_cluster_are_approximated_well() -> None:
     """
     tight, sharp = modes(1, 0.1), modes(3, 0.3)
     assert error(tight, kind="improved_clustered") < 0.18
-    assert error(tight, kind="improved_clustered", fit_queries=256) < 0.25
     assert error(sharp, kind="improved_clustered") < 0.2 < error(sharp, kind="clustered")
 
 

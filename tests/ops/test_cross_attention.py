@@ -30,14 +30,11 @@ VARIANTS = {
     "II: no norm": {"norm": "none"},
     "III: no neurons": {"use_raf": False},
     "IV: own segment": {"kv_source": "segment"},
-    "sigma, clamp, stride": {
-        "mix": "sigma", "clamp": 2.0, "leak_init": 0.5, "index_mode": "stride", "stride": 3,
-    },
+    "sigma, clamp": {"mix": "sigma", "clamp": 2.0, "family": "bart"},
     "gated": {"mix": "gated"},
     "positions behind q_ref": {"q_ref": 8},
     "gated, no norm": {"mix": "gated", "norm": "none", "cache": "carry"},
-    "bounded, bias": {"raf_parameters": "bounded", "raf_bias": True},
-    "padding counts": {"segment_count": "static", "mask_kv": False, "norm_epsilon": 0.0},
+    "padding counts": {"counts_padding": True},
     "rnn memory": {"kind": "xl_memory"},
     "previous segment": {"kind": "transformer_xl"},
     "means": {"kind": "local_global"},
@@ -87,11 +84,11 @@ def oracle(
     valid, out = np.asarray(valid), np.zeros_like(q)
     for b in range(len(q)):
         length, used = len(valid[b]), valid[b]
-        if config.mask_kv:
+        if not config.counts_padding:
             k[b][~used], v[b][~used] = 0, 0
         size = length if config.kind == "full" else config.segment_size
         count = -(-length // size)
-        if config.segment_count == "per_example":
+        if not config.counts_padding:
             count = max(-(-int(used.sum()) // size), 1)
         states = raf_states(k[b], v[b], count, p.raf, config)[0]
         memories = [np.asarray(x[b], np.float64) for x in before or (k, v)]
@@ -99,8 +96,7 @@ def oracle(
             memories = [rnn(x, w) for x, w in ((k[b], p.memory_keys), (v[b], p.memory_values))]
         for t in range(q.shape[1]):
             whole, now = target_length or config.q_ref, t0 + t
-            i = now // config.stride if config.index_mode == "stride" else now * count // whole
-            i = min(i, count - 1)
+            i = min(now * count // whole, count - 1)
             keys, values = seen(k[b], v[b], used, i, size, memories, config)
             for h in range(q.shape[2]):
                 attended = 0
@@ -133,12 +129,9 @@ def raf_states(
         x = np.clip(np.einsum("zhc,zhe->hce", k[part], v[part]), -bound, bound)
         x = x if config.kv_source == "segment" else total - x
         if config.use_raf:
-            leak, threshold = p.leak, p.threshold
-            if config.raf_parameters == "bounded":
-                leak, threshold = 1 / (1 + np.exp(-leak)), np.log1p(np.exp(threshold)) + 1e-3
-            membrane = leak * membrane + x @ p.kernel + (0 if p.bias is None else p.bias)
-            x = np.maximum(membrane / threshold - 1, 0)
-            membrane = membrane - threshold * (x > 0)
+            membrane = p.leak * membrane + x @ p.kernel
+            x = np.maximum(membrane / p.threshold - 1, 0)
+            membrane = membrane - p.threshold * (x > 0)
         fired.append((x > 0).mean())
         states.append(x / norm[:, None, :])
     return states, float(np.mean(fired))
@@ -218,7 +211,6 @@ def stepwise(config: CrossConfig, *inputs: Any, kept: bool = True) -> jax.Array:
     "I*",
     "gated",
     "gated, no norm",
-    "bounded, bias",
     "padding counts",
     "segmented",
     "previous segment",
@@ -352,7 +344,7 @@ def test_the_smaller_cache_is_chosen(size: int, form: str) -> None:
 
 
 def test_the_length_of_a_batch_sets_the_pace_where_asked() -> None:
-    config = config_of("srformer", index_mode="batch", q_ref=2 * TARGET)
+    config = config_of("srformer", counts_padding=True, q_ref=2 * TARGET)
     parameters = parameters_of(config)
     trained = attended(config, target_length=TARGET)(*arrays(), parameters)
     close(trained, oracle(*arrays(), parameters, config, TARGET))
@@ -361,7 +353,7 @@ def test_the_length_of_a_batch_sets_the_pace_where_asked() -> None:
 
 
 def test_firing_rates_and_leaks_are_logged() -> None:
-    config = config_of("bounded, bias")
+    config = config_of("srformer")
     parameters = parameters_of(config)
     aux = jax.jit(lambda *x: cross_attention.attend(*x, parameters, config)[1])(*arrays())
     _, k, v, valid = (np.asarray(x, np.float64) for x in arrays())
@@ -371,8 +363,7 @@ def test_firing_rates_and_leaks_are_logged() -> None:
     rates = [raf_states(k[b], v[b], m, raf, config)[1] for b, m in enumerate(counts)]
     assert 0 < aux.firing_rate < 1
     np.testing.assert_allclose(aux.firing_rate, np.mean(rates), rtol=1e-5)
-    np.testing.assert_allclose(aux.leak, 1 / (1 + np.exp(-raf.leak)), rtol=1e-6)
-    np.testing.assert_allclose(aux.threshold, np.log1p(np.exp(raf.threshold)) + 1e-3, rtol=1e-6)
+    np.testing.assert_allclose((aux.leak, aux.threshold), (raf.leak, raf.threshold), rtol=1e-6)
     segmented = partial(cross_attention.attend, config=config_of("segmented"))
     assert jax.eval_shape(segmented, *arrays(), CrossParameters())[1].firing_rate is None
 

@@ -51,7 +51,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
 
     def product(of_query: int, of_key: int) -> np.ndarray:
         rotated = (
-            rotate(jnp.asarray(x), rotations(place, 1, rotary_speeds(8, times_pi=True)))
+            rotate(jnp.asarray(x), rotations(place, 1, rotary_speeds(8)))
             for x, place in ((q, of_query), (k, of_key))
         )
         return np.sum(np.multiply(*rotated), axis=-1)
@@ -64,9 +64,9 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
 
 def test_channels_i_and_half_plus_i_turn_together_each_pair_more_slowly() -> None:
     x = jnp.eye(4, dtype=jnp.bfloat16)[None, :, None]  # [B, T, H, K]: a channel per token
-    y = rotate(x, rotations(0, 4, rotary_speeds(4, times_pi=True)))
+    y = rotate(x, rotations(0, 4, rotary_speeds(4)))
     assert y.dtype == x.dtype
-    slow = np.pi * np.arange(4) / 100  # 10000 ** (i / 2)
+    slow = np.arange(4) / 100  # 10000 ** (i / 2)
     expected = np.array([
         [1, 0, 0, 0], [0, np.cos(slow[1]), 0, np.sin(slow[1])],
         [0, 0, 1, 0], [0, -np.sin(slow[3]), 0, np.cos(slow[3])],

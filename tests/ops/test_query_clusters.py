@@ -87,13 +87,3 @@ def test_no_more_clusters_than_queries() -> None:
     assert short.max() < 4
     for head in short.reshape(-1, 4):
         assert len({*head.tolist()}) == 4  # Every query is a cluster.
-
-
-def test_learning_from_as_many_queries_as_there_are_is_learning_from_all() -> None:
-    sample = clustered_config(Attention(kind="clustered", clusters=CLUSTERS, fit_queries=TOKENS))
-    fewer = clustered_config(Attention(kind="clustered", clusters=CLUSTERS, fit_queries=8))
-    labels, same, other = (
-        cluster(queries(), VALID, config, jax.random.key(0)) for config in (CONFIG, sample, fewer)
-    )
-    np.testing.assert_array_equal(same, labels)
-    assert np.any(other != labels)

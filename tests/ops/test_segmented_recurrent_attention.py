@@ -10,29 +10,20 @@ from brt.layers.seq2seq import cross_config
 from brt.ops import dispatch
 from brt.ops.cross_attention import accumulate_fire as neurons
 from brt.ops.cross_attention import segments, xla
-from brt.ops.cross_attention.segments import SegmentSchedule
-
-SPREAD, STRIDE = (
-    SegmentSchedule(12, shared_by_segments=True),
-    SegmentSchedule(3, shared_by_segments=False),
-)
 
 
 @pytest.mark.parametrize("target", [1, 7, 64, 128, 299])
 def test_indices_are_those_of_exact_arithmetic(target: int) -> None:
     counts, positions = np.arange(1, 130), np.arange(target + 9)
-    found = jax.jit(segments.segment_index, static_argnums=2)(
-        positions, counts, SegmentSchedule(target, True)
-    )
+    found = jax.jit(segments.segment_index, static_argnums=2)(positions, counts, target)
     expected = [[min(t * m // target, m - 1) for t in positions.tolist()] for m in counts.tolist()]
     np.testing.assert_array_equal(found, expected)
 
 
 def test_indices_of_long_sources_fit_into_int32() -> None:
-    schedule = SegmentSchedule(16384, shared_by_segments=True)
     counts = np.array([1, 3, 2047, 16384])
     positions = np.array([0, 1, 8191, 16383, 2**31 - 1])
-    found = jax.jit(lambda t, m: segments.segment_index(t, m, schedule))(positions, counts)
+    found = jax.jit(lambda t, m: segments.segment_index(t, m, 16384))(positions, counts)
     assert found.dtype == jnp.int32
     expected = [[min(t * m // 16384, m - 1) for t in positions.tolist()] for m in counts.tolist()]
     np.testing.assert_array_equal(found, expected)
@@ -40,17 +31,14 @@ def test_indices_of_long_sources_fit_into_int32() -> None:
 
 def test_more_segments_than_positions_skip_some() -> None:
     counts = jnp.array([16])
-    found = segments.segment_index(
-        jnp.arange(10), counts, SegmentSchedule(10, shared_by_segments=True)
-    )
+    found = segments.segment_index(jnp.arange(10), counts, 10)
     assert found[0].tolist() == [0, 1, 3, 4, 6, 8, 9, 11, 12, 14]
 
 
-@pytest.mark.parametrize("schedule", [SPREAD, STRIDE])
-def test_a_segment_starts_where_its_index_is_reached(schedule: SegmentSchedule) -> None:
+def test_a_segment_starts_where_its_index_is_reached() -> None:
     for count in range(1, 12):
-        index = segments.segment_index(jnp.arange(60), jnp.array([count]), schedule)[0].tolist()
-        assert [schedule.first_position(j, count) for j in range(count)] == [
+        index = segments.segment_index(jnp.arange(60), jnp.array([count]), 12)[0].tolist()
+        assert [segments.first_position(j, count, 12) for j in range(count)] == [
             next(t for t, i in enumerate(index) if i >= j) for j in range(count)
         ]
 
@@ -60,24 +48,24 @@ def test_counts_end_with_the_last_valid_position() -> None:
     valid[1, 0] = valid[2, :4] = valid[3, 8] = True
     config = cross_config(CrossAttention(kind="segmented"))
     assert segments.segment_counts(jnp.asarray(valid), config, 4).tolist() == [1, 1, 1, 3]
-    static = dataclasses.replace(config, segment_count="static")
+    static = dataclasses.replace(config, counts_padding=True)
     assert segments.segment_counts(jnp.asarray(valid), static, 4).tolist() == [3, 3, 3, 3]
 
 
 @pytest.mark.slow_cases("20-*", "7-*", "6-4-*")
-@pytest.mark.parametrize("schedule", [SPREAD, STRIDE, SegmentSchedule(5, shared_by_segments=True)])
+@pytest.mark.parametrize("q", [12, 5])
 @pytest.mark.parametrize(("length", "t0"), [(12, 0), (7, 0), (6, 4), (20, 0), (1, 9)])
-def test_every_query_has_a_slot_of_its_own(schedule: SegmentSchedule, length: int, t0: int) -> None:
+def test_every_query_has_a_slot_of_its_own(q: int, length: int, t0: int) -> None:
     """The slot is in a row that holds the query's segment. The batch has all segment counts from 1
     to 9.
     """
     rows = 9
     counts = np.arange(1, rows + 1, dtype=np.int32)
-    plan = jax.jit(lambda m: xla.plan_slots(m, rows, length, t0, schedule))(counts)
+    plan = jax.jit(lambda m: xla.plan_slots(m, rows, length, t0, q))(counts)
     plan = jax.tree.map(np.asarray, plan)
-    size = xla.slots_per_row(rows, length, t0, schedule)
+    size = xla.slots_per_row(rows, length, t0, q)
     index = np.asarray(
-        jax.jit(lambda t, m: segments.segment_index(t, m, schedule))(t0 + np.arange(length), counts)
+        jax.jit(lambda t, m: segments.segment_index(t, m, q))(t0 + np.arange(length), counts)
     )
     for b in range(rows):
         slots = plan.slot[b]
@@ -88,10 +76,9 @@ def test_every_query_has_a_slot_of_its_own(schedule: SegmentSchedule, length: in
 
 def test_rows_are_as_short_as_they_can_be() -> None:
     """In the paper's case, a batch has at most twice as many slots as queries."""
-    schedule = SegmentSchedule(128, shared_by_segments=True)
     # 9 segments need the longest rows: 128 / 9 slots, rounded up.
-    assert xla.slots_per_row(16, 128, 0, schedule) == 15
-    assert xla.slots_per_row(1, 128, 0, schedule) == 128
+    assert xla.slots_per_row(16, 128, 0, 128) == 15
+    assert xla.slots_per_row(1, 128, 0, 128) == 128
 
 
 def test_neurons_and_their_gradients_are_autodiffs() -> None:

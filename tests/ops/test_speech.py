@@ -62,7 +62,7 @@ def test_padding_changes_nothing_and_gets_no_gradient():
 
 
 LENGTHS = np.array([40, 13, 1, 0])
-SETTINGS = {"time_masks": 2, "time_mask_frames": 10, "feature_masks": 1, "feature_mask_width": 4}
+SETTINGS = {"time_masks": (2, 10), "feature_masks": (1, 4)}
 augment = jax.jit(spec_augment, static_argnames=SETTINGS)
 
 
@@ -95,5 +95,5 @@ def test_rows_and_keys_differ_and_a_key_repeats_itself():
 
 
 def test_zero_masks_mask_nothing():
-    assert not masked(0, time_masks=0, feature_masks=0).any()
-    assert not masked(0, time_masks=0)[:3].all(axis=(2)).any()
+    assert not masked(0, time_masks=(0, 0), feature_masks=(0, 0)).any()
+    assert not masked(0, time_masks=(0, 0))[:3].all(axis=(2)).any()

@@ -66,7 +66,6 @@ SEQ2SEQ = Seq2Seq(
 
 GROUPED = {
     "heads": 8, "SelfAttention.kv_heads": 2, "head_dim": 4, "positions": "rotary",
-    "Rotary.times_pi": False,
     "MLP.gated": True, "activation": "silu", "SelfAttention.normalize_qk": False, "Window.sinks": 2,
     "Embedding.tied": False, "Embedding.logit_scale": "one", "Norm.queries_keys": "head",
 }  # fmt: skip

@@ -24,7 +24,7 @@ def make(tmp_path: Path) -> Any:
             encoder=Encoder(positions="sinusoidal" if task == "speech_recognition" else "learned"),
             sentences=Sentences(**generated, validation=(), max_length=512),
             questions=Questions(**generated, validation=(), max_length=512),
-            speech=Speech(**generated, validation=("generated:q/2",), stack=3, stride=3),
+            speech=Speech(**generated, validation=("generated:q/2",), stack=3),
         )
 
     return config
@@ -77,7 +77,7 @@ def test_width_vocabulary_and_steps_come_from_the_speech(make: Any) -> None:
 def test_what_may_change_between_a_checkpoint_and_its_use(make: Any) -> None:
     config = make("speech_recognition")
     free = changed(
-        config, speech={"beams": 8, "time_masks": 3, "test": ("generated:z/1",)},
+        config, speech={"beams": 8, "time_masks": (3, 20), "test": ("generated:z/1",)},
         attention={"kind": "clustered", "clusters": 3},
     )  # fmt: skip
     assert len(check_resumable(config, free)) == 5
@@ -154,8 +154,8 @@ MASKED, SPEECH, QUESTIONS = "masked_language_modeling", "speech_recognition", "e
          "Training.label_smoothing = 0.1 has no effect on C"),
         (SPEECH, {"speech": {"train": ()}}, "Data.train names no source"),
         (SPEECH, {"speech": {"buckets": (80, 40)}}, r"Data.buckets = \(80, 40\) must ascend"),
-        (SPEECH, {"speech": {"stride": 0}}, "Speech.stride = 0 must be above 0"),
-        (SPEECH, {"speech": {"time_masks": -1}}, "Speech.time_masks = -1 must not be negative"),
+        (SPEECH, {"speech": {"stack": 0}}, "Speech.stack = 0 must be above 0"),
+        (SPEECH, {"speech": {"time_masks": (-1, 20)}}, "must be the number of masks"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(

@@ -131,7 +131,6 @@ def errors(clusters: int, top_k: int, tokens: int = 2048) -> list[Row]:
     kinds = {
         "clustered": of("clustered", **common),
         "improved_clustered": of("improved_clustered", **common),
-        "lse_jensen": of("improved_clustered", mass_rule="lse_jensen", **common),
         "reformer, 1 round": of("reformer"),
         "reformer, 4 rounds": of("reformer", rounds=4),
         "oracle_top_k": of("oracle_top_k", top_k=top_k),

@@ -112,7 +112,7 @@ def recurrent(
         def loss(weights, vectors, cached, keys, values):
             after, memory = state_scan(
                 weights, weights.ids, vectors, cached, keys, values, flags, flags, kind="fixed",
-                tanh="original", normalize_qk=True, null_keys=True,
+                normalize_qk=True, null_keys=True,
                 implementation=args.implementation,
             )  # fmt: skip
             shown = sum(_inner(part.reshape(keys.shape), keys) for part in memory)

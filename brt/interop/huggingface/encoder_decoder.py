@@ -56,7 +56,7 @@ _BART = {
     "encoder_layers": "encoder_layers", "decoder_layers": "decoder_layers",
     "model_dim": "d_model", "heads": "encoder_attention_heads", "mlp_dim": "encoder_ffn_dim",
     "vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "dropout": "dropout",
-    "attention_dropout": "attention_dropout", "activation_dropout": "activation_dropout",
+    "attention_dropout": "attention_dropout",
 }  # fmt: skip
 # transformers' classes use these values for keys that config.json lacks.
 _T5_DEFAULTS = {
@@ -66,7 +66,7 @@ _T5_DEFAULTS = {
     "global_block_size": 16, "encoder_attention_type": "local",
 }  # fmt: skip
 _BART_DEFAULTS = {
-    "dropout": 0.1, "attention_dropout": 0.0, "activation_dropout": 0.0,
+    "dropout": 0.1, "attention_dropout": 0.0,
     "activation_function": "gelu", "max_position_embeddings": 1024,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": 2,
@@ -84,7 +84,7 @@ _READ = {
     },
 }  # fmt: skip
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gated_gelu"}
-_ENCODERS = {"local": "local", "transient-global": "transient_global"}
+_ENCODERS = {"local": "sliding", "transient-global": "transient_global"}
 # Arrays with these names may be copies of the embedding. Newer files omit such copies.
 _TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 # The oldest files of T5 contain an array of this name, which no model uses.
@@ -92,10 +92,10 @@ UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight
 # Hugging Face has no layer of recurrent attention fusion (the accumulate-and-fire neurons of
 # Segmented Recurrent Transformer), so its parameters get the names of that paper's code.
 _RAF = {
-    "raf/kernel": "SNN_kv.weight", "raf/bias": "SNN_kv.bias", "raf/leak": "leak",
+    "raf/kernel": "SNN_kv.weight", "raf/leak": "leak",
     "raf/threshold": "threshold", "raf/sigma": "sigma", "raf/gate": "gate",
 }  # fmt: skip
-_LONG_ATTENTION = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlobal"}
+_LONG_ATTENTION = {"sliding": "Local", "transient_global": "TransientGlobal"}
 
 
 class EncoderDecoder(NamedTuple):
@@ -381,10 +381,9 @@ def _to_t5(model: Seq2Seq) -> dict[str, Any]:
     config["scale_decoder_outputs"] = config["tie_word_embeddings"] = model.scale_logits
     if model.encoder_attention == "full":
         return {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **config}
+    kinds = {ours: theirs for theirs, ours in _ENCODERS.items()}
     long = {
-        "encoder_attention_type": model.encoder_attention.replace("_", "-").replace(
-            "sliding", "local"
-        ),
+        "encoder_attention_type": kinds[model.encoder_attention],
         "local_radius": model.encoder_radius,
         "global_block_size": model.global_block,
     }
@@ -394,12 +393,12 @@ def _to_t5(model: Seq2Seq) -> dict[str, Any]:
 
 def _to_bart(model: Seq2Seq) -> dict[str, Any]:
     config = {theirs: getattr(model, ours) for ours, theirs in _BART.items()}
-    for name in ("attention_dropout", "activation_dropout"):
-        if config[name] == -1:
-            config[name] = model.dropout
+    if config["attention_dropout"] == -1:
+        config["attention_dropout"] = model.dropout
     names = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}
     return {
-        **names, **config, "decoder_attention_heads": model.heads, "decoder_ffn_dim": model.mlp_dim,
+        **names, **config, "activation_dropout": model.dropout,
+        "decoder_attention_heads": model.heads, "decoder_ffn_dim": model.mlp_dim,
         "activation_function": model.activation, "scale_embedding": False,
         "tie_word_embeddings": model.tied_logits,
     }  # fmt: skip

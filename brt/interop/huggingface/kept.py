@@ -125,7 +125,8 @@ def with_decoder_settings(
         ours = {name: value for name, value in ours.items() if name not in rotary.KEYS}
         unread |= {name: theirs[name] for name in rotary.KEYS if name in theirs}
     # The original ids of BOS and EOS replace those of the export, unless they are in `changes`.
-    described: dict[str, Any] = {**unread, **ours, **original_ids, **changes}
+    named = config.same_activation(theirs, ours)
+    described: dict[str, Any] = {**unread, **ours, **named, **original_ids, **changes}
     written = {**content.settings, CONFIG: described}
     if ours["model_type"] == "brt":
         lost = {name: generation[name] for name in _UNKNOWN_TO_BRT if generation.get(name)}

@@ -20,6 +20,7 @@ from brt.ops.top_k import top_k
 
 # A hash code has this many bits, as in the authors' code, which stores a code in a 64-bit integer.
 HASH_BITS = 63
+ITERATIONS = 5  # of k-means; the authors' code has 10
 
 
 def cluster_queries(
@@ -43,22 +44,14 @@ def cluster_queries(
     planes = random_planes(planes_key, bits=HASH_BITS, width=width, offsets=True)
     planes = jax.tree.map(_pad_to_words, planes)
     codes = hash_codes(unit_scale(queries, valid), planes)
-    chosen = _random_order(order_key, valid, max(clusters, min(config.fit_queries, tokens)))
-    sample = jnp.take_along_axis(codes, chosen[:, None, :, None], axis=2)
+    chosen = _random_order(order_key, valid, clusters)
+    centroids = jnp.take_along_axis(codes, chosen[:, None, :, None], axis=2)
     count = jnp.sum(valid, axis=1)[:, None]
     active = jnp.broadcast_to(jnp.arange(clusters)[None] < count, (len(valid), clusters))
-    centroids, steps = sample[:, :, :clusters], config.iterations
-    # If `fit_queries` is not 0, k-means fits the centroids to a sample of the queries. Afterwards,
-    # each query is assigned to its nearest centroid.
-    if config.fit_queries:
-        exist = jnp.arange(sample.shape[2])[None] < count
-        _, centroids = kmeans(
-            sample, exist, centroids, active, iterations=steps, implementation=implementation
-        )
-        steps = 1
-    return kmeans(codes, valid, centroids, active, iterations=steps, implementation=implementation)[
-        0
-    ]
+    labels, _ = kmeans(
+        codes, valid, centroids, active, iterations=ITERATIONS, implementation=implementation
+    )
+    return labels
 
 
 def kmeans(

@@ -1,7 +1,7 @@
 """The configuration and the inputs of clustered attention; see `api` for the axes of arrays."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -15,15 +15,9 @@ class ClusteredConfig:
     # centroid attends to most.
     kind: str
     clusters: int  # the number of clusters of a head's queries; short sequences have fewer
-    iterations: int  # the number of iterations of k-means
-    fit_queries: int  # the number of random queries that k-means is fitted to; 0 stands for all
     top_k: int  # the number of keys for which the members of a cluster compute their own logits
-    # How much of a member's attention goes to these `top_k` keys, and how much to all other keys.
-    # "paper" takes the sum of the centroid's weights of the `top_k` keys. "lse_jensen" compares two
-    # log-sum-exps: the member's own for the `top_k` keys, and the centroid's for the other keys,
-    # corrected by the variance of the cluster's queries.
-    mass_rule: Literal["paper", "lse_jensen"]
-    mass_stop_gradient: bool  # True gives the total weight of the `top_k` keys no gradient
+    # True gives the total weight of the `top_k` keys, which is that of the centroid, no gradient.
+    mass_stop_gradient: bool
 
     def cluster_count(self, labels: Int[Array, "B H T"]) -> int:
         return min(self.clusters, labels.shape[-1])

@@ -29,8 +29,6 @@ def feature_refusal(
     inputs: ClusterInputs, config: ClusteredConfig, *, dropout: Any = None
 ) -> str | None:
     """Returns why no kernel supports these settings, or None; interpreters take all sizes."""
-    if config.kind == "improved_clustered" and config.mass_rule == "lse_jensen":
-        return "does not have Attention.mass_rule = 'lse_jensen'"
     if inputs.bias is not None:
         return "has no bias of distances"
     return dispatch.dropout_refusal(dropout=dropout)

@@ -23,14 +23,9 @@ def attend(
     if config.kind == "improved_clustered":
         exact = _logits(queries, keys) + pairs
         best = mask & (_rank(jnp.where(mask, logits, -jnp.inf)) < config.top_k)
-        if config.mass_rule == "paper":
-            mass = jnp.sum(jnp.where(best, weights, 0), axis=-1, keepdims=True)
-            mass = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
-            weights = jnp.where(best, mass * _softmax(exact, best), weights)
-        else:
-            away = jnp.mean((queries - own_centroid) ** 2, axis=-1, keepdims=True)
-            jensen = _cluster_mean(away, together) * jnp.sum(keys**2, axis=-1)[:, :, None] / 2
-            weights = _softmax(jnp.where(best, exact, logits + jensen), mask)
+        mass = jnp.sum(jnp.where(best, weights, 0), axis=-1, keepdims=True)
+        mass = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
+        weights = jnp.where(best, mass * _softmax(exact, best), weights)
     return jnp.where(real, weights @ values, 0)
 
 

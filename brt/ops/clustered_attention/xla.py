@@ -24,7 +24,6 @@ from brt.ops.clustered_attention.members import (
 )
 from brt.ops.clustered_attention.relative import mean_bias, pair_bias
 from brt.ops.dropout import Dropout
-from brt.ops.normalization import half_squares
 from brt.ops.partial_attention import AttentionPart, attend_to_part
 from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
@@ -122,14 +121,9 @@ def _improved_clustered(
         exact += pair_bias(bias, places, gather_by_tile(best.indices, tiles), tokens)
     exact = jnp.where(gather_by_tile(best.there, tiles)[..., None, :], exact, MASKED)
     own = attend_to_part(exact, gather_by_tile(best_values, tiles), best_dropout)
-    if config.mass_rule == "lse_jensen":
-        variance = _cluster_variance(queries, labels, centroids)
-        logits += variance[..., None] * half_squares(keys)[:, :, None]
     rest = attend(centroids, keys, values, mask & ~best.mask, logits, rest_dropout)
     rest = AttentionPart(*(gather_by_tile(x, tiles)[:, :, :, None] for x in rest))
-    lse = own.lse
-    if config.mass_rule == "paper":
-        lse = gather_by_tile(_best_keys_lse(centroids, best_keys, best, mean), tiles)[..., None]
+    lse = gather_by_tile(_best_keys_lse(centroids, best_keys, best, mean), tiles)[..., None]
     mass = jax.nn.sigmoid(lse - rest.lse)[..., None]
     share = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
     y = share * own.output + (1 - mass) * rest.output
@@ -155,20 +149,5 @@ def _centroids(
 ) -> Float[Array, "B H C K"]:
     """Returns the means of the clusters' members (equation 3); empty clusters have zeros."""
     sums = cluster_sums(queries.astype(jnp.float32), labels, clusters)
-    return (sums / _member_divisors(labels, clusters)[..., None]).astype(queries.dtype)
-
-
-def _cluster_variance(
-    queries: Float[Array, "B H T K"],
-    labels: Int[Array, "B H T"],
-    centroids: Float[Array, "B H C K"],
-) -> Float[Array, "B H C"]:
-    """Returns the variance of each cluster's members, averaged over the numbers of a query."""
-    clusters = centroids.shape[2]
-    away = queries.astype(jnp.float32) - gather_by_label(centroids.astype(jnp.float32), labels)
-    squares = jnp.mean(away**2, axis=-1, keepdims=True)
-    return cluster_sums(squares, labels, clusters)[..., 0] / _member_divisors(labels, clusters)
-
-
-def _member_divisors(labels: Int[Array, "B H T"], clusters: int) -> Float[Array, "B H C"]:
-    return jnp.maximum(member_counts(labels, clusters), 1).astype(jnp.float32)
+    members = jnp.maximum(member_counts(labels, clusters), 1).astype(jnp.float32)
+    return (sums / members[..., None]).astype(queries.dtype)

@@ -95,12 +95,11 @@ def attend(
     Args:
       queries: already multiplied by any scale.
       valid: False for padding, which no softmax reads; a source without valid positions gives zeros
-        if `config.mask_kv`. Without this setting, as in the original code's T5, padding counts in
-        recurrences and in means of segments.
+        unless `config.counts_padding`; then padding counts in recurrences and in means of segments.
       t0: 0 in training. If t0 is an array, every query is multiplied with the keys of all segments,
         because its segment is not known at trace time.
-      target_length: the number of target positions of the padded batch, among which the setting
-        `index_mode = "batch"` distributes the segments; None in decoding, where `config.q_ref`
+      target_length: the number of target positions of the padded batch, among which
+        `config.counts_padding` distributes the segments; None in decoding, where `config.q_ref`
         takes its place.
     """
     inputs = CrossInputs(queries, keys, values, valid, parameters)

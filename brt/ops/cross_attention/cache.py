@@ -30,7 +30,7 @@ from brt.ops.cross_attention.recurrence import (
     recurrence,
     sum_segments,
 )
-from brt.ops.cross_attention.segments import SharedKeys, segment_index, segment_schedule
+from brt.ops.cross_attention.segments import SharedKeys, segment_index
 from brt.ops.cross_attention.windows import (
     attend_to_window,
     build_windows,
@@ -78,7 +78,7 @@ def prefill(
 ) -> CrossCache:
     """Returns the cache that `step` reads in decoding, shared by all beams of a source.
 
-    The setting `config.cache` selects its form.
+    The field `config.cache` selects its form.
     """
     windows, learned = build_windows(keys, values, valid, parameters, config), parameters.raf
     keys, values, mask = (
@@ -123,7 +123,7 @@ def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> 
 def _advance(
     cache: CrossCache, carry: NeuronCarry, t: Int[Array, ""], config: CrossConfig
 ) -> NeuronCarry:
-    target = segment_index(t[None], cache.counts, segment_schedule(config, None))[:, 0]
+    target = segment_index(t[None], cache.counts, config.q_ref)[:, 0]
     return jax.lax.while_loop(
         lambda carry: jnp.any(carry.segment < target),
         lambda carry: _advance_one(cache, carry, carry.segment < target, config),
@@ -140,7 +140,7 @@ def _advance_one(
     sums = key_value_sums(keys, values, carry.parameters, config)
     membrane = states = neuron_inputs(sums[None], carry.total, carry.parameters, config)[0]
     if config.use_raf:
-        leak, threshold = leak_and_threshold(carry.parameters, config)
+        leak, threshold = leak_and_threshold(carry.parameters)
         membrane = accumulate(carry.membrane, membrane, leak, threshold)
         states = fire(membrane, threshold)
 
@@ -182,7 +182,7 @@ def step(
         positions = t + jnp.arange(length, dtype=jnp.int32)
         # The axes of `rows` are [B, T, H, N, K].
         rows = queries.transpose(0, 2, 3, 1, 4)
-    index = segment_index(positions, cache.counts, segment_schedule(config, None))
+    index = segment_index(positions, cache.counts, config.q_ref)
     attended = recurrent = None
     if config.use_segment:
         k, v, mask = (_take_segments(x, index) for x in (cache.keys, cache.values, cache.mask))

@@ -61,7 +61,7 @@ def feature_refusal(config: CrossConfig) -> str | None:
             "(use_raf)"
         )
     if config.clamp:
-        return f"has no CrossAttention.clamp, which is {config.clamp:g}"
+        return "does not clamp sums, as CrossAttention.as_authors = True does for BART"
     return None
 
 
@@ -102,7 +102,7 @@ def recurrence(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> RecurrentStates:
     """Implements `recurrence.recurrence`."""
-    learned = parameters.kernel, parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
+    learned = parameters.kernel, jnp.stack(leak_and_threshold(parameters))
     width = keys.shape[-1]
     settings = NeuronKernelSettings(width, width, config.kv_source != "segment", interpret)
     local: Any = functools.partial(_local, settings=settings)
@@ -130,16 +130,19 @@ class _Arguments(NamedTuple):
 
     keys: Float[Array, "B M S HK"]
     values: Float[Array, "B M S HK"]
-    # This field and the next two are float32.
+    # This field and the next are float32.
     kernel: Float[Array, "K K"]
-    bias: Float[Array, " K"] | None
     # Leak and threshold.
     neuron: Float[Array, " 2"]
     counts: Int[Array, " B"]
 
 
 def _local(
-    keys: Array, values: Array, counts: Array, learned: tuple, settings: NeuronKernelSettings
+    keys: Array,
+    values: Array,
+    counts: Array,
+    learned: tuple[Array, Array],
+    settings: NeuronKernelSettings,
 ) -> tuple[Float[Array, "M B H K K"], Float[Array, "B H K"], Float[Array, "B H"]]:
     """Returns the states, the sums of squared keys, and the number of states above 0."""
     segments, batch, heads, _, width = keys.shape
@@ -148,8 +151,7 @@ def _local(
         x.transpose(1, 0, 3, 2, 4).reshape(batch, segments, -1, heads * width)
         for x in (keys, values)
     )
-    kernel, bias, neuron = learned
-    results = _run_neurons(_Arguments(k, v, kernel, bias, neuron, counts), settings)
+    results = _run_neurons(_Arguments(k, v, *learned, counts), settings)
     states = results.states.reshape(*results.states.shape[:-1], -1, width)
     states = states.transpose(2, 0, 1, 4, 3, 5).reshape(segments, batch, heads, width, width)
     squares, fired = (x.reshape(batch, heads, width) for x in results[1:])
@@ -200,11 +202,7 @@ def _backward(
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)
 
-    added = (
-        sum_over_sources(width),
-        sum_over_sources(1) if arguments.bias is not None else (None, None),
-        sum_over_sources(2),
-    )
+    added = sum_over_sources(width), sum_over_sources(2)
     like = jax.ShapeDtypeStruct(arguments.keys.shape, arguments.keys.dtype)
     (results,) = pl.pallas_call(
         functools.partial(backward_kernel, settings=settings),
@@ -220,16 +218,11 @@ def _backward(
         out_shape=[NeuronKernelGradients(like, like, *(shape for _, shape in added))],
         **_options(arguments, settings, "accumulate_fire_backward", products=7),
     )(_neuron(arguments), inputs)
-    kernel, bias = (
-        None if x is None else jnp.sum(x.reshape(steps, -1, settings.wide // width, width), (0, 2))
-        for x in (results.kernel, results.bias)
+    kernel = jnp.sum(
+        results.kernel.reshape(steps, width, settings.wide // width, width), axis=(0, 2)
     )
     neuron = jnp.sum(results.neuron, axis=(0, 2))
-    return (
-        _Arguments(
-            results.keys, results.values, kernel, None if bias is None else bias[0], neuron, None
-        ),
-    )
+    return (_Arguments(results.keys, results.values, kernel, neuron, None),)
 
 
 _run_neurons.defvjp(_forward, _backward)
@@ -244,16 +237,15 @@ def _inputs(
 ) -> NeuronKernelInputs:
     together = settings.wide // settings.width
     kernel = jnp.kron(jnp.eye(together), arguments.kernel).astype(arguments.keys.dtype)
-    bias = None if arguments.bias is None else jnp.tile(arguments.bias, together)[None]
-    return NeuronKernelInputs(arguments.keys, arguments.values, kernel, bias, **others)
+    return NeuronKernelInputs(arguments.keys, arguments.values, kernel, **others)
 
 
 def _specs(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKernelInputs:
     (_, segments, size, _), wide = arguments.keys.shape, settings.wide
     tokens = pl.BlockSpec((None, segments, size, wide), lambda p, b, *_: (b, 0, 0, p))
-    kernel, bias = (pl.BlockSpec((rows, wide), lambda p, b, *_: (0, 0)) for rows in (wide, 1))
+    kernel = pl.BlockSpec((wide, wide), lambda p, b, *_: (0, 0))
     return NeuronKernelInputs(
-        tokens, tokens, kernel, None if arguments.bias is None else bias,
+        tokens, tokens, kernel,
         pl.BlockSpec(
             (None, None, segments, settings.width, wide), lambda p, b, *_: (b, p, 0, 0, 0)
         ),

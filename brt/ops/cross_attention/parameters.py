@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.cross_attention.baselines import RnnWeights
@@ -91,27 +90,16 @@ def _uniform(bound: float) -> Callable[..., Array]:
 
 def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     constant, results = jax.nn.initializers.constant, {}
-    kernel = {
-        # PyTorch initializes linear layers like this, and Hugging Face's T5 keeps PyTorch's
-        # initialization.
-        "uniform": _uniform(head_dim**-0.5),
-        # BART initializes all kernels with this standard deviation.
-        "normal": jax.nn.initializers.normal(0.02),
-    }[config.kernel_init]
+    # The authors' T5 keeps PyTorch's initialization of linear layers, and their BART has Hugging
+    # Face's of BART and neurons that remember longer.
+    kernel, leak = {
+        "t5": (_uniform(head_dim**-0.5), 0.1),
+        "bart": (jax.nn.initializers.normal(0.02), 0.5),
+    }[config.family]
     if config.use_raf:
-        leak, threshold = config.leak_init, config.threshold_init
-        # The settings are the initial leak and threshold that the neurons use. With "bounded", the
-        # neurons use a sigmoid of the stored leak, and `smallest_threshold` plus a softplus of the
-        # stored threshold, so the stored values are computed by the inverse functions.
-        if config.raf_parameters == "bounded":
-            leak = float(np.log(leak / (1 - leak)))
-            threshold = float(np.log(np.expm1(threshold - config.smallest_threshold)))
         results["kernel"] = ParameterSpec((head_dim, head_dim), (None, None), kernel)
         results["leak"] = ParameterSpec((), (), constant(leak))
-        results["threshold"] = ParameterSpec((), (), constant(threshold))
-        if config.raf_bias:
-            zeros = jax.nn.initializers.zeros
-            results["bias"] = ParameterSpec((head_dim,), (None,), zeros)
+        results["threshold"] = ParameterSpec((), (), constant(0.1))
     if config.mix == "sigma":
         results["sigma"] = ParameterSpec((), (), constant(0.5))
     if config.mix == "gated":

@@ -26,9 +26,8 @@ class RecurrenceParameters(NamedTuple):
 
     # The matrix W, from value features to the inputs of the neurons.
     kernel: Float[Array, "K K"] | None = None
-    leak: Float[Array, ""] | None = None  # as stored; see `leak_and_threshold`
+    leak: Float[Array, ""] | None = None
     threshold: Float[Array, ""] | None = None
-    bias: Float[Array, " K"] | None = None  # added to the inputs of the neurons
     # The weight of the softmax attention; the recurrence has the weight 1 - sigma.
     sigma: Float[Array, ""] | None = None
     gate: Float[Array, ""] | None = None  # the factor of the output of the recurrence
@@ -46,22 +45,15 @@ class NeuronMetrics(NamedTuple):
     """Metrics of the accumulate-and-fire neurons to log; None without neurons."""
 
     firing_rate: Float[Array, ""] | None = None  # the fraction of R above 0
-    leak: Float[Array, ""] | None = None  # as the neurons use it
+    leak: Float[Array, ""] | None = None
     threshold: Float[Array, ""] | None = None
 
 
 def leak_and_threshold(
-    parameters: RecurrenceParameters, config: CrossConfig
+    parameters: RecurrenceParameters,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the leak and the threshold that the neurons use, from the stored parameters.
-
-    Unless `config.raf_parameters` is "raw", the leak is mapped to (0, 1), and the threshold to
-    numbers above `config.smallest_threshold`.
-    """
     leak, threshold = (x for x in (parameters.leak, parameters.threshold) if x is not None)
-    if config.raf_parameters == "raw":
-        return leak, threshold
-    return jax.nn.sigmoid(leak), jax.nn.softplus(threshold) + config.smallest_threshold
+    return leak, threshold
 
 
 def recurrence(
@@ -79,7 +71,7 @@ def recurrence(
     inputs = neuron_inputs(products, sum_segments(products), parameters, config)
     rate = None
     if config.use_raf:
-        inputs, rate = accumulate_fire(inputs, counts, *leak_and_threshold(parameters, config))
+        inputs, rate = accumulate_fire(inputs, counts, *leak_and_threshold(parameters))
     return RecurrentStates(inputs.astype(keys.dtype), output_scale(keys, parameters, config), rate)
 
 
@@ -105,7 +97,7 @@ def neuron_inputs(
     parameters: RecurrenceParameters,
     config: CrossConfig,
 ) -> Float[Array, "M *B K K"]:
-    """Returns the neurons' inputs X_j = P_j W + bias of every segment j; P_j without neurons.
+    """Returns the neurons' inputs X_j = P_j W of every segment j; P_j without neurons.
 
     P_j is the sum of the products A_i over all segments i other than j, or A_j itself if
     `config.kv_source` is "segment". If `config.clamp` is set, A_j and their sum `total` are first
@@ -114,11 +106,7 @@ def neuron_inputs(
     if config.clamp:
         products, total = (jnp.clip(x, -config.clamp, config.clamp) for x in (products, total))
     x = products if config.kv_source == "segment" else _other_segments(products, total)
-    if config.use_raf and config.clamp:
-        x = matmul(x, parameters.kernel)
-    if config.use_raf and parameters.bias is not None:
-        x = x + jnp.expand_dims(parameters.bias, range(x.ndim - 1))
-    return x
+    return matmul(x, parameters.kernel) if config.use_raf and config.clamp else x
 
 
 def output_scale(

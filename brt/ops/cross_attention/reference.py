@@ -12,7 +12,7 @@ from brt.ops.cross_attention.recurrence import (
     RecurrenceParameters,
     leak_and_threshold,
 )
-from brt.ops.cross_attention.segments import SegmentWindows, segment_index, segment_schedule
+from brt.ops.cross_attention.segments import SegmentWindows, reading_positions, segment_index
 from brt.ops.cross_attention.windows import build_windows
 
 
@@ -28,7 +28,7 @@ def attend(
     windows = build_windows(*inputs[1:], config)
     states, aux = _states(windows, p, config)
     t = t0 + jnp.arange(queries.shape[1])
-    index = segment_index(t, windows.counts, segment_schedule(config, target_length))
+    index = segment_index(t, windows.counts, reading_positions(config, target_length))
     y = jnp.zeros_like(queries)
     for i in range(windows.keys.shape[0]):
         own = _attend_to_segment(queries, windows, i, states, p, config)
@@ -68,13 +68,10 @@ def _run_neurons(
     config: CrossConfig,
 ) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
     """Runs the neurons (SRformer, section 3.3) over the segments."""
-    leak, threshold = leak_and_threshold(p, config)
+    leak, threshold = leak_and_threshold(p)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
     for j, x in enumerate(inputs):
-        x = x @ p.kernel
-        if p.bias is not None:
-            x = x + p.bias[None, None, None]
-        membrane = leak * membrane + x
+        membrane = leak * membrane + x @ p.kernel
         y = membrane / threshold - 1
         membrane = membrane - threshold * (y > 0)
         outputs.append(jax.nn.relu(y))

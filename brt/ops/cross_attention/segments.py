@@ -35,65 +35,48 @@ class SegmentWindows(NamedTuple):
     shared: SharedKeys | None = None
 
 
-class SegmentSchedule(NamedTuple):
-    """The rule by which target positions are distributed over the segments, known at trace time.
+def reading_positions(config: CrossConfig, target_length: int | None) -> int:
+    """Returns q, the number of target positions that together read all segments of a source.
 
-    Either `positions` target positions read each segment, or, if `shared_by_segments`, `positions`
-    target positions together read all segments of a source.
+    `target_length` is None in decoding.
     """
-
-    positions: int
-    shared_by_segments: bool
-
-    def first_position(self, segment: Array | int, count: Array | int) -> Array | int:
-        """Returns the first target position that reads a segment, of `count` segments."""
-        if self.shared_by_segments:
-            return -(-segment * self.positions // count)
-        return segment * self.positions
-
-    def most_positions(self, count: int, end: int) -> int:
-        """Returns an upper bound of the positions before `end` that read the same segment."""
-        usual = -(-self.positions // count) if self.shared_by_segments else self.positions
-        # All positions after the last regular one read the last segment, too.
-        return min(max(usual, end - int(self.first_position(count - 1, count))), end)
+    return target_length if config.counts_padding and target_length else config.q_ref
 
 
-def segment_schedule(config: CrossConfig, target_length: int | None) -> SegmentSchedule:
-    """Returns the rule that `config.index_mode` selects; `target_length` is None in decoding."""
-    if config.index_mode == "stride":
-        return SegmentSchedule(config.stride, shared_by_segments=False)
-    if config.index_mode == "batch" and target_length is not None:
-        return SegmentSchedule(target_length, shared_by_segments=True)
-    return SegmentSchedule(config.q_ref, shared_by_segments=True)
+def first_position(segment: Array | int, count: Array | int, q: int) -> Array | int:
+    """Returns the first target position that reads a segment, of `count` segments."""
+    return -(-segment * q // count)
+
+
+def most_positions(count: int, end: int, q: int) -> int:
+    """Returns an upper bound of the positions before `end` that read the same segment."""
+    # All positions after the last regular one read the last segment, too.
+    return min(max(-(-q // count), end - int(first_position(count - 1, count, q))), end)
 
 
 def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) -> Int[Array, " B"]:
     """Returns the number of segments of each source, at least 1.
 
-    They extend to the last valid position or, if `segment_count` is "static", to the end of the
-    padding.
+    They extend to the last valid position or, if `counts_padding`, to the end of the padding.
     """
     batch, length = valid.shape
-    if config.segment_count == "static":
+    if config.counts_padding:
         return jnp.full((batch,), -(-length // size), jnp.int32)
     ends = jnp.where(valid, jnp.arange(1, length + 1, dtype=jnp.int32)[None], 0)
     return jnp.maximum(-(-jnp.max(ends, axis=1) // size), 1)
 
 
 def segment_index(
-    positions: Int[Array, " T"], counts: Int[Array, " B"], schedule: SegmentSchedule
+    positions: Int[Array, " T"], counts: Int[Array, " B"], q: int
 ) -> Int[Array, "B T"]:
     """Returns the segment that each target position t reads, of m = `counts` segments.
 
-    It is min(floor(t m / q), m - 1) if q positions together read all m segments, and min(floor(t /
-    p), m - 1) if p positions read each segment.
+    It is min(floor(t m / q), m - 1), because q positions together read all m segments.
     """
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
-    if schedule.shared_by_segments:
-        # The positions are limited before the multiplication, because the product could overflow
-        # for large positions. All positions from the limit on read the last segment anyway.
-        positions = jnp.minimum(positions, schedule.positions) * counts
-    return jnp.minimum(positions // schedule.positions, counts - 1)
+    # The positions are limited before the multiplication, because the product could overflow for
+    # large positions. All positions from the limit on read the last segment anyway.
+    return jnp.minimum(jnp.minimum(positions, q) * counts // q, counts - 1)
 
 
 def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:

@@ -43,8 +43,6 @@ class NeuronKernelInputs(NamedTuple):
     values: Any
     # [P, P], a block-diagonal matrix with W for each head.
     kernel: Any
-    # [1, P], the bias of the neurons' inputs, or None.
-    bias: Any
     # [M, K, P], the gradient of the states R; None in the forward pass.
     states: Any = None
     # [1, P], the gradient of `NeuronKernelOutputs.squares`; None in the forward pass.
@@ -69,11 +67,9 @@ class NeuronKernelGradients(NamedTuple):
     # [M, S, P] each; every step overwrites them.
     keys: Any
     values: Any
-    # [K, P], the gradient of W for each head. This field and the next ones are float32 sums over
-    # all sources, to which each step adds its contribution.
+    # [K, P], the gradient of W for each head. This field and the next are float32 sums over all
+    # sources, to which each step adds its contribution.
     kernel: Any
-    # [1, P], or None.
-    bias: Any
     # [2, P], the gradients of leak and threshold, of which each column has a part; the sum of all
     # columns is the gradient.
     neuron: Any
@@ -102,7 +98,7 @@ def forward_kernel(
         # The carry has the membrane potentials after the reset and, for each neuron, the number of
         # existing segments so far in which it fired.
         membrane, fired = carry
-        membrane = neuron[0] * membrane + _neuron_input(own[j], total, inputs, settings)
+        membrane = neuron[0] * membrane + _neuron_input(own[j], total, settings)
         above = membrane * neuron[2] - 1
         outputs.states[j] = jnp.maximum(above, 0).astype(outputs.states.dtype)
         counted = jnp.where(j < count, 1.0, 0.0)
@@ -133,14 +129,13 @@ def backward_kernel(
 
     @pl.when(pl.program_id(1) == 0)
     def _clear_sums() -> None:
-        for sums in (results.kernel, results.bias, results.neuron):
-            if sums is not None:
-                sums[...] = jnp.zeros_like(sums)
+        for sums in (results.kernel, results.neuron):
+            sums[...] = jnp.zeros_like(sums)
 
     total = _segment_sums(inputs, own, settings)[0]
 
     def potential_of_segment(j: Any, membrane: Array) -> Array:
-        own[j] = leak * membrane + _neuron_input(own[j], total, inputs, settings)
+        own[j] = leak * membrane + _neuron_input(own[j], total, settings)
         return _reset(own[j], neuron)
 
     def potential_backward(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -160,8 +155,6 @@ def backward_kernel(
     _, d_total, d_leak, d_threshold = unrolled_loop(
         count, potential_backward, (zeros, zeros, zeros, zeros)
     )
-    if results.bias is not None:
-        results.bias[...] += jnp.sum(d_total, axis=0, keepdims=True)
     for row, row_gradient in enumerate((d_leak, d_threshold)):
         results.neuron[row : row + 1] += jnp.sum(row_gradient, axis=0, keepdims=True)
 
@@ -200,11 +193,8 @@ def _projected_values(inputs: NeuronKernelInputs, j: Any) -> Float[Array, "S P"]
     return dot_float32(values, inputs.kernel[...], NN).astype(values.dtype)
 
 
-def _neuron_input(
-    own: Array, total: Array, inputs: NeuronKernelInputs, settings: NeuronKernelSettings
-) -> Float[Array, "K P"]:
-    x = total - own if settings.remaining else own
-    return x if inputs.bias is None else x + inputs.bias[...]
+def _neuron_input(own: Array, total: Array, settings: NeuronKernelSettings) -> Float[Array, "K P"]:
+    return total - own if settings.remaining else own
 
 
 def _reset(membrane: Array, neuron: Any) -> Array:

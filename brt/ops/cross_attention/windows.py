@@ -31,14 +31,14 @@ def build_windows(
     config: CrossConfig,
 ) -> SegmentWindows:
     """Returns, for all segments, the keys and values that the targets of a segment read."""
-    if config.mask_kv:
+    if not config.counts_padding:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
     size = keys.shape[1] if config.kind == "full" else config.segment_size
     own_keys, own_values = (split_segments(x, size).swapaxes(2, 3) for x in (keys, values))
     mask, counts = split_segments(valid, size), segment_counts(valid, config, size)
     windows = SegmentWindows(own_keys, own_values, mask, counts)
     if config.kind == "local_global":
-        counted = mask if config.mask_kv else jnp.ones_like(mask)
+        counted = jnp.ones_like(mask) if config.counts_padding else mask
         return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
     if config.kind not in ("xl_memory", "transformer_xl"):
         return windows

@@ -23,7 +23,12 @@ from brt.ops.cross_attention.config import CrossConfig
 from brt.ops.cross_attention.dense import SegmentKernels, attend_densely
 from brt.ops.cross_attention.parameters import CrossInputs
 from brt.ops.cross_attention.recurrence import NeuronMetrics, leak_and_threshold, recurrence
-from brt.ops.cross_attention.segments import SegmentSchedule, segment_index, segment_schedule
+from brt.ops.cross_attention.segments import (
+    first_position,
+    most_positions,
+    reading_positions,
+    segment_index,
+)
 from brt.ops.cross_attention.windows import (
     Source,
     attend_to_window,
@@ -52,21 +57,21 @@ def attend(
         states = recur(windows.keys, windows.values, windows.counts, learned, config)
         source = source._replace(recurrence=states)
         if config.use_raf:
-            aux = NeuronMetrics(states.firing_rate, *leak_and_threshold(learned, config))
+            aux = NeuronMetrics(states.firing_rate, *leak_and_threshold(learned))
     count, length = windows.keys.shape[0], queries.shape[1]
     if kernels is not None and not kernels.support(length, count * windows.keys.shape[3]):
         kernels = None
-    schedule = segment_schedule(config, target_length)
-    if _is_dense(config.training_form, kernels, count, length, t0, schedule):
-        own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, schedule)
+    q = reading_positions(config, target_length)
+    if _is_dense(config.training_form, kernels, count, length, t0, q):
+        own = segment_index(t0 + jnp.arange(length, dtype=jnp.int32), windows.counts, q)
         return attend_densely(queries, source, own, dropout, kernels), aux
-    by_row = config.segment_count == "per_example"
-    return _attend_by_slots(queries, source, t0, schedule, dropout, by_row), aux
+    by_row = not config.counts_padding
+    return _attend_by_slots(queries, source, t0, q, dropout, by_row), aux
 
 
 def _is_dense(
     form: str, kernels: SegmentKernels | None, count: int, length: int, t0: int | Array,
-    schedule: SegmentSchedule,
+    q: int,
 ) -> bool:  # fmt: skip
     # The form with slots is impossible for an array t0, because the number of slots of a row
     # depends on its value, which is not known at trace time.
@@ -75,16 +80,16 @@ def _is_dense(
     if count == 1:
         return False
     if form == "auto":
-        return 2 * slots_per_row(count, length, t0, schedule) > length
+        return 2 * slots_per_row(count, length, t0, q) > length
     return form == "dense"
 
 
-def slots_per_row(count: int, length: int, t0: int, schedule: SegmentSchedule) -> int:
+def slots_per_row(count: int, length: int, t0: int, q: int) -> int:
     """Returns G, the slots of a row: room for all queries of sources with 1 to `count` segments."""
 
     # This is the largest number of queries of a segment, divided by its rows.
     def needed_slots(segments: int) -> int:
-        stay = min(schedule.most_positions(segments, t0 + length), length)
+        stay = min(most_positions(segments, t0 + length, q), length)
         return -(-stay // (count // segments))
 
     return max(needed_slots(segments) for segments in range(1, count + 1))
@@ -98,24 +103,19 @@ class SlotAssignment(NamedTuple):
     slot: Int[Array, "B T"]  # the slot of each query
 
 
-def plan_slots(
-    counts: Int[Array, " B"], rows: int, length: int, t0: int, schedule: SegmentSchedule
-) -> SlotAssignment:
+def plan_slots(counts: Int[Array, " B"], rows: int, length: int, t0: int, q: int) -> SlotAssignment:
     """Assigns the queries of each segment to slots of its rows (see the module's docstring)."""
-    size, each = slots_per_row(rows, length, t0, schedule), counts[:, None]
+    size, each = slots_per_row(rows, length, t0, q), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
     segment = jnp.minimum(row // repeats, each - 1)
     # `first` is the index of the query in the first slot of each row. Only target positions from t0
     # on have queries, so the position of the first query that reads the segment is reduced by t0.
-    first = (
-        jnp.maximum(schedule.first_position(segment, each) - t0, 0)
-        + (row - segment * repeats) * size
-    )
+    first = jnp.maximum(first_position(segment, each, q) - t0, 0) + (row - segment * repeats) * size
     query_of_slot = first[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     query_of_slot = jnp.minimum(query_of_slot, length - 1).reshape(first.shape[0], -1)
     position = jnp.arange(length, dtype=jnp.int32)
-    own = segment_index(position + t0, counts, schedule)
-    since = position[None] - jnp.maximum(schedule.first_position(own, each) - t0, 0)
+    own = segment_index(position + t0, counts, q)
+    since = position[None] - jnp.maximum(first_position(own, each, q) - t0, 0)
     return SlotAssignment(segment, query_of_slot, own * repeats * size + since)
 
 
@@ -123,7 +123,7 @@ def _attend_by_slots(
     queries: Float[Array, "B T H K"],
     source: Source,
     t0: int,
-    schedule: SegmentSchedule,
+    q: int,
     dropout: Dropout | None,
     by_row: bool,
 ) -> Float[Array, "B T H K"]:
@@ -136,7 +136,7 @@ def _attend_by_slots(
     windows, recurrence = source.windows, source.recurrence
     count = windows.keys.shape[0]
     if count > 1:
-        segment, query_of_slot, slot = plan_slots(windows.counts, count, length, t0, schedule)
+        segment, query_of_slot, slot = plan_slots(windows.counts, count, length, t0, q)
         queries = _gather_once(queries, query_of_slot, slot)
         if by_row:
             keys, values, mask = (_repeat_segments(x, segment) for x in windows[:3])

@@ -22,7 +22,6 @@ def state_scan(
     document_start: Bool[Array, "B N"],
     *,
     kind: str,
-    tanh: str,
     normalize_qk: bool,
     null_keys: bool,
     unroll: int = 1,
@@ -58,7 +57,7 @@ def state_scan(
             reference.attend(to_tokens, k_tokens, v_tokens, None, mask[:, None]),
         )
         attended = jnp.stack([part.output for part in parts], axis=2)
-        vectors = _next_states(weights, vectors, attended, kind, tanh)
+        vectors = _next_states(weights, vectors, attended, kind)
         state_kvs.append(StateKV(k.astype(dtype), v.astype(dtype)))
     return vectors, jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *state_kvs)
 
@@ -68,19 +67,16 @@ def _next_states(
     vectors: Float[Array, "B S D"],
     attended: Float[Array, "B S 2 H K"],
     kind: str,
-    tanh: str,
 ) -> Float[Array, "B S D"]:
     """Returns the states after the first (skip), second (single) or both (dual) connections."""
     single = weights.output is None
-    bounded = single if tanh == "original" else kind == "lstm"
-    bound = jnp.tanh if bounded else lambda z: z
     inputs = attended
     if not single:
-        update = bound(jnp.tensordot(attended, weights.output, axes=3))
+        update = jnp.tensordot(attended, weights.output, axes=3)
         vectors = gate(kind, weights.output_gate, vectors, update, attended)
         if weights.mlp_in is None:
             return vectors
         inputs = rms_norm(vectors, weights.mlp_norm)
     hidden = jax.nn.relu(jnp.tensordot(inputs, weights.mlp_in, axes=inputs.ndim - 2))
-    update = bound(jnp.matmul(hidden, weights.mlp_out))
-    return gate(kind, weights.mlp_gate, vectors, update, hidden)
+    update = jnp.matmul(hidden, weights.mlp_out)
+    return gate(kind, weights.mlp_gate, vectors, jnp.tanh(update) if single else update, hidden)

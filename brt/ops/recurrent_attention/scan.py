@@ -60,7 +60,6 @@ def state_update(
     taps: _Kernels | None = None,
     *,
     kind: str,
-    tanh: str,
     read: Callable[..., tuple[Array, StateKV]],
     **options: bool | str | None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
@@ -70,7 +69,7 @@ def state_update(
       before, own: keys and values of the tokens of the previous block and of this block.
       cache_mask: True if the previous block may be read.
       kernels, taps: from `state_scan`, once for all blocks; other callers leave both None.
-      kind, tanh: as for `api.state_scan`.
+      kind: as for `api.state_scan`.
       read: computes the attention of the states, such as `xla.state_attention`, with `options`.
     """
     kernels = kernels or _kernels(weights)
@@ -80,7 +79,7 @@ def state_update(
     projected = constrain(projected, "lanes", None, None, "heads", None)
     scales = jnp.stack([weights.scale, weights.cross_scale])
     attended, states = read(projected, scales, before, own, cache_mask, **options)
-    return _apply_gates(weights, vectors, attended, kernels, taps, kind, tanh), states
+    return _apply_gates(weights, vectors, attended, kernels, taps, kind), states
 
 
 def _apply_gates(
@@ -90,24 +89,20 @@ def _apply_gates(
     kernels: _Kernels,
     taps: _Kernels,
     kind: str,
-    tanh: str,
 ) -> Float[Array, "B S D"]:
     """Returns the next states in the layout that follows from the weights that are present."""
-    single = weights.output is None
-    bounded = single if tanh == "original" else kind == "lstm"
-    bound = jnp.tanh if bounded else lambda z: z
-
-    inputs = _input_axes(kernels)
+    single, inputs = weights.output is None, _input_axes(kernels)
 
     def states_after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
-        z = bound(deferred.dot(hidden, kernels.mlp_out, taps.mlp_out))
-        return gate(kind, weights.mlp_gate, vectors, z, hidden)
+        z = deferred.dot(hidden, kernels.mlp_out, taps.mlp_out)
+        # The authors' code bounds the update of the single layout only.
+        return gate(kind, weights.mlp_gate, vectors, jnp.tanh(z) if single else z, hidden)
 
     if single:
         return states_after_mlp(attended)
-    z = bound(deferred.dot(attended, kernels.output, taps.output, inputs.output))
+    z = deferred.dot(attended, kernels.output, taps.output, inputs.output)
     z = constrain(z, "lanes", None, None)
     vectors = gate(kind, weights.output_gate, vectors, z, attended)
     if weights.mlp_in is None:

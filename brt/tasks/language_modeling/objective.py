@@ -155,7 +155,7 @@ def loss(config: Config, params: PyTree[Array], inputs: LossInputs) -> tuple[Flo
             output.hidden, read.hidden, batch.scored,
             output_weights(config.model, params), output_weights(config.model, frozen),
             scale=logit_scale(config.model), soft_cap=config.model.embedding.soft_cap,
-            temperature=config.distillation.temperature, chunk=training.loss_chunk,
+            chunk=training.loss_chunk,
         )  # fmt: skip
         total += config.distillation.weight * divergence
         losses["loss/divergence"] = divergence / jnp.maximum(count, 1.0)

@@ -45,6 +45,7 @@ from brt.types import Batch, Variables
 # These numbers are folded into the random key of all evaluations, so that the choice of masks and
 # the attention use different random numbers.
 _EVALUATION_MASKS, _EVALUATION_ATTENTION = range(2)
+MASK_SHARE = 0.15  # This share of the tokens is hidden and predicted, as in BERT and RoBERTa.
 _ENTROPY_TOKENS = 10_000_000  # `token_entropy` counts at most this number of tokens.
 _SHOWN = 300  # A sample of the model's guesses has at most this number of tokens.
 
@@ -56,7 +57,7 @@ def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
     """
     return mask_tokens(
         batch.targets, batch.scored, keys,
-        share=config.training.mask_share, mask_id=config.encoder.vocab_size - 1,
+        share=MASK_SHARE, mask_id=config.encoder.vocab_size - 1,
     )  # fmt: skip
 
 
@@ -188,7 +189,7 @@ class MaskedEvaluator:
             "protocol": {
                 "split": self._split,
                 "segment_length": self._config.evaluation_segment_length,
-                "mask_share": self._config.training.mask_share,
+                "mask_share": MASK_SHARE,
                 "attention": dataclasses.asdict(self._config.attention),
                 "tokenizer": self._tokenizer.name,
             },

@@ -24,6 +24,7 @@ _SUFFIX = bytes.fromhex("000000001000800000aa00389b71")
 _STREAMED = 0x7FFFF000
 _CONVERT = "convert it, for example with `ffmpeg -i IN.wav -ac 1 -c:a pcm_s16le OUT.wav`"
 LOWEST_HZ = 20.0
+WINDOW_MS, SHIFT_MS = 25, 10  # A frame covers 25 ms, and starts 10 ms after the frame before.
 PRE_EMPHASIS = 0.97
 FLOOR = 1e-10  # Smaller energies are replaced by this one, because 0 (silence) has no logarithm.
 
@@ -110,12 +111,9 @@ def log_mel(
     from 20 Hz to half the sample rate on the mel scale 2595 log10(1 + f / 700). The `samples` are
     in [-1, 1], and the `rate` is their number per second.
     """
-    window, shift = (round(rate * ms / 1000) for ms in (speech.window_ms, speech.shift_ms))
-    if min(window, shift) < 1:
-        raise DataError(
-            f"Speech.window_ms = {speech.window_ms} or Speech.shift_ms = {speech.shift_ms} is less "
-            f"than a sample at {rate} samples a second"
-        )
+    window, shift = (round(rate * ms / 1000) for ms in (WINDOW_MS, SHIFT_MS))
+    if shift < 1:
+        raise DataError(f"{rate} samples a second are too few for frames of {SHIFT_MS} ms")
     if len(samples) < window:
         return np.zeros((0, speech.mel_bands), np.float32)
     frames = np.lib.stride_tricks.sliding_window_view(samples, window)[::shift]
@@ -146,7 +144,6 @@ def mel_filters(rate: int, size: int, count: int) -> Float[np.ndarray, "frequenc
     if not (weights > 0).any(axis=0).all():
         raise DataError(
             f"Speech.mel_bands = {count} are too many for {rate} samples a second and "
-            f"{size} of them in a window: a band would hold no frequency; lower it, or raise "
-            "Speech.window_ms"
+            f"{size} of them in a window: a band would hold no frequency; lower it"
         )
     return weights

@@ -15,7 +15,7 @@ A store is a directory with these files:
                     utterances that were left out, hashes
 
 Frames are stacked before they are written: a frame that a model reads consists of one or several
-consecutive frames of the utterance (Speech.stack, Speech.stride).
+consecutive frames of the utterance (Speech.stack).
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ from brt.data.readers import RowReader, padded
 from brt.data.stores import Ragged, RowStore
 from brt.errors import DataError
 from brt.tasks.speech_recognition import sources, utterances
+from brt.tasks.speech_recognition.filter_bank import SHIFT_MS
 from brt.tasks.speech_recognition.utterances import Features, Moments, Recording, Utterance
 from brt.types import SpeechBatch
 
@@ -106,7 +107,7 @@ class Vocabulary:
 TEXTS = ("ids", "speakers", "transcripts")
 FLOAT = np.dtype("<f4")
 _FACTS = {
-    **dict.fromkeys(("utterances", "tokens", "frames", "width"), int), "shift_ms": float,
+    **dict.fromkeys(("utterances", "tokens", "frames", "width"), int),
     "rate?": int, "vocabulary": str, "rows": {"bad": int},
 }  # fmt: skip
 
@@ -162,7 +163,7 @@ class SpeechStore(RowStore):
     @property
     def seconds(self) -> np.ndarray:
         """Duration of each utterance, float64 [rows]."""
-        return self.frames * (self.manifest["shift_ms"] / 1000)
+        return self.frames * (SHIFT_MS / 1000)
 
     @property
     def transcript_bytes(self) -> int:
@@ -247,14 +248,13 @@ class SpeechPreparation(RowPreparation):
             "frames": int(frames.sum()),
             "width": width,
             "rate": self._first.rate if self._first else 0,
-            "shift_ms": self.section.shift_ms,
             "rows": tally.report(),
         }
         stores.finish(
             directory, {"values": writer.offsets, "targets": targets, **columns, "frames": frames},
             facts, files=("features.bin",), identity=fingerprint.encode() + identity,
         )  # fmt: skip
-        minutes = frames.sum() * self.section.shift_ms / 60_000
+        minutes = frames.sum() * SHIFT_MS / 60_000
         return (
             f"{len(targets):,} utterances, {minutes:,.1f} minutes, {len(targets.values):,} tokens, "
             f"frames of {width} features"
@@ -288,8 +288,8 @@ class SpeechPreparation(RowPreparation):
             wanted_rate = self.section.sample_rate
             if wanted_rate and utterance.rate not in (0, wanted_rate):
                 raise DataError(
-                    f"{utterance.file} has {utterance.rate} samples a second, but "
-                    f"Speech.sample_rate = {wanted_rate}; convert it"
+                    f"{utterance.file} has {utterance.rate} samples a second, but the training "
+                    f"data have {wanted_rate}; convert it"
                 )
             yield utterance
         if recording is None:
@@ -304,7 +304,7 @@ class SpeechPreparation(RowPreparation):
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:
         speech = self.section
-        frame_count = -(-len(utterance.features) // speech.stride)
+        frame_count = -(-len(utterance.features) // speech.stack)
         tokens = units(utterance.transcript, speech.unit)
         needed = max(utterances.frames_needed(tokens), 1)
         if frame_count < needed:
@@ -340,7 +340,7 @@ class SpeechPreparation(RowPreparation):
         if how != "none":
             by = moments[utterance.speaker] if moments else utterances.moments(features)
             features = utterances.normalize(features, by)
-        return utterances.stack_frames(features, self.section.stack, self.section.stride)
+        return utterances.stack_frames(features, self.section.stack)
 
     def _refuse_shared(self, utterance: Utterance, split: str) -> None:
         """Raises DataError for speech that is in two splits, which would distort evaluations."""

@@ -234,7 +234,7 @@ class SpeechRecognition(EncoderTask):
             raise ConfigError(
                 f"the longest utterance has {longest} frames, Model.max_positions = "
                 f"{encoder.max_positions} is below that; raise it, or join frames with "
-                "Speech.stride"
+                "Speech.stack"
             )
         check_attention(config, dataset)
         return dataclasses.replace(
@@ -247,11 +247,10 @@ class SpeechRecognition(EncoderTask):
         self, config: Config, params: PyTree[Array], inputs: LossInputs
     ) -> tuple[Float[Array, ""], Aux]:
         batch, speech = inputs.batch, config.speech
-        if speech.time_masks or speech.feature_masks:
+        if speech.time_masks[0] or speech.feature_masks[0]:
             features = spec_augment(
                 batch.features, batch.valid, jax.random.fold_in(inputs.key, _MASKS),
-                time_masks=speech.time_masks, time_mask_frames=speech.time_mask_frames,
-                feature_masks=speech.feature_masks, feature_mask_width=speech.feature_mask_width,
+                time_masks=speech.time_masks, feature_masks=speech.feature_masks,
             )  # fmt: skip
             batch = batch._replace(features=features)
         logits = self.predict(config, params, batch, inputs.key)

@@ -88,15 +88,13 @@ def normalize(features: Features, by: Moments) -> Features:
     return ((features - by.mean) / scale).astype(np.float32)
 
 
-def stack_frames(features: Features, stack: int, stride: int) -> Float[np.ndarray, "frames width"]:
-    """Concatenates consecutive frames to stacked frames, [ceil(X / stride), stack * F].
+def stack_frames(features: Features, stack: int) -> Float[np.ndarray, "frames width"]:
+    """Concatenates consecutive frames to stacked frames, [ceil(X / stack), stack * F].
 
-    Stacked frame i consists of the frames i * stride, ..., i * stride + stack - 1. Frames after the
-    end of the utterance are zeros. A stride above 1 shortens the utterance.
+    Frames after the end of the utterance are zeros.
     """
-    count = -(-len(features) // stride)
-    padded = np.pad(features, ((0, stack), (0, 0)))
-    return np.concatenate([padded[i:][: count * stride : stride] for i in range(stack)], axis=1)
+    padded = np.pad(features, ((0, -len(features) % stack), (0, 0)))
+    return padded.reshape(-1, stack * features.shape[1])
 
 
 def frames_needed(tokens: list[str]) -> int:

@@ -55,9 +55,7 @@ class Encoded(NamedTuple):
 class Encoder:
     """Encodes documents and summaries as token ids, according to the config section Pairs.
 
-    Long texts are cut, but the special ids at start and end remain. A summary loses its end. A
-    document loses its end or, with the truncation "head_tail", its middle. The truncation "error"
-    is for callers; the encoder itself treats it like "head".
+    Long texts lose their ends, but the special ids at start and end remain.
     """
 
     def __init__(self, pairs: config.Pairs, tokenizer: PairTokenizer):
@@ -66,22 +64,18 @@ class Encoder:
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
         """Returns the token ids of documents, each cut together with the prefix before it."""
         texts = [self.pairs.prefix + document for document in documents]
-        limit, tail = self.pairs.max_source_length, self.pairs.truncation == "head_tail"
-        return [self._wrap(ids, limit, tail) for ids in self.tokenizer.encode(texts)]
+        limit = self.pairs.max_source_length
+        return [self._wrap(ids, limit) for ids in self.tokenizer.encode(texts)]
 
     def targets(self, summaries: Sequence[str]) -> list[Encoded]:
         limit = self.pairs.max_target_length
-        return [self._wrap(ids, limit, False) for ids in self.tokenizer.encode(summaries)]
+        return [self._wrap(ids, limit) for ids in self.tokenizer.encode(summaries)]
 
-    def _wrap(self, ids: np.ndarray, limit: int, tail: bool) -> Encoded:
-        """Cuts the ids of a text; with `tail`, half of them is kept from the end of the text."""
+    def _wrap(self, ids: np.ndarray, limit: int) -> Encoded:
         begin, end = self.tokenizer.begin, self.tokenizer.eos_id
-        room, count = limit - len(begin) - 1, len(ids)
-        if count > room:
-            last = room // 2 if tail else 0
-            ids = np.concatenate([ids[: room - last], ids[count - last :]])
-        wrapped = np.concatenate([begin, ids, [end]]).astype(np.int32)
-        return Encoded(wrapped, count + len(begin) + 1)
+        special = len(begin) + 1
+        wrapped = np.concatenate([begin, ids[: limit - special], [end]]).astype(np.int32)
+        return Encoded(wrapped, len(ids) + special)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +125,7 @@ def write_pairs(
 
     If writing is interrupted, the directory has no manifest and cannot be opened. `facts` is called
     after the last pair, and returns further entries of the manifest. Raises DataError if there is
-    no pair, or if a text is too long and `encoder.pairs.truncation` is "error".
+    no pair.
     """
     directory = Path(directory)
     manifests.make_empty(directory)
@@ -141,8 +135,6 @@ def write_pairs(
         raise DataError(f"there is no pair for {directory.name}")
     section, tokenizer = encoder.pairs, encoder.tokenizer
     report = {name: _cuts(columns, name) for name in ("source", "target")}
-    if section.truncation == "error":
-        _refuse(directory.name, report, section)
     offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
     special = ("vocab_size", "pad_id", "eos_id", "decoder_start_id")
     described = {
@@ -196,17 +188,6 @@ def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
         "of_tokens": int(uncut.sum()),
         "longest": int(uncut.max()),
     }
-
-
-def _refuse(split: str, cuts: Mapping[str, Mapping[str, int]], section: config.Pairs) -> None:
-    for name, what in (("source", "documents"), ("target", "summaries")):
-        if count := cuts[name]["rows"]:
-            limit = f"max_{name}_length"
-            raise DataError(
-                f"{count:,} {what} of {split} are longer than Pairs.{limit} = "
-                f"{getattr(section, limit)} tokens, the longest has {cuts[name]['longest']:,}; "
-                "raise the limit, or set Pairs.truncation = 'head' to cut them"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -267,19 +267,15 @@ def _spaced_periods(text: str) -> list[str]:
     return text.replace(" . ", " .\n").split("\n")
 
 
-_SPACED = 'at line breaks and after " . "'
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
         # The protocol "hf" follows the script run_summarization.py of Hugging Face's transformers,
         # but splits sentences by rules instead of NLTK's trained model.
         RougeProtocol("hf", True, sentences, "at line breaks and by rules"),
-        # The protocol "t5" follows the function `rouge` in T5's t5.evaluation.metrics. What the
-        # papers about T5 call ROUGE-L is called rougeLsum here.
-        RougeProtocol("t5", False, _spaced_periods, _SPACED),
-        # LongT5 uses the protocol of T5. The protocol has a second name, so that tables can show
-        # which paper the figures are compared with.
-        RougeProtocol("longt5", False, _spaced_periods, _SPACED),
+        # The protocol "t5" follows the function `rouge` in T5's t5.evaluation.metrics, which LongT5
+        # uses, too. What the papers about T5 call ROUGE-L is called rougeLsum here.
+        RougeProtocol("t5", False, _spaced_periods, 'at line breaks and after " . "'),
     )
 }
 

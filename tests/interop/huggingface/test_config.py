@@ -75,7 +75,7 @@ def test_a_silent_config_takes_their_defaults() -> None:
     assert (model.decoder_layers, model.activation, model.relative_max_distance) == (6, "relu", 128)
     longt5 = theirs({**T5_SMALL, "model_type": "longt5"}).model
     assert (longt5.encoder_attention, longt5.encoder_radius, longt5.global_block) == (
-        "local", 127, 16,
+        "sliding", 127, 16,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_settings_that_brt_lacks_are_refused(settings: dict, changes: dict, sent
 
 
 def test_what_is_written_is_read_again(read: Callable, directory: Callable, name: str) -> None:
-    cross = CrossAttention(kind="srformer", segment_size=4, leak_init=0.5)
+    cross = CrossAttention(kind="srformer", segment_size=4, as_authors=True)
     described = read(name)[0].described._replace(cross=cross)
     settings, generation = described.to_theirs().values()
     names = () if described.model.tied_logits else ("lm_head.weight",)

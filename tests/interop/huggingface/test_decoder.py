@@ -32,7 +32,7 @@ MODEL = Model(
 RECURRENT = {"Recurrence.layers": (1,)}
 # Settings of typical pretrained decoders: grouped queries, biases, gated MLPs, rotary positions.
 PRETRAINED = {
-    "positions": "rotary", "Rotary.times_pi": False, "Rotary.divisors": (1.5,),
+    "positions": "rotary", "Rotary.divisors": (1.5,),
     "Rotary.attention_factor": 1.1, "SelfAttention.normalize_qk": False,
     "SelfAttention.kv_heads": 1, "SelfAttention.bias": "all", "MLP.gated": True, "MLP.bias": True,
     "Embedding.tied": False, "Embedding.logit_scale": "one", "Norm.epsilon": 1e-3,
@@ -76,8 +76,6 @@ MODELS = {
         "DenseMemory.gate": "tanh"},
     "delta rule beside a window": {**PRETRAINED, "GatedDeltaNet.window_layers": (0, 2)},
     "delta rule alone": {"GatedDeltaNet.layers": (1,), "GatedDeltaNet.heads": 3},
-    "paper's lstm": {"Recurrence.gate": "lstm", "Recurrence.gate_layout": "dual",
-        "Recurrence.gate_tanh": "paper", **RECURRENT},
     **{
         f"{gate}, {layout}": {"Recurrence.gate": gate, "Recurrence.gate_layout": layout,
         **RECURRENT}

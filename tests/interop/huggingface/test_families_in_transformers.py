@@ -107,7 +107,10 @@ def test_a_family_goes_through_brt(
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     family, settings = FAMILIES[case]
     kind = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, kind)(**(GPT2 if family == "GPT2" else SIZES) | settings)
+    sizes = GPT2 if family == "GPT2" else dict(SIZES)
+    if family == "GPTNeoX":
+        del sizes["num_key_value_heads"]
+    config = getattr(transformers, kind)(**sizes | settings)
     torch.manual_seed(0)
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config)

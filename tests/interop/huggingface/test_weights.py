@@ -13,7 +13,7 @@ from brt.interop import pretrained
 from brt.interop.huggingface import files
 from brt.interop.huggingface.encoder_decoder import UNUSED, EncoderDecoder
 
-SRFORMER = CrossAttention(kind="srformer", segment_size=4, raf_bias=True, mix="sigma")
+SRFORMER = CrossAttention(kind="srformer", segment_size=4, mix="sigma")
 
 
 def assert_equal(actual: Any, expected: Any) -> None:

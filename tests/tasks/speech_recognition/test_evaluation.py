@@ -20,7 +20,7 @@ from brt.types import Variables
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     speech = Speech(
-        train=("generated:t/5",), validation=(), test=(), stride=4,
+        train=("generated:t/5",), validation=(), test=(), stack=4,
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
     return preparation.SpeechPreparation(speech, False).open()

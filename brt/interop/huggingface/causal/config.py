@@ -54,7 +54,7 @@ _STRUCTURE = {
 # These keys are read in every family. A key that only some families have is refused in the others
 # if it asks for something.
 _OF_ALL = {
-    "hidden_act", "head_dim", "num_key_value_heads", "rope_theta", "rope_interleaved",
+    "hidden_act", "rope_theta", "rope_interleaved",
     "rope_parameters", "rope_scaling", "layer_types", "sliding_window", "use_sliding_window",
     "sliding_window_pattern", "_sliding_window_pattern",
 }  # fmt: skip
@@ -188,6 +188,17 @@ def end_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
                 f"eos_token_id = {token!r} is none of the {vocab_size:,} ids of the vocabulary"
             )
     return tuple(ids)
+
+
+def same_activation(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the entry of `theirs` that names the activation that `ours` calls by another name."""
+    names = "hidden_act", "hidden_activation", "activation_function"
+    return {
+        name: theirs[name]
+        for name in names
+        if name in ours and theirs.get(name) in _ACTIVATIONS
+        if _ACTIVATIONS[theirs[name]] == _ACTIVATIONS.get(ours[name])
+    }
 
 
 def _activation(keys: Mapping[str, Any]) -> str:
@@ -336,6 +347,8 @@ def to_theirs(model: Model, bos_id: int, name: str) -> dict[str, Any]:
         theirs: values[ours] for ours, theirs in family.all_fields().items() if ours in values
     }
     fields |= {x: values[ours] or None for ours, x in family.fields.items() if "softcap" in x}
+    if fields.get("n_inner") == 4 * model.model_dim:  # GPT-2 says so without a number.
+        fields["n_inner"] = None
     settings = {
         "architectures": [family.name], "model_type": name, **fields,
         "bos_token_id": bos_id, "eos_token_id": list(model.end_ids) or None,
@@ -356,8 +369,8 @@ def to_theirs(model: Model, bos_id: int, name: str) -> dict[str, Any]:
 
 
 def _activation_key(family: Family) -> str:
-    names = "hidden_activation", "activation_function"
-    return next((name for name in names if name in family.keys), "hidden_act")
+    names = "hidden_act", "hidden_activation", "activation_function"
+    return next((name for name in family.keys if name in names), "hidden_act")
 
 
 def _stated_windows(model: Model, keys: tuple[str, ...]) -> dict[str, Any]:

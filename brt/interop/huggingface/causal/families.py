@@ -86,7 +86,7 @@ FIELDS = {
     "Rotary.context": "max_position_embeddings",
 }  # fmt: skip
 SETTINGS: dict[str, Setting] = {
-    "Model.positions": "rotary", "Rotary.times_pi": False, "SelfAttention.normalize_qk": False,
+    "Model.positions": "rotary", "SelfAttention.normalize_qk": False,
     "MLP.gated": True, "Embedding.factor": 1.0, "Embedding.logit_scale": "one",
     "Embedding.logit_divisor": 1.0, "Embedding.soft_cap": 0.0, "SelfAttention.soft_cap": 0.0,
     "Model.residual_factor": 1.0, "Model.parallel": False, "Norm.kind": "rms",
@@ -155,7 +155,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(
         "GemmaForCausalLM", _GEMMA_SETTINGS, {**_GEMMA, "num_key_value_heads": 16},
-        keys=("attention_bias", "hidden_activation"),
+        keys=("attention_bias", "hidden_act", "hidden_activation"),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM", {**_GEMMA_SETTINGS, "Norm.place": "both"},

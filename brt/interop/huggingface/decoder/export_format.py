@@ -116,11 +116,6 @@ def settings(trained: TrainedDecoder) -> dict[str, Any]:
     the names that are usual there.
     """
     m, recurrence = trained.model, trained.model.of(Recurrence)
-    bounded = (
-        recurrence.gate_layout == "single"
-        if recurrence.gate_tanh == "original"
-        else recurrence.gate == "lstm"
-    )
     by_layer, values = [m.for_layer(i) for i in range(m.layers)], model_settings(Config(model=m))
     speeds = (
         [speeds_of(own).radians if own.positions == "rotary" else () for own in by_layer]
@@ -170,7 +165,6 @@ def settings(trained: TrainedDecoder) -> dict[str, Any]:
         "states": recurrence.states,
         "gate": recurrence.gate,
         "gate_layout": recurrence.gate_layout,
-        "bounded_updates": bounded,
         "feedback": m.feedback,
         "memory_size": m.of(DenseMemory).size,
         "delta_sizes": list(m.of(GatedDeltaNet).sizes(m)),

@@ -239,17 +239,18 @@ class StateCell(nn.Module):
         )
         to_tokens = attend(cross_queries, keys.float(), values.float(), seen)
         attended = torch.stack([attend(queries, state_keys, state_values), to_tokens], dim=2)
-        bound = torch.tanh if self.config.bounded_updates else lambda update: update
         features = attended
         if self.projects:
-            update = bound(torch.tensordot(attended, self.output.float(), 3))
+            update = torch.tensordot(attended, self.output.float(), 3)
             vectors = self.output_gate(vectors, update, attended)
             if not self.has_mlp:
                 return vectors
             features = rms_norm(vectors, self.mlp_norm)
         kernel = self.mlp_in.float()
         hidden = torch.relu(torch.tensordot(features, kernel, kernel.dim() - 1))
-        return self.mlp_gate(vectors, bound(hidden @ self.mlp_out.float()), hidden)
+        update = hidden @ self.mlp_out.float()
+        update = update if self.projects else torch.tanh(update)
+        return self.mlp_gate(vectors, update, hidden)
 
 
 class DeltaMemory(nn.Module):

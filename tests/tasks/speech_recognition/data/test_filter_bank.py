@@ -12,7 +12,7 @@ RATE = 8000
 
 def literal(samples, speech):
     """Computes log mel features by the definition, one frame, frequency and band at a time."""
-    window, shift = int(RATE * speech.window_ms / 1000), int(RATE * speech.shift_ms / 1000)
+    window, shift = RATE * filter_bank.WINDOW_MS // 1000, RATE * filter_bank.SHIFT_MS // 1000
     size = 256
     assert size >= window > size // 2
     mels = np.linspace(

@@ -136,22 +136,6 @@ def test_what_was_cut_is_counted(tmp_path, pairs, tokenizer):
     assert part.fingerprint != whole.fingerprint
 
 
-def test_too_long_pairs_are_counted_and_refused(tmp_path, pairs, tokenizer):
-    counts = write(tmp_path / "s", pairs, tokenizer, max_target_length=20).manifest["cut"]
-    longest, rows = counts["target"]["longest"], counts["target"]["rows"]
-    message = (
-        f"^{rows} summaries of e are longer than Pairs.max_target_length = 20 tokens, the longest "
-        f"has {longest}; raise the limit, or set Pairs.truncation = 'head' to cut them$"
-    )
-    settings = {"truncation": "error", "max_source_length": 10**6}
-    with pytest.raises(DataError, match=message):
-        write(tmp_path / "e", pairs, tokenizer, max_target_length=20, **settings)
-    whole = write(tmp_path / "whole", pairs, tokenizer, max_target_length=longest, **settings)
-    assert whole.target.lengths.max() == longest
-    with pytest.raises(DataError, match=r"documents of x .* Pairs\.max_source_length = 30 tokens"):
-        write(tmp_path / "x", pairs, tokenizer, **{**settings, "max_source_length": 30})
-
-
 def test_the_fingerprint_is_of_ids_only(tmp_path, pairs, trained_model):
     tokenizer = tokenization.load(str(trained_model))
     renamed = [pair._replace(id="x", name="y") for pair in pairs]
