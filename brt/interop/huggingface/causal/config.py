@@ -80,8 +80,8 @@ class WindowChoice(NamedTuple):
 
 
 def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[str, Any]]:
-    """Returns brt's settings for a Hugging Face decoder, and the entries of config.json that brt
-    does not use. Raises CheckpointError if the architecture or a setting is not supported.
+    """Returns brt's settings for a Hugging Face decoder, and the entries of config.json that no
+    setting stands for. Raises CheckpointError if the architecture or a setting is not supported.
     """
     config = text_part(config)
     given = _without_nulls(config)
@@ -134,7 +134,8 @@ def read(config: Mapping[str, Any], choice: WindowChoice) -> tuple[Model, dict[s
     }  # fmt: skip
     unread_keys = [name for name in config if name not in known]
     unread.check(config, unread_keys)
-    return model, {name: config[name] for name in unread_keys}
+    kept = (*unread_keys, *(name for name in family.required if name in config))
+    return model, {name: config[name] for name in kept}
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
