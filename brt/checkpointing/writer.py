@@ -219,12 +219,21 @@ class CheckpointWriter:
             changing = {name: leaf for name, leaf in arrays.items() if name not in self._frozen}
             parts = shards.copied(changing) if self._apart else []
             if not self._apart:
-                self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(changing))
+                self._orbax.save((partial / STATE).absolute(), args=self._arguments(changing))
         # Orbax reports a full disk by errors of various classes, so all classes are caught.
         except Exception as error:
             raise self._failure(step, error) from error
         self._last_step = step
         self._pending = self._thread.submit(self._finish, step, text, checksums, parts)
+
+    def _arguments(self, arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
+        """Returns what orbax is to save: for a bucket, in files that fit into memory at once."""
+        if not storage.of(self._directory).apart:
+            return ocp.args.PyTreeSave(arrays)
+        limited = ocp.SaveArgs(chunk_byte_size=shards.FILE_BYTES)
+        return ocp.args.PyTreeSave(
+            arrays, dict.fromkeys(arrays, limited), ocdbt_target_data_file_size=shards.FILE_BYTES
+        )
 
     def _save_frozen(self, partial: Path, arrays: Mapping[str, Any]) -> dict[str, str]:
         """Links the files of the frozen arrays, or writes them if there is nothing to link.
@@ -236,7 +245,7 @@ class CheckpointWriter:
             checksums = link_frozen(self._directory, self._frozen_step, self._frozen, partial)
         if not processes.from_first(checksums is not None, "frozen arrays"):
             kept = {name: leaf for name, leaf in arrays.items() if name in self._frozen}
-            self._orbax.save((partial / FROZEN).absolute(), args=ocp.args.PyTreeSave(kept))
+            self._orbax.save((partial / FROZEN).absolute(), args=self._arguments(kept))
             self._orbax.wait_until_finished()
         return checksums or {}
 

@@ -102,6 +102,7 @@ class Session:
         # This call raises an error if a tracking service cannot be used. It comes first, because
         # preparing the data may take long.
         requested_trackers(config, reader.warn_on_stderr)
+        storage.of(path).probe()
         saved_model.check_allowed_names(allowed)
         with phases.counting("restoring"):
             checkpoint = saved_model.newest_checkpoint(path)
