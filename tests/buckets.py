@@ -41,6 +41,8 @@ S3_PATH = re.compile(r"/([^/]+)(?:/(.*))?")
 OPERATIONS = {"GET": "read", "HEAD": "stat", "PUT": "write", "POST": "write", "DELETE": "delete"}
 NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist.")
 ERRORS = {  # code of S3 and message, by HTTP status
+    301: ("PermanentRedirect", "The bucket must be addressed using the specified endpoint."),
+    400: ("AuthorizationHeaderMalformed", "The region 'us-east-1' is wrong."),
     401: ("InvalidAccessKeyId", "Invalid Credentials"),
     403: ("AccessDenied", "The caller does not have the permission."),
     404: ("NoSuchKey", "The specified key does not exist."),

@@ -9,6 +9,7 @@ AWS_ENDPOINT_URL names another service that speaks S3's protocol.
 import contextlib
 import errno
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ _RANGE = 64 << 20  # Large objects are read in ranges of this number of bytes.
 _AT_ONCE = 32  # This number of small requests is under way at a time.
 _LISTING_SECONDS = 300.0  # A list of some million keys takes longer, and is given up.
 _LARGEST_PUT = {"s3": 5 << 30}  # bytes; larger objects must be uploaded in parts
+_OTHER_REGION = re.compile("PermanentRedirect|AuthorizationHeaderMalformed")  # errors of S3
 _REMEDIES = {
     "gs": "log in with `gcloud auth application-default login`, or give the service account of "
     "this machine a role for the bucket, such as roles/storage.objectUser",
@@ -270,6 +272,11 @@ def _error(text: str, place: Place, url: str, action: str = "read") -> BrtError:
     if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
         reason = f" ({why})" if why else ""
         return ConfigError(f"{url}: no permission to {action}{reason}; {_REMEDIES[place.scheme]}")
+    if place.scheme == "s3" and _OTHER_REGION.search(text):
+        return ConfigError(
+            f"{url}: the bucket is in another region ({why or text}); set AWS_REGION to the region "
+            "of the bucket"
+        )
     return BucketError(
         f"{url} cannot be read or written: {why or text}; see to the network and the service, then "
         "run the same command again"

@@ -221,6 +221,7 @@ def open_split(model: SavedModel, split: str) -> Dataset:
     same_data = trained == requested
     manifest = data_manifest.read(model.workdir) if same_data else DataManifest()
     known = Path(manifest.directory) if manifest.directory else None
+    config = data_manifest.with_found_store(config, model.workdir)
     dataset = task.open_split(config, split, tokenizer(model), known=known)
     if dataset.tokenizer.fingerprint != model.meta["tokenizer"]:
         expected = model.meta["tokenizer"]
