@@ -189,7 +189,7 @@ class Mirror(Storage):
             keys = _listed(directory / MANIFEST, prefix) if self.of_run else None
             if keys is None:
                 keys = self._keys(prefix)
-                keys = _without_halves(keys) if self.of_run else keys
+                keys = _without_halves(keys) if self.of_run else _without_local(keys)
             missing = [key for key in keys if not (self.path / key).exists()]
             with ThreadPoolExecutor(_THREADS, "fetching") as pool:
                 for _ in pool.map(self._fetch_one, missing):
@@ -420,9 +420,13 @@ class Mirror(Storage):
         (self.path / key).unlink(missing_ok=True)
 
 
+def _without_local(keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if not _LOCAL.fullmatch(key)]
+
+
 def _without_halves(keys: Iterable[str]) -> list[str]:
     """Returns keys without those of local files, and of checkpoints that lack a manifest."""
-    keys = [key for key in keys if not (_LOCAL.fullmatch(key) or _LOCAL_OF_RUN.fullmatch(key))]
+    keys = [key for key in _without_local(keys) if not _LOCAL_OF_RUN.fullmatch(key)]
     whole = {found[1] for key in keys if (found := _CHECKPOINT.fullmatch(key))}
     parts = [(key, _IN_CHECKPOINT.match(key)) for key in keys]
     return [key for key, part in parts if not part or part[0] in whole]
@@ -520,7 +524,7 @@ def writable(name: str | os.PathLike[str], asked: str = "", *, new: bool = False
 def new_directory(name: str | os.PathLike[str], asked: str = "") -> str:
     """Returns what `writable` does; ConfigError if there are objects below the place already."""
     place = parse(name, asked)
-    if isinstance(place, Place) and place.key and (found := Bucket(place).keys()):
+    if isinstance(place, Place) and place.key and (found := _without_local(Bucket(place).keys())):
         raise ConfigError(
             f"{place} has {len(found):,} objects already; name a new place, or delete them"
         )
