@@ -244,6 +244,8 @@ class Bucket:
         """Context that turns errors of TensorStore into errors that name the URL."""
         try:
             yield
+        except BrtError:  # which is a ValueError
+            raise
         except (ValueError, RuntimeError) as error:
             raise _error(str(error), self.place, self.url(key), action) from error
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -226,6 +227,7 @@ def test_what_somebody_else_writes_does_not_stop_the_trainer(
         save(one, 2, "mine")
         one.publish()
         server.put("bucket", f"runs/a/checkpoints/2/{mirror.MANIFEST}", b"somebody's")
+        shutil.rmtree(one.path / "checkpoints/2")
         one.removed(one.path / "checkpoints/2")
         write(one, "log.txt", "12")
     assert server.buckets["bucket"]["runs/a/log.txt"].content == b"12"
