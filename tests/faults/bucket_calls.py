@@ -1,13 +1,13 @@
 """Makes the n-th request to a bucket fail, for every n of a short life of a run in a bucket.
 
-python tests/faults/bucket_calls.py                             # all of it: some minutes
+python tests/faults/bucket_calls.py                             # all of it: an hour or two
 python tests/faults/bucket_calls.py --kinds 403 --schemes gs --every 5
 
 From the n-th request on, either the requests for its object fail, or all. Training must end with
-exit code 4 or 2 and one sentence, or with 0 if its result is complete (of slow requests, it must
-be). Every checkpoint whose
-manifest is in the bucket must be whole, and none may be lost. If the command is run again, its
-result must be that of an undisturbed run. All cases share one process, as in calls.py.
+exit code 4 or 2 and one sentence, or with 0 if its result is complete, as it must be if requests
+are only slow. Every checkpoint whose manifest is in the bucket must be whole, and none may be lost.
+If the command is run again, its result must be that of an undisturbed run. All cases share one
+process, as in calls.py.
 """
 
 import argparse
@@ -152,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
                         if wrong := list(driver.strike(case)):
                             failed += 1
                             print(f"FAILED {case}: {' | '.join(wrong)}", flush=True)
+                print(f"{scheme}, {kind}: {count} cases so far, {failed} failed", flush=True)
         print("exit codes:", dict(driver.codes))
     print(f"REQUESTS {count} cases, {count - failed} survived, {failed} failed")
     return bool(failed)

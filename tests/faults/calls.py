@@ -8,7 +8,8 @@ fail, too. The command must end with exit code 4 and one sentence, or with 0 if 
 complete. If a run directory turns out to be read-only, brt.evaluate may end with 0, too, if it says
 so. There must be no traceback, and every checkpoint that brt counts as saved must be complete. If
 the command is run again, it must give the same result as an undisturbed run, and leave no temporary
-files. All cases share one process, so that imports and compilation happen only once. `failing_calls.c` has to be preloaded, so this file starts itself again with it.
+files. All cases share one process, so that imports and compilation happen only once. The library
+`failing_calls.c` has to be preloaded, so this file starts itself again with it.
 """
 
 import argparse
