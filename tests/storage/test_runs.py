@@ -211,6 +211,11 @@ def test_a_sweep_that_is_killed_waits_for_the_trainer_that_it_has_left(
     assert "seed=0  is still run by another process" in capsys.readouterr().err
     local = said(tmp_path / "sweep", "sweep", flags[0], "--workdir=RUN")
     assert re.sub(r"[0-9.]+k?", "", table) == re.sub(r"[0-9.]+k?", "", local)
+    server.copy("bucket", "sweeps/a", tmp_path / "copy")
+    for point in ("seed=0", "seed=1"):
+        found, wanted = tmp_path / "copy" / point, tmp_path / "sweep" / point
+        assert state_hash(found) == state_hash(wanted)
+        assert metrics(found) == metrics(wanted)
 
 
 @pytest.mark.slow
