@@ -115,6 +115,10 @@ class Storage:
         """Returns TensorStore's spec of a directory."""
         return {"driver": "file", "path": f"{directory.absolute()}/"}
 
+    def lock_file(self, file: Path) -> Path:
+        """Returns the file of which all processes of this machine see the lock."""
+        return file
+
     def check(self) -> None:
         """Raises CheckpointError if another trainer may have taken over the run directory."""
 
@@ -324,6 +328,11 @@ class Mirror(Storage):
                 self._lost, self._lease = self._lease.lost, None
                 if self._lost:
                     _mirrors.pop(self.path, None)
+
+    def lock_file(self, file: Path) -> Path:
+        # Each process has a copy of its own.
+        url = self.bucket.url(self._key(file))
+        return self.path.parents[1] / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.lock"
 
     def check(self) -> None:
         if lost := self._lost or (self._lease.lost if self._lease else ""):
@@ -581,6 +590,10 @@ def _new_root() -> Path:
             with contextlib.suppress(OSError), (old / _HELD).open("ab") as file:
                 if durable.acquire_lock(file):
                     shutil.rmtree(old, ignore_errors=True)
+        for old in place.glob("[0-9a-f]*.lock"):  # of `Mirror.lock_file`
+            with contextlib.suppress(OSError), old.open("ab") as file:
+                if durable.acquire_lock(file):
+                    old.unlink()
         root = place / f"{own}-{secrets.token_hex(8)}"
         root.mkdir(mode=0o700)
         # The open file is held until the process ends.

@@ -190,6 +190,8 @@ class Runner:
                     said = "is still run by another process, perhaps of an earlier start; waiting"
                     self._report(point, said)
                 continue
+            if point.number in self._announced:
+                storage.of(self._workdir).refresh()
             rest = [other for other in waiting if other is not point]
             if self.finished(point):  # Another process may have finished the point meanwhile.
                 lock.close()
