@@ -43,9 +43,7 @@ class OnDisk:
     Indexing with a slice, or with indices, int64 [..., K], reads a copy, as from a NumPy array.
     """
 
-    def __init__(
-        self, path: Path, dtype: np.dtype, size: int, offsets: np.ndarray | None = None
-    ):
+    def __init__(self, path: Path, dtype: np.dtype, size: int, offsets: np.ndarray | None = None):
         """`offsets` is int64 [rows + 1] for rows that are read one at a time, as in `Ragged`."""
         self.dtype, self.size = np.dtype(dtype), size
         self._path, width = path, self.dtype.itemsize

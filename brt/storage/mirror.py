@@ -85,9 +85,7 @@ class Storage:
     def need(self, file: Path) -> None:
         """Copies a file, unless it is there."""
 
-    def remote(
-        self, file: Path, size: int, bounds: np.ndarray | None = None
-    ) -> RemoteFile | None:
+    def remote(self, file: Path, size: int, bounds: np.ndarray | None = None) -> RemoteFile | None:
         """Returns a file of `size` bytes that is read in parts; None if it is there.
 
         `bounds` are those of its documents (see `RemoteFile`).
@@ -205,9 +203,7 @@ class Mirror(Storage):
             with self._turn:
                 self._fetch_one(self._key(file))
 
-    def remote(
-        self, file: Path, size: int, bounds: np.ndarray | None = None
-    ) -> RemoteFile | None:
+    def remote(self, file: Path, size: int, bounds: np.ndarray | None = None) -> RemoteFile | None:
         return None if file.exists() else RemoteFile(self.bucket, self._key(file), size, bounds)
 
     def _fetch_one(self, key: str) -> None:

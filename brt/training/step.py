@@ -62,9 +62,10 @@ def _loss_and_gradients(
     # all groups, which may be in different slices, after each microbatch. What is learned from all
     # rows at once needs all groups.
     groups = 1 if jax.tree.leaves(inputs.model_state) else replicas.groups()
+    group_gradients: Callable[..., Any] = microbatch_gradients
     if groups > 1:
         in_axes = LossInputs(batch=0, key=None, carry=0, model_state=None)
-        microbatch_gradients = replicas.in_groups(microbatch_gradients, (in_axes,))
+        group_gradients = replicas.in_groups(microbatch_gradients, (in_axes,))
 
     def split(x: Array) -> Array:
         # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...]. Microbatch i
@@ -82,7 +83,7 @@ def _loss_and_gradients(
     def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
         (model_state, *totals), (index, carry, part) = sums, microbatch
         part_key = jax.random.fold_in(inputs.key, index)
-        aux, gradients = microbatch_gradients(LossInputs(part, part_key, carry, model_state))
+        aux, gradients = group_gradients(LossInputs(part, part_key, carry, model_state))
         totals = jax.tree.map(jnp.add, tuple(totals), (aux.nats, aux.count, gradients))
         return (aux.model_state, *totals), (aux.carry, aux.metrics)
 
@@ -94,8 +95,8 @@ def _loss_and_gradients(
         add_microbatch, sums, parts
     )
     if groups > 1:
-        add = lambda x: jnp.sum(x, axis=0)  # noqa: E731
-        nats, tokens, gradients = jax.tree.map(add, (nats, tokens, gradients))
+        totals = nats, tokens, gradients
+        nats, tokens, gradients = jax.tree.map(lambda x: jnp.sum(x, axis=0), totals)
     carry = jax.tree.map(joined, carries)
     return Aux(nats, tokens, carry, model_state, jax.tree.map(jnp.mean, metrics)), gradients
 

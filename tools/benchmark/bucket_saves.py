@@ -141,7 +141,9 @@ def main(args: argparse.Namespace) -> None:
                 for name in sorted(places, reverse=bool(number % 2))
             }
             ratios.append(times["there"] / times["here"])
-            print(f"round {number + 1}: {times['here']:.2f} s, in the bucket {times['there']:.2f} s")
+            print(
+                f"round {number + 1}: {times['here']:.2f} s, in the bucket {times['there']:.2f} s"
+            )
     storage.discard_all()
     with server():
         rows = saved(args.saves) if args.saves else []
