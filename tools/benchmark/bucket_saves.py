@@ -140,10 +140,9 @@ def main(args: argparse.Namespace) -> None:
                 name: trained(places[name], products, args.steps, args.every)
                 for name in sorted(places, reverse=bool(number % 2))
             }
-            ratios.append(times["there"] / times["here"])
-            print(
-                f"round {number + 1}: {times['here']:.2f} s, in the bucket {times['there']:.2f} s"
-            )
+            here, there = times["here"], times["there"]
+            ratios.append(there / here)
+            print(f"round {number + 1}: {here:.2f} s, in the bucket {there:.2f} s")
     storage.discard_all()
     with server():
         rows = saved(args.saves) if args.saves else []
