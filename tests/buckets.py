@@ -58,17 +58,21 @@ ERRORS = {  # code of S3 and message, by HTTP status
 
 @dataclass(frozen=True)
 class Sparse:
-    """Content that is zero except for `parts`, which lie at the offsets that are their keys."""
+    """Content that is made when it is read, except for `parts`, at the offsets that are their keys.
+
+    `made` returns the bytes between two offsets, zeros if it is not given.
+    """
 
     size: int
     parts: Mapping[int, bytes] = field(default_factory=dict)
+    made: Callable[[int, int], bytes] = lambda start, stop: bytes(stop - start)
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, place: slice) -> bytes:
         start, stop, _ = place.indices(self.size)
-        content = bytearray(max(0, stop - start))
+        content = bytearray(self.made(start, max(start, stop)))
         for offset, part in self.parts.items():
             first, last = max(start, offset), min(stop, offset + len(part))
             if first < last:

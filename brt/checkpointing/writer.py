@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from brt import bounded, durable, storage, tree_utils, untrusted
 from brt.checkpointing import manifest, reader, shards
@@ -43,6 +44,10 @@ from brt.checkpointing.reader import (
 from brt.distributed import processes
 from brt.errors import BrtError, CheckpointError, NonFiniteError
 from brt.formatting import size
+
+# Orbax reads metrics of TensorStore twice in each save, only to log them, and TensorStore 0.1.86
+# never frees the lists that it returns.
+tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
 
 # A file system reports one of these errors if it has no hard links, if it cannot link the two
 # directories, or if the file to link has been removed.

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from brt import durable, formatting, user_cache
 from brt.errors import BrtError, BucketError, CheckpointError, ConfigError, closing
 from brt.storage.blocks import RemoteFile
@@ -84,8 +86,11 @@ class Storage:
     def need(self, file: Path) -> None:
         """Copies a file, unless it is there."""
 
-    def remote(self, file: Path, size: int) -> RemoteFile | None:
-        """Returns a file of `size` bytes that is read in parts; None if it is there."""
+    def remote(self, file: Path, size: int, bounds: np.ndarray | None = None) -> RemoteFile | None:
+        """Returns a file of `size` bytes that is read in parts; None if it is there.
+
+        `bounds` are those of its documents (see `RemoteFile`).
+        """
         return None
 
     def publish(self) -> None:
@@ -215,8 +220,8 @@ class Mirror(Storage):
             with self._turn:
                 self._fetch_one(self._key(file))
 
-    def remote(self, file: Path, size: int) -> RemoteFile | None:
-        return None if file.exists() else RemoteFile(self.bucket, self._key(file), size)
+    def remote(self, file: Path, size: int, bounds: np.ndarray | None = None) -> RemoteFile | None:
+        return None if file.exists() else RemoteFile(self.bucket, self._key(file), size, bounds)
 
     def _fetch_one(self, key: str) -> None:
         # What is missing in the bucket is missing in the copy, where a reader notices it.

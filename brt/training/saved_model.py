@@ -48,7 +48,9 @@ _METER = {
     "others": {str: NUMBER}, "skipped?": int, "usual?": [[NUMBER]],
 }  # fmt: skip
 _MODEL = {"config": {str: dict}, "tokenizer": str, "provenance?": PROVENANCE}
-_RUN = {**_MODEL, "seed": int, "data": {"step": int}, "meter": _METER}
+_RUN = {
+    **_MODEL, "seed": int, "data": {"step": int}, "meter": _METER, "mesh?": {str: int},
+}  # fmt: skip
 
 
 def find_checkpoint(
