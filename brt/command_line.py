@@ -269,12 +269,12 @@ def main(
     # exceptions anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        arguments = parser.parse_args()
-        # `use_huge_pages` restarts the process. This must not happen if another program has
-        # imported the command and calls it.
+        # `use_huge_pages` restarts the process, which would copy again what flags name in buckets.
+        # This must not happen if another program has imported the command and calls it.
         if function.__module__ == "__main__":
             runtime.use_huge_pages()
             runtime.began = time.monotonic() - runtime.age()
+        arguments = parser.parse_args()
         runtime.keep_memory()
         runtime.disable_async_dispatch()
         code = function(arguments) or 0

@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from email.utils import formatdate
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -41,6 +42,8 @@ S3_PATH = re.compile(r"/([^/]+)(?:/(.*))?")
 OPERATIONS = {"GET": "read", "HEAD": "stat", "PUT": "write", "POST": "write", "DELETE": "delete"}
 NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist.")
 ERRORS = {  # code of S3 and message, by HTTP status
+    301: ("PermanentRedirect", "The bucket must be addressed using the specified endpoint."),
+    400: ("AuthorizationHeaderMalformed", "The region 'us-east-1' is wrong."),
     401: ("InvalidAccessKeyId", "Invalid Credentials"),
     403: ("AccessDenied", "The caller does not have the permission."),
     404: ("NoSuchKey", "The specified key does not exist."),
@@ -55,17 +58,21 @@ ERRORS = {  # code of S3 and message, by HTTP status
 
 @dataclass(frozen=True)
 class Sparse:
-    """Content that is zero except for `parts`, which lie at the offsets that are their keys."""
+    """Content that is made when it is read, except for `parts`, at the offsets that are their keys.
+
+    `made` returns the bytes between two offsets, zeros if it is not given.
+    """
 
     size: int
     parts: Mapping[int, bytes] = field(default_factory=dict)
+    made: Callable[[int, int], bytes] = lambda start, stop: bytes(stop - start)
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, place: slice) -> bytes:
         start, stop, _ = place.indices(self.size)
-        content = bytearray(max(0, stop - start))
+        content = bytearray(self.made(start, max(start, stop)))
         for offset, part in self.parts.items():
             first, last = max(start, offset), min(stop, offset + len(part))
             if first < last:
@@ -116,8 +123,10 @@ class Fault:
     `kind` is an HTTP status to answer with, or one of these:
       "bucket": the bucket does not exist.
       "reset": the connection is reset before the request has had an effect.
+      "cut": the connection is reset after half the body of the request.
       "lost": the connection is reset after the request has had its effect.
       "delay": the request waits for `seconds`.
+      "stall": the same, and then the connection is reset before the request has had an effect.
       "slow": the body of the answer takes `seconds`.
       "half": the connection is closed after half the body of the answer.
       "corrupt": the first byte of the body of the answer is wrong.
@@ -195,6 +204,16 @@ class BucketServer(socketserver.ThreadingTCPServer):
             self.buckets[bucket][key] = stored
         return stored
 
+    def copy(self, bucket: str, key: str, target: Path) -> None:
+        """Writes the objects below a key to a directory, as somebody would who looks at them."""
+        with self.lock:
+            objects = dict(self.buckets[bucket])
+        for name, stored in objects.items():
+            if name.startswith(f"{key}/"):
+                path = target / name.removeprefix(f"{key}/")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(stored.content[:])
+
     def count(self, operation: str = "*", key: str = "*") -> int:
         """Returns the number of requests so far that match two globs."""
         with self.lock:
@@ -243,7 +262,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer_request(self) -> None:
         url = urlsplit(self.path)
         self.query = dict(parse_qsl(url.query, keep_blank_values=True))
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        size = int(self.headers.get("Content-Length", 0))
         gcs = GCS_PATH.fullmatch(url.path)
         found = gcs or S3_PATH.fullmatch(url.path)
         bucket, key = map(unquote, found.groups("")) if found else ("", "")
@@ -256,15 +275,17 @@ class Handler(BaseHTTPRequestHandler):
         server, scheme = self.server, "gs" if gcs else "s3"
         with server.lock:
             number = len(server.requests)
-            request = Request(number, scheme, self.command, operation, bucket, key, len(body))
+            request = Request(number, scheme, self.command, operation, bucket, key, size)
             if url.path == "/log":
                 log = json.dumps([asdict(request) for request in server.requests])
                 return self.send(request, Answer(200, log.encode()), Fault(""))
             server.requests.append(request)
         fault = server.fault(request)
-        if fault.kind == "delay":
+        if fault.kind in ("delay", "stall"):
             server.stopping.wait(fault.seconds)
-        answer = None if fault.kind == "reset" else self.carry_out(request, body, fault.kind)
+        body = self.rfile.read(size // 2 if fault.kind == "cut" else size)
+        stays = fault.kind not in ("reset", "cut", "stall") and len(body) == size
+        answer = self.carry_out(request, body, fault.kind) if stays else None
         if answer and fault.kind != "lost":
             return self.send(request, answer, fault)
         self.close_connection = True

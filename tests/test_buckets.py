@@ -61,13 +61,21 @@ def test_conditions(server: BucketServer, store: ts.KvStore) -> None:
     assert b"".join(store[key] for key in ("a", "new", "lost")) == b"135"
 
 
-@pytest.mark.parametrize("kind", [503, "reset", "lost", "half", "delay", "slow"])
+@pytest.mark.parametrize("kind", [503, "reset", "cut", "lost", "half", "delay", "stall", "slow"])
 def test_short_faults_are_survived(
     server: BucketServer, store: ts.KvStore, kind: int | str
 ) -> None:
     for operation, (call, result) in CALLS.items():
         server.faults = [Fault(kind, operation, seconds=0.01)]
         assert call(store) == result
+
+
+def test_half_an_upload_has_no_effect(server: BucketServer, store: ts.KvStore) -> None:
+    server.faults = [Fault("cut", "write", times=9)]
+    before = dict(server.buckets["bucket"])
+    with pytest.raises(ValueError, match="^ABORTED: "):
+        store.write("new", bytes(1 << 20)).result()
+    assert server.buckets["bucket"] == before
 
 
 def test_errors(server: BucketServer, store: ts.KvStore) -> None:

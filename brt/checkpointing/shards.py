@@ -4,6 +4,7 @@ The format is that of Orbax, which writes it where all processes see one directo
 store (OCDBT) in a directory of each process, and one above them that refers to their content.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,9 @@ import jax
 import numpy as np
 import tensorstore
 
-_FILE_BYTES = 64 << 20  # of the files that a store consists of; each is uploaded at once
+# Of the files that a store consists of: each is uploaded at once. A chunk of an array is in one
+# file, and is therefore not larger, either.
+FILE_BYTES = 64 << 20
 
 
 class Part(NamedTuple):
@@ -21,7 +24,7 @@ class Part(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunk: tuple[int, ...]  # the shape of a shard
+    chunk: tuple[int, ...]  # the shape of a shard, or of an equal part of it
     shards: list[tuple[tuple[slice, ...], np.ndarray]]
 
 
@@ -31,11 +34,25 @@ def copied(arrays: Mapping[str, jax.Array]) -> list[Part]:
         array.copy_to_host_async()
     return [
         Part(
-            name, array.shape, np.dtype(array.dtype), array.sharding.shard_shape(array.shape),
+            name, array.shape, np.dtype(array.dtype),
+            chunk_shape(array.sharding.shard_shape(array.shape), array.dtype.itemsize),
             [(s.index, np.array(s.data)) for s in array.addressable_shards if not s.replica_id],
         )
         for name, array in arrays.items()
     ]  # fmt: skip
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Returns the shape of the largest equal parts that have at most FILE_BYTES.
+
+    The longest axis is divided first, each time by its smallest factor.
+    """
+    chunk = list(shape)
+    while math.prod(chunk) * itemsize > FILE_BYTES:
+        axis = chunk.index(max(chunk))
+        divisors = (n for n in range(2, math.isqrt(chunk[axis]) + 1) if not chunk[axis] % n)
+        chunk[axis] //= next(divisors, chunk[axis])
+    return tuple(chunk)
 
 
 def directory_of(index: int, name: str) -> str:
@@ -47,7 +64,7 @@ def write(directory: Path, parts: Sequence[Part]) -> None:
     directory.mkdir(parents=True)
     kvstore = {
         "driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"},
-        "target_data_file_size": _FILE_BYTES,
+        "target_data_file_size": FILE_BYTES,
     }  # fmt: skip
     codec = tensorstore.CodecSpec({"driver": "zarr", "compressor": {"id": "zstd", "level": 1}})
     # With a context in common, all arrays are opened and written at once.

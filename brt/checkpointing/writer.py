@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from brt import bounded, durable, storage, tree_utils, untrusted
 from brt.checkpointing import manifest, reader, shards
@@ -43,6 +44,10 @@ from brt.checkpointing.reader import (
 from brt.distributed import processes
 from brt.errors import BrtError, CheckpointError, NonFiniteError
 from brt.formatting import size
+
+# Orbax reads metrics of TensorStore twice in each save, only to log them, and TensorStore 0.1.86
+# never frees the lists that it returns.
+tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
 
 # A file system reports one of these errors if it has no hard links, if it cannot link the two
 # directories, or if the file to link has been removed.
@@ -219,12 +224,21 @@ class CheckpointWriter:
             changing = {name: leaf for name, leaf in arrays.items() if name not in self._frozen}
             parts = shards.copied(changing) if self._apart else []
             if not self._apart:
-                self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(changing))
+                self._orbax.save((partial / STATE).absolute(), args=self._arguments(changing))
         # Orbax reports a full disk by errors of various classes, so all classes are caught.
         except Exception as error:
             raise self._failure(step, error) from error
         self._last_step = step
         self._pending = self._thread.submit(self._finish, step, text, checksums, parts)
+
+    def _arguments(self, arrays: Mapping[str, Any]) -> ocp.args.PyTreeSave:
+        """Returns what orbax is to save: for a bucket, in files that fit into memory at once."""
+        if not storage.of(self._directory).apart:
+            return ocp.args.PyTreeSave(arrays)
+        limited = ocp.SaveArgs(chunk_byte_size=shards.FILE_BYTES)
+        return ocp.args.PyTreeSave(
+            arrays, dict.fromkeys(arrays, limited), ocdbt_target_data_file_size=shards.FILE_BYTES
+        )
 
     def _save_frozen(self, partial: Path, arrays: Mapping[str, Any]) -> dict[str, str]:
         """Links the files of the frozen arrays, or writes them if there is nothing to link.
@@ -236,7 +250,7 @@ class CheckpointWriter:
             checksums = link_frozen(self._directory, self._frozen_step, self._frozen, partial)
         if not processes.from_first(checksums is not None, "frozen arrays"):
             kept = {name: leaf for name, leaf in arrays.items() if name in self._frozen}
-            self._orbax.save((partial / FROZEN).absolute(), args=ocp.args.PyTreeSave(kept))
+            self._orbax.save((partial / FROZEN).absolute(), args=self._arguments(kept))
             self._orbax.wait_until_finished()
         return checksums or {}
 

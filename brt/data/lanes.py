@@ -70,7 +70,9 @@ def gather(
     column = np.arange(-1, window)
     # `stored` is like `remaining`, but without the end token and without the limit of `lengths`.
     stored = (store.offsets[document + 1] - store.offsets[document] - past)[..., None]
-    index = (store.offsets[document] + past)[..., None] + np.minimum(column, stored - 1)
+    # No token of the document before is read, which may be elsewhere in a bucket.
+    inside = np.maximum(past[..., None] + np.minimum(column, stored - 1), np.minimum(stored, 1) - 1)
+    index = store.offsets[document][..., None] + inside
     tokens = store.tokens[np.where(remaining > 0, np.maximum(index, 0), 0)].astype(np.int32)
     if store.end_id >= 0:
         tokens[column == stored] = store.end_id

@@ -521,14 +521,23 @@ class DocumentPreparation(TokenizedPreparation):
 
     def open(self, output: Path | str | None = None) -> Dataset:
         if self.section.store:
-            return self.open_prepared(Path(storage.local(self.section.store)))
+            return self.open_prepared(self._stored())
         return self._say_quarantined(super().open(output))
 
     def open_split(self, split: str, encoder: Tokenizer, known: Path | None = None) -> Dataset:
         if self.section.store:
-            return self.open_prepared(Path(storage.local(self.section.store)))
+            return self.open_prepared(self._stored())
         self._wanted = (split,)
         return self._say_quarantined(super().open_split(split, encoder, known))
+
+    def _stored(self) -> Path:
+        directory = Path(storage.local(self.section.store))
+        if not directory.is_absolute() and not directory.exists():
+            raise DataError(
+                f"{directory} is not in {Path.cwd()}; name the whole path with Data.store, or run "
+                "the command in the directory that has it"
+            )
+        return directory
 
     def _say_quarantined(self, dataset: Dataset) -> Dataset:
         if count := read_manifest(dataset.directory).get("quarantined"):

@@ -43,10 +43,12 @@ class OnDisk:
     Indexing with a slice, or with indices, int64 [..., K], reads a copy, as from a NumPy array.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, size: int):
+    def __init__(self, path: Path, dtype: np.dtype, size: int, offsets: np.ndarray | None = None):
+        """`offsets` is int64 [rows + 1] for rows that are read one at a time, as in `Ragged`."""
         self.dtype, self.size = np.dtype(dtype), size
-        self._path = path
-        self._remote = storage.of(path).remote(path, size * self.dtype.itemsize)
+        self._path, width = path, self.dtype.itemsize
+        bounds = None if offsets is None else offsets * width
+        self._remote = storage.of(path).remote(path, size * width, bounds)
         if self._remote:
             return
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -69,6 +71,9 @@ class OnDisk:
         first = rows.min(axis=1)
         widths = rows.max(axis=1) - first + 1
         values = np.zeros((len(rows), widths.max(initial=0)), self.dtype)
+        if self._remote:
+            ranges = (np.stack([first, widths], axis=1) * self.dtype.itemsize).tolist()
+            self._remote.expect(map(tuple, ranges))
         for row, start, width in zip(values, first.tolist(), widths.tolist(), strict=True):
             self._read(row[:width], start)
         return np.take_along_axis(values, rows - first[:, None], axis=1).reshape(places.shape)
@@ -242,7 +247,7 @@ class Files(NamedTuple):
         size, rest = (last, 0) if remote else divmod(path.stat().st_size, dtype.itemsize)
         if rest or (offsets.size and size != int(offsets.flat[-1])):
             raise ValueError(f"{path.name} has another size than its rows")
-        rows = Ragged.checked(OnDisk(path, dtype, size), offsets)
+        rows = Ragged.checked(OnDisk(path, dtype, size, offsets), offsets)
         self.check(count, rows)
         return rows
 
@@ -300,7 +305,10 @@ def verify(directory: Path) -> None:
 
 def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
     items = untrusted.parse_json(column.tobytes().decode("utf-8"))
-    for item in items if isinstance(items, list) else [items]:
+    whole = isinstance(items, list)
+    if whole and {*map(type, items)} <= {str}:  # There may be millions of them.
+        return tuple(items)
+    for item in items if whole else [items]:
         untrusted.check(item, [str] if isinstance(item, list) else str, f"a part of {name}")
     untrusted.check(items, list, name)
     return tuple(items)

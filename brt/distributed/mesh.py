@@ -119,6 +119,16 @@ def slice_of(device: Any) -> int:
     return (getattr(device, "slice_index", None) or 0) if is_tpu else 0
 
 
+def described(mesh: jax.sharding.Mesh) -> dict[str, int]:
+    """Returns what of a mesh determines in which order devices add up numbers."""
+    return {**mesh.shape, "slices": len({slice_of(device) for device in mesh.devices.flat})}
+
+
+def format_mesh(mesh: Mapping[str, int]) -> str:
+    """Returns a mesh as text for people, such as "data 4 x tensor 2"."""
+    return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"
+
+
 def describe_indivisible_size(shape: Mapping[str, int], needs: DivisibleSizes) -> str | None:
     """Returns an error message about a size that its devices do not divide; None if there is none.
 

@@ -23,6 +23,8 @@ Mesh = jax.sharding.Mesh | AbstractMesh
 
 # Parameters are replicated along this axis of the mesh.
 REPLICAS = "data"
+# Inside of a `vmap` over an axis of this name, code sees the rows of one group (see `in_group`).
+GROUPS = "groups"
 
 # RULES maps the name of an array's axis to the axes of the mesh that shard it.
 RULES: Mapping[str, tuple[str, ...]] = {
@@ -96,8 +98,9 @@ def is_matrix(names: Names) -> bool:
 
 
 def _devices(axis: str, mesh: Mesh) -> int:
-    """Returns the number of devices along a mesh axis, or 1 inside a replica (see `in_replica`)."""
-    return 1 if axis in getattr(mesh, "manual_axes", ()) else mesh.shape[axis]
+    """Returns the number of devices along a mesh axis, or 1 inside a replica or a group."""
+    inside = axis in getattr(mesh, "manual_axes", ()) or (axis == REPLICAS and in_group())
+    return 1 if inside else mesh.shape[axis]
 
 
 def partitioned() -> bool:
@@ -155,10 +158,20 @@ def in_replica() -> bool:
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
+def in_group() -> bool:
+    """Returns True inside a `vmap` over groups, the devices at each place along the axis "data"."""
+    try:
+        jax.lax.axis_size(GROUPS)
+    except NameError:
+        return False
+    return True
+
+
 def lane_indices(count: int) -> Int[Array, " count"]:
     """Returns the indices in the global batch of the `count` rows that the code processes."""
     indices = jnp.arange(count)
-    return indices + count * jax.lax.axis_index(REPLICAS) if in_replica() else indices
+    axis = REPLICAS if in_replica() else GROUPS if in_group() else None
+    return indices + count * jax.lax.axis_index(axis) if axis else indices
 
 
 def lane_keys(key: Array, count: int) -> Array:

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from brt import jax_versions, tasks
 from brt.config import Config
 from brt.config import Mesh as MeshConfig
-from brt.distributed.mesh import AXES, describe_indivisible_size, slice_of
+from brt.distributed.mesh import AXES, describe_indivisible_size, format_mesh, slice_of
 from brt.errors import ConfigError
 from brt.ops import compiler_options, dispatch
 from brt.planning.compiled import BETWEEN_SLICES, Costs, InstructionGroup, costs
@@ -283,11 +283,6 @@ def _undivided(config: Config, devices: int) -> ConfigError:
         f"no mesh divides {devices} devices among {sizes}; with Training.batch_size = {batch} "
         f"Mesh.data = {devices} does"
     )
-
-
-def format_mesh(mesh: Mapping[str, int]) -> str:
-    """Returns a mesh as text for people, such as "data 4 x tensor 2"."""
-    return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

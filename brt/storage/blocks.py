@@ -1,49 +1,95 @@
-"""Large files in buckets, of which only the blocks are copied that are read."""
+"""Large files in buckets, of which only the parts are copied that are read."""
 
 import errno
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
 
 from brt.storage.objects import Bucket
 
 _BLOCK = 1 << 20  # bytes
-_KEPT = 256  # This number of blocks of a file is kept in memory.
-_THREADS = 8
+_KEPT = 256  # At least this number of parts of a file is kept in memory.
+_THREADS = 32
 
 
 class RemoteFile:
-    """A file in a bucket, of which blocks are copied when they are read, or are about to be."""
+    """A file in a bucket, of which parts are copied when they are read, or are about to be.
 
-    def __init__(self, bucket: Bucket, key: str, size: int):
-        self._bucket, self._key, self._size = bucket, key, size
+    A part is a block of the file. Rows of a batch read documents in random order, so of a block, a
+    part has only what belongs to one document, if `bounds` says where documents begin and end:
+    int64 [documents + 1], in bytes.
+    """
+
+    def __init__(self, bucket: Bucket, key: str, size: int, bounds: np.ndarray | None = None):
+        self._bucket, self._key, self._size, self._bounds = bucket, key, size, bounds
         self._generation: bytes | None = None
         self._turn = threading.Lock()
-        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._parts: OrderedDict[tuple[int, int], Future[bytes]] = OrderedDict()
+        self._kept = _KEPT
         self._pool = ThreadPoolExecutor(_THREADS, "blocks")
 
     def read(self, start: int, count: int) -> bytes:
         """Returns `count` bytes from `start`; an OSError says that they cannot be read."""
-        first, last = start // _BLOCK, (start + count - 1) // _BLOCK
-        wanted = [self._block(number) for number in range(first, last + 1)]
-        if (last + 1) * _BLOCK < self._size:
-            self._block(last + 1)  # A row of a batch goes on reading there.
-        content = b"".join(block.result() for block in wanted)
-        return content[start - first * _BLOCK :][:count]
+        places = self._places(start, count)
+        wanted = [self._part(place) for place in places]
+        if following := self._following(places[-1]):
+            self._part(following)  # A row of a batch goes on reading there.
+        content = b"".join(part.result() for part in wanted)
+        return content[start - places[0][0] :][:count]
 
-    def _block(self, number: int) -> Future[bytes]:
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Begins to copy what is read next: ranges, each a first byte and a number of bytes."""
+        places = {place for start, count in ranges for place in self._places(start, count)}
+        self._kept = max(_KEPT, 2 * len(places))
+        for place in sorted(places):
+            self._part(place)
+
+    def _places(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Returns the first byte and the end of each part that has bytes of a range."""
+        whole = self._place(start)
+        if start + count <= whole[1]:
+            return [whole]
+        # What is read of several documents at once is read in order.
+        same = self._bounds is None or start + count <= self._document(start)[1]
+        places, end = [], start + count
+        while start < end:
+            places.append(self._place(start) if same else self._block(start))
+            start = places[-1][1]
+        return places
+
+    def _place(self, at: int) -> tuple[int, int]:
+        (start, end), (first, last) = self._block(at), self._document(at)
+        return max(start, first), min(end, last)
+
+    def _block(self, at: int) -> tuple[int, int]:
+        start = at // _BLOCK * _BLOCK
+        return start, min(start + _BLOCK, self._size)
+
+    def _document(self, at: int) -> tuple[int, int]:
+        if self._bounds is None:
+            return 0, self._size
+        index = int(np.searchsorted(self._bounds, at, side="right"))
+        return int(self._bounds[index - 1]), int(self._bounds[index])
+
+    def _following(self, place: tuple[int, int]) -> tuple[int, int] | None:
+        end = place[1]
+        return self._place(end) if end < self._document(place[1] - 1)[1] else None
+
+    def _part(self, place: tuple[int, int]) -> Future[bytes]:
         with self._turn:
-            old = self._blocks.get(number)
+            old = self._parts.get(place)
             if old is None or (old.done() and old.exception()):  # It may be there again.
-                self._blocks[number] = self._pool.submit(self._fetch, number)
-                if len(self._blocks) > _KEPT:
-                    self._blocks.popitem(last=False)
-            self._blocks.move_to_end(number)
-            return self._blocks[number]
+                self._parts[place] = self._pool.submit(self._fetch, *place)
+                while len(self._parts) > self._kept:
+                    self._parts.popitem(last=False)
+            self._parts.move_to_end(place)
+            return self._parts[place]
 
-    def _fetch(self, number: int) -> bytes:
-        start = number * _BLOCK
-        part = self._bucket.part(self._key, start, min(start + _BLOCK, self._size))
+    def _fetch(self, start: int, end: int) -> bytes:
+        part = self._bucket.part(self._key, start, end)
         self._generation = self._generation or part.generation
         if part.generation != self._generation:
             url = self._bucket.url(self._key)

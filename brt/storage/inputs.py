@@ -1,5 +1,6 @@
 """Documents and tokenizers in buckets and on the Hugging Face Hub, which are copied."""
 
+import os
 import re
 from collections.abc import Collection
 from fnmatch import translate
@@ -22,13 +23,24 @@ def matching(name: str) -> str:
     if place.scheme == "hf":
         return _on_hub(place)
     if not has_magic(place.key):
-        return mirror.readable(name)
+        if not os.path.exists(path := mirror.readable(name)):
+            raise _nothing(place)
+        return path
     parts = place.key.split("/")
     fixed = next(i for i, part in enumerate(parts) if has_magic(part))
     copy = mirror.opened(place._replace(key="/".join(parts[:fixed])))
     pattern = "/".join(parts[fixed:])
-    copy.fetch_matching(_regular_expression(pattern))
+    prefix = re.split(r"[*?[]", pattern, maxsplit=1)[0]
+    if not copy.fetch_matching(_regular_expression(pattern), prefix):
+        raise _nothing(place)
     return str(copy.path / pattern)
+
+
+def _nothing(place: places.Place) -> DataError:
+    # For gs://, a list that is refused looks like an empty one.
+    return DataError(
+        f"{place} names nothing that the credentials of this machine have permission to list"
+    )
 
 
 def tokenizer(name: str, beside: Collection[str]) -> str:

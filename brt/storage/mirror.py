@@ -22,11 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from brt import durable, formatting, user_cache
 from brt.errors import BrtError, BucketError, CheckpointError, ConfigError, closing
 from brt.storage.blocks import RemoteFile
 from brt.storage.lease import Lease, machine
-from brt.storage.objects import Bucket
+from brt.storage.objects import ABSENT, Bucket
 from brt.storage.places import Place, key_problem, parse
 
 MANIFEST = "MANIFEST.sha256"
@@ -40,17 +42,18 @@ _ON_DEMAND = re.compile(
 )
 # What is written once, and does not change afterwards.
 _CONSTANT = re.compile(r"(.*/)?(checkpoints/\d+|samples|plots|tokenizer)/.*", re.DOTALL)
-# Files of this machine alone: locks, heartbeats, and what is not complete.
-_LOCAL = re.compile(
-    r"(.*/)?(\.brt\.[0-9a-f]+\.partial|\.[^/]*lock|heartbeat|checkpoints/\d+\.(partial|deleted))(/.*)?",
-    re.DOTALL,
-)
+# Files of this machine alone: locks, what is not complete, and, of runs, heartbeats.
+_LOCAL = re.compile(r"(.*/)?(\.brt\.[0-9a-f]+\.partial|\.[^/]*lock)(/.*)?", re.DOTALL)
+_LOCAL_OF_RUN = re.compile(r"(.*/)?(heartbeat|checkpoints/\d+\.(partial|deleted))(/.*)?", re.DOTALL)
 _IN_CHECKPOINT = re.compile(r"(?:.*/)?checkpoints/\d+/", re.DOTALL)
 _CHECKPOINT = re.compile(rf"((?:.*/)?checkpoints/\d+/){re.escape(MANIFEST)}", re.DOTALL)
 # What a run has after its first save, and lists would show in this order.
 _ALWAYS = "config.json", "last_checkpoint.txt", "metrics.jsonl", "provenance.json"
 _HELD = ".held by brt"  # beside a copy; no object's name is taken for it
 _THREADS = 4  # This number of files is copied at a time.
+# Of files that are larger than this number of bytes, one is copied back at a time. TensorStore
+# needs three times the size of a file in memory.
+_LARGE = 128 << 20
 # A trainer copies back every _PUBLISH_SECONDS, and less often if a copy takes long: it is to take
 # at most a twentieth of the time.
 _PUBLISH_SECONDS, _PUBLISH_SHARE = 10, 0.05
@@ -83,8 +86,11 @@ class Storage:
     def need(self, file: Path) -> None:
         """Copies a file, unless it is there."""
 
-    def remote(self, file: Path, size: int) -> RemoteFile | None:
-        """Returns a file of `size` bytes that is read in parts; None if it is there."""
+    def remote(self, file: Path, size: int, bounds: np.ndarray | None = None) -> RemoteFile | None:
+        """Returns a file of `size` bytes that is read in parts; None if it is there.
+
+        `bounds` are those of its documents (see `RemoteFile`).
+        """
         return None
 
     def publish(self) -> None:
@@ -114,17 +120,28 @@ class Storage:
         """Returns TensorStore's spec of a directory."""
         return {"driver": "file", "path": f"{directory.absolute()}/"}
 
+    def lock_file(self, file: Path) -> Path:
+        """Returns the file of which all processes of this machine see the lock."""
+        return file
+
     def check(self) -> None:
         """Raises CheckpointError if another trainer may have taken over the run directory."""
 
+    def probe(self) -> None:
+        """Raises ConfigError, caused by a PermissionError, if nothing may be written there."""
+
 
 class Mirror(Storage):
-    """The local copy `path` of a place in a bucket."""
+    """The local copy `path` of a place in a bucket.
+
+    Only in the copy of a run, of a directory of runs or of a model (`of_run`), names such as
+    heartbeat and checkpoints have a meaning.
+    """
 
     apart = True
 
-    def __init__(self, place: Place, path: Path):
-        self.place, self.path, self.process = place, path, os.getpid()
+    def __init__(self, place: Place, path: Path, of_run: bool = True):
+        self.place, self.path, self.of_run, self.process = place, path, of_run, os.getpid()
         self.bucket = Bucket(place)
         self._known: dict[str, _Stamp | None] = {}  # what was copied, in either direction
         self._generations: dict[str, bytes] = {}
@@ -132,6 +149,8 @@ class Mirror(Storage):
         self._turn = threading.RLock()
         self._lease: Lease | None = None
         self._lost = ""
+        self._large = threading.Lock()
+        self._probed: set[str] = set()
 
     def refresh(self) -> None:
         if self._lease:  # What is here is newer than what is in the bucket.
@@ -166,10 +185,7 @@ class Mirror(Storage):
             if keys or not any(map(self.bucket.exists, sorted({*self._known, *_ALWAYS}))):
                 break
             if again:
-                raise ConfigError(
-                    f"{self.bucket.url()}: its objects cannot be listed; see to what the "
-                    "credentials of this machine permit in the bucket"
-                )
+                raise self.bucket.denied("list")
         return keys
 
     def _is_changed(self, key: str) -> bool:
@@ -179,27 +195,33 @@ class Mirror(Storage):
     def fetch(self, directory: Path) -> None:
         prefix = f"{key}/" if (key := self._key(directory)) else ""
         with self._turn:
-            keys = _listed(directory / MANIFEST, prefix)
+            keys = _listed(directory / MANIFEST, prefix) if self.of_run else None
             if keys is None:
-                keys = _without_halves(self._keys(prefix))
+                keys = self._keys(prefix)
+                keys = _without_halves(keys) if self.of_run else _without_local(keys)
             missing = [key for key in keys if not (self.path / key).exists()]
             with ThreadPoolExecutor(_THREADS, "fetching") as pool:
                 for _ in pool.map(self._fetch_one, missing):
                     pass
 
-    def fetch_matching(self, pattern: re.Pattern[str]) -> None:
-        """Copies all objects whose keys a pattern matches."""
+    def fetch_matching(self, pattern: re.Pattern[str], prefix: str = "") -> int:
+        """Copies all objects whose keys a pattern matches, and returns their number.
+
+        All these keys begin with `prefix`.
+        """
         with self._turn, ThreadPoolExecutor(_THREADS, "fetching") as pool:
-            for _ in pool.map(self._fetch_one, filter(pattern.fullmatch, self._keys())):
+            matching = list(filter(pattern.fullmatch, self._keys(prefix)))
+            for _ in pool.map(self._fetch_one, matching):
                 pass
+        return len(matching)
 
     def need(self, file: Path) -> None:
         if not file.exists():
             with self._turn:
                 self._fetch_one(self._key(file))
 
-    def remote(self, file: Path, size: int) -> RemoteFile | None:
-        return None if file.exists() else RemoteFile(self.bucket, self._key(file), size)
+    def remote(self, file: Path, size: int, bounds: np.ndarray | None = None) -> RemoteFile | None:
+        return None if file.exists() else RemoteFile(self.bucket, self._key(file), size, bounds)
 
     def _fetch_one(self, key: str) -> None:
         # What is missing in the bucket is missing in the copy, where a reader notices it.
@@ -243,27 +265,60 @@ class Mirror(Storage):
             paths = [path for path in source.rglob("*") if path.is_file()]
             keys = [self._key(target / path.relative_to(source)) for path in paths]
             self._uploaded = dict(zip(keys, map(_stamp, paths), strict=True))
-            for _ in pool.map(self._upload, keys, paths):
-                pass
+            for key, generation in zip(keys, pool.map(self._upload, keys, paths), strict=True):
+                if generation is not None:
+                    self._generations[key] = generation
 
     def kvstore(self, directory: Path) -> dict[str, Any]:
         return self.bucket.spec(f"{self._key(directory)}/")
 
+    def probe(self) -> None:
+        self._probe("")
+
+    def _probe(self, key: str, *, listed: bool = False) -> None:
+        if not self._lease and key not in self._probed:  # The lock has been written.
+            self.bucket.probe(key, listed=listed)
+            self._probed.add(key)
+
     def _delete(self, keys: list[str]) -> None:
         if keys:
             self._confirm(keys)
-            self.bucket.delete(keys)
+            refused = self.bucket.delete({k: self._generations.get(k) or None for k in keys})
             for key in keys:
                 self._known.pop(key, None)
                 self._generations.pop(key, None)
+            # A request to the run that was made anew is one that has not been seen yet.
+            if self._lease and (others := {*refused} - {*CONTROL}):
+                self._check_now()
+                self.bucket.delete(dict.fromkeys(sorted(others)))
 
     def _upload(self, key: str, path: Path) -> bytes | None:
+        """Writes a file to the bucket and returns its generation; None if it is gone."""
         self._confirm([key])
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:  # It was removed since, as old samples and checkpoints are.
-            return None
-        return self.bucket.write(key, content)
+        with contextlib.ExitStack() as stack:
+            try:
+                size = path.stat().st_size
+                self.bucket.check_size(key, size)
+                if size > _LARGE:
+                    stack.enter_context(self._large)
+                content = path.read_bytes()
+            except FileNotFoundError:  # It was removed since, as old samples and checkpoints are.
+                return None
+            if not self._lease:
+                return self.bucket.write(key, content)
+            # A request may be carried out a long time after the lock was confirmed. Therefore it
+            # replaces only what this trainer knows, and never what the next one has written.
+            known = self._generations.get(key, ABSENT) or self.bucket.generation(key)
+            while (written := self.bucket.write(key, content, replaces=known)) is None:
+                self._check_now()
+                known = self.bucket.generation(key)
+            return written
+
+    def _check_now(self) -> None:
+        """Asks the bucket whether this trainer holds the lock; CheckpointError if it does not."""
+        if self._lease:
+            self._lease.renew()
+        self.check()
 
     @contextlib.contextmanager
     def held(self, warn: Callable[[str], None]) -> Iterator[None]:
@@ -279,6 +334,11 @@ class Mirror(Storage):
                 if self._lost:
                     _mirrors.pop(self.path, None)
 
+    def lock_file(self, file: Path) -> Path:
+        # Each process has a copy of its own.
+        url = self.bucket.url(self._key(file))
+        return self.path.parents[1] / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.lock"
+
     def check(self) -> None:
         if lost := self._lost or (self._lease.lost if self._lease else ""):
             raise CheckpointError(lost)
@@ -286,10 +346,10 @@ class Mirror(Storage):
     def _confirm(self, keys: Iterable[str]) -> None:
         """Makes sure, before objects are changed, that no other trainer is there."""
         if self._lease:
+            # `confirm` trusts the clock of this machine, which stands still while the machine is
+            # suspended. Before a checkpoint changes, the bucket itself is asked.
             if any(map(_CHECKPOINT.fullmatch, keys)):
-                # `confirm` trusts the clock of this machine, which stands still while the machine
-                # is suspended. Before a checkpoint changes, the bucket itself is asked.
-                self._lease.renew()
+                self._check_now()
             else:
                 self._lease.confirm()
         self.check()
@@ -297,7 +357,7 @@ class Mirror(Storage):
     def _remove_half_checkpoints(self) -> None:
         """Deletes what killed trainers have left: checkpoints without a manifest."""
         keys = self._keys("checkpoints/")
-        self.bucket.delete(sorted({*keys} - {*_without_halves(keys)}))
+        self.bucket.delete(dict.fromkeys(sorted({*keys} - {*_without_halves(keys)})))
 
     @contextlib.contextmanager
     def _published_regularly(self, warn: Callable[[str], None]) -> Iterator[None]:
@@ -348,10 +408,13 @@ class Mirror(Storage):
     def _files(self) -> Iterator[tuple[str, Path]]:
         for place, directories, names in os.walk(self.path):
             inside = Path(place)
-            directories[:] = [d for d in directories if not _LOCAL.fullmatch(self._key(inside / d))]
+            directories[:] = [d for d in directories if not self._is_local(self._key(inside / d))]
             for path in map(inside.joinpath, names):
-                if not _LOCAL.fullmatch(key := self._key(path)):
+                if not self._is_local(key := self._key(path)):
                     yield key, path
+
+    def _is_local(self, key: str) -> bool:
+        return bool(_LOCAL.fullmatch(key) or (self.of_run and _LOCAL_OF_RUN.fullmatch(key)))
 
     def _store(self, key: str, generation: bytes, content: Iterable[bytes]) -> None:
         path = self.path / key
@@ -371,9 +434,13 @@ class Mirror(Storage):
         (self.path / key).unlink(missing_ok=True)
 
 
+def _without_local(keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if not _LOCAL.fullmatch(key)]
+
+
 def _without_halves(keys: Iterable[str]) -> list[str]:
     """Returns keys without those of local files, and of checkpoints that lack a manifest."""
-    keys = [key for key in keys if not _LOCAL.fullmatch(key)]
+    keys = [key for key in _without_local(keys) if not _LOCAL_OF_RUN.fullmatch(key)]
     whole = {found[1] for key in keys if (found := _CHECKPOINT.fullmatch(key))}
     parts = [(key, _IN_CHECKPOINT.match(key)) for key in keys]
     return [key for key, part in parts if not part or part[0] in whole]
@@ -409,7 +476,7 @@ _mirrors: dict[Path, Mirror] = {}
 
 
 def local(name: str | os.PathLike[str] | Place, asked: str = "") -> str:
-    """Returns the local path of a file or directory that a user names.
+    """Returns the local path of the directory of a run, a model or prepared data.
 
     Of a place in a bucket, it is the path of a copy, which has the small files below the place.
     `asked` is as in `places.parse`. Errors are those of `Bucket`.
@@ -417,19 +484,21 @@ def local(name: str | os.PathLike[str] | Place, asked: str = "") -> str:
     place = name if isinstance(name, Place) else parse(name, asked)
     if isinstance(place, str):
         return place
-    return str(opened(place, refresh=True).path)
+    if not place.key:
+        raise ConfigError(f"{place} is a whole bucket; name a directory in it, {place}/NAME")
+    return str(opened(place, of_run=True).path)
 
 
-def opened(place: Place, *, refresh: bool = False) -> Mirror:
-    """Returns the mirror of a place in a bucket."""
+def opened(place: Place, *, of_run: bool = False) -> Mirror:
+    """Returns the mirror of a place in a bucket; that of a run is refreshed."""
     for mirror in _mirrors.values():
-        if mirror.place == place:
-            if refresh:
+        if mirror.place == place and mirror.of_run == of_run:
+            if of_run:
                 mirror.refresh()
             return mirror
     path = _new_root() / (place.key.rpartition("/")[2] or place.bucket)
-    mirror = Mirror(place, path)
-    if refresh:
+    mirror = Mirror(place, path, of_run)
+    if of_run:
         mirror.refresh()
     _mirrors[path] = mirror
     formatting.SHOWN[str(path)] = str(place)
@@ -442,17 +511,17 @@ def readable(name: str | os.PathLike[str], asked: str = "") -> str:
     if isinstance(place, str):
         return place
     parent, _, last = place.key.rpartition("/")
-    path = opened(place._replace(key=parent), refresh=False).file(last) if last else None
+    path = opened(place._replace(key=parent)).file(last) if last else None
     if path is None:
-        path = Path(local(name, asked))
-        of(path).fetch(path)
+        copy = opened(place)
+        copy.fetch(path := copy.path)
     return str(path)
 
 
-def writable(name: str | os.PathLike[str], asked: str = "") -> str:
+def writable(name: str | os.PathLike[str], asked: str = "", *, new: bool = False) -> str:
     """Returns the local path of a file or directory that is copied to a bucket after it is written.
 
-    What is there already is not copied.
+    What is there already is not copied. ConfigError is raised if nothing may be written there.
     """
     place = parse(name, asked)
     if isinstance(place, str):
@@ -460,7 +529,8 @@ def writable(name: str | os.PathLike[str], asked: str = "") -> str:
     parent, _, last = place.key.rpartition("/")
     if not last:
         raise ConfigError(f"{place} is a bucket; name something in it")
-    mirror = opened(place._replace(key=parent), refresh=False)
+    mirror = opened(place._replace(key=parent))
+    mirror._probe(last if new else "", listed=new)
     mirror.path.mkdir(parents=True, exist_ok=True)
     return str(mirror.path / last)
 
@@ -468,11 +538,11 @@ def writable(name: str | os.PathLike[str], asked: str = "") -> str:
 def new_directory(name: str | os.PathLike[str], asked: str = "") -> str:
     """Returns what `writable` does; ConfigError if there are objects below the place already."""
     place = parse(name, asked)
-    if isinstance(place, Place) and (found := Bucket(place).keys()):
+    if isinstance(place, Place) and place.key and (found := _without_local(Bucket(place).keys())):
         raise ConfigError(
             f"{place} has {len(found):,} objects already; name a new place, or delete them"
         )
-    return writable(name, asked)
+    return writable(name, asked, new=True)
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -525,6 +595,10 @@ def _new_root() -> Path:
             with contextlib.suppress(OSError), (old / _HELD).open("ab") as file:
                 if durable.acquire_lock(file):
                     shutil.rmtree(old, ignore_errors=True)
+        for old in place.glob("[0-9a-f]*.lock"):  # of `Mirror.lock_file`
+            with contextlib.suppress(OSError), old.open("ab") as file:
+                if durable.acquire_lock(file):
+                    old.unlink()
         root = place / f"{own}-{secrets.token_hex(8)}"
         root.mkdir(mode=0o700)
         # The open file is held until the process ends.

@@ -9,6 +9,8 @@ AWS_ENDPOINT_URL names another service that speaks S3's protocol.
 import contextlib
 import errno
 import os
+import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +23,15 @@ _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "16s"}
 _SILENCE = "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20"
 _RANGE = 64 << 20  # Large objects are read in ranges of this number of bytes.
 _AT_ONCE = 32  # This number of small requests is under way at a time.
+_LISTING_SECONDS = 300.0  # A list of some million keys takes longer, and is given up.
+_LARGEST_PUT = {"s3": 5 << 30}  # bytes; larger objects must be uploaded in parts
+_OTHER_REGION = re.compile("PermanentRedirect|AuthorizationHeaderMalformed")  # errors of S3
+_REMEDIES = {
+    "gs": "log in with `gcloud auth application-default login`, or give the service account of "
+    "this machine a role for the bucket, such as roles/storage.objectUser",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE, or the role of this "
+    "machine), and see to what they permit in the bucket",
+}
 
 
 class Object(NamedTuple):
@@ -115,7 +126,7 @@ class Bucket:
         only if there is none); otherwise None is returned. The content must then be one that
         nobody else writes.
         """
-        with self._explained(key):
+        with self._explained(key, "write"):
             stamp = self._store.write(key.encode(), content, if_equal=replaces).result()
         if stamp.generation:
             return stamp.generation
@@ -125,14 +136,52 @@ class Bucket:
             raise _error("NOT_FOUND", self.place, self.url(key))
         return found.generation if found and found.content == content else None
 
-    def delete(self, keys: Iterable[str]) -> None:
-        for _ in self._several(lambda key: self._store.write(key.encode(), None), keys):
-            pass
+    def check_size(self, key: str, size: int) -> None:
+        """Raises ConfigError if the service does not take a file of this number of bytes."""
+        if size > (most := _LARGEST_PUT.get(self.place.scheme, size)):
+            raise ConfigError(
+                f"{self.url(key)} would have {size:,} bytes, and brt can write at most {most:,} to "
+                "an object of s3://; name a local place, then copy it with `aws s3 cp`"
+            )
+
+    def delete(self, generations: Mapping[str, bytes | None]) -> list[str]:
+        """Deletes objects by key, if they are still of the generation, where one is given.
+
+        Returns the keys of those that are not, and so are still there.
+        """
+
+        def begin(key: str) -> Any:
+            return self._store.write(key.encode(), None, if_equal=generations[key])
+
+        stamps = list(self._several(begin, generations, action="delete"))
+        # If the answer was lost, the repeated request is refused, too, and the object is gone.
+        return [key for key, stamp in stamps if not stamp.generation and self.exists(key)]
 
     def exists(self, key: str) -> bool:
+        return self.generation(key) != ABSENT
+
+    def generation(self, key: str) -> bytes:
         with self._explained(key):
             result = self._store.read(key.encode(), byte_range=slice(0, 0)).result()
-        return result.state == "value"
+        return result.stamp.generation if result.state == "value" else ABSENT
+
+    def probe(self, key: str, *, listed: bool = False) -> None:
+        """Raises an error unless objects below a key can be written and, with `listed`, listed.
+
+        An object is written for this, and deleted.
+        """
+        name = f"{key}/.brt.{secrets.token_hex(8)}.partial".removeprefix("/")
+        try:
+            with self._explained(key, "write"):
+                self._store.write(name.encode(), b"").result()
+        except ConfigError as error:  # as a directory that cannot be written
+            raise ConfigError(str(error)) from PermissionError(errno.EACCES, str(error))
+        try:
+            if listed and self.keys(name) != [name]:
+                raise self.denied("list", key)
+        finally:
+            with contextlib.suppress(BrtError):  # It may be permitted only to add objects.
+                self.delete({name: None})
 
     def keys(self, prefix: str = "") -> list[str]:
         """Returns the keys that begin with a text; none may mean that no list is permitted.
@@ -143,15 +192,28 @@ class Bucket:
         begin = prefix.encode()
         end = begin[:-1] + bytes([begin[-1] + 1]) if begin else b""
         found: list[bytes] = []
-        with self._explained(prefix):
-            while (more := sorted(self._store.list(self._key_range(begin, end)).result())) != found[
-                -1:
-            ]:
+        with self._explained(prefix, "list"):
+            while (more := self._range_of_keys(begin, end)) != found[-1:]:
                 if not more:
                     raise ValueError(f"PERMISSION_DENIED: the list ends after {len(found):,} keys")
                 found += more[bool(found) :]
                 begin = found[-1]
         return [key.decode("utf-8", "surrogateescape") for key in found]
+
+    def _range_of_keys(self, begin: bytes, end: bytes) -> list[bytes]:
+        listing = self._store.list(self._key_range(begin, end))
+        try:
+            return sorted(listing.result(timeout=_LISTING_SECONDS))
+        except TimeoutError as error:
+            listing.cancel()
+            raise ConfigError(
+                f"{self.url(begin.decode(errors='replace'))} has so many objects that their list "
+                f"takes longer than {_LISTING_SECONDS:.0f} s; name a directory that has fewer"
+            ) from error
+
+    def denied(self, action: str, key: str = "") -> BrtError:
+        """Returns the error of an action that is not permitted."""
+        return _error("PERMISSION_DENIED: ", self.place, self.url(key), action)
 
     def url(self, key: str = "") -> str:
         return f"{self.place}/{key}" if key else str(self.place)
@@ -161,12 +223,13 @@ class Bucket:
         begin: Callable[[str], Any],
         keys: Iterable[str],
         finish: Callable[[Any], Any] = lambda result: result,
+        action: str = "read",
     ) -> Iterator[tuple[str, Any]]:
         waiting: list[tuple[str, Any]] = []
 
         def first() -> tuple[str, Any]:
             key, future = waiting.pop(0)
-            with self._explained(key):
+            with self._explained(key, action):
                 return key, finish(future.result())
 
         for key in keys:
@@ -177,12 +240,14 @@ class Bucket:
             yield first()
 
     @contextlib.contextmanager
-    def _explained(self, key: str) -> Iterator[None]:
+    def _explained(self, key: str, action: str = "read") -> Iterator[None]:
         """Context that turns errors of TensorStore into errors that name the URL."""
         try:
             yield
+        except BrtError:  # which is a ValueError
+            raise
         except (ValueError, RuntimeError) as error:
-            raise _error(str(error), self.place, self.url(key)) from error
+            raise _error(str(error), self.place, self.url(key), action) from error
 
 
 def _service() -> dict[str, Any]:
@@ -199,7 +264,7 @@ def _object(result: Any) -> Object | None:
     return Object(result.value, result.stamp.generation) if result.state == "value" else None
 
 
-def _error(text: str, place: Place, url: str) -> BrtError:
+def _error(text: str, place: Place, url: str, action: str = "read") -> BrtError:
     """Returns the error for one of TensorStore, whose first word is a status of gRPC."""
     status, _, why = text.partition(": ")
     why = " ".join(why.partition(" [")[0].split())[:300]
@@ -207,9 +272,12 @@ def _error(text: str, place: Place, url: str) -> BrtError:
         bucket = place._replace(key="")
         return ConfigError(f"{url}: there is no bucket {bucket}; create it, or name another place")
     if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+        reason = f" ({why})" if why else ""
+        return ConfigError(f"{url}: no permission to {action}{reason}; {_REMEDIES[place.scheme]}")
+    if place.scheme == "s3" and _OTHER_REGION.search(text):
         return ConfigError(
-            f"{url}: permission is denied ({why}); see to the credentials of this machine, and to "
-            "what they permit in the bucket"
+            f"{url}: the bucket is in another region ({why or text}); set AWS_REGION to the region "
+            "of the bucket"
         )
     return BucketError(
         f"{url} cannot be read or written: {why or text}; see to the network and the service, then "

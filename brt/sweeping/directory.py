@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from brt import durable, untrusted
+from brt import durable, storage, untrusted
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text, difference
@@ -114,9 +114,11 @@ class PointDirectory:
         another process of this sweep holds the lock.
         """
         check_writable(self.path, below=self.path.parent)
-        path = self.path / ".sweep.lock"
+        own = self.path / ".sweep.lock"
+        path = storage.of(own).lock_file(own)
+        below = self.path.parent if path == own else None
         with explain_write_errors(path), contextlib.ExitStack() as stack:
-            file = stack.enter_context(durable.open_file(path, "ab", below=self.path.parent))
+            file = stack.enter_context(durable.open_file(path, "ab", below=below))
             try:
                 # The result, False if the file system does not support locks, is ignored, because
                 # brt.train warns about such file systems.

@@ -190,6 +190,8 @@ class Runner:
                     said = "is still run by another process, perhaps of an earlier start; waiting"
                     self._report(point, said)
                 continue
+            if point.number in self._announced:
+                storage.of(self._workdir).refresh()
             rest = [other for other in waiting if other is not point]
             if self.finished(point):  # Another process may have finished the point meanwhile.
                 lock.close()
@@ -293,9 +295,9 @@ def run(
     if len(todo) < len(chosen):
         output.say(f"{len(chosen) - len(todo)} of {len(chosen)} points are finished already")
     if todo:
-        _prepare(workdir, todo, sweep.split)
         workdirs.check_writable(workdir)
         workdirs.refuse_links(Workdir(workdir))
+        _prepare(workdir, todo, sweep.split)
         runner.run(todo)
     text = write_report(workdir, points, sweep)
     _conclude(workdir, chosen, runner)

@@ -120,6 +120,18 @@ def with_own_tokenizer(config: Config, workdir: Workdir, checkpoint: VerifiedChe
     return dataclasses.replace(config, **{name: dataclasses.replace(section, tokenizer=str(file))})
 
 
+def with_found_store(config: Config, workdir: Workdir) -> Config:
+    """Returns the config with the whole path of Data.store, if that is relative and not here.
+
+    Data.store is relative to the directory in which the run began, and data.json has the whole
+    path.
+    """
+    store, found = Path(config.data.store), Path(read(workdir).directory)
+    if not config.data.store or store.exists() or found.parts[-len(store.parts) :] != store.parts:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, store=str(found)))
+
+
 def tokenizer_file(workdir: Workdir) -> Path | None:
     """Returns the copy of the tokenizer in a run directory; None if it has none."""
     found = workdir.tokenizer.glob("[!.]*")

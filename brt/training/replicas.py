@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
@@ -36,6 +37,26 @@ def count(mesh: rules.Mesh | None = None) -> int:
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     shared = any(shape.get(axis, 1) > 1 for axis in ("fsdp", "tensor"))
     return 1 if shared else shape.get(_AXIS, 1)
+
+
+def groups(mesh: rules.Mesh | None = None) -> int:
+    """Returns the number of groups of devices along `Mesh.data` that share a model; 1 if each
+    device holds a whole model.
+    """
+    shape = (mesh or jax.sharding.get_abstract_mesh()).shape
+    return shape.get(_AXIS, 1) if count(mesh) == 1 else 1
+
+
+def in_groups(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+    """Returns a function that runs `function` in every group (`jax.vmap`)."""
+    return jax.vmap(function, in_axes, axis_name=rules.GROUPS, spmd_axis_name=_AXIS)
+
+
+def zeros_in_groups(like: Array) -> Array:
+    """Returns zeros [groups, ...] for the sums of each group."""
+    zeros = jnp.zeros((groups(), *like.shape), like.dtype)
+    free = (PartitionSpec.UNCONSTRAINED,) * like.ndim
+    return jax.lax.with_sharding_constraint(zeros, PartitionSpec(_AXIS, *free))
 
 
 def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:

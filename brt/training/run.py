@@ -134,7 +134,10 @@ def prepare(
     if weights:
         config = with_model(config, weights)
     tasks.check(config)
-    named = data_manifest.with_own_tokenizer(config, *resumed) if resumed else config
+    named = config
+    if resumed:
+        named = data_manifest.with_own_tokenizer(config, *resumed)
+        named = data_manifest.with_found_store(named, resumed[0])
     dataset = task.open(named, progress=progress)
     if weights:
         config = task.with_weights(config, weights, dataset.tokenizer)

@@ -48,7 +48,9 @@ _METER = {
     "others": {str: NUMBER}, "skipped?": int, "usual?": [[NUMBER]],
 }  # fmt: skip
 _MODEL = {"config": {str: dict}, "tokenizer": str, "provenance?": PROVENANCE}
-_RUN = {**_MODEL, "seed": int, "data": {"step": int}, "meter": _METER}
+_RUN = {
+    **_MODEL, "seed": int, "data": {"step": int}, "meter": _METER, "mesh?": {str: int},
+}  # fmt: skip
 
 
 def find_checkpoint(
@@ -221,6 +223,7 @@ def open_split(model: SavedModel, split: str) -> Dataset:
     same_data = trained == requested
     manifest = data_manifest.read(model.workdir) if same_data else DataManifest()
     known = Path(manifest.directory) if manifest.directory else None
+    config = data_manifest.with_found_store(config, model.workdir)
     dataset = task.open_split(config, split, tokenizer(model), known=known)
     if dataset.tokenizer.fingerprint != model.meta["tokenizer"]:
         expected = model.meta["tokenizer"]

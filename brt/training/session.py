@@ -102,6 +102,7 @@ class Session:
         # This call raises an error if a tracking service cannot be used. It comes first, because
         # preparing the data may take long.
         requested_trackers(config, reader.warn_on_stderr)
+        storage.of(path).probe()
         saved_model.check_allowed_names(allowed)
         with phases.counting("restoring"):
             checkpoint = saved_model.newest_checkpoint(path)
@@ -246,6 +247,7 @@ class Session:
             "config": saved_json(self.run.config),
             "tokenizer": self.run.dataset.tokenizer.fingerprint,
             "provenance": self.provenance,
+            "mesh": meshes.described(self.run.mesh),
         }
 
     def close(self) -> None:
@@ -305,6 +307,13 @@ def open_files(
         changes = saved_model.config_changes(checkpoint, config, run.state_shapes, allowed)
         for line in changes.lines:
             reader.warn_on_stderr(f"the config differs from the checkpoint's: {line}")
+        before, now = checkpoint.meta.get("mesh"), meshes.described(run.mesh)
+        if before and before != now:
+            reader.warn_on_stderr(
+                f"the checkpoint is of the mesh {meshes.format_mesh(before)}, and this one is "
+                f"{meshes.format_mesh(now)}: devices add up numbers in another order, so that "
+                "losses are equal only up to rounding"
+            )
         history = saved_model.config_history(checkpoint.meta, changes)
     provenance = {**describe_process(), "config_changes": history}
     stream = None if processes.is_first() else io.StringIO()

@@ -58,27 +58,46 @@ def _loss_and_gradients(
     if count == 1:
         return microbatch_gradients(inputs)
 
+    # Each group of devices adds up its own gradients. Otherwise XLA would add up the gradients of
+    # all groups, which may be in different slices, after each microbatch. What is learned from all
+    # rows at once needs all groups.
+    groups = 1 if jax.tree.leaves(inputs.model_state) else replicas.groups()
+    group_gradients: Callable[..., Any] = microbatch_gradients
+    if groups > 1:
+        in_axes = LossInputs(batch=0, key=None, carry=0, model_state=None)
+        group_gradients = replicas.in_groups(microbatch_gradients, (in_axes,))
+
     def split(x: Array) -> Array:
         # The shape [rows, ...] becomes [microbatches, rows of a microbatch, ...]. Microbatch i
         # consists of the rows i, i + count, ... A device has adjacent rows, so every device has
-        # rows of each microbatch.
-        return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+        # rows of each microbatch. With groups, it becomes [microbatches, groups, rows, ...].
+        parts = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+        return parts.reshape(count, groups, -1, *x.shape[1:]) if groups > 1 else parts
+
+    def joined(x: Array) -> Array:
+        if groups > 1:
+            x = x.reshape(count, -1, *x.shape[3:])
+        return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
     # The function is the body of the scan over microbatches. It adds nats, tokens and gradients.
     def add_microbatch(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
         (model_state, *totals), (index, carry, part) = sums, microbatch
         part_key = jax.random.fold_in(inputs.key, index)
-        aux, gradients = microbatch_gradients(LossInputs(part, part_key, carry, model_state))
+        aux, gradients = group_gradients(LossInputs(part, part_key, carry, model_state))
         totals = jax.tree.map(jnp.add, tuple(totals), (aux.nats, aux.count, gradients))
         return (aux.model_state, *totals), (aux.carry, aux.metrics)
 
-    zero = jnp.zeros((), jnp.float32)
-    sums = inputs.model_state, zero, zero, jax.tree.map(jnp.zeros_like, trained)
+    zeros_like = replicas.zeros_in_groups if groups > 1 else jnp.zeros_like
+    zero = zeros_like(jnp.zeros((), jnp.float32))
+    sums = inputs.model_state, zero, zero, jax.tree.map(zeros_like, trained)
     parts = jnp.arange(count), jax.tree.map(split, inputs.carry), jax.tree.map(split, inputs.batch)
     (model_state, nats, tokens, gradients), (carries, metrics) = jax.lax.scan(
         add_microbatch, sums, parts
     )
-    carry = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), carries)
+    if groups > 1:
+        totals = nats, tokens, gradients
+        nats, tokens, gradients = jax.tree.map(lambda x: jnp.sum(x, axis=0), totals)
+    carry = jax.tree.map(joined, carries)
     return Aux(nats, tokens, carry, model_state, jax.tree.map(jnp.mean, metrics)), gradients
 
 

@@ -221,6 +221,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
         with durable.directory(directory, below=below, make=True):
             tempfile.TemporaryFile(dir=directory).close()
             durable.remove_abandoned(directory)
+    storage.of(directory).probe()
 
 
 def refuse_links(workdir: Workdir) -> None:

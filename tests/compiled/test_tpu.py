@@ -215,3 +215,21 @@ def test_the_papers_step_fits(topology: str, lanes: int, gib: float, tmp_path: P
     # Gradients are reduced once a step, and sharded updates of parameters are gathered once.
     once = moved.pop("all-reduce"), moved.pop("all-gather")
     assert max(once) < 1.0e9 and sum(moved.values()) < 10e6
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(2, 4), (4, 2)])
+def test_gradients_cross_slices_once_in_a_step(data: int, fsdp: int, tmp_path: Path) -> None:
+    """A batch that is read in parts sends as much between slices as one that is read at once."""
+
+    def sent(parts: int) -> int:
+        sizes = {"Mesh.data": data, "Mesh.fsdp": fsdp, "Training.gradient_accumulation": parts}
+        sizes |= {"Training.batch_size": 32, "Model.vocab_size": 256, "Recurrence.layers": "(1,)"}
+        bindings = [f"--gin_bindings={name} = {value}" for name, value in sizes.items()]
+        run(
+            "-m", "brt.plan", "--gin_file=configs/base/tiny.gin", "--topology=2xv5e:2x2",
+            "--effort=low", f"--json={tmp_path / 'plan.json'}", *bindings,
+        )  # fmt: skip
+        found = json.loads((tmp_path / "plan.json").read_text())["collectives"]
+        return sum(x["bytes"] for kind, x in found.items() if kind.endswith("between slices"))
+
+    assert 0 < sent(4) <= 1.1 * sent(1)

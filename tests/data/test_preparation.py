@@ -116,6 +116,8 @@ def test_what_was_prepared_is_opened_as_it_is(data, tmp_path, books):
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
     with pytest.raises(DataError, match="nowhere holds no finished preparation"):
         prepare(data(store=str(tmp_path / "nowhere")))
+    with pytest.raises(DataError, match="nowhere is not in .*; name the whole path"):
+        prepare(data(store="nowhere"))
 
 
 def test_an_output_with_other_content_is_refused(data, tmp_path):

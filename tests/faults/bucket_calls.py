@@ -1,12 +1,13 @@
 """Makes the n-th request to a bucket fail, for every n of a short life of a run in a bucket.
 
-python tests/faults/bucket_calls.py                             # all of it: some minutes
+python tests/faults/bucket_calls.py                             # all of it: an hour or two
 python tests/faults/bucket_calls.py --kinds 403 --schemes gs --every 5
 
 From the n-th request on, either the requests for its object fail, or all. Training must end with
-exit code 4 or 2 and one sentence, or with 0 if its result is complete. Every checkpoint whose
-manifest is in the bucket must be whole, and none may be lost. If the command is run again, its
-result must be that of an undisturbed run. All cases share one process, as in calls.py.
+exit code 4 or 2 and one sentence, or with 0 if its result is complete, as it must be if requests
+are only slow. Every checkpoint whose manifest is in the bucket must be whole, and none may be lost.
+If the command is run again, its result must be that of an undisturbed run. All cases share one
+process, as in calls.py.
 """
 
 import argparse
@@ -25,7 +26,13 @@ import calls
 
 from buckets import BucketServer, Fault, Request, environment  # isort: skip
 
-KINDS = "reset", "503", "half", "403"
+FAULTS = {
+    **{kind: Fault(kind) for kind in ("reset", "cut", "lost", "half")},
+    "503": Fault(503),
+    "403": Fault(403),
+    "slow": Fault("delay", seconds=0.1),
+    "stall": Fault("stall", seconds=1.5),  # longer than requests wait for an answer
+}
 _MANIFEST = re.compile(r"run/checkpoints/(\d+)/MANIFEST.sha256")
 
 
@@ -44,6 +51,7 @@ class Driver:
     def __init__(self, place: Path, server: BucketServer):
         from brt.storage import lease, objects
 
+        os.environ[objects._SILENCE[0]] = "1"
         objects._RETRIES = {"max_retries": 2, "initial_delay": "1ms", "max_delay": "2ms"}
         lease.LEASE_SECONDS = 5.0
         calls.keep_compiled()
@@ -66,13 +74,13 @@ class Driver:
         """Runs a case and yields a sentence for each thing that went wrong."""
         server, failing = self._server, []
         server.buckets["bucket"].clear()
-        begin, kind = len(server.requests), int(case.kind) if case.kind.isdigit() else case.kind
+        begin = len(server.requests)
 
         def fault(request: Request) -> Fault | None:
             what = request.operation, request.key
             if request.number - begin >= case.n and not failing:
                 failing.append(what)
-            return Fault(kind) if failing and (case.all or what in failing) else None
+            return FAULTS[case.kind] if failing and (case.all or what in failing) else None
 
         server.faults = fault
         life = self._live(case.scheme)
@@ -83,7 +91,9 @@ class Driver:
             yield f"a traceback: {life.said[-2000:]}"
         elif life.code == 0 and self._result(case.scheme) != self.whole[case.scheme]:
             yield f"code 0: another result: {life.said[-600:]}"
-        elif life.code not in (0, 2, 4) or sentences != bool(life.code):
+        elif life.code not in ((0,) if case.kind == "slow" else (0, 2, 4)) or sentences != bool(
+            life.code
+        ):
             yield f"code {life.code}, {sentences} sentences: {life.said[-600:]}"
         elif life.code and "disk" in life.said.partition("brt: error: ")[2]:
             yield f"a wrong remedy: {life.said[-600:]}"
@@ -142,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
                         if wrong := list(driver.strike(case)):
                             failed += 1
                             print(f"FAILED {case}: {' | '.join(wrong)}", flush=True)
+                print(f"{scheme}, {kind}: {count} cases so far, {failed} failed", flush=True)
         print("exit codes:", dict(driver.codes))
     print(f"REQUESTS {count} cases, {count - failed} survived, {failed} failed")
     return bool(failed)
@@ -152,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--schemes", default="gs,s3")
-    flags.add_argument("--kinds", default=",".join(KINDS))
+    flags.add_argument("--kinds", default=",".join(FAULTS))
     flags.add_argument("--every", type=int, default=1, help="one case of so many, drawn")
     flags.add_argument("--seed", type=int, default=0)
     return flags

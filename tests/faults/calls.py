@@ -5,10 +5,11 @@ python tests/faults/calls.py --commands train --kinds write,fsync --every 20 --e
 
 A case is a command, a kind of call, a number n, an error, and whether all later calls of the kind
 fail, too. The command must end with exit code 4 and one sentence, or with 0 if its result is
-complete. There must be no traceback, and every checkpoint that brt counts as saved must be
-complete. If the command is run again, it must give the same result as an undisturbed run, and leave
-no temporary files. All cases share one process, so that imports and compilation happen only once.
-The library `failing_calls.c` has to be preloaded, so this file starts itself again with it.
+complete. If a run directory turns out to be read-only, brt.evaluate may end with 0, too, if it says
+so. There must be no traceback, and every checkpoint that brt counts as saved must be complete. If
+the command is run again, it must give the same result as an undisturbed run, and leave no temporary
+files. All cases share one process, so that imports and compilation happen only once. The library
+`failing_calls.c` has to be preloaded, so this file starts itself again with it.
 """
 
 import argparse
@@ -96,7 +97,9 @@ class Life(NamedTuple):
 def live(arguments: Sequence[str]) -> Life:
     """Runs a command such as `brt.train --flag ...` in this process; returns code and output."""
     from brt import command_line
+    from brt.training import evaluations
 
+    evaluations._say_once.cache_clear()  # What a process says once, each life says.
     module = importlib.import_module(arguments[0])
     said, code = io.StringIO(), 0
     given, sys.argv[:] = list(sys.argv), arguments
@@ -365,10 +368,10 @@ class Driver:
             yield f"a traceback: {life.said[-2000:]}"
         elif life.code == 0:
             # Warnings name temporary directories that could not be removed.
-            stay = re.findall(r"^warning: (.+) cannot be removed: ", life.said, re.M)
-            yield from self._wrong_result(
-                case.command, here, f"code 0: {life.said[-600:]}: ", [*map(Path, stay)]
-            )
+            but = [*map(Path, re.findall(r"^warning: (.+) cannot be removed: ", life.said, re.M))]
+            if "the results are not stored in " in life.said:  # The run directory is read-only.
+                but += [here / "run/evaluations", here / "run/plots"]
+            yield from self._wrong_result(case.command, here, f"code 0: {life.said[-600:]}: ", but)
         elif life.code not in _codes(case, self.hit, life.said) or sentences != 1:
             yield f"code {life.code}, {sentences} sentences: {life.said[-600:]}"
 
@@ -377,15 +380,18 @@ class Driver:
     ) -> list[str]:
         """Compares the result of a command with that of an undisturbed run, except below `but`."""
         try:
-            found = self._commands[command].result(here)
+            whole, found = self._whole[command], self._commands[command].result(here)
             for place in but:
                 prefix = f"{place.relative_to(here)}/"
-                found = {name: x for name, x in found.items() if not name.startswith(prefix)}
+                whole, found = (
+                    {name: x for name, x in result.items() if not name.startswith(prefix)}
+                    for result in (whole, found)
+                )
         except Exception as error:  # noqa: BLE001 - A result that cannot be read is lost.
             return [f"{when}cannot be read: {error!r}"]
-        if found == self._whole[command]:
+        if found == whole:
             return []
-        return [f"{when}another result: {_difference(self._whole[command], found)}"]
+        return [f"{when}another result: {_difference(whole, found)}"]
 
     def _fresh(self, command: str) -> Path:
         here = self._place / "case"

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import buckets
 import numpy as np
+from buckets import BucketServer
 from sharded_cases import CASES, documents
 from tiny_runs import environment, metrics, state_hash
 
@@ -94,6 +96,14 @@ class Runs:
         }
         self._whole: Path | None = None
 
+    def name(self, workdir: Path) -> str:
+        """Returns the --workdir that a run has for the command."""
+        return str(workdir)
+
+    def seen(self, workdir: Path) -> Path:
+        """Returns a directory with the files that others find in a run directory now."""
+        return workdir
+
     def start(
         self, workdir: Path, *bindings: str, strike: tuple[str, int, str] | None = None,
         process: int = 0,
@@ -103,7 +113,7 @@ class Runs:
         command = [sys.executable, "-m", "brt.train"]
         if strike:
             command = [sys.executable, str(STRUCK), *map(str, strike), str(process)]
-        command += [f"--gin_file={self.gin}", f"--workdir={workdir}"]
+        command += [f"--gin_file={self.gin}", f"--workdir={self.name(workdir)}"]
         command += [f"--gin_bindings={binding}" for binding in bindings]
         if self.processes > 1:
             split = [sys.executable, str(LAUNCHER), f"--processes={self.processes}"]
@@ -137,8 +147,7 @@ class Runs:
         else:
             assert life.code == 0, f"{life.code}, {place}"
         assert "Traceback" not in life.said, place
-        for step in reader.steps(workdir / "checkpoints"):
-            assert manifest.verify(workdir / f"checkpoints/{step}") == [], place
+        assert not (damage := damaged(self.seen(workdir))), f"{place}: {damage}"
         return life
 
     def finish(self, workdir: Path, lives: int = 3) -> Life:
@@ -161,9 +170,39 @@ class Runs:
 
     def assert_as_if_nothing_had_been(self, workdir: Path) -> None:
         """Checks for the same state, the same metrics, and no leftover files."""
-        assert state_hash(workdir) == state_hash(self.whole), "another state"
-        assert metrics(workdir) == metrics(self.whole), "other metrics"
-        assert not (left := litter(workdir)), f"left lying about: {left}"
+        whole, found = self.whole, self.seen(workdir)
+        assert state_hash(found) == state_hash(whole), "another state"
+        assert metrics(found) == metrics(whole), "other metrics"
+        assert not (left := self.litter(found)), f"left lying about: {left}"
+
+    def litter(self, workdir: Path) -> list[str]:
+        return litter(workdir)
+
+
+class BucketRuns(Runs):
+    """Runs in the bucket of a server. Its undisturbed run is a local one.
+
+    `seen` puts a copy of the objects where a local run would be.
+    """
+
+    def __init__(self, place: Path, task: str, processes: int, server: BucketServer, scheme: str):
+        super().__init__(place, task, processes)
+        self._server, self._scheme = server, scheme
+        self._environment |= buckets.environment(server) | {"XDG_CACHE_HOME": str(place / "home")}
+
+    def name(self, workdir: Path) -> str:
+        local = workdir == self.place / "whole"
+        return str(workdir) if local else f"{self._scheme}://bucket/{workdir.relative_to('/')}"
+
+    def seen(self, workdir: Path) -> Path:
+        shutil.rmtree(workdir, ignore_errors=True)
+        self._server.copy("bucket", str(workdir.relative_to("/")), workdir)
+        return workdir
+
+    def litter(self, workdir: Path) -> list[str]:
+        """Returns also local copies that no process has deleted."""
+        copies = self.place.glob("home/brt/buckets/*/")
+        return litter(workdir) + [str(path) for path in copies if path.is_dir()]
 
 
 def _config(config: Config, processes: int) -> Config:
@@ -216,10 +255,17 @@ def _differs(config: Config, name: str) -> bool:
     return getattr(config, name) != type(getattr(config, name))()
 
 
+def damaged(workdir: Path) -> list[str]:
+    """Returns what is wrong with the checkpoints that count as saved."""
+    steps = reader.steps(workdir / "checkpoints")
+    found = {step: manifest.verify(workdir / f"checkpoints/{step}") for step in steps}
+    return [f"checkpoint {step}: {problems}" for step, problems in found.items() if problems]
+
+
 def litter(workdir: Path) -> list[str]:
     """Returns the leftover files of a killed or failed process."""
     saved = set(map(str, reader.steps(workdir / "checkpoints")))
-    found = [path.name for path in (workdir / "checkpoints").iterdir() if path.name not in saved]
+    found = [path.name for path in workdir.glob("checkpoints/*") if path.name not in saved]
     hidden = [path for path in workdir.rglob(".*") if path != workdir / ".lock"]
     ends = [path for path in workdir.rglob("*") if re.search(r"(partial|deleted|tmp)$", path.name)]
     return found + [str(path) for path in {*hidden, *ends}]

@@ -1,15 +1,18 @@
 """Injects faults into runs for hours and counts the outcomes; exits with 1 if anything is lost.
 
 python tests/faults/soak.py --kills 1000 --flips 200 [--seed 0] [--tasks language,speech]
+python tests/faults/soak.py --place gs --kills 300       # run directories in a bucket; or s3
 
 The faults are: kills at random moments of every task, with one process and with two; a flipped bit
 in every class of file; a full disk in every phase; a hung and a dead process; SIGTERM in every
 phase; and every failing call of the file system in a short run of each command (calls.py). Each
 run is started again until it is done and compared with an undisturbed run.
+
+In a bucket (of a server on this machine, whose answers take some milliseconds), there are kills,
+SIGTERM, processes that hang or die, and every failing request (bucket_calls.py).
 """
 
 import argparse
-import contextlib
 import os
 import random
 import re
@@ -27,28 +30,32 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests/sharded", Path(__file__).parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import bucket_calls  # noqa: E402
 import calls  # noqa: E402
+from buckets import BucketServer, Fault  # noqa: E402
 from harness import (  # noqa: E402
     PHASES,
     TASKS,
     UNCHECKED,
+    BucketRuns,
     Life,
     Runs,
+    damaged,
     flips,
     small_disk,
 )  # fmt: skip
 from tiny_runs import flip, state_hash  # noqa: E402
 
-from brt.checkpointing import manifest, reader  # noqa: E402
+from brt.checkpointing import reader  # noqa: E402
 
-_STEP = re.compile(r'{"step": (\d+)')
+_STEP = re.compile(r"\bstep (\d+)/")
 
 
 class Soak:
     """Injects faults into the runs of one task and counts the outcomes."""
 
-    def __init__(self, place: Path, seed: str):
-        self.place, self.draw = place, random.Random(seed)
+    def __init__(self, place: Path, seed: str, bucket: tuple[BucketServer, str] | None = None):
+        self.place, self.draw, self.bucket = place, random.Random(seed), bucket
         self.counts, self.most = Counter(), {}
         self.failures: list[str] = []
         self._runs: dict[tuple[str, int], Runs] = {}
@@ -56,7 +63,9 @@ class Soak:
     def runs(self, task: str, processes: int) -> Runs:
         key = task, processes
         if key not in self._runs:
-            self._runs[key] = Runs(self.place / f"{task}-{processes}", *key)
+            place = self.place / f"{task}-{processes}"
+            own = BucketRuns(place, *key, *self.bucket) if self.bucket else Runs(place, *key)
+            self._runs[key] = own
         return self._runs[key]
 
     def workdir(self, own: Runs) -> Path:
@@ -95,18 +104,23 @@ def kills(soak: Soak, task: str, processes: int, count: int) -> None:
         while not done and here < count - sent:
             process = own.start(workdir)
             delay = soak.draw.uniform(0.2, 1.0) * life
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=delay)
-            if process.poll() is None:
+            try:
+                said = process.communicate(timeout=delay)[0]
+            except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+                said = process.communicate()[0]
+            done, found = process.returncode == 0, own.seen(workdir)
+            if damage := damaged(found):
+                soak.fail(f"killed after {delay:.1f} s: {damage}")
+            if process.returncode not in (0, 75, -signal.SIGKILL):
+                soak.fail(f"ended with {process.returncode}: {said[-2000:]}")
+                break
+            if process.returncode == -signal.SIGKILL:
                 here += 1
-                newest = max(reader.steps(workdir / "checkpoints"), default=0)
-                soak.at_most("steps lost at most", _step(workdir) - newest)
-            done = process.returncode == 0
-            for step in reader.steps(workdir / "checkpoints"):
-                if problems := manifest.verify(workdir / f"checkpoints/{step}"):
-                    soak.fail(f"killed after {delay:.1f} s: {problems}")
+                newest = max(reader.steps(found / "checkpoints"), default=0)
+                last = max(map(int, _STEP.findall(said)), default=0)
+                soak.at_most("steps lost at most", last - newest)
+                soak.counts["kills that left a part of a checkpoint"] += _has_part(found)
         sent += here
         survived = soak.check(own, workdir, f"{here} kills of {task} as {processes}")
         soak.counts["kills sent"] += here
@@ -114,13 +128,9 @@ def kills(soak: Soak, task: str, processes: int, count: int) -> None:
         print(f"{task}, {processes} process(es): {sent} of {count} kills", flush=True)
 
 
-def _step(workdir: Path) -> int:
-    """Returns the last step in metrics.jsonl, which has a line for every step."""
-    try:
-        lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return 0
-    return max((int(found[1]) for line in lines if (found := _STEP.match(line))), default=0)
+def _has_part(workdir: Path) -> bool:
+    saved = set(map(str, reader.steps(workdir / "checkpoints")))
+    return any(path.is_dir() and path.name not in saved for path in workdir.glob("checkpoints/*"))
 
 
 def corruptions(soak: Soak, task: str, count: int) -> None:
@@ -232,17 +242,21 @@ def ordeal(soak: Soak, task: str, kills_: dict[int, int], flips_: int, of_two: b
             kills(soak, task, processes, share)
     if flips_:
         corruptions(soak, task, flips_)
-    full_disks(soak, task)
+    if not soak.bucket:
+        full_disks(soak, task)
     signals(soak, task, 1)
     if of_two:
         signals(soak, task, 2)
         peers(soak, task)
 
 
-def failing_calls(passes: int, every: int) -> bool:
-    """Returns True if a failing call of the file system loses something or goes unreported."""
+def failing_calls(passes: int, every: int, scheme: str) -> bool:
+    """Returns True if a failing call or request loses something or goes unreported."""
     if not passes:
         return False
+    if scheme:
+        command = [sys.executable, str(Path(bucket_calls.__file__)), f"--schemes={scheme}"]
+        return subprocess.run([*command, f"--every={every}"]).returncode != 0
     done = calls.start([f"--passes={passes}", f"--every={every}"])
     if done is None:
         print("failing calls: left out, this machine is not Linux or has no C compiler")
@@ -256,14 +270,17 @@ def main() -> int:
         parser().error(f"--tasks has {', '.join(unknown)}; there are {', '.join(TASKS)}")
     shares = iter(_shared(args.kills, 2 * len(tasks)))
     kills_ = [{processes: next(shares) for processes in (1, 2)} for _ in tasks]
-    flips_ = _shared(args.flips, len(tasks))
-    with tempfile.TemporaryDirectory(prefix="brt-soak-") as place:
-        soaks = [Soak(Path(place), f"{args.seed} {task}") for task in tasks]
+    scheme = "" if args.place == "local" else args.place
+    flips_ = _shared(0 if scheme else args.flips, len(tasks))
+    with tempfile.TemporaryDirectory(prefix="brt-soak-") as place, BucketServer() as server:
+        server.faults = lambda request: Fault("delay", seconds=request.number % 10 * 0.005)
+        bucket = (server, scheme) if scheme else None
+        soaks = [Soak(Path(place), f"{args.seed} {task}", bucket) for task in tasks]
         with ThreadPoolExecutor(2) as pool:
             first = [task == tasks[0] for task in tasks]
             list(pool.map(ordeal, soaks, tasks, kills_, flips_, first))
     report(soaks)
-    return failing_calls(args.passes, args.every) | any(soak.failures for soak in soaks)
+    return failing_calls(args.passes, args.every, scheme) | any(soak.failures for soak in soaks)
 
 
 def _shared(whole: int, parts: int) -> list[int]:
@@ -287,6 +304,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    flags.add_argument("--place", choices=["local", "gs", "s3"], default="local")
     flags.add_argument("--kills", type=int, default=1000, help="SIGKILLs over all; default 1000")
     flags.add_argument("--flips", type=int, default=200, help="bits over all; default 200")
     flags.add_argument("--seed", type=int, default=0)

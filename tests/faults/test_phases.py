@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from buckets import BucketServer
 
-from .harness import PHASES, TASKS, Runs, small_disk
+from .harness import PHASES, TASKS, BucketRuns, Runs, small_disk
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,20 @@ def test_a_fault_in_every_phase_changes_nothing(
         own.strike(workdir, phase, fault, count, process=(phase != "committing") * (processes - 1))
     own.finish(workdir)
     own.assert_as_if_nothing_had_been(workdir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_kill_in_every_phase_of_a_run_in_a_bucket_changes_nothing(
+    scheme: str, processes: int, tmp_path: Path
+) -> None:
+    with BucketServer() as server:
+        own, workdir = BucketRuns(tmp_path, "language", processes, server, scheme), tmp_path / "run"
+        for phase, count in PHASES.items():
+            own.strike(workdir, phase, "kill", count, process=0)
+        own.finish(workdir)
+        own.assert_as_if_nothing_had_been(workdir)
 
 
 @pytest.mark.slow

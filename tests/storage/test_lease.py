@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from bucket_copies import found, save, write
-from buckets import BucketServer, Fault
+from buckets import BucketServer, Fault, Request
 
 from brt.errors import BucketError, CheckpointError, ConfigError
 from brt.storage import lease, mirror
@@ -115,7 +116,7 @@ def test_a_trainer_that_was_cut_off_changes_nothing_any_more(
         with pytest.raises(CheckpointError, match="taken over"):
             one.publish()
     assert server.buckets["bucket"][LOCK].content == b'{"id": "other"}'
-    assert not noticed or server.buckets["bucket"]["runs/a/metrics.jsonl"].content == b"theirs"
+    assert server.buckets["bucket"]["runs/a/metrics.jsonl"].content == b"theirs"
     del server.buckets["bucket"][LOCK]
     assert found(fresh()) == {2: "mine"}
 
@@ -169,3 +170,83 @@ def test_requests_and_logs_are_exchanged_while_a_run_trains(
         one.removed(one.path / "checkpoint_now")
     assert "runs/a/checkpoint_now" not in server.buckets["bucket"]
     assert len(said) == 1 and said[0].endswith("(the next save tries again)")
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints/4/MANIFEST.sha256", "checkpoints/4/meta.json", "metrics.jsonl"]
+)
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_write_that_arrives_after_another_trainer_took_over_is_refused(
+    server: BucketServer, fresh: Fresh, name: str, existed: bool
+) -> None:
+    one, theirs = fresh(), b"theirs"
+    with pytest.raises(CheckpointError, match="taken over"), one.held(print):
+        if existed:
+            save(one, 4, "old"), write(one, "metrics.jsonl", "old")
+            one.publish()
+        save(one, 4, "mine"), write(one, "metrics.jsonl", "mine")
+
+        def take_over(request: Request) -> None:
+            if (request.operation, request.key) == ("write", f"runs/a/{name}"):
+                server.put("bucket", LOCK, b'{"id": "other"}')
+                server.put("bucket", request.key, theirs)
+
+        server.faults = take_over
+        one.publish()
+    assert server.buckets["bucket"][f"runs/a/{name}"].content == theirs
+
+
+def test_a_deletion_that_arrives_after_another_trainer_took_over_is_refused(
+    server: BucketServer, fresh: Fresh, scheme: str
+) -> None:
+    one, key = fresh(), f"runs/a/checkpoints/4/{mirror.MANIFEST}"
+    with pytest.raises(CheckpointError, match="taken over"), one.held(print):
+        save(one, 4, "mine")
+        one.publish()
+        before = {*server.buckets["bucket"]}
+
+        def take_over(request: Request) -> None:
+            # S3 has no conditional deletion: TensorStore looks at the object first.
+            if request.operation == ("delete" if scheme == "gs" else "stat") and key == request.key:
+                server.put("bucket", LOCK, b'{"id": "other"}')
+                server.put("bucket", key, b"theirs")
+
+        server.faults = take_over
+        one.removed(one.path / "checkpoints/4")
+    assert {*server.buckets["bucket"]} == before
+    assert server.buckets["bucket"][key].content == b"theirs"
+
+
+def test_what_somebody_else_writes_does_not_stop_the_trainer(
+    server: BucketServer, fresh: Fresh
+) -> None:
+    one = fresh()
+    with one.held(print):
+        write(one, "log.txt", "1")
+        server.put("bucket", "runs/a/log.txt", b"somebody's")
+        save(one, 2, "mine")
+        one.publish()
+        server.put("bucket", f"runs/a/checkpoints/2/{mirror.MANIFEST}", b"somebody's")
+        shutil.rmtree(one.path / "checkpoints/2")
+        one.removed(one.path / "checkpoints/2")
+        write(one, "log.txt", "12")
+    assert server.buckets["bucket"]["runs/a/log.txt"].content == b"12"
+    assert not [key for key in server.buckets["bucket"] if "checkpoints/2" in key]
+
+
+def test_a_request_that_is_made_again_is_not_deleted_with_the_first(
+    server: BucketServer, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "_PUBLISH_SECONDS", 0.01)
+    one, key = fresh(), "runs/a/checkpoint_now"
+    with one.held(print):
+        for content in (b"", b"again"):
+            server.put("bucket", key, content)
+            end = time.monotonic() + 10
+            while time.monotonic() < end and not (one.path / "checkpoint_now").exists():
+                time.sleep(0.01)
+            (one.path / "checkpoint_now").unlink()
+            if not content:
+                server.put("bucket", key, b"again")
+            one.removed(one.path / "checkpoint_now")
+            assert (key in server.buckets["bucket"]) == (not content)

@@ -2,14 +2,18 @@
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 
+import jax
+import numpy as np
 import pytest
 from bucket_copies import found, save, tree, write
 from buckets import BucketServer, Fault, Request
 
-from brt.checkpointing import reader
+from brt.checkpointing import reader, shards
+from brt.checkpointing.writer import CheckpointWriter
 from brt.errors import BrtError, BucketError, CheckpointError, ConfigError
 from brt.storage import objects
 from brt.storage.mirror import MANIFEST, Mirror
@@ -170,7 +174,7 @@ def test_a_list_that_is_refused_or_broken_off_removes_nothing(
                 if request.operation == "list" and (page > 3 or next(lists) % 2 == last)
                 else None
             )
-            with pytest.raises(ConfigError, match="gs://.*listed|denied") as error:
+            with pytest.raises(ConfigError, match="no permission to list") as error:
                 mirror.refresh()
             assert error.value.exit_code == 2
             with pytest.raises(ConfigError), mirror.held(print):
@@ -223,6 +227,62 @@ def test_objects_that_change_while_they_are_read(
         list(bucket.chunks("x"))
 
 
+def test_a_checkpoint_of_which_objects_were_deleted_is_passed_over(
+    server: BucketServer, fresh: Fresh
+) -> None:
+    """As a rule of the bucket may do that deletes what is old."""
+    run, said = fresh(), []
+    with run.held(print), CheckpointWriter(run.path / "checkpoints") as writer:
+        for step in (1, 2):
+            writer.save(step, {"a": jax.numpy.arange(9.0)}, {})
+    objects_of = [k for k in server.buckets["bucket"] if re.match(r"runs/a/checkpoints/2/state", k)]
+    for key in objects_of[::2]:
+        del server.buckets["bucket"][key]
+    assert reader.find(fresh().path / "checkpoints", warn=said.append).step == 1
+    assert len(said) == 1 and "2 is damaged" in said[0] and "is missing" in said[0]
+    with pytest.raises(CheckpointError, match="2 is damaged"):
+        reader.find(fresh().path / "checkpoints", 2)
+
+
+def test_the_files_of_a_checkpoint_in_a_bucket_are_small(
+    server: BucketServer, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, run = 1 << 16, fresh()
+    monkeypatch.setattr(shards, "FILE_BYTES", most)
+    values = {"a": np.random.default_rng(0).random((512, 1024), np.float32), "b": np.ones(3)}
+    with run.held(print), CheckpointWriter(run.path / "checkpoints") as writer:
+        writer.save(1, jax.tree.map(jax.numpy.asarray, values), {})
+    sizes = [len(stored.content) for stored in server.buckets["bucket"].values()]
+    assert max(sizes) <= 2 * most and sum(sizes) > 10 * most
+    restored = reader.restore(fresh().path / "checkpoints", step=1)
+    assert all(np.array_equal(restored.state[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("shape", "bytes_"), [((4096, 1024), 4), ((7, 1 << 25), 2), ((1 << 27,), 1), ((3,), 4)]
+)
+def test_chunks_are_equal_parts_that_are_small(shape: tuple[int, ...], bytes_: int) -> None:
+    chunk = shards.chunk_shape(shape, bytes_)
+    assert np.prod(chunk) * bytes_ <= shards.FILE_BYTES
+    assert all(n % part == 0 for n, part in zip(shape, chunk, strict=True))
+    if np.prod(shape) * bytes_ <= shards.FILE_BYTES:
+        assert chunk == shape
+
+
+def test_a_file_that_s3_does_not_take_at_once_is_refused(
+    server: BucketServer, fresh: Fresh, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(objects._LARGEST_PUT, "s3", 1000)
+    run = fresh()
+    write(run, "tokens.bin", "1" * 1001)
+    if scheme == "gs":
+        run.publish()
+    else:
+        with pytest.raises(ConfigError, match="aws s3 cp"):
+            run.publish()
+    assert len(server.buckets["bucket"]) == (scheme == "gs")
+
+
 @pytest.mark.parametrize("names", [("a", "a/b"), ("a", "a/b/c"), ("samples/a/b", "samples/a")])
 def test_an_object_that_is_called_like_a_directory_is_refused(
     server: BucketServer, fresh: Fresh, names: tuple[str, ...]
@@ -237,7 +297,8 @@ def test_an_object_that_is_called_like_a_directory_is_refused(
     ("kind", "code", "text"),
     [
         (503, 4, "see to the network"), ("reset", 4, "see to the network"),
-        (403, 2, "credentials"), (401, 2, "credentials"), ("bucket", 2, "there is no bucket"),
+        (403, 2, "no permission to write"), (401, 2, "no permission to write"),
+        ("bucket", 2, "there is no bucket"),
     ],
 )  # fmt: skip
 def test_errors_are_a_sentence_with_a_remedy(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from buckets import BucketServer, Request
+from buckets import BucketServer, Fault, Request
 from tiny_runs import environment, metrics, random_documents, state_hash
 
 import brt
@@ -65,7 +65,7 @@ def files(run: Path) -> set[str]:
 
 
 def wait(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -189,6 +189,33 @@ def test_a_sweep(
     writes = server.count("write", "*/checkpoints/*")
     said(url, *command)
     assert server.count("write", "*/checkpoints/*") == writes, "a finished point is trained again"
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_waits_for_the_trainer_that_it_has_left(
+    server: BucketServer, scheme: str, config: Config, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    gin = tmp_path / "sweep.gin"
+    gin.write_text(config_text(config) + "\nSweep.grid = {'Training.seed': [0, 1]}\n")
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    # The trainer saves only when the next sweep has found that it is there.
+    slow = Fault("delay", "write", "*/seed=0/checkpoints/2/*", times=99, seconds=8)
+    server.faults = [slow]
+    flags = [f"--gin_file={gin}", f"--workdir={scheme}://bucket/sweeps/a"]
+    with subprocess.Popen([sys.executable, "-m", "brt.sweep", *flags]) as process:
+        wait(lambda: slow.times < 99)
+        process.kill()
+    table = said(f"{scheme}://bucket/sweeps/a", "sweep", *flags)
+    assert "seed=0  is still run by another process" in capsys.readouterr().err
+    local = said(tmp_path / "sweep", "sweep", flags[0], "--workdir=RUN")
+    assert re.sub(r"[0-9.]+k?", "", table) == re.sub(r"[0-9.]+k?", "", local)
+    server.copy("bucket", "sweeps/a", tmp_path / "copy")
+    for point in ("seed=0", "seed=1"):
+        found, wanted = tmp_path / "copy" / point, tmp_path / "sweep" / point
+        assert state_hash(found) == state_hash(wanted)
+        assert metrics(found) == metrics(wanted)
 
 
 @pytest.mark.slow

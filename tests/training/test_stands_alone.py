@@ -30,6 +30,7 @@ from brt.config import (
     Training,
 )  # fmt: skip
 from brt.config.model import Window
+from brt.data import preparation
 from brt.errors import BrtError, CheckpointError, DataError
 from brt.interop.huggingface.causal.config import WindowChoice
 from brt.tasks.arguments import EvaluationRequest
@@ -390,3 +391,22 @@ def test_sizes_need_no_data_where_the_vocabulary_is_known(tmp_path: Path) -> Non
     sizes = run_summary.dry_run(run.without_data(known), None)
     assert sizes["parameters"] - sizes["parameters_non_embedding"] == 290 * 16
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_store_with_a_relative_name_is_found_from_other_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, elsewhere = language_model(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    preparation.prepare(config.data, tmp_path / "data/books")
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(config, data=Data(store="data/books"))
+    loop.train(config, tmp_path / "run")
+    here = evaluated(tmp_path / "run")
+    monkeypatch.chdir(elsewhere)
+    assert evaluated(tmp_path / "run")["bits_per_token"] == here["bits_per_token"]
+    longer = changed(config, training={"steps": 3})
+    assert loop.train(longer, tmp_path / "run")[0].config.data.store == "data/books"
+    shutil.rmtree(tmp_path / "data")
+    with pytest.raises(DataError, match="data/books is not in .*elsewhere"):
+        evaluated(tmp_path / "run")

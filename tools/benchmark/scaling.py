@@ -23,11 +23,7 @@ MODELS = {
         "--gin_file=configs/base/large.gin", "--gin_file=configs/models/rec_fixed_skip.gin",
         "--gin_bindings=Model.vocab_size = 32000",
     ),
-    "1.3B": (
-        *PAPER, "--gin_bindings=Model.layers = 24", "--gin_bindings=Model.model_dim = 2048",
-        "--gin_bindings=Model.heads = 16", "--gin_bindings=Model.mlp_dim = 8192",
-        "--gin_bindings=Model.remat = True",
-    ),
+    "1.3B": ("--gin_file=configs/base/huge.gin", "--gin_bindings=Model.vocab_size = 32000"),
 }  # fmt: skip
 SLICES = {
     "v4": {1: "1x1x1", 16: "2x2x4", 128: "4x4x8", 512: "8x8x8"},
