@@ -71,7 +71,7 @@ def _run_neurons(
     leak, threshold = leak_and_threshold(p, config)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
     for j, x in enumerate(inputs):
-        x = x @ p.kernel
+        x = jnp.matmul(x, p.kernel)
         if p.bias is not None:
             x = x + p.bias[None, None, None]
         membrane = leak * membrane + x
