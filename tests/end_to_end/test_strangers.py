@@ -66,8 +66,10 @@ class Trace:
     def _hear(self, event: str, arguments: tuple) -> None:
         if not self.on:
             return
-        # A child process that tries a file reads only this file and the modules of brt.
-        if event == "subprocess.Popen" and [*arguments[1]][1:4] in TRIALS:
+        # A child process that tries a file reads only this file and the modules of brt. Since
+        # Python 3.13, `subprocess` starts it through `os.posix_spawn`, an event like its own.
+        spawned = event in ("subprocess.Popen", "os.posix_spawn")
+        if spawned and [*arguments[1]][1:4] in TRIALS:
             return
         if event in FORBIDDEN:
             self.others.add(f"{event} {arguments}")

@@ -98,7 +98,7 @@ def with_decoder_settings(
     """
     ours, notes = dict(content.settings[CONFIG]), []
     theirs, generation = (read_json(tokenizer.beside, n) for n in (CONFIG, GENERATION))
-    theirs = config.text_part(theirs)
+    theirs = dict(config.text_part(theirs))
     sizes = [name for name in _SAME_DECODER if name in ours]
     if not sizes or any(theirs.get(name) != ours[name] for name in sizes):
         return content

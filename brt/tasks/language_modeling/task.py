@@ -349,7 +349,7 @@ class LanguageModeling(Task):
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         store = evaluation.documents(config, dataset, "train")
-        return float(store.bytes.sum() / store.lengths.sum())
+        return int(store.bytes.sum()) / int(store.lengths.sum())
 
     def writer(self, config: Config, variables: Variables, tokenizer: Tokenizer) -> TextWriter:
         session = Session(
