@@ -76,9 +76,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"slow_cases that match no case: {', '.join(wrong)}")
 
 
+def pytest_sessionfinish() -> None:
+    """Spares a worker the collections at its end, whose findings pytest-xdist does not report."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _shared_programs() -> None:
+    import shared_programs  # imports jax, which the process that starts the workers does not need
+
+    shared_programs.install()
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +107,7 @@ def random_params() -> Callable[..., Any]:
 
     from brt.config import Config, Training
     from brt.training.matrices import matrix_shape
-    from brt.training.state import initial_params
+    from brt.training.state import parameter_shapes
 
     def draw(model: Any, seed: int = 0) -> Any:
         rng = np.random.default_rng(seed)
@@ -110,8 +123,7 @@ def random_params() -> Callable[..., Any]:
             return jnp.asarray(x, shape.dtype)
 
         config = Config(model=model, training=Training(segment_length=model.window))
-        shapes = jax.eval_shape(lambda: initial_params(config))
         boxed = {"is_leaf": lambda leaf: isinstance(leaf, nn.Partitioned)}
-        return jax.tree.map_with_path(leaf, shapes, **boxed)
+        return jax.tree.map_with_path(leaf, parameter_shapes(config), **boxed)
 
     return draw

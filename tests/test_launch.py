@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,7 +165,8 @@ def pretended(tmp_path: Path, codes: str) -> dict[str, str]:
     programs = {
         "gcloud": GCLOUD,
         "host/brt-env/bin/brt": BRT,
-        "sleep": "#!/bin/bash\n/bin/sleep 0.1\n",
+        "sleep": '#!/bin/bash\n[ "$1" != 0.1 ] || /bin/sleep 0.1\n',  # Only BRT waits.
+        "tail": f'#!/bin/bash\nexec {shutil.which("tail")} --sleep-interval=0.02 "$@"\n',
     }
     for name, text in programs.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

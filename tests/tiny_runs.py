@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from brt.checkpointing import reader
-from brt.config import Data
+from brt.config import Config, Data, Evaluation, Model, Optimizer, Training
 from brt.training import inspection
 from brt.training.workdir import Workdir
 
@@ -50,3 +50,17 @@ def random_documents(place: Path) -> Data:
         (place / f"{i}.txt").write_text(text[250 * i : 250 * (i + 1) - 20 * i])
     train, validation, test = ((str(place / names),) for names in ("[0-5].txt", "6.txt", "7.txt"))
     return Data(train=train, validation=validation, test=test)
+
+
+def tiny_config(place: Path, **training: Any) -> Config:
+    """Writes documents, and returns the config of a run that only evaluates if it is told so."""
+    usual = {
+        "batch_size": 2, "segment_length": 16, "gradient_accumulation": 1, "log_every": 1,
+        "evaluate_every": 0, "sample_every": 0, "probe_every": 0, "plots": False,
+    }  # fmt: skip
+    return Config(
+        model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=8),
+        data=random_documents(place), training=Training(**usual | training),
+        optimizer=Optimizer(name="adamw", learning_rate=0.01, warmup_steps=2),
+        evaluation=Evaluation(batch_size=1),
+    )  # fmt: skip

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from brt import tasks, tree_utils, user_cache
 from brt.checkpointing import reader
@@ -38,7 +38,13 @@ from brt.tasks.weights import Weights, with_steps
 from brt.training import data_manifest, layer_forms, replicas, saved_model, trainable
 from brt.training import optimizer as optimizers
 from brt.training.layerwise import Stepper
-from brt.training.state import TrainState, initial_params, parameter_axes, state_shardings
+from brt.training.state import (
+    TrainState,
+    initial_params,
+    parameter_axes,
+    parameter_shapes,
+    state_shardings,
+)
 from brt.training.step import StepMetrics, train_step
 from brt.training.workdir import Workdir
 
@@ -105,7 +111,8 @@ def compute_shapes(config: Config, devices: Sequence[jax.Device] | None = None) 
     axes = parameter_axes(config)
     name = config.kernels.adafactor
     optimizer = optimizers.build(config.optimizer, config.training.steps, axes, name)
-    shapes = jax.eval_shape(partial(initial_state, config, optimizer))
+    new = lambda params: _state_of(config, optimizer, nn.meta.unbox(params))  # noqa: E731
+    shapes = jax.eval_shape(new, parameter_shapes(config))
     paths, kind = list(flatten_dict(shapes.params, sep="/")), "parameters of the model"
     trainable.check_patterns("Training.trainable", config.training.trainable, paths, kind)
     optimizers.check_rates(
@@ -315,7 +322,11 @@ def _key(run: Run) -> jax.Array:
 
 def initial_state(config: Config, optimizer: Stepper, key: Array | None = None) -> TrainState:
     """Returns the train state at step 0; a `key` of None stands for the key of Training.seed."""
-    task, params = tasks.from_config(config), nn.meta.unbox(initial_params(config, key))
+    return _state_of(config, optimizer, nn.meta.unbox(initial_params(config, key)))
+
+
+def _state_of(config: Config, optimizer: Stepper, params: PyTree[Array]) -> TrainState:
+    task = tasks.from_config(config)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

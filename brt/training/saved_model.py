@@ -32,9 +32,9 @@ from brt.training import data_manifest
 from brt.training.data_manifest import DataManifest
 from brt.training.state import (
     TrainState,
-    initial_params,
     merged_params,
     parameter_axes,
+    parameter_shapes,
     parameter_shardings,
 )
 from brt.training.workdir import Workdir
@@ -165,13 +165,12 @@ def load_unmerged(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Conf
     """
     user_cache.share_compiled_programs()
     check_resumable(config_from_json(checkpoint.meta["config"]), config)
-    shapes = jax.eval_shape(
-        lambda: {
-            "params": nn.meta.unbox(initial_params(config)),
-            "model_state": tasks.from_config(config).initial_model_state(config),
-        }
-    )
-    shared = tasks.from_config(config).sharded_sizes(config)
+    task = tasks.from_config(config)
+    shapes = {
+        "params": jax.eval_shape(nn.meta.unbox, parameter_shapes(config)),
+        "model_state": jax.eval_shape(lambda: task.initial_model_state(config)),
+    }
+    shared = task.sharded_sizes(config)
     mesh: jax.sharding.Mesh | None
     mesh = meshes.build(meshes.mesh_for_evaluation(config.mesh, shared), {})
     if mesh.size == 1:

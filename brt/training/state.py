@@ -3,7 +3,7 @@
 The shardings of a state are the axes of the mesh over which its arrays are sharded.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -18,6 +18,7 @@ from brt.config import Config
 from brt.distributed import rules
 from brt.distributed.mesh import replicated
 from brt.distributed.rules import Names
+from brt.tasks.interface import Task
 from brt.training import replicas, trainable
 from brt.training.matrices import Axes, matrix_names, matrix_shape
 
@@ -60,9 +61,19 @@ def _merged_params(config: Config, params: PyTree[Array]) -> PyTree[Array]:
     return trainable.merge_into_kernels(params, config.adapter, parameter_axes(config))
 
 
+def parameter_shapes(config: Config) -> PyTree[jax.ShapeDtypeStruct]:
+    """Returns what `initial_params` does, with shapes instead of arrays."""
+    return _parameter_shapes(config, tasks.from_config(config))
+
+
+@lru_cache(maxsize=16)  # A start asks several times, and each time the whole model is traced.
+def _parameter_shapes(config: Config, _: Task) -> PyTree[jax.ShapeDtypeStruct]:
+    return jax.eval_shape(lambda: initial_params(config))
+
+
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
     """Returns the names of the axes of each parameter whose axes have names, by its path."""
-    boxed = flatten_dict(jax.eval_shape(lambda: initial_params(config)), sep="/")
+    boxed = flatten_dict(parameter_shapes(config), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 
 

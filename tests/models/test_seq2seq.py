@@ -106,10 +106,6 @@ def begun(net: seq2seq.Seq2Seq, params: Any, x: Pairs, beams: int) -> Any:
     return seq2seq.prefill(net, params, encoded, x.mask, beams, TARGET)
 
 
-def logits(net: seq2seq.Seq2Seq, hidden: jax.Array) -> jax.Array:
-    return seq2seq.logits(seq2seq.readout(net.model, params(net)), hidden)
-
-
 @pytest.mark.slow_cases("t5-[!s]*", "t5-segmented", "t5-srformer", "transient*", "bart*")
 @pytest.mark.parametrize(
     ("model", "kind"),
@@ -125,10 +121,11 @@ def test_steps_give_what_whole_targets_give(model: str, kind: str) -> None:
             return state, found
 
         _, steps = jax.lax.scan(step, begun(net, params, x, 3), x.targets_in.T)
-        return net.apply({"params": params}, *x).hidden, steps
+        hidden = net.apply({"params": params}, *x).hidden
+        return seq2seq.logits(seq2seq.readout(net.model, params), hidden), steps
 
-    hidden, steps = both(params(net))
-    expected = np.moveaxis(logits(net, hidden), 1, 0)
+    whole, steps = both(params(net))
+    expected = np.moveaxis(whole, 1, 0)
     for beam in range(3):
         np.testing.assert_allclose(steps[:, :, beam], expected, atol=TOLERANCE)
 
@@ -279,7 +276,8 @@ def test_reordering_moves_what_belongs_to_beams() -> None:
         return seq2seq.step(net, params, tokens, begun(net, params, x, 2))[1]
 
     state = step(params(net), jnp.asarray([[1, 2], [3, 4]]))
-    moved = seq2seq.reorder(state, jnp.asarray([[1, 1], [1, 0]]))
+    moved = jax.jit(seq2seq.reorder)(state, jnp.asarray([[1, 1], [1, 0]]))
+    state, moved = jax.device_get((state, moved))
     keys, after = state.own.keys[:, 1], moved.own.keys[:, 1]
     np.testing.assert_array_equal(after[0], keys[0, [1, 1]])
     np.testing.assert_array_equal(after[1], keys[1, [1, 0]])

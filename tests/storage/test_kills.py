@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from buckets import BucketServer, Fault, Request
-from tiny_runs import environment, metrics, random_documents, state_hash
+from model_settings import changed
+from tiny_runs import environment, metrics, state_hash, tiny_config
 
 import brt
 from brt import storage
 from brt.checkpointing import manifest, reader
-from brt.config import Checkpoint, Config, Model, Training
+from brt.config import Checkpoint, Config
 from brt.config_io import config_text
 
 pytestmark = pytest.mark.slow
@@ -25,15 +26,7 @@ KILLS = 10
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(
-        model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=8),
-        data=random_documents(tmp_path),
-        training=Training(
-            steps=30, batch_size=2, segment_length=16, gradient_accumulation=1, log_every=1,
-            evaluate_every=0, sample_every=0, plots=False, probe_every=0,
-        ),
-        checkpoint=Checkpoint(every=2, keep=2),
-    )  # fmt: skip
+    return changed(tiny_config(tmp_path, steps=30), checkpoint=Checkpoint(every=2, keep=2))
 
 
 def test_a_run_that_is_killed_at_random_requests(

@@ -58,7 +58,7 @@ def test_a_trainer_that_was_killed_is_replaced(
     holder = {"holder": "process 7 on a", "machine": lease.machine() if here else "", "id": "x"}
     content = json.dumps(holder | {"pid": dead.pid})
     server.put("bucket", LOCK, content.encode())
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 1000.0 if here else 0.5)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1000.0 if here else 0.1)
     said: list[str] = []
     begin = time.monotonic()
     with fresh().held(said.append):
@@ -73,7 +73,7 @@ def test_a_trainer_that_was_killed_is_replaced(
 def test_a_lock_that_brt_did_not_write_is_waited_for(
     server: BucketServer, fresh: Fresh, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.1)
     content = content.replace("{", f'{{"machine": "{lease.machine()}", ').replace(", }", "}")
     server.put("bucket", LOCK, content.encode())
     with fresh().held(lambda _: None):
@@ -124,7 +124,7 @@ def test_a_trainer_that_was_cut_off_changes_nothing_any_more(
 def test_a_trainer_without_network_stops(
     server: BucketServer, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.1)
     one = fresh()
     with one.held(print):
         server.faults = lambda request: Fault("reset")

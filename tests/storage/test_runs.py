@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 from buckets import BucketServer, Fault, Request
-from tiny_runs import environment, metrics, random_documents, state_hash
+from model_settings import changed
+from tiny_runs import environment, metrics, state_hash, tiny_config
 
 import brt
 from brt import storage
-from brt.config import Checkpoint, Config, Evaluation, Model, Training
+from brt.config import Checkpoint, Config
 from brt.config_io import config_text
 from brt.errors import Preempted
 from brt.training import requests
@@ -30,15 +31,8 @@ STOP, SAVE = requests.STOP, requests.CHECKPOINT
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return Config(
-        model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=8),
-        data=random_documents(tmp_path_factory.mktemp("texts")),
-        training=Training(
-            steps=8, batch_size=2, segment_length=16, gradient_accumulation=1, log_every=1,
-            evaluate_every=4, sample_every=0, plots=False, probe_every=0,
-        ),
-        checkpoint=Checkpoint(every=2, keep=2), evaluation=Evaluation(batch_size=1),
-    )  # fmt: skip
+    made = tiny_config(tmp_path_factory.mktemp("texts"), steps=8, evaluate_every=4)
+    return changed(made, checkpoint=Checkpoint(every=2, keep=2))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from brt.data import token_store
 from brt.data.documents import Document
 from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
-from brt.training.state import initial_params
+from brt.training.state import parameter_shapes
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def drawn() -> Callable[[Config], Any]:
             mean = 1.0 if path[-1].key in ("norm", "scale") else 0.0
             return jnp.asarray(rng.normal(mean, 0.5, x.shape), x.dtype)
 
-        shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))
+        shapes = jax.eval_shape(nn.meta.unbox, parameter_shapes(config))
         return jax.tree.map_with_path(leaf, shapes)
 
     return draw

@@ -22,7 +22,12 @@ from brt.formatting import short
 from brt.training import inspection, loop, run_summary, saved_model, trainable
 from brt.training import run as runs
 from brt.training.matrices import as_matrix
-from brt.training.state import initial_params, merged_params, parameter_axes
+from brt.training.state import (
+    initial_params,
+    merged_params,
+    parameter_axes,
+    parameter_shapes,
+)
 from brt.training.workdir import Workdir
 
 KERNELS = ("*/queries", "*/window_0/tokens/output", "*/mlp_in")
@@ -49,7 +54,7 @@ def sized(made: Config) -> Config:
 
 def random_params(made: Config) -> Any:
     """Returns random parameters, in which the factors B of the adapters are not zero."""
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(made)))
+    shapes = jax.eval_shape(nn.meta.unbox, parameter_shapes(made))
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
 

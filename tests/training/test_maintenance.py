@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_runs import random_documents
+from model_settings import changed
+from tiny_runs import tiny_config
 
 import brt
 from brt.checkpointing import reader
-from brt.config import Checkpoint, Config, Model, Training
+from brt.config import Checkpoint
 from brt.errors import Preempted
 from brt.training import maintenance
 from brt.training.session import Session
@@ -150,14 +151,7 @@ def test_a_run_saves_and_ends_with_exit_code_75(
             metadata.wait()
 
     monkeypatch.setattr(Session, "step", announced)
-    config = Config(
-        model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=8),
-        data=random_documents(tmp_path), checkpoint=Checkpoint(every=0),
-        training=Training(
-            steps=4, batch_size=2, segment_length=16, gradient_accumulation=1, log_every=1,
-            evaluate_every=0, sample_every=0, plots=False, probe_every=0,
-        ),
-    )  # fmt: skip
+    config = changed(tiny_config(tmp_path, steps=4), checkpoint=Checkpoint(every=0))
     with pytest.raises(Preempted, match="saved at step 2; run the same") as stopped:
         brt.train(config, tmp_path / "run")
     assert stopped.value.exit_code == 75

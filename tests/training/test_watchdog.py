@@ -55,13 +55,13 @@ def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
     stacks.write_text("of a run before")
     with watching(phases, 0.4, stacks):
         phases.enter("compiling")
-        time.sleep(0.6)  # A false alarm would end the process of the tests.
+        time.sleep(0.45)  # A false alarm would end the process of the tests.
         phases.enter("stepping", 0)
         for step in range(5):
             time.sleep(0.1)
             phases.progressed(step)
     with watching(phases, 0.0, stacks):
-        time.sleep(0.2)
+        time.sleep(0.05)
     assert not stacks.exists()
 
 

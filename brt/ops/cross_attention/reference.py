@@ -71,14 +71,7 @@ def _run_neurons(
     leak, threshold = leak_and_threshold(p)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
     for j, x in enumerate(inputs):
-<<<<<<< HEAD
-        membrane = leak * membrane + x @ p.kernel
-=======
-        x = jnp.matmul(x, p.kernel)
-        if p.bias is not None:
-            x = x + p.bias[None, None, None]
-        membrane = leak * membrane + x
->>>>>>> e2fb98baf0036be6def8d37f475406d99063b1f4
+        membrane = leak * membrane + jnp.matmul(x, p.kernel)
         y = membrane / threshold - 1
         membrane = membrane - threshold * (y > 0)
         outputs.append(jax.nn.relu(y))
