@@ -87,13 +87,6 @@ def _cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _shared_programs() -> None:
-    import shared_programs  # imports jax, which the process that starts the workers does not need
-
-    shared_programs.install()
-
-
 @pytest.fixture(scope="session")
 def random_params() -> Callable[..., Any]:
     """Returns a function that draws random parameters of a `Decoder` for a `Model` and a seed.
