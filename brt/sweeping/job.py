@@ -295,9 +295,10 @@ def run(
     if len(todo) < len(chosen):
         output.say(f"{len(chosen) - len(todo)} of {len(chosen)} points are finished already")
     if todo:
+        storage.of(workdir).probe()
+        _prepare(workdir, todo, sweep.split)
         workdirs.check_writable(workdir)
         workdirs.refuse_links(Workdir(workdir))
-        _prepare(workdir, todo, sweep.split)
         runner.run(todo)
     text = write_report(workdir, points, sweep)
     _conclude(workdir, chosen, runner)

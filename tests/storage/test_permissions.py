@@ -97,6 +97,7 @@ def test_only_runs_have_heartbeats_and_checkpoints(server: BucketServer, scheme:
     names = ["heartbeat/a.txt", "checkpoints/3/b.txt", "checkpoints/3.partial/c", "d.deleted/e"]
     for name in names:
         server.put("bucket", f"books/{name}", b"1")
+        server.put("bucket", f"run/{name}", b"1")
     copy = Path(inputs.matching(f"{scheme}://bucket/books"))
     assert sorted(str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()) == sorted(names)
     output = Path(storage.new_directory(f"{scheme}://bucket/out/heartbeat"))
@@ -104,7 +105,7 @@ def test_only_runs_have_heartbeats_and_checkpoints(server: BucketServer, scheme:
     (output / "a").write_text("1")
     storage.publish_all()
     assert "out/heartbeat/a" in server.buckets["bucket"]
-    run = Path(storage.local(f"{scheme}://bucket/books"))
+    run = Path(storage.local(f"{scheme}://bucket/run"))
     assert not [path for path in run.rglob("*") if path.is_file()]
 
 

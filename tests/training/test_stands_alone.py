@@ -408,5 +408,5 @@ def test_a_store_with_a_relative_name_is_found_from_other_directories(
     longer = changed(config, training={"steps": 3})
     assert loop.train(longer, tmp_path / "run")[0].config.data.store == "data/books"
     shutil.rmtree(tmp_path / "data")
-    with pytest.raises(DataError, match="data/books is not in .*elsewhere"):
+    with pytest.raises(DataError, match="data/books holds no finished preparation"):
         evaluated(tmp_path / "run")
