@@ -94,7 +94,12 @@ def test_a_list_that_takes_too_long_is_given_up(
 
 
 def test_only_runs_have_heartbeats_and_checkpoints(server: BucketServer, scheme: str) -> None:
-    names = ["heartbeat/a.txt", "checkpoints/3/b.txt", "checkpoints/3.partial/c", "d.deleted/e"]
+    names = [
+        "heartbeat/a.txt",
+        "checkpoints/3/b.txt",
+        "checkpoints/3.partial/c",
+        "checkpoints/4.deleted/e",
+    ]
     for name in names:
         server.put("bucket", f"books/{name}", b"1")
         server.put("bucket", f"run/{name}", b"1")
