@@ -85,7 +85,9 @@ def main(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, (family, settings) in CASES.items():
         config_class = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-        sizes = GPT2 if family == "GPT2" else SIZES
+        sizes = dict(GPT2 if family == "GPT2" else SIZES)
+        if family == "GPTNeoX":
+            del sizes["num_key_value_heads"]
         config = getattr(transformers, config_class)(**sizes | settings)
         torch.manual_seed(0)
         kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"

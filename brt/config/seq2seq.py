@@ -47,6 +47,8 @@ class Seq2Seq:
     dropout: float = free(0.1)
     # Attention weights have this dropout rate; -1 takes the value of dropout.
     attention_dropout: float = free(-1.0)
+    # The hidden layer of the MLP has this dropout rate; -1 takes the value of dropout.
+    activation_dropout: float = derived(-1.0)
     # Activations have this dtype; 'auto' is bfloat16 on accelerators and float32 on CPUs.
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")
     # True recomputes a layer's activations in the backward pass, which saves memory.
@@ -58,10 +60,9 @@ class Seq2Seq:
             "model_dim", "heads", "head_dim", "mlp_dim", "encoder_radius", "global_block",
             "max_positions", "norm_epsilon", "relative_max_distance",
         )  # fmt: skip
-        check_section(
-            self, positive=layers + sizes, shares=["dropout"], any_sign=["attention_dropout"]
-        )
-        check_shares(self, "attention_dropout", like="Model.dropout")
+        rates = "attention_dropout", "activation_dropout"
+        check_section(self, positive=layers + sizes, shares=["dropout"], any_sign=rates)
+        check_shares(self, *rates, like="Model.dropout")
         check(
             self.relative_buckets >= 4 and self.relative_max_distance > self.relative_buckets // 2,
             f"Model.relative_buckets = {self.relative_buckets} must be at least 4, and "

@@ -146,7 +146,7 @@ def of_seq2seq(m: config.Seq2Seq, kernels: config.Kernels) -> Block:
         m.norm_epsilon, norm_first=t5, bias=not t5, deviation=None if t5 else DEVIATION,
         scale=1.0 if t5 else m.head_dim**-0.5, dropout=m.dropout,
         attention_dropout=_own(m.attention_dropout, m.dropout),
-        activation_dropout=m.dropout, dtype=compute_dtype(m),
+        activation_dropout=_own(m.activation_dropout, m.dropout), dtype=compute_dtype(m),
         kernels=kernels,
     )  # fmt: skip
 

@@ -49,6 +49,7 @@ def test_a_command_that_is_none_is_refused() -> None:
 def test_the_script_is_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert '"brt = brt.__main__:main"' in (ROOT / "setup.py").read_text()
     monkeypatch.setattr(sys, "argv", ["brt", "train", "--no"])
+    monkeypatch.setenv("GLIBC_TUNABLES", "")  # Otherwise, the process of the tests restarts.
     with pytest.raises(SystemExit) as stop:
         entry.main()
     assert stop.value.code == 2

@@ -51,7 +51,7 @@ MODELS = {
     "gated": one_layer(DenseMemory(layers=(0,), size=10, gate="tanh")),
     "delta": one_layer(GatedDeltaNet(layers=(0,))),
     "memorizing": one_layer(Memorizing(layers=(0,), size=32, neighbors=3)),
-    "rg_lru": one_layer(RGLRU(layers=(0,), width=12)),
+    "rg_lru": one_layer(RGLRU(layers=(0,))),
     "routing": one_layer(Routing(layers=(0,), heads=1, clusters=3, keep=5)),
     "summary": one_layer(Summaries(long_layers=(0,), summaries=2, short_memory=3, long_memory=6,
                                    long_increment=2)),

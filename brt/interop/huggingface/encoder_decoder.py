@@ -56,7 +56,7 @@ _BART = {
     "encoder_layers": "encoder_layers", "decoder_layers": "decoder_layers",
     "model_dim": "d_model", "heads": "encoder_attention_heads", "mlp_dim": "encoder_ffn_dim",
     "vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "dropout": "dropout",
-    "attention_dropout": "attention_dropout",
+    "attention_dropout": "attention_dropout", "activation_dropout": "activation_dropout",
 }  # fmt: skip
 # transformers' classes use these values for keys that config.json lacks.
 _T5_DEFAULTS = {
@@ -66,7 +66,7 @@ _T5_DEFAULTS = {
     "global_block_size": 16, "encoder_attention_type": "local",
 }  # fmt: skip
 _BART_DEFAULTS = {
-    "dropout": 0.1, "attention_dropout": 0.0,
+    "dropout": 0.1, "attention_dropout": 0.0, "activation_dropout": 0.0,
     "activation_function": "gelu", "max_position_embeddings": 1024,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": 2,
@@ -393,12 +393,12 @@ def _to_t5(model: Seq2Seq) -> dict[str, Any]:
 
 def _to_bart(model: Seq2Seq) -> dict[str, Any]:
     config = {theirs: getattr(model, ours) for ours, theirs in _BART.items()}
-    if config["attention_dropout"] == -1:
-        config["attention_dropout"] = model.dropout
+    for name in ("attention_dropout", "activation_dropout"):
+        if config[name] == -1:
+            config[name] = model.dropout
     names = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}
     return {
-        **names, **config, "activation_dropout": model.dropout,
-        "decoder_attention_heads": model.heads, "decoder_ffn_dim": model.mlp_dim,
+        **names, **config, "decoder_attention_heads": model.heads, "decoder_ffn_dim": model.mlp_dim,
         "activation_function": model.activation, "scale_embedding": False,
         "tie_word_embeddings": model.tied_logits,
     }  # fmt: skip

@@ -33,7 +33,7 @@ def test_the_recurrence_has_the_names_of_its_authors(read: Callable) -> None:
     model, arrays, _ = read("t5")
     described = model.described._replace(cross=SRFORMER)
     imported = pretrained.import_arrays(arrays, described)
-    parts = ("bias", "kernel", "leak", "sigma", "threshold")
+    parts = ("kernel", "leak", "sigma", "threshold")
     expected = [f"decoder/layers/cross_attn/raf/{part}" for part in parts]
     assert sorted(imported.initialised) == expected
     exported = pretrained.export_arrays(imported.params, described)

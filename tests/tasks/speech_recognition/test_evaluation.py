@@ -129,7 +129,7 @@ def test_what_an_attention_is_compared_with(config):
 def test_frames_of_another_width_are_refused(dataset, config):
     encoder = dataclasses.replace(config.encoder, features=13)
     wrong = dataclasses.replace(config, encoder=encoder)
-    with pytest.raises(DataError, match=r"Data.train = \('generated.*have 20 .*model reads 13"):
+    with pytest.raises(DataError, match=r"Data.train = \('generated.*have 80 .*model reads 13"):
         tasks.from_config(wrong).evaluator(EvaluationRequest(wrong, dataset, "train"))
 
 

@@ -82,7 +82,7 @@ def test_speakers_are_normalized_together(make, write_npz):
 
 TOO_SHORT = "has 4 frames, of which its 4 tokens need 5"
 CASES = {
-    "tokens": ({"stride": 5}, f"2 of 3 rows of train cannot be used: train-0 {TOO_SHORT}", [2]),
+    "tokens": ({"stack": 5}, f"2 of 3 rows of train cannot be used: train-0 {TOO_SHORT}", [2]),
     "longer": (
         {"buckets": (4, 10)},
         r"train-0 has 20 frames, more than Data.buckets = \(4, 10\)",
